@@ -18,7 +18,7 @@ from pathlib import Path
 from toolwise.view.curves import draw_seeds
 
 COLUMNS = (
-    *("seed", "correct before", "after", "rise", "cost before", "after", "the policy's", "gap closed", "all tools"),
+    *("seed", "correct before", "after", "rise", "cost before", "after", "sampled routes", "gap closed", "all tools"),
     *("seconds", "peak memory", "load"),
 )
 

@@ -54,9 +54,9 @@ def judged(job: Any, lines: list[dict[str, Any]], out: Path, weights: Any) -> di
     probs[in_order(out, outcomes)] = lines[-1]["probs"]
     scores, costs = outcomes.mean_over_draws("scores"), outcomes.mean_over_draws("costs")
     cost, score = weights @ (probs * costs).sum(axis=1), weights @ (probs * scores).sum(axis=1)
-    low = random_curve(scores, costs, weights, free=0).at(cost)
+    low = random_curve(scores, costs, weights, free=0).score_at(cost)
     oracle = oracle_curve(scores, costs, weights)
-    high = oracle.at(cost)
+    high = oracle.score_at(cost)
     tied = scores.max(axis=1) - scores.min(axis=1) < 0.1
     steps = [line["router/cost/mean"] for line in lines[:-1]]
     last = steps[-max(1, len(steps) // 4) :]
@@ -84,11 +84,11 @@ def vars_of(found: Any) -> dict[str, float]:
 
 
 def classified(out: Path, config: Any, outcomes: Any) -> dict[str, Any]:
-    """The log-probs of classifiers on the features that the head sees: by labels, and told the kinds."""
+    """Log-probs of the baseline classifiers on the features that the head sees: labels, and oracle labels."""
     import torch
 
     from toolwise.data import load_tasks
-    from toolwise.frontier.baselines import classifier_log_probs, targets_by_kinds, targets_by_labels
+    from toolwise.frontier.baselines import classifier_log_probs, targets_by_labels, targets_by_oracle
     from toolwise.frontier.outcomes import CLASSIFIER, ORACLE_LABELS
     from toolwise.models import load_model
     from toolwise.routing.actions import MIXED, RouteAction
@@ -104,13 +104,16 @@ def classified(out: Path, config: Any, outcomes: Any) -> dict[str, Any]:
         with torch.no_grad():
             features = prompt_features(model, [original_prompt(chat, task, tools) for task in given])
         found[split] = features.double().numpy()
-    told = {CLASSIFIER: targets_by_labels(tasks["train"], tools), ORACLE_LABELS: targets_by_kinds(tasks["train"])}
-    # Also told that no one route serves a MIXED question: the best that labels of kinds can do.
-    told["kinds, MIXED answered"] = [
-        RouteAction.ANSWER if target == MIXED else target for target in told[ORACLE_LABELS]
+    targets_by = {
+        CLASSIFIER: targets_by_labels(tasks["train"], tools),
+        ORACLE_LABELS: targets_by_oracle(tasks["train"]),
+    }
+    # Also labels MIXED questions, which no single route serves: the best that labels can do.
+    targets_by["oracle labels, MIXED answered"] = [
+        RouteAction.ANSWER if target == MIXED else target for target in targets_by[ORACLE_LABELS]
     ]
     words = {}
-    for name, targets in told.items():
+    for name, targets in targets_by.items():
         words[name] = np.empty((len(outcomes.row_ids), len(ALLOWED)))
         words[name][in_order(out, outcomes)] = classifier_log_probs(found["train"], targets, found["heldout"])
     return words

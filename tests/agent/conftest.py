@@ -1,4 +1,4 @@
-"""A routed model as export leaves it: the small model, a head with weights of our choice, and what is told of both."""
+"""A routed model as exported: the small model, a head with chosen weights, and their metadata."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from toolwise.routing.head.head import HeadSettings, RouterHead, save_head
 
 
 def routed_folder(folder: Path, *, bias: Any, mode: str = "policy", spread: float = 0.0, **router: Any) -> Path:
-    """`spread` is how much prompts differ from each other in the head's eyes."""
+    """`spread` scales how much the head's output depends on the prompt."""
     shutil.copytree(locate("builtin:small"), folder)
     width = int(json.loads((folder / "config.json").read_text())["hidden_size"])
     head = RouterHead(HeadSettings(width=width, routes=tuple(map(str, ROUTES)), mode=mode))  # type: ignore[arg-type]
     with torch.no_grad():
         head.out.bias.copy_(torch.tensor(bias))
         head.out.weight.normal_(std=spread, generator=torch.Generator().manual_seed(0))
-    # The small model was taught without a word about routes: "silent" hides tools and says nothing.
+    # The small model was trained without route text: "silent" hides tools and adds none.
     config = RouterConfig(**({"enable": True, "mode": mode, "wording": "silent"} | router))  # type: ignore[arg-type]
     told = {"router": config.model_dump(mode="json", exclude={"labels"}), "multipliers": {"cost": 0.5}}
     save_head(head, folder, told)
@@ -33,7 +33,7 @@ def routed_folder(folder: Path, *, bias: Any, mode: str = "policy", spread: floa
 
 @pytest.fixture(scope="session")
 def routed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Likes to calculate."""
+    """Its head prefers to calculate."""
     torch.set_num_threads(1)
     return routed_folder(tmp_path_factory.mktemp("routed") / "model", bias=[0.0, -1.0, 2.0], evaluate="argmax")
 

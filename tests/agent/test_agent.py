@@ -37,18 +37,18 @@ def test_it_routes_calls_a_real_tool_and_answers(agent: RoutedAgent) -> None:
     assert answered.seconds > 0
 
 
-def test_a_route_that_is_told_is_taken_and_hides_the_tools_of_the_others(agent: RoutedAgent) -> None:
+def test_a_given_route_is_used_and_hides_the_other_tools(agent: RoutedAgent) -> None:
     direct = agent.ask(SUM, route="answer")
     assert (direct.route, direct.cost, dict(direct.calls)) == ("ANSWER", 0.0, {})
-    assert direct.text != "Answer: 3087"  # it cannot do this in its head
+    assert direct.text != "Answer: 3087"  # it cannot compute this without a tool
     searching = agent.ask(SUM, route="search")
     assert searching.route == "SEARCH-FAMILY"
     assert "calculator" not in searching.rollout.usage.calls
-    with pytest.raises(ToolwiseError, match="no route"):
+    with pytest.raises(ToolwiseError, match="unknown route"):
         agent.ask(SUM, route="guess")
 
 
-def test_a_cap_refuses_the_call_and_says_so_to_the_model(agent: RoutedAgent) -> None:
+def test_a_cap_refuses_the_call_with_an_error_for_the_model(agent: RoutedAgent) -> None:
     answered = agent.ask(SUM, cap=0)
     assert answered.refused >= 1
     assert (answered.cost, dict(answered.calls)) == (0.0, {})
@@ -91,15 +91,15 @@ def test_a_question_that_the_router_cannot_read_is_a_typed_outcome(make_routed: 
     assert agent.ask(SUM).text == "Answer: 3087"
 
 
-def test_it_can_be_asked_where_a_loop_is_running(agent: RoutedAgent) -> None:
+def test_ask_works_where_a_loop_is_running(agent: RoutedAgent) -> None:
     async def notebook() -> str:
         return agent.ask(SUM).text
 
     assert asyncio.run(notebook()) == "Answer: 3087"
 
 
-def test_without_a_calibration_no_budget_can_be_kept(agent: RoutedAgent) -> None:
-    with pytest.raises(CheckpointError, match="never calibrated"):
+def test_a_budget_needs_a_calibration(agent: RoutedAgent) -> None:
+    with pytest.raises(CheckpointError, match="is not calibrated"):
         agent.ask(SUM, budget=0.5)
 
 
@@ -117,7 +117,7 @@ def test_a_budget_is_kept_by_the_stored_threshold(make_routed: Any) -> None:
     routes = [agent.routing.choose(agent.routing.predict([t])[0], t, budget=0.5, seed=0).value for t in questions(40)]
     assert 8 < routes.count("ANSWER") < 32
     again = [agent.routing.choose(agent.routing.predict([t])[0], t, budget=0.5, seed=0).value for t in questions(40)]
-    assert routes == again  # by the seed and the prompt, not by the order of asking
+    assert routes == again  # depends on the seed and the prompt, not on the order
     with pytest.raises(ConfigError, match="calibrated for"):
         agent.ask(SUM, budget=2.0)
 
@@ -126,7 +126,7 @@ def questions(count: int) -> list[Task]:
     return [Task(task_id=f"q{i}", prompt=[{"role": "user", "content": f"What is {i} + 1?"}]) for i in range(count)]
 
 
-def test_nothing_that_only_training_needs_is_even_imported(routed: Path) -> None:
+def test_training_modules_are_not_imported(routed: Path) -> None:
     asked = (
         "import sys, toolwise.agent.agent as a\n"
         f"print(a.RoutedAgent.load({str(routed)!r}, tools=['calculator'], overrides={SHORT!r}).ask({SUM!r}).text)\n"

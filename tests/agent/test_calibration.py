@@ -1,4 +1,4 @@
-"""Thresholds in a file: stored with the head, read back, and mixed between budgets."""
+"""Calibrations: stored with the head, read back, and mixed between budgets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def spent(budget: float) -> float:
 
 
 @pytest.mark.parametrize("budget", [0.2, 0.3, 0.4, 0.5, 0.6])
-def test_budgets_between_the_stored_ones_are_kept_by_a_lottery_over_both(budget: float) -> None:
+def test_budgets_in_between_mix_both_neighbours(budget: float) -> None:
     assert abs(spent(budget) - budget) < 0.05
 
 
@@ -45,7 +45,7 @@ def test_budgets_outside_are_refused(budget: float) -> None:
         KNOWN.threshold_for(budget, 0.5)
 
 
-def test_it_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_round_trip(tmp_path: Path) -> None:
     (tmp_path / ROUTER_METADATA_FILE).write_text(json.dumps({"format": 1, "head": {"width": 3}}))
     assert calibration_of(json.loads((tmp_path / ROUTER_METADATA_FILE).read_text())) is None
     store_calibration(tmp_path, KNOWN)
@@ -56,7 +56,7 @@ def test_it_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert calibration_of(json.loads((tmp_path / ROUTER_METADATA_FILE).read_text())).budgets == (0.5,)  # type: ignore[union-attr]
 
 
-def test_in_a_checkpoint_it_is_under_the_seal(tmp_path: Path) -> None:
+def test_in_a_checkpoint_the_manifest_is_updated(tmp_path: Path) -> None:
     def fill(folder: Path) -> None:
         (folder / ROUTER_METADATA_FILE).write_text("{}")
         (folder / "config.json").write_text("{}")
@@ -70,11 +70,11 @@ def test_in_a_checkpoint_it_is_under_the_seal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("told", [{"calibration": {}}, {"calibration": {"thresholds": [1]}}, {"calibration": 3}])
-def test_a_calibration_that_cannot_be_read_is_said_to_be_so(told: dict[str, Any]) -> None:
+def test_a_damaged_calibration_is_reported(told: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="calibrate again"):
         calibration_of(told)
 
 
-def test_a_folder_without_a_head_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"router\.json"):
         store_calibration(tmp_path, KNOWN)

@@ -1,4 +1,4 @@
-"""Questions that overlap, from one event loop, from many threads and from both, are answered as one at a time."""
+"""Concurrent questions, from one event loop, many threads and both, get the same answers as sequential ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load(folder: Path, *overrides: str) -> RoutedAgent:
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory: pytest.TempPathFactory, make_routed_in: Callable[..., Path]) -> Path:
-    """A head that tells the three kinds of question apart, from a few of each."""
+    """A head fitted to a few questions of each of the three kinds."""
     folder = make_routed_in(tmp_path_factory.mktemp("taught") / "model", bias=[0.0, 0.0, 0.0], evaluate="argmax")
     tasks = [Task(task_id=str(i), prompt=[Message(role="user", content=question(i))]) for i in range(60)]
     features = torch.tensor(load(folder).routing.features(tasks))
@@ -82,7 +82,7 @@ def from_threads(agent: RoutedAgent, numbers: Sequence[int]) -> list[Told]:
 
 
 def from_both(agent: RoutedAgent, numbers: Sequence[int]) -> list[Told]:
-    """Threads with many questions each, all of them overlapping."""
+    """Threads with many concurrent questions each."""
     begin = threading.Barrier(THREADS)
 
     def ask(some: Sequence[int]) -> list[Told]:

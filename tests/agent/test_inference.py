@@ -1,4 +1,4 @@
-"""What a loaded router decides, and what it says that rollouts cost."""
+"""The decisions of a loaded router, and the costs it computes for rollouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def routing(routed: Path) -> TrainedRouter:
     return load_router(routed, tools=["calculator", "search"])
 
 
-def test_prompts_are_weighed_alike_alone_and_together(make_routed: Any) -> None:
+def test_predictions_do_not_depend_on_the_batch(make_routed: Any) -> None:
     routing = load_router(make_routed(bias=[0.0, 0.0, 0.0], spread=0.5), tools=["calculator"])
     together = [word.logprobs for word in routing.predict(TASKS)]
     alone = [routing.predict([task])[0].logprobs for task in TASKS]
@@ -30,7 +30,7 @@ def test_prompts_are_weighed_alike_alone_and_together(make_routed: Any) -> None:
     assert routing.features(TASKS).shape == (5, routing.head.settings.width)
 
 
-def test_a_route_shows_its_tools_and_none_the_prompt_as_it_is(routing: TrainedRouter) -> None:
+def test_a_route_selects_tools_and_none_keeps_the_prompt(routing: TrainedRouter) -> None:
     assert routing.decide(TASKS[0], RouteAction.ANSWER).tools == ()
     assert routing.decide(TASKS[0], RouteAction.SEARCH_FAMILY).tools == ("search",)
     plain = routing.decide(TASKS[0], None, n=3, seed=9)
@@ -38,7 +38,7 @@ def test_a_route_shows_its_tools_and_none_the_prompt_as_it_is(routing: TrainedRo
     assert list(plain.prompt) == list(TASKS[0].prompt)
 
 
-def test_ids_of_the_original_prompt_do_not_stand_for_a_routed_one(routing: TrainedRouter) -> None:
+def test_token_ids_of_the_original_prompt_are_dropped(routing: TrainedRouter) -> None:
     tokenised = TASKS[0].model_copy(update={"prompt_ids": [1, 2, 3]})
     assert routing.decide(tokenised, RouteAction.ANSWER).task.prompt_ids is None
     assert routing.decide(tokenised, None).task.prompt_ids == [1, 2, 3]
@@ -48,14 +48,14 @@ def rollout(calls: dict[str, int], route: str | None) -> Rollout:
     return Rollout("r", "g", 0, 0, TASKS[0], route, (), TASKS[0].prompt, StopReason.ANSWERED, Usage(calls=calls))
 
 
-def test_calls_that_were_served_are_paid_for_and_others_are_not(routing: TrainedRouter) -> None:
+def test_only_executed_calls_cost(routing: TrainedRouter) -> None:
     assert routing.cost_of(rollout({"calculator": 2, "search": 1}, None)) == 3
     assert routing.cost_of(rollout({"calculator": 2, "search": 1}, "SEARCH-FAMILY")) == 1
     assert routing.cost_of(rollout({"calculator": 2}, "ANSWER")) == 0
     assert routing.cost_of(rollout({"oven": 2}, None)) == 2
 
 
-def test_a_head_that_foresees_is_read_by_its_rewards_and_costs(make_routed: Any) -> None:
+def test_a_value_head_gives_rewards_and_costs(make_routed: Any) -> None:
     bias = [0.1, 0.0, 0.9, 1.0, 0.5, 1.0]  # reward and cost of each route
     routing = load_router(make_routed(bias=bias, mode="value"), tools=["calculator"])
     (word,) = routing.predict(TASKS[:1])
@@ -67,7 +67,7 @@ def test_a_head_that_foresees_is_read_by_its_rewards_and_costs(make_routed: Any)
     assert word.argmax() == 1  # 0.9 − 0.5 · 1 against 0.1
 
 
-def test_drawing_routes_depends_on_the_prompt_and_the_seed_alone(make_routed: Any) -> None:
+def test_sampled_routes_depend_on_the_prompt_and_the_seed_only(make_routed: Any) -> None:
     routing = load_router(make_routed(bias=[0.0, 0.0, 0.0]), tools=["calculator"])
     word = routing.predict(TASKS[:1])[0]
     drawn = [[routing.choose(word, task, budget=None, seed=seed) for task in TASKS] for seed in (0, 0, 1)]

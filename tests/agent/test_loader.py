@@ -1,4 +1,4 @@
-"""Finding a router: in an exported folder, in a checkpoint, in a run, and where there is none."""
+"""Loading a router from an export, a checkpoint or a run, and errors where there is none."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_documents_become_what_search_searches(routed: Path) -> None:
         load_router(routed, tools=["calculator"], documents=["x"])
 
 
-def test_where_there_is_no_router_it_is_said(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no exported model with a router"):
+def test_a_folder_without_a_router_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="or an exported model with a router"):
         find_router(tmp_path)
     (tmp_path / "config.toml").write_text("")
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         find_router(tmp_path)
     (tmp_path / "router.json").write_text("{")
     with pytest.raises(CheckpointError, match="export the model again"):
@@ -86,7 +86,7 @@ def test_documents_are_lines_or_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "content"), [("d.txt", "\n \n"), ("d.jsonl", '{"body": "x"}\n'), ("d.md", None)])
-def test_documents_that_are_none_are_refused(tmp_path: Path, name: str, content: str | None) -> None:
+def test_bad_documents_are_refused(tmp_path: Path, name: str, content: str | None) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=name):

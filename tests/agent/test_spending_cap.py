@@ -1,4 +1,4 @@
-"""The hard cap: real tools, real prices, and an error that the model reads."""
+"""The spending cap with real tools and prices, and the error that the model reads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(env_of: Any, steps: list[list[ToolCall]]) -> tuple[list[Any], CappedEnv]
     return asyncio.run(work())
 
 
-def test_calls_within_the_cap_are_served_and_those_beyond_it_are_refused_in_their_place() -> None:
+def test_calls_within_the_cap_are_executed_and_others_refused_in_order() -> None:
     steps = [[call(0)], [call(1, "2 + 3"), call(2), call(3)]]
     (first, second), env = run(lambda inner: CappedEnv(inner, 2, each_call), steps)
     assert [m.content for m in first[0]] == ["2"]
@@ -54,7 +54,7 @@ def test_calls_within_the_cap_are_served_and_those_beyond_it_are_refused_in_thei
     assert env.refused == 2
 
 
-def test_a_cap_of_nothing_serves_nothing_and_the_world_is_not_asked() -> None:
+def test_a_cap_of_zero_refuses_everything_without_a_step() -> None:
     ((observation, reward, done, info),), _ = run(lambda inner: CappedEnv(inner, 0, each_call), [[call(0)]])
     assert [m.content for m in observation] == [BUDGET_SPENT_MESSAGE]
     assert (reward, done, info.get("cost")) == (None, False, None)
@@ -76,7 +76,7 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "20 + 3"
 
 
 @pytest.mark.parametrize(("cap", "served"), [(0.0, 0), (1.0, 1), (9.0, 2)])
-def test_a_whole_episode_sees_the_refusal_and_may_still_answer(cap: float, served: int) -> None:
+def test_an_episode_can_still_answer_after_a_refusal(cap: float, served: int) -> None:
     async def work() -> Rollout:
         policy = ScriptedPolicy([CALL, CALL, "Answer: 23"], parser="hermes")
         env = CappedEnv(ToolEnv(TASK, build_tools(["calculator"])), cap, each_call)

@@ -1,4 +1,4 @@
-"""What answering directly saves, measured with the model that ships."""
+"""The time saved by direct answers, measured with the shipped model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_it_is_measured_on_prompts_that_are_answered_directly(make_routed: Any) 
     assert saved.prompts == 2
     assert saved.direct_s > 0
     assert saved.with_tools_s > 0
-    assert "saved each (2 prompts" in saved.describe()
+    assert "saved per prompt (2 prompts" in saved.describe()
 
 
 def test_where_nothing_is_answered_directly_nothing_is_saved(routed: Path) -> None:

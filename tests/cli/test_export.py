@@ -54,4 +54,4 @@ def test_what_cannot_be_had_is_said_in_a_line(
 def test_nothing_is_overwritten(tiny_run: Path, cli: Cli) -> None:
     ended = cli("export", tiny_run, "--out", tiny_run)
     assert ended.status == 2
-    assert ended.err == f"toolwise: {tiny_run} is there already: choose another --out, nothing is ever overwritten\n"
+    assert ended.err == f"toolwise: {tiny_run} already exists: choose another --out, nothing is ever overwritten\n"

@@ -54,5 +54,5 @@ def test_the_budget_that_was_trained_for_is_among_those_shown() -> None:
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no run"):
+    with pytest.raises(CheckpointError, match="is not a run"):
         asyncio.run(evaluate_small_frontier(tmp_path))

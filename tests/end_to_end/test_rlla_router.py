@@ -140,7 +140,7 @@ def check_evaluation(folder: Path, result: RunResult) -> None:
     run = assemble(config.model_copy(update={"router": config.router.model_copy(update={"warm_start_epochs": 0})}))
     assert isinstance(run.router, LearnedRouter)
     run.router.load(model)
-    assert run.router.budgets.prices == {"cost": pytest.approx(0.9, abs=0.1)}
+    assert run.router.budgets.lambdas == {"cost": pytest.approx(0.9, abs=0.1)}
     best = [d.route for d in run.router.decide(run.validation_tasks, 1, 0, explore=False)]
     assert again["n"] == 4
     for route in set(best):

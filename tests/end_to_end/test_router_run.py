@@ -149,7 +149,7 @@ def test_labels_of_a_file_are_joined_to_the_tasks(tmp_path: Path, caplog: pytest
     with caplog.at_level("INFO", logger="toolwise"):
         run = assemble(config(tmp_path, sections=sections, labels=str(tmp_path / "labels.csv"), label_coef=0.1))
     assert "2 of 12 tasks have a label; 10 have none" in caplog.text
-    assert "1 labels name no task, first no" in caplog.text
+    assert "1 labels match no task, first no" in caplog.text
     for found in (run.batches.tasks, run.validation_tasks):
         assert [target_of(task) for task in found] == ["SEARCH-FAMILY", "MIXED", *[None] * 10]
     assert isinstance(run.router, LearnedRouter)

@@ -1,4 +1,4 @@
-"""Who told the classifiers: labels of the rows first, the heuristic where there are none, and the kinds apart."""
+"""Where the baseline classifiers get their labels: the rows, else the heuristic; and the oracle's routes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from toolwise.demo.tasks import write_rows
 from toolwise.frontier.baselines import (
     baseline_routers,
     classifier_log_probs,
-    targets_by_kinds,
     targets_by_labels,
+    targets_by_oracle,
 )
 from toolwise.frontier.outcomes import CLASSIFIER, ORACLE_LABELS
 from toolwise.models import locate
@@ -48,7 +48,7 @@ def with_label(task: Task, label: str) -> Task:
     return task.model_copy(update={"extra_info": {**task.extra_info, "router_target_action": label}})
 
 
-def test_kinds_that_are_told_are_told_apart_on_other_rows(routing: TrainedRouter, tmp_path: Path) -> None:
+def test_oracle_labels_generalize_to_other_rows(routing: TrainedRouter, tmp_path: Path) -> None:
     held_out = rows(tmp_path, 200, "heldout")
     found, notes = baseline_routers(routing, rows(tmp_path, 400, "train"), held_out)
     assert (list(found), notes) == ([CLASSIFIER, ORACLE_LABELS], [])
@@ -58,7 +58,7 @@ def test_kinds_that_are_told_are_told_apart_on_other_rows(routing: TrainedRouter
     assert np.mean([values[i].argmax() == KINDS[held_out[i].extra_info["kind"]] for i in plain]) > 0.75
 
 
-def test_labels_do_not_know_what_the_model_knows_by_heart(routing: TrainedRouter, tmp_path: Path) -> None:
+def test_labels_do_not_know_what_the_model_has_memorized(routing: TrainedRouter, tmp_path: Path) -> None:
     train = rows(tmp_path, 400, "train")
     targets = Counter((t.extra_info["kind"], str(to)) for t, to in zip(train, targets_by_labels(train), strict=True))
     assert {kind: {to for k, to in targets if k == kind} for kind, _ in targets} == {
@@ -70,36 +70,43 @@ def test_labels_do_not_know_what_the_model_knows_by_heart(routing: TrainedRouter
     held_out = [task for task in rows(tmp_path, 200, "heldout") if task.extra_info["kind"] in KINDS]
     found, _ = baseline_routers(routing, train, held_out)
     best = found[CLASSIFIER].values.argmax(axis=1)
-    assert set(best) == {1, 2}  # nobody ever told it to answer
+    assert set(best) == {1, 2}  # no label ever says ANSWER
     needed = [1 if task.extra_info["plan"][0][0] == "search" else 2 for task in held_out]
     assert np.mean(best == needed) > 0.95
 
 
-def test_labels_of_rows_come_before_the_heuristics(routing: TrainedRouter, tmp_path: Path) -> None:
+def test_labels_of_rows_come_before_the_heuristic(routing: TrainedRouter, tmp_path: Path) -> None:
     train = [with_label(task, "SEARCH-FAMILY") for task in rows(tmp_path, 30, "train")]
     found, _ = baseline_routers(routing, train, train[:5])
     assert (found[CLASSIFIER].values.argmax(axis=1) == 1).all()
-    # One label is enough for the others to be rows without: no two sources are mixed.
+    # One labelled row turns the heuristic off for all the others: the two sources are never mixed.
     partly = [train[0], *rows(tmp_path, 3, "train")[1:]]
     assert [str(target) for target in targets_by_labels(partly)] == ["SEARCH-FAMILY", "None", "None"]
 
 
-def test_without_labels_calls_and_kinds_there_is_no_classifier(routing: TrainedRouter) -> None:
+def test_without_labels_and_calls_there_is_no_classifier(routing: TrainedRouter) -> None:
     task = Task(task_id="t", prompt=[{"role": "user", "content": "?"}])
-    assert targets_by_labels([task]) == targets_by_kinds([task]) == [None]
+    assert targets_by_labels([task]) == targets_by_oracle([task]) == [None]
     found, notes = baseline_routers(routing, [task], [task])
     assert found == {}
     assert "toolwise data label" in notes[0]
 
 
-def test_without_kinds_there_is_no_one_to_tell_them(routing: TrainedRouter) -> None:
+def test_without_oracle_routes_there_is_no_oracle_baseline(routing: TrainedRouter) -> None:
     task = with_label(Task(task_id="t", prompt=[{"role": "user", "content": "?"}]), "ANSWER")
     found, notes = baseline_routers(routing, [task], [task])
     assert (list(found), notes) == ([CLASSIFIER], [])
 
 
-def test_mixed_rows_teach_nothing() -> None:
+def test_oracle_routes_are_read_from_any_rows() -> None:
+    row = Task(task_id="t", prompt=[{"role": "user", "content": "?"}], extra_info={"kind": "mine"})
+    routes = ["search", "MIXED", None]
+    rows = [row.model_copy(update={"extra_info": {"kind": "mine", "oracle_route": route}}) for route in routes]
+    assert targets_by_oracle([row, *rows]) == [None, "SEARCH-FAMILY", "MIXED", None]
+
+
+def test_mixed_rows_are_left_out() -> None:
     features = np.random.default_rng(0).standard_normal((40, 3))
     targets = [ROUTES[i % 3] for i in range(30)]
-    whole = classifier_log_probs(features, [*targets, *["MIXED"] * 10], features)  # type: ignore[list-item]
-    assert np.allclose(whole, classifier_log_probs(features[:30], targets, features))
+    with_mixed = classifier_log_probs(features, [*targets, *["MIXED"] * 10], features)  # type: ignore[list-item]
+    assert np.allclose(with_mixed, classifier_log_probs(features[:30], targets, features))

@@ -1,4 +1,4 @@
-"""Intervals: weights that are resamples, and coverage that is what it claims."""
+"""Bootstrap weights and the coverage of the intervals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_first_weights_are_the_sample_and_the_others_resamples_of_it() -> No
     assert not np.array_equal(weights, row_weights(10, 50, 1))
 
 
-def test_the_interval_of_a_mean_holds_the_truth_about_as_often_as_it_says() -> None:
+def test_the_interval_of_a_mean_has_its_nominal_coverage() -> None:
     rng = np.random.default_rng(1)
     held = 0
     for trial in range(400):
@@ -26,7 +26,7 @@ def test_the_interval_of_a_mean_holds_the_truth_about_as_often_as_it_says() -> N
     assert 0.91 <= held / 400 <= 0.975
 
 
-def test_what_is_not_a_number_is_left_out_of_the_interval() -> None:
+def test_nan_is_left_out_of_the_interval() -> None:
     found = estimate(np.array([0.5, np.nan, 0.4, 0.6]))
     assert found.value == 0.5
     assert 0.4 <= found.low < 0.42

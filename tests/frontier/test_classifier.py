@@ -1,4 +1,4 @@
-"""The baseline classifier really is at the least loss: anything less would be a straw man."""
+"""The baseline classifier reaches the minimum of its loss; otherwise it would be a straw man."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def loss(found: Classifier, features: np.ndarray, labels: list[int], l2: float =
     return float(-picked.mean() + l2 / 2 * (found.weight**2).sum())
 
 
-def test_it_tells_labels_apart_that_can_be_told_apart() -> None:
+def test_it_separates_separable_labels() -> None:
     features, labels = blobs(300)
     found = fit_classifier(features, labels, 3)
     fresh, truth = blobs(300, seed=1)

@@ -1,4 +1,4 @@
-"""The whole comparison on worlds whose answer is known: a router that knows, one that does not, and in between."""
+"""The comparison on synthetic outcomes with a known answer: a perfect router, a blind one, and noisy ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_budgets_hold_on_rows_that_thresholds_were_not_found_on() -> None:
         assert point.cost.low <= point.cost.value <= point.cost.high
 
 
-def test_what_is_fixed_stands_for_itself() -> None:
+def test_fixed_columns_become_points() -> None:
     found = compute_frontier(world(), {"router": knowing()}, [0.5], routes=ROUTES, replicates=100)
     assert np.isclose(found.fixed["always ANSWER"].score.value, 0.25)
     assert np.isclose(found.fixed["always SEARCH-FAMILY"].score.value, 0.5)
@@ -61,10 +61,10 @@ def test_what_is_fixed_stands_for_itself() -> None:
     trained = found.fixed["router, as trained"]
     right = np.exp(4) / (np.exp(4) + 2)
     assert np.isclose(trained.score.value, right)
-    assert np.isclose(found.curves["oracle"][0].score.value, 0.75)  # a quarter for nothing, half for a cost of 1 each
+    assert np.isclose(found.curves["oracle"][0].score.value, 0.75)  # a quarter is free, another half costs 1 each
 
 
-def test_a_router_as_trained_is_judged_at_the_cost_it_has() -> None:
+def test_a_router_as_trained_is_evaluated_at_its_own_cost() -> None:
     found = compute_frontier(
         world(), {"router": knowing(), "classifier": knowing(noise=3.0)}, [0.5], routes=ROUTES, replicates=200
     )
@@ -82,16 +82,16 @@ def test_a_router_as_trained_is_judged_at_the_cost_it_has() -> None:
 
 
 def test_a_worse_classifier_is_behind_by_a_paired_interval() -> None:
-    routers = {"router": knowing(), "classifier": knowing(noise=3.0), "told the kinds": knowing()}
+    routers = {"router": knowing(), "classifier": knowing(noise=3.0), "oracle labels": knowing()}
     found = compute_frontier(world(), routers, [0.4], routes=ROUTES, replicates=300)
     [ahead] = found.ahead["classifier"]
     assert 0 < ahead.low <= ahead.value <= ahead.high
     router, other, same = (found.curves[name][0].score.value for name in routers)
     assert np.isclose(ahead.value, router - other)
-    assert found.ahead["told the kinds"][0].value == router - same == 0.0
+    assert found.ahead["oracle labels"][0].value == router - same == 0.0
 
 
-def test_the_shares_of_routes_are_told() -> None:
+def test_shares_of_routes_are_reported() -> None:
     found = compute_frontier(world(), {"router": knowing()}, [0.0, 0.75], routes=ROUTES, replicates=10)
     assert found.shares[0]["ANSWER"] == 1.0
     assert np.allclose(list(found.shares[1].values()), [0.25, 0.5, 0.25], atol=0.05)
@@ -110,7 +110,7 @@ def test_rows_that_could_not_be_scored_are_left_out_and_counted() -> None:
 
 def test_predicted_costs_decide_where_a_router_predicts_them() -> None:
     dear = np.tile([0.0, 1.0, 5.0], (len(NEEDED), 1))
-    # Searching has the better of it, though calculating is thought to be worth a little more.
+    # Searching is better, although calculating has a slightly higher predicted value.
     word = RouteValues(np.tile([0.0, 1.0, 1.1], (len(NEEDED), 1)), costs=dear, samples=False)
     found = compute_frontier(world(), {"router": word}, [0.9], routes=ROUTES, replicates=10)
     # 0.1 for 4 more comes after 1 for 1: not before every row searches. Nine of ten do.
@@ -129,11 +129,11 @@ def test_thresholds_to_store_spend_their_budgets_on_these_rows() -> None:
 
 
 @pytest.mark.parametrize("budgets", [[], [-0.1], [float("nan")]])
-def test_budgets_that_are_none_are_refused(budgets: list[float]) -> None:
+def test_bad_budgets_are_refused(budgets: list[float]) -> None:
     with pytest.raises(ConfigError, match="budgets"):
         compute_frontier(world(), {"router": knowing()}, budgets, routes=ROUTES)
 
 
-def test_a_head_that_says_nonsense_is_refused() -> None:
+def test_non_finite_values_are_refused() -> None:
     with pytest.raises(ConfigError, match="router"):
         compute_frontier(world(), {"router": RouteValues(np.full((400, 3), np.nan))}, [0.5], routes=ROUTES)

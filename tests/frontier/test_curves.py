@@ -1,4 +1,4 @@
-"""The oracle, the lottery and the hull: a table worked by hand, and what must hold whatever the outcomes are."""
+"""The oracle, random and fixed-mixture curves: a table worked by hand, and properties of all outcomes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from toolwise.frontier.bootstrap import row_weights
-from toolwise.frontier.curves import blind_curve, oracle_curve, random_curve
+from toolwise.frontier.curves import fixed_mixture_curve, oracle_curve, random_curve
 
 # Routes: answer, search, calculate. Four rows; the means of their draws.
 SCORES = np.array([[0.9, 1.0, 0.9], [0.0, 0.8, 0.1], [0.1, 0.0, 0.9], [0.0, 0.0, 0.0]])
@@ -29,7 +29,7 @@ def test_the_oracle_spends_as_it_was_worked_out_by_hand() -> None:
     assert np.isclose(score_at(curve, 9.0), 0.675)
 
 
-def test_the_lottery_goes_in_a_line_from_answering_to_tools() -> None:
+def test_random_is_a_line_from_answering_to_tools() -> None:
     curve = random_curve(SCORES, COSTS, ALONE, free=0)
     answer, tools = 0.25, (0.45 + 0.475) / 2
     assert np.allclose(curve.costs, [[0, (1.0 + 1.25) / 2]])
@@ -37,17 +37,17 @@ def test_the_lottery_goes_in_a_line_from_answering_to_tools() -> None:
     assert np.isclose(score_at(curve, 1.125 / 2), (answer + tools) / 2)
 
 
-def test_the_blind_hull_leaves_out_what_lies_below_it() -> None:
+def test_the_fixed_mixture_is_the_upper_hull() -> None:
     # search (1.0, 0.45) has slope 0.2 from answer; calculate (1.25, 0.475) 0.18: both are corners.
-    curve = blind_curve(SCORES, COSTS, ALONE)
+    curve = fixed_mixture_curve(SCORES, COSTS, ALONE)
     assert np.allclose(curve.costs, [[0, 1.0, 1.25]])
     assert np.allclose(curve.scores, [[0.25, 0.45, 0.475]])
     worse = SCORES.copy()
     worse[:, 1] = 0.0
-    assert np.allclose(blind_curve(worse, COSTS, ALONE).costs, [[0, 1.25]])
+    assert np.allclose(fixed_mixture_curve(worse, COSTS, ALONE).costs, [[0, 1.25]])
 
 
-def test_a_replicate_is_the_curve_of_the_rows_it_drew() -> None:
+def test_a_replicate_is_the_curve_of_its_resampled_rows() -> None:
     weights = np.array([[0.25, 0.25, 0.25, 0.25], [0.5, 0.0, 0.5, 0.0]])
     curve = oracle_curve(SCORES, COSTS, weights)
     drawn = oracle_curve(SCORES[[0, 2]], COSTS[[0, 2]], np.full((1, 2), 0.5))
@@ -55,9 +55,9 @@ def test_a_replicate_is_the_curve_of_the_rows_it_drew() -> None:
         assert np.isclose(curve.score_at(np.array([0.0, cost]))[1], score_at(drawn, cost))
 
 
-def test_luck_is_not_paid_for_by_other_draws() -> None:
+def test_luck_does_not_count_on_other_draws() -> None:
     rng = np.random.default_rng(0)
-    first, second = (rng.binomial(8, 0.5, (400, 3)) / 8 for _ in range(2))  # no route is better for anybody
+    first, second = (rng.binomial(8, 0.5, (400, 3)) / 8 for _ in range(2))  # no route is better for any row
     costs = np.tile([0.0, 1.0, 1.0], (400, 1))
     weights = row_weights(400, 0, 0)
     lucky = oracle_curve(first, costs, weights)
@@ -81,13 +81,13 @@ def worlds(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @given(worlds())
 @settings(max_examples=200, deadline=None)
-def test_nobody_beats_the_oracle_at_equal_cost(world: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+def test_nothing_beats_the_oracle_at_equal_cost(world: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     scores, costs, mixture = world
     weights = np.full((1, len(scores)), 1 / len(scores))
     oracle = oracle_curve(scores, costs, weights)
     spent, earned = ((mixture * what).sum(axis=1).mean() for what in (costs, scores))
     assert score_at(oracle, spent) >= earned - 1e-9
-    blind = blind_curve(scores, costs, weights)
+    blind = fixed_mixture_curve(scores, costs, weights)
     lot = random_curve(scores, costs, weights, free=0)
     for share in (0.0, 0.3, 1.0):
         cost, score = ((1 - share) * line[0, 0] + share * line[0, -1] for line in (lot.costs, lot.scores))

@@ -1,4 +1,4 @@
-"""From a routed model to its frontier: the parts that `tests/cli/test_run.py` does not see."""
+"""Frontier evaluation: the parts that `tests/cli/test_run.py` does not cover."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows(tmp_path: Path, count: int, split: str) -> list[Task]:
     return load_tasks(write_rows(tmp_path / f"{split}.jsonl", count, seed=0, split=split))
 
 
-def test_the_heads_word_is_the_same_however_many_are_asked(routing: TrainedRouter, tmp_path: Path) -> None:
+def test_predictions_do_not_depend_on_the_batch(routing: TrainedRouter, tmp_path: Path) -> None:
     tasks = rows(tmp_path, 20, "heldout")
     whole, part = route_values(routing, tasks), route_values(routing, tasks[:3])
     assert whole.costs is None
@@ -50,7 +50,7 @@ def test_the_heads_word_is_the_same_however_many_are_asked(routing: TrainedRoute
     assert np.allclose(whole.values[:3], part.values, atol=1e-4)
 
 
-def test_a_head_that_foresees_gives_rewards_and_costs(tmp_path: Path) -> None:
+def test_a_value_head_gives_rewards_and_costs(tmp_path: Path) -> None:
     found = route_values(load_router(folder_of(tmp_path, "value"), tools=["search"]), rows(tmp_path, 4, "heldout"))
     assert found.costs is not None
     assert found.values.shape == found.costs.shape == (4, 3)

@@ -1,4 +1,4 @@
-"""Outcomes: means over what could be scored, and tables that fit together."""
+"""Outcome tables: means over scored draws, selection and concatenation."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def test_draws_without_a_score_count_for_neither_score_nor_cost() -> None:
     assert np.allclose(outcomes.mean_over_draws("costs")[0], [0.1, 0.55])
 
 
-def test_routes_rows_and_draws_can_be_taken_out() -> None:
+def test_routes_rows_and_draws_can_be_selected() -> None:
     outcomes = made(3)
     assert outcomes.select_routes(["B"]).scores.tolist() == outcomes.scores[:, 1:].tolist()
     assert outcomes.select_rows([2]).row_ids == ("r2",)
     assert outcomes.select_draws(slice(0, 2)).scores.shape == (3, 2, 2)
 
 
-def test_other_routes_of_the_same_rows_can_be_put_beside() -> None:
+def test_routes_of_the_same_rows_can_be_concatenated() -> None:
     both = made().concat_routes(made(routes=("C",)))
     assert both.routes == ("A", "B", "C")
     assert both.scores.shape == (2, 3, 4)
-    with pytest.raises(ValueError, match="other rows"):
+    with pytest.raises(ValueError, match="different rows"):
         made().concat_routes(made(3))
 
 
-def test_tables_that_do_not_fit_are_refused() -> None:
+def test_inconsistent_tables_are_refused() -> None:
     with pytest.raises(ValueError, match="rows × routes"):
         OutcomeTable(("r",), ("A",), np.zeros((1, 2, 3)), np.zeros((1, 1, 3)))

@@ -1,4 +1,4 @@
-"""What people see of a frontier."""
+"""A frontier as tables, plot and JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 
 from toolwise.frontier.comparison import Frontier, RouteValues, compute_frontier
 from toolwise.frontier.outcomes import ALL_TOOLS, OutcomeTable
-from toolwise.frontier.report import as_json, plot_frontier, tables
+from toolwise.frontier.report import as_json, plot_frontier, rename_old_curves, tables
 
 ROUTES = ("ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY")
 
@@ -19,10 +19,10 @@ def frontier(*, classifier: bool = True) -> Frontier:
     scores = rng.integers(0, 2, (30, 4, 2)).astype(float)
     costs = np.tile(np.array([0.0, 1.0, 1.0, 1.5])[:, None], (30, 1, 2))
     outcomes = OutcomeTable(tuple(map(str, range(30))), (*ROUTES, ALL_TOOLS), scores, costs)
-    words = {"router": RouteValues(np.log(rng.dirichlet([1, 1, 1], 30)))}
+    routers = {"router": RouteValues(np.log(rng.dirichlet([1, 1, 1], 30)))}
     if classifier:
-        words["classifier"] = RouteValues(np.log(rng.dirichlet([1, 1, 1], 30)))
-    return compute_frontier(outcomes, words, [0.0, 0.5], routes=ROUTES, replicates=50)
+        routers["classifier"] = RouteValues(np.log(rng.dirichlet([1, 1, 1], 30)))
+    return compute_frontier(outcomes, routers, [0.0, 0.5], routes=ROUTES, replicates=50)
 
 
 def shown(found: Frontier, width: int) -> str:
@@ -43,10 +43,29 @@ def test_the_tables_fit_a_terminal_and_hold_every_baseline() -> None:
 def test_the_json_is_json_and_has_nulls_where_there_is_no_number() -> None:
     found = as_json(frontier())
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert found["gap_closed"]["router"][0]["value"] is None  # for nothing nobody can do better than anybody
+    assert found["gap_closed"]["router"][0]["value"] is None  # at no cost there is no gap between random and oracle
     assert set(found["curves"]) >= {"router", "classifier", "random", "oracle"}
     point = found["curves"]["router"][1]
     assert point["cost"]["low"] <= point["cost"]["value"] <= point["cost"]["high"]
+
+
+def test_old_names_of_curves_are_replaced() -> None:
+    old = {
+        "rows": 3,
+        "curves": {"router": [{"budget": 0.1}], "best blind lottery": [], "oracle, other draws": [], "random": []},
+        "fixed": {"told the kinds, as trained": {"cost": 1.0}, "ALL-TOOLS": {"cost": 2.0}},
+        "as_trained": {"told the kinds": 1, "told the kinds, cost": 2, "ahead of told the kinds": 3},
+        "notes": ["no OTC actor"],
+    }
+    assert rename_old_curves(old) == {
+        "rows": 3,
+        "curves": {"router": [{"budget": 0.1}], "best fixed mixture": [], "oracle, held-out draws": [], "random": []},
+        "fixed": {"oracle labels, as trained": {"cost": 1.0}, "ALL-TOOLS": {"cost": 2.0}},
+        "as_trained": {"oracle labels": 1, "oracle labels, cost": 2, "ahead of oracle labels": 3},
+        "notes": ["no OTC actor"],
+    }
+    new = as_json(frontier())
+    assert rename_old_curves(new) == new
 
 
 def test_the_picture_is_a_png() -> None:

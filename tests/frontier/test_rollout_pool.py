@@ -1,4 +1,4 @@
-"""The pool: every draw of every cell, resumed after a kill, and never mixed with another's."""
+"""The rollout pool: every draw of every cell, resumed after a kill, never mixed with another pool."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_every_draw_of_every_cell_is_there_with_its_score_and_cost(scoring: Scor
     found = fill(plan(), tmp_path / "pool.jsonl", scoring)
     assert found.row_ids == ("t0", "t1", "t2")
     assert found.scores.shape == (3, 2, 2)
-    assert found.scores[:, 1, :].tolist() == [[1, 1], [0, 0], [0, 0]]  # "correct", not the score less the price
-    assert found.costs[:, 0, :].sum() == 0  # the tool was not on offer
+    assert found.scores[:, 1, :].tolist() == [[1, 1], [0, 0], [0, 0]]  # "correct", not the score minus the cost
+    assert found.costs[:, 0, :].sum() == 0  # the tool was not available
     assert (found.costs[:, 1, :] == 1).all()
 
 
-def test_who_goes_on_rolls_out_only_what_is_missing(scoring: Scoring, tmp_path: Path) -> None:
+def test_resuming_rolls_out_only_missing_cells(scoring: Scoring, tmp_path: Path) -> None:
     path = tmp_path / "pool.jsonl"
     whole = fill(plan(), path, scoring)
     lines = path.read_text().splitlines()
@@ -80,14 +80,14 @@ def test_who_goes_on_rolls_out_only_what_is_missing(scoring: Scoring, tmp_path: 
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"metric": "score"}, {"of": {"model": "another"}}])
-def test_a_pool_of_something_else_is_not_gone_on_with(scoring: Scoring, tmp_path: Path, other: dict[str, Any]) -> None:
+def test_another_pool_is_not_resumed(scoring: Scoring, tmp_path: Path, other: dict[str, Any]) -> None:
     path = tmp_path / "pool.jsonl"
     fill(plan(TASKS[:1]), path, scoring)
-    with pytest.raises(DataError, match=f"something else \\({next(iter(other))} differs"):
+    with pytest.raises(DataError, match=f"another evaluation \\({next(iter(other))} differs"):
         fill(plan(TASKS[:1], **other), path, scoring)
 
 
-def test_seeds_depend_on_the_cell_and_not_on_its_place(scoring: Scoring, tmp_path: Path) -> None:
+def test_seeds_depend_on_the_cell_and_not_on_its_position(scoring: Scoring, tmp_path: Path) -> None:
     seen: dict[str, int] = {}
 
     def noting(task: Task, seed: int) -> RouteDecision:
@@ -103,12 +103,12 @@ def rollout(stop: StopReason = StopReason.ANSWERED) -> Rollout:
     return Rollout("r", "g", 0, 0, TASKS[0], None, (), (), stop, Usage())
 
 
-def test_what_could_not_be_scored_has_no_score_and_is_no_zero() -> None:
+def test_a_missing_score_is_none_and_not_zero() -> None:
     good = EvaluateResult(score=0.5, metrics={"correct": MetricResult(score=1.0)})
     assert score_of(rollout(), good, "auto") == 1.0
     assert score_of(rollout(), good, "score") == 0.5
     assert score_of(rollout(), EvaluateResult(score=0.25), "auto") == 0.25
     assert score_of(rollout(StopReason.POLICY_FAULT), good, "auto") is None
     assert score_of(rollout(), EvaluateResult(is_score_valid=False), "auto") is None
-    with pytest.raises(DataError, match="choose --metric among score, correct"):
+    with pytest.raises(DataError, match="choose --metric from score, correct"):
         score_of(rollout(), good, "speed")

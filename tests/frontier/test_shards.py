@@ -1,4 +1,4 @@
-"""Shares of a pool: put together whole, once, and never with another pool's."""
+"""Shards of a pool: merged completely, once, and never with those of another pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def cell(name: str, said: str = "") -> dict[str, object]:
     return {"task_id": name, "route": "ANSWER", "draws": [{"score": 1.0, "cost": 0.0, "said": said}]}
 
 
-def test_shares_go_into_the_pool_once_and_are_gone(tmp_path: Path) -> None:
+def test_shards_are_merged_once_and_deleted(tmp_path: Path) -> None:
     pool = tmp_path / "pool.jsonl"
     append_cells(pool, PLAN, [cell("a", "first")])
     append_cells(shard_path(pool, 0, 2), PLAN, [cell("a", "again"), cell("b")])
@@ -32,7 +32,7 @@ def test_shares_go_into_the_pool_once_and_are_gone(tmp_path: Path) -> None:
     assert pool.read_text().count("\n") == 4
 
 
-def test_a_line_that_was_cut_off_is_not_there(tmp_path: Path) -> None:
+def test_a_truncated_line_is_skipped(tmp_path: Path) -> None:
     pool = tmp_path / "pool.jsonl"
     append_cells(shard_path(pool, 0, 2), PLAN, [cell("a"), cell("b")])
     share = shard_path(pool, 0, 2)
@@ -41,7 +41,7 @@ def test_a_line_that_was_cut_off_is_not_there(tmp_path: Path) -> None:
     assert list(read_cells(pool, PLAN)) == [("a", "ANSWER")]
 
 
-def test_shares_of_something_else_are_refused_and_stay(tmp_path: Path) -> None:
+def test_shards_of_another_pool_are_refused_and_kept(tmp_path: Path) -> None:
     pool = tmp_path / "pool.jsonl"
     append_cells(shard_path(pool, 0, 2), PoolPlan([], {}, draws=1, seed=5), [cell("a")])
     with pytest.raises(DataError, match="seed differs"):
@@ -49,7 +49,7 @@ def test_shares_of_something_else_are_refused_and_stay(tmp_path: Path) -> None:
     assert len(shard_paths(pool)) == 1
 
 
-def test_one_share_is_the_pool_itself(tmp_path: Path) -> None:
+def test_a_single_shard_is_the_pool_itself(tmp_path: Path) -> None:
     assert shard_path(tmp_path / "pool.jsonl", 0, 1) == tmp_path / "pool.jsonl"
 
 
@@ -57,15 +57,15 @@ WORK = """
 from pathlib import Path
 from toolwise.errors import ToolwiseError
 
-def leave(told, number, of):
-    folder = Path(told["folder"])
+def leave(payload, number, of):
+    folder = Path(payload["folder"])
     (folder / f"{number}-of-{of}").touch()
     if number == 1 and (folder / "fail").exists():
         raise ToolwiseError("there is nothing to be had here")
 """
 
 
-def test_every_process_has_its_number_and_one_that_fails_is_told_of(
+def test_every_process_has_its_number_and_failures_are_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "code").mkdir()
@@ -77,6 +77,6 @@ def test_every_process_has_its_number_and_one_that_fails_is_told_of(
     asyncio.run(run_in_processes("some_work:leave", told, 2))
     assert {path.name for path in folder.iterdir()} == {"0-of-2", "1-of-2"}
     (folder / "fail").touch()
-    with pytest.raises(ToolwiseError, match="1 of 2 processes"):
+    with pytest.raises(ToolwiseError, match="1 of 2 rollout processes"):
         asyncio.run(run_in_processes("some_work:leave", told, 2))
     assert "toolwise: there is nothing to be had here" in capfd.readouterr().err

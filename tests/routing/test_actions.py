@@ -10,7 +10,7 @@ from toolwise.errors import ToolwiseError
 from toolwise.routing.actions import MIXED, ROUTES, RouteAction, parse_target
 
 
-def test_routes_stand_in_the_order_of_the_logits() -> None:
+def test_routes_are_in_the_order_of_the_logits() -> None:
     assert [route.value for route in ROUTES] == ["ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY"]
     assert [route.index for route in ROUTES] == [0, 1, 2]
 
@@ -39,15 +39,15 @@ def test_a_route_is_written_as_the_files_have_it() -> None:
     )
 
 
-def test_mixed_is_a_label_and_no_route() -> None:
+def test_mixed_is_a_label_and_not_a_route() -> None:
     assert parse_target("mixed") == MIXED
-    with pytest.raises(ToolwiseError, match="there is no route 'MIXED'; write ANSWER, SEARCH-FAMILY"):
+    with pytest.raises(ToolwiseError, match="unknown route 'MIXED'; use one of ANSWER, SEARCH-FAMILY"):
         RouteAction.parse(MIXED)
 
 
 @pytest.mark.parametrize("written", ["family", "", "SEARCHFAMILY", 3, -1, True])
-def test_what_is_no_route_is_refused(written: str | int) -> None:
-    with pytest.raises(ToolwiseError, match="there is no route"):
+def test_unknown_routes_are_refused(written: str | int) -> None:
+    with pytest.raises(ToolwiseError, match="unknown route"):
         RouteAction.parse(written)
     with pytest.raises(ToolwiseError, match="or MIXED"):
         parse_target(written)

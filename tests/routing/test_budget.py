@@ -1,4 +1,4 @@
-"""λ against hand-worked tables, its cap, and what survives a crash."""
+"""λ against hand-worked tables, its cap, and its state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_plain_ascent_by_hand() -> None:
     assert path == pytest.approx([0.25, 0.35, 0.2, 0.05, 0.1], abs=1e-15)
 
 
-def test_lambda_never_falls_below_zero_and_begins_again_from_there() -> None:
+def test_lambda_never_falls_below_zero_and_rises_from_there() -> None:
     multiplier = Multiplier(Budget(0.5, rate=1.0, initial=0.2))
     assert drive(multiplier, [0], [0], [1]) == [0.0, 0.0, 0.5]
 
@@ -54,12 +54,12 @@ def test_a_dual_step_without_a_rollout_waits_for_one() -> None:
     assert multiplier.value == 0.5
 
 
-def test_costs_may_be_weighed() -> None:
+def test_costs_can_be_weighted() -> None:
     multiplier = Multiplier(Budget(0.0, rate=1.0))
     multiplier.observe([1.0, 0.0], [3.0, 1.0])
     multiplier.step()
     assert multiplier.value == 0.75
-    with pytest.raises(ValueError, match="1 costs for 2 weights"):
+    with pytest.raises(ValueError, match="got 1 costs but 2 weights"):
         multiplier.observe([1.0], [1.0, 1.0])
 
 
@@ -91,7 +91,7 @@ def test_nor_does_it_wind_up_below_zero() -> None:
     assert drive(multiplier, [1.0])[0] == pytest.approx(0.2 + 0.5)
 
 
-def test_it_is_said_when_the_cap_binds(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_binding_cap_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     multiplier = Multiplier(Budget(0.2, unit="usd", rate=1.0, cap=0.5))
     with caplog.at_level(logging.WARNING, logger="toolwise"):
         drive(multiplier, [0.4])
@@ -100,7 +100,8 @@ def test_it_is_said_when_the_cap_binds(caplog: pytest.LogCaptureFixture) -> None
         drive(multiplier, [1.0], [1.0])
     (said,) = caplog.messages
     assert (
-        said == "budget 'usd': λ is at its cap 0.5 and 0.8 more than 0.2 is spent; raise the cap, or B is out of reach"
+        said
+        == "budget 'usd': λ is at its cap 0.5 and the mean cost is 0.8 above the limit 0.2: raise the cap or the limit"
     )
     assert multiplier.metrics()["router/usd/lambda_at_cap"] == 1.0
     with caplog.at_level(logging.WARNING, logger="toolwise"):
@@ -108,7 +109,7 @@ def test_it_is_said_when_the_cap_binds(caplog: pytest.LogCaptureFixture) -> None
     assert len(caplog.messages) == 2
 
 
-def test_figures() -> None:
+def test_metrics() -> None:
     multiplier = Multiplier(Budget(0.3, rate=1.0, every=2))
     assert multiplier.metrics() == {
         "router/cost/lambda": 0.0,
@@ -129,13 +130,13 @@ def test_several_budgets_each_with_its_lambda() -> None:
     budgets = Budgets([Budget(0.1, rate=1.0), Budget(2.0, unit="seconds", rate=0.1, initial=1.0)])
     budgets.observe({"cost": [0.5, 0.5], "seconds": [1.0, 2.0], "usd": [9.0]})
     budgets.step()
-    assert budgets.prices == pytest.approx({"cost": 0.4, "seconds": 0.95})
+    assert budgets.lambdas == pytest.approx({"cost": 0.4, "seconds": 0.95})
     assert set(budgets.metrics()) >= {"router/cost/lambda", "router/seconds/gap"}
-    with pytest.raises(ValueError, match="no costs in 'seconds', which has a budget"):
+    with pytest.raises(ValueError, match="a budget in 'seconds' but no costs"):
         budgets.observe({"cost": [1.0]})
 
 
-def test_a_run_goes_on_where_it_stopped() -> None:
+def test_it_resumes_from_its_state() -> None:
     made = [Budget(0.3, rate=0.5, proportional=1.0, derivative=0.5, every=3, cap=2.0), Budget(1.0, unit="s")]
     steps = [{"cost": [0.1 * i, 1.0], "s": [float(i)]} for i in range(12)]
 
@@ -150,20 +151,20 @@ def test_a_run_goes_on_where_it_stopped() -> None:
     after.load_state_dict(before.state_dict())
     take(after, steps[7:])
     assert after.state_dict() == whole.state_dict()
-    assert after.prices == whole.prices
+    assert after.lambdas == whole.lambdas
 
 
-def test_a_budget_that_is_new_begins_at_its_own_price() -> None:
+def test_a_new_budget_starts_at_its_initial_lambda() -> None:
     old = Budgets([Budget(0.3, initial=0.7)])
     new = Budgets([Budget(0.3), Budget(1.0, unit="usd", initial=0.2)])
     new.load_state_dict(old.state_dict())
-    assert new.prices == {"cost": 0.7, "usd": 0.2}
+    assert new.lambdas == {"cost": 0.7, "usd": 0.2}
 
 
 @pytest.mark.parametrize("settings", [{"proportional": 2.0}, {"proportional": 2.0, "derivative": 0.5}])
 @pytest.mark.parametrize("limit", [0.2, 0.4, 0.6])
 def test_a_proportional_term_holds_the_budget_in_a_short_run(limit: float, settings: dict[str, float]) -> None:
-    """A crowd whose spending answers to λ, a step late and only by degrees: the last quarter of 80 steps."""
+    """Simulated spending that responds to λ gradually and one step late: the last quarter of 80 steps."""
     multiplier = Multiplier(Budget(limit, rate=0.2, cap=10.0, **settings))
     logit, spent = 2.0, []
     for _ in range(80):
@@ -195,9 +196,9 @@ def test_lambda_stays_within_its_bounds(
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"limit": -0.1}, "budget 'cost': limit must be a number from 0 up, got -0.1"),
-        ({"limit": float("nan")}, "limit must be a number"),
-        ({"limit": 0.1, "rate": -1.0}, "rate must be a number"),
+        ({"limit": -0.1}, "budget 'cost': limit must be a finite number of at least 0, got -0.1"),
+        ({"limit": float("nan")}, "limit must be a finite number"),
+        ({"limit": 0.1, "rate": -1.0}, "rate must be a finite number"),
         ({"limit": 0.1, "every": 0}, "every must be 1 or more, got 0"),
         ({"limit": 0.1, "initial": 2.0, "cap": 1.0}, "initial 2 is above its cap 1"),
     ],
@@ -208,15 +209,15 @@ def test_bad_budgets_are_named(settings: dict[str, float], told: str) -> None:
 
 
 def test_two_budgets_in_one_unit_are_refused_and_so_are_units_that_nothing_costs() -> None:
-    with pytest.raises(ConfigError, match="there are two budgets in 'cost'; keep one a unit"):
+    with pytest.raises(ConfigError, match="there are two budgets in 'cost'; keep one per unit"):
         Budgets([Budget(0.1), Budget(0.2)])
     Budgets([Budget(0.1)]).check_units(("cost", "search"))
-    with pytest.raises(ConfigError, match="a budget is in 'usd', and costs are in cost, search"):
+    with pytest.raises(ConfigError, match="a budget is in 'usd', but costs are in cost, search"):
         Budgets([Budget(0.1, unit="usd")]).check_units(("cost", "search"))
 
 
 @pytest.mark.parametrize("cost", [math.nan, math.inf])
-def test_a_cost_that_is_no_number_is_refused_and_changes_nothing(cost: float) -> None:
+def test_a_non_finite_cost_is_refused_and_changes_nothing(cost: float) -> None:
     multiplier = Multiplier(Budget(0.3, rate=1.0))
     with pytest.raises(ValueError, match="a cost in 'cost' is not a finite number"):
         multiplier.observe([0.3, cost])

@@ -22,13 +22,13 @@ def test_any_tool_at_all() -> None:
     assert [cost(usage)["cost"] for usage in (NOTHING, SEARCHED, BOTH, MAILED)] == [0.0, 0.5, 0.5, 0.5]
 
 
-def test_a_price_a_family() -> None:
+def test_a_price_per_family() -> None:
     cost = FamilyCost(c_search=2.0, c_calc=0.25)
     assert [cost(usage)["cost"] for usage in (NOTHING, SEARCHED, BOTH, MAILED)] == [0.0, 2.0, 2.25, 1.0]
     assert cost(BOTH) == {"cost": 2.25, "search": 2.0, "calculate": 0.25, "other": 0.0}
 
 
-def test_a_price_a_call() -> None:
+def test_a_price_per_call() -> None:
     cost = CallsCost(price=0.1)
     assert cost(SEARCHED)["cost"] == pytest.approx(0.3)
     assert cost(BOTH) == pytest.approx({"cost": 0.4, "search": 0.1, "calculate": 0.3, "other": 0.0})
@@ -43,7 +43,7 @@ def test_prices_in_several_units() -> None:
     assert cost(MAILED) == {"usd": 2.0, "seconds": 0.0}
 
 
-def test_prices_that_tools_carry() -> None:
+def test_prices_of_the_tools() -> None:
     tools = build_tools([{"name": "calculator", "price": 0.25}, "search"])
     assert tool_prices(tools)(BOTH) == {"cost": 1.0 + 3 * 0.25}
 
@@ -60,22 +60,22 @@ def test_every_cost_gives_all_its_units_whatever_was_used(kind: str) -> None:
         assert all(isinstance(value, float) for value in cost(usage).values())
 
 
-def test_settings_come_by_name() -> None:
+def test_settings_are_passed_by_name() -> None:
     assert build_cost("family", c_search=3.0) == FamilyCost(c_search=3.0)
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "told"),
     [
-        ("familly", {}, "there is no cost 'familly'; did you mean 'family'?"),
-        ("zzz", {}, "choose of any, family, calls, prices"),
+        ("familly", {}, "unknown cost 'familly'; did you mean 'family'?"),
+        ("zzz", {}, "use one of any, family, calls, prices"),
         ("any", {"c_search": 1.0}, "cost 'any' has no setting 'c_search'; it has price"),
-        ("any", {"price": -1.0}, "price must be a number from 0 up, got -1.0"),
-        ("family", {"c_calc": float("nan")}, "c_calc must be a number"),
-        ("calls", {"price": True}, "price must be a number from 0 up, got True"),
+        ("any", {"price": -1.0}, "price must be a finite number of at least 0, got -1.0"),
+        ("family", {"c_calc": float("nan")}, "c_calc must be a finite number"),
+        ("calls", {"price": True}, "price must be a finite number of at least 0, got True"),
         ("prices", {}, "has no prices"),
         ("prices", {"prices": {"usd": 3}}, "prices.usd is 3; give a table"),
-        ("prices", {"prices": {"usd": {"search": "much"}}}, "prices.usd.search must be a number"),
+        ("prices", {"prices": {"usd": {"search": "much"}}}, "prices.usd.search must be a finite number"),
     ],
 )
 def test_bad_costs_are_named(kind: str, settings: dict[str, object], told: str) -> None:

@@ -1,4 +1,4 @@
-"""The router that does not route."""
+"""The router used without routing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolwise.types import Task
 TASKS = [Task(task_id=f"t{i}", prompt=[Message(role="user", content=str(i))], tools=["a"]) for i in range(5)]
 
 
-def test_every_prompt_goes_as_it_is_with_its_own_tools() -> None:
+def test_prompts_and_tools_are_unchanged() -> None:
     decisions = DirectRouter(3).decide(TASKS, 8, 2)
     for task, decision in zip(TASKS, decisions, strict=True):
         assert decision.task is task
@@ -44,7 +44,7 @@ def test_seeds_do_not_depend_on_the_tasks_or_how_many() -> None:
     assert [decision.seed for decision in again] == seeds[-5:]
 
 
-def test_a_task_that_comes_up_again_in_a_step_draws_anew() -> None:
+def test_a_repeated_task_gets_another_seed() -> None:
     router = DirectRouter(2)
     labels = ("step", "step-more", "step-more-more", "eval")
     seeds = [d.seed for step in range(20) for label in labels for d in router.decide(TASKS, 2, step, label=label)]

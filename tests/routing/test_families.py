@@ -1,4 +1,4 @@
-"""Families of tools: who decides, what the rules say, and the labels that follow for rows."""
+"""Families of tools: precedence, rules, and the row labels that follow from them."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ def test_the_families_are_those_that_tools_carry() -> None:
         ("", "", OTHER),
     ],
 )
-def test_the_rules_say(name: str, description: str, family: Family) -> None:
+def test_rules(name: str, description: str, family: Family) -> None:
     assert family_of(name, description) is family
 
 
-def test_looking_up_comes_before_what_is_looked_up() -> None:
+def test_the_verb_comes_before_the_object() -> None:
     assert family_of("x", "Retrieves a list of integers from the database.") is SEARCH
     assert family_of("x", "Finds a list of integers that sum up to a target.") is CALCULATE
 
@@ -104,13 +104,13 @@ def test_rules_are_data_that_a_user_can_replace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('[[rule]]\nfamily = "SEEK"', "there is no family 'SEEK'; write SEARCH, CALCULATE, OTHER"),
+        ('[[rule]]\nfamily = "SEEK"', "unknown family 'SEEK'; use one of SEARCH, CALCULATE, OTHER"),
         (
             '[[rule]]\nfamily = "SEARCH"\nwords = ["a"]',
             "rule 1: 'words' must be a list under name, verb or description",
         ),
         ('[[rule]]\nfamily = "SEARCH"\nname = "a"', "rule 1: 'name' must be a list"),
-        ("rules = 3", "it may hold `skip`"),
+        ("rules = 3", "only `skip`"),
         ("= 3", "write \\[\\[rule\\]\\] tables"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_bad_rules_file_is_named(tmp_path: Path, text: str, told: str) -> None
         load_rules(tmp_path / "none.toml")
 
 
-def test_a_tool_speaks_for_itself_only_where_it_does() -> None:
+def test_only_declared_families_count_as_declared() -> None:
     tools = build_tools(["calculator", "search", {"name": "python", "family": "OTHER"}, look_up_city])
     assert declared_family(tools["calculator"]) is CALCULATE
     assert declared_family(tools["search"]) is SEARCH
@@ -132,14 +132,14 @@ def test_a_tool_speaks_for_itself_only_where_it_does() -> None:
     assert declared_family(look_up_city) is None
 
 
-def test_an_attribute_set_on_one_tool_is_its_own_word() -> None:
+def test_an_attribute_set_on_one_tool_is_a_declaration() -> None:
     made = build_tools([{"name": look_up_city, "price": 2.0}])["look_up_city"]
     assert declared_family(made) is None
     made.family = "CALCULATE"
     assert declared_family(made) is CALCULATE
 
 
-def test_the_first_that_knows_decides() -> None:
+def test_precedence() -> None:
     tools: dict[str, BaseTool] = {"look_up_city": look_up_city, "search_party": search_party}
     task = task_with()
     assert families_of_task(task, tools) == {"look_up_city": SEARCH, "search_party": OTHER}
@@ -169,11 +169,11 @@ def test_tools_of_a_text_block_count_too() -> None:
 
 
 def test_an_unknown_family_is_refused() -> None:
-    with pytest.raises(ConfigError, match="there is no family 'LOOK'"):
+    with pytest.raises(ConfigError, match="unknown family 'LOOK'"):
         families_of_task(rlla_task(("a", "b")), None, {"a": "LOOK"})
 
 
-def test_a_call_is_known_by_a_name_that_was_cut_at_its_bracket() -> None:
+def test_a_name_cut_at_its_bracket_still_matches() -> None:
     families = {"DAX Points (2022)": CALCULATE}
     assert family_of_call("DAX Points (2022)", families) is CALCULATE
     assert family_of_call("DAX Points ", families) is CALCULATE
@@ -221,11 +221,11 @@ def test_a_row_is_labelled_by_its_gold_calls(ground_truth: Any, target: Any) -> 
         ([["find"], 3], None),
     ],
 )
-def test_where_the_truth_is_an_answer_a_plan_tells_the_calls(plan: Any, target: Any) -> None:
+def test_a_plan_gives_the_calls_if_the_ground_truth_is_an_answer(plan: Any, target: Any) -> None:
     task = rlla_task(("find", "Searches"), ("reckon", "Computes"), ("send", "Sends"), ground_truth="42")
     assert heuristic_target(task.model_copy(update={"extra_info": {"plan": plan}})) == target
     told = task.model_copy(update={"extra_info": {"plan": plan}, "ground_truth": gold("reckon")})
-    assert heuristic_target(told) is RouteAction.CALCULATE_FAMILY  # the truth comes first
+    assert heuristic_target(told) is RouteAction.CALCULATE_FAMILY  # the ground truth comes first
 
 
 def test_labels_of_tools_change_labels_of_rows() -> None:
@@ -234,7 +234,7 @@ def test_labels_of_tools_change_labels_of_rows() -> None:
 
 
 def test_the_480_rows(rlla_tasks: list[Task]) -> None:
-    """The figures that docs/routing.md gives."""
+    """The numbers in docs/routing.md."""
     calls: Counter[Family] = Counter()
     tools: Counter[Family] = Counter()
     for task in rlla_tasks:
@@ -252,6 +252,6 @@ def test_the_480_rows(rlla_tasks: list[Task]) -> None:
     }
 
 
-def test_every_gold_row_tells_its_calls(rlla_tasks: list[Task]) -> None:
+def test_every_gold_row_has_calls(rlla_tasks: list[Task]) -> None:
     assert sum(len(gold_call_names(task.ground_truth) or ()) for task in rlla_tasks) == 699
     assert all(gold_call_names(task.ground_truth) is not None for task in rlla_tasks)

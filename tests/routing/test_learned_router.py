@@ -1,4 +1,4 @@
-"""The learned router with a head that says what it is told: decisions, lessons, budgets, state."""
+"""The learned router with a scripted head: decisions, examples, budgets, state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CALLS = ({}, {"search": 1}, {"calculator": 2})
 
 
 class ToldModel:
-    """Gives every prompt the same chances, and keeps what it is taught."""
+    """Gives every prompt the same probabilities and records its examples."""
 
     def __init__(self, probs: Sequence[float] = (0.5, 0.3, 0.2)) -> None:
         self.logprobs = tuple(math.log(p) if p else -math.inf for p in probs)
@@ -99,7 +99,7 @@ def router(model: ToldModel | None = None, *, limit: float | None = 0.4, **how: 
 
 
 def rolled_out(decisions: Sequence[RouteDecision], rewards: Sequence[float] = (0.0, 1.0, 0.5)) -> list[ScoredRollout]:
-    """Every rollout earns and calls what its route says."""
+    """The reward and the calls of every rollout depend on its route only."""
     made = []
     for place, decision in enumerate(decisions):
         index = ROUTES.index(decision.route)  # type: ignore[arg-type]
@@ -127,14 +127,14 @@ def rolled_out(decisions: Sequence[RouteDecision], rewards: Sequence[float] = (0
     return made
 
 
-def test_a_prompt_is_weighed_once_however_many_rollouts_it_begins() -> None:
+def test_one_prediction_per_prompt() -> None:
     model = ToldModel()
     decisions = router(model).decide(tasks(5), 8, 0)
     assert sum(d.n for d in decisions) == 40
     assert model.asked == [[[0], [1], [2], [3], [4]]]
 
 
-def test_stratified_routes_go_round_and_the_rest_falls_to_chance() -> None:
+def test_stratified_routes_are_even_with_a_random_remainder() -> None:
     decisions = router().decide(tasks(300), 8, 0)
     counts = Counter((d.prompt_id, d.n) for d in decisions)
     assert len(decisions) == 900
@@ -143,7 +143,7 @@ def test_stratified_routes_go_round_and_the_rest_falls_to_chance() -> None:
     assert all(60 < fewest[route] < 140 for route in ROUTES)
 
 
-def test_independent_routes_are_drawn_by_their_chances() -> None:
+def test_independent_routes_follow_their_probabilities() -> None:
     decisions = router(routes="independent").decide(tasks(300), 8, 0)
     total = Counter[str]()
     for d in decisions:
@@ -152,13 +152,13 @@ def test_independent_routes_are_drawn_by_their_chances() -> None:
     assert any(d.n == 1 for d in decisions)
 
 
-def test_one_route_is_for_all_copies() -> None:
+def test_one_route_is_used_for_all_rollouts() -> None:
     decisions = router(routes="one").decide(tasks(200), 8, 0)
     assert [d.n for d in decisions] == [8] * 200
     assert Counter(d.route for d in decisions)["ANSWER"] == pytest.approx(100, abs=30)
 
 
-def test_decisions_begin_as_their_route_wants() -> None:
+def test_decisions_have_conditioned_prompts() -> None:
     by_route = {d.route: d for d in router().decide(tasks(1), 6, 0)}
     answer, search = by_route["ANSWER"], by_route["SEARCH-FAMILY"]
     assert answer.tools == ()
@@ -177,13 +177,13 @@ def test_the_same_seed_decides_the_same_and_another_step_otherwise() -> None:
     assert {d.seed for d in first}.isdisjoint(d.seed for d in later)
 
 
-def test_a_tokenised_prompt_is_weighed_and_not_rolled_out() -> None:
+def test_token_ids_are_used_for_the_prediction_only() -> None:
     [task] = tasks(1)
     decisions = router().decide([task.model_copy(update={"prompt_ids": [1, 2, 3]})], 3, 0)
     assert all(d.task.prompt_ids is None for d in decisions)
 
 
-def test_where_nothing_is_learned_each_prompt_gets_one_route_and_is_forgotten() -> None:
+def test_without_exploration_each_prompt_gets_one_route() -> None:
     sampled = router()
     decisions = sampled.decide(tasks(200), 1, 0, label="eval", explore=False)
     assert [d.n for d in decisions] == [1] * 200
@@ -193,19 +193,19 @@ def test_where_nothing_is_learned_each_prompt_gets_one_route_and_is_forgotten() 
     assert {d.route for d in greedy} == {"ANSWER"}
 
 
-def test_the_head_that_will_be_kept_is_asked_where_nothing_is_tried() -> None:
+def test_evaluation_uses_the_averaged_head() -> None:
     made = router(model := ToldModel())
     made.decide(tasks(2), 6, 0)
     made.decide(tasks(2), 1, 0, explore=False)
     assert model.averaged == [False, True]
 
 
-def test_stratified_lessons_by_hand() -> None:
+def test_stratified_examples_by_hand() -> None:
     model = ToldModel()
     made = router(model)
     metrics = made.learn(rolled_out(made.decide(tasks(2), 6, 0)))
     [[example, _]] = model.examples
-    value = 0.3 * 1.0 + 0.2 * 0.5  # λ is 0 as yet
+    value = 0.3 * 1.0 + 0.2 * 0.5  # λ is still 0
     assert example.advantages == pytest.approx((-value, 1.0 - value, 0.5 - value))
     assert [t.costs for t in example.samples] == [(0.0,)] * 2 + [(1.0,)] * 2 + [(2.0,)] * 2
     spent = 0.3 * 1 + 0.2 * 2
@@ -216,7 +216,7 @@ def test_stratified_lessons_by_hand() -> None:
     assert metrics["router/share/SEARCH-FAMILY"] == pytest.approx(0.3)
 
 
-def test_the_price_of_now_is_in_the_next_lesson() -> None:
+def test_the_current_lambda_is_in_the_next_example() -> None:
     model = ToldModel()
     made = router(model)
     for step in range(2):
@@ -228,7 +228,7 @@ def test_the_price_of_now_is_in_the_next_lesson() -> None:
     assert model.examples[1][0].advantages == pytest.approx([x - value for x in q])
 
 
-def test_drawn_lessons_are_centred_within_the_prompt() -> None:
+def test_sampled_examples_are_centred_within_the_prompt() -> None:
     model = ToldModel()
     made = router(model, routes="independent", limit=None)
     made.learn(rolled_out(made.decide(tasks(20), 6, 0)))
@@ -237,14 +237,14 @@ def test_drawn_lessons_are_centred_within_the_prompt() -> None:
         assert sum(t.advantage for t in example.samples) == pytest.approx(0.0, abs=1e-12)
 
 
-def test_a_single_rollout_of_a_route_still_teaches_the_router() -> None:
+def test_a_single_rollout_of_a_route_is_an_example() -> None:
     model = ToldModel()
     made = router(model)
     made.learn(rolled_out(made.decide(tasks(1), 3, 0)))
     assert [a is not None for a in model.examples[0][0].advantages or ()] == [True] * 3
 
 
-def test_what_was_nobodys_doing_teaches_nobody() -> None:
+def test_failed_rollouts_are_not_learned_from() -> None:
     model = ToldModel()
     made = router(model)
     scored = rolled_out(made.decide(tasks(1), 6, 0))
@@ -258,7 +258,7 @@ def test_what_was_nobodys_doing_teaches_nobody() -> None:
     assert metrics["router/rollouts_lost"] == 2
 
 
-def test_labels_reach_the_lessons_and_mixed_ones_do_not() -> None:
+def test_labels_reach_the_examples_and_mixed_ones_do_not() -> None:
     model = ToldModel()
     made = router(model)
     labelled = [*tasks(2, router_target_action="SEARCH-FAMILY"), *tasks(1, router_target_action="MIXED"), *tasks(1)]
@@ -269,22 +269,22 @@ def test_labels_reach_the_lessons_and_mixed_ones_do_not() -> None:
     assert target_of(labelled[2]) == "MIXED"
 
 
-def test_what_was_saved_beside_a_model_brings_its_prices_along() -> None:
+def test_loading_restores_lambda() -> None:
     made = router(model := ToldModel(), warm_start_epochs=1, tasks=tasks(1, router_target_action="ANSWER"))
     made.load("anywhere")
-    assert made.budgets.prices == {"cost": 0.7}
+    assert made.budgets.lambdas == {"cost": 0.7}
     made.decide(tasks(1), 3, 0)
-    assert model.imitated == []  # it has learned already
+    assert model.imitated == []  # no second warm start
 
 
-def test_a_warm_start_asks_for_each_prompt_once() -> None:
+def test_a_warm_start_predicts_each_prompt_once() -> None:
     made = router(model := ToldModel(), warm_start_epochs=3, tasks=tasks(5, router_target_action="ANSWER"))
     made.warm_start()
     assert sum(map(len, model.asked)) == 5
     assert sum(map(len, model.imitated)) == 15
 
 
-def test_a_warm_start_comes_once_and_before_anything_is_tried() -> None:
+def test_a_warm_start_happens_once_before_the_first_route() -> None:
     model = ToldModel()
     labelled = [*tasks(3, router_target_action="ANSWER"), *tasks(2, router_target_action="MIXED")]
     made = router(model, warm_start_epochs=2, warm_start_batch=2, tasks=labelled)
@@ -299,7 +299,7 @@ def test_a_warm_start_comes_once_and_before_anything_is_tried() -> None:
     assert model2.imitated == []
 
 
-def test_kinds_can_be_made_comparable() -> None:
+def test_rewards_can_be_standardized_by_kind() -> None:
     model = ToldModel()
     made = router(model, standardize_by_kind=True, limit=None)
     made.learn(rolled_out(made.decide(tasks(2, kind="easy"), 6, 0), rewards=(0.0, 100.0, 50.0)))
@@ -309,7 +309,7 @@ def test_kinds_can_be_made_comparable() -> None:
 
 
 def test_an_actors_advantage_does_not_depend_on_other_routes_rewards() -> None:
-    """Groups are of one (prompt, route), and the actor is credited within its group."""
+    """Groups are (prompt, route), and the actor is credited within its group."""
     made = router()
     decisions = made.decide(tasks(2), 9, 0)
 
@@ -331,7 +331,7 @@ def test_an_actors_advantage_does_not_depend_on_other_routes_rewards() -> None:
     assert any(advantages(0.0))
 
 
-def test_what_was_saved_goes_on_the_same() -> None:
+def test_resuming_is_identical() -> None:
     first = router(standardize_by_kind=True, routes="one")
     for step in range(3):
         first.learn(rolled_out(first.decide(tasks(4), 4, step)))

@@ -1,4 +1,4 @@
-"""What a router is told of how to go about it reaches the prompts."""
+"""Router options reach the prompts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ TOOLS = {"calculator": CalculatorTool({}), "search": SearchTool({})}
 TASK = Task(task_id="t", prompt=[Message(role="user", content="How many?")])
 
 
-def test_silently_the_prompt_stays_and_tools_are_hidden() -> None:
+def test_silent_wording_hides_tools_and_keeps_the_prompt() -> None:
     routed = Conditioning(wording=EMPTY_WORDING)(TASK, RouteAction.CALCULATE_FAMILY, TOOLS)
     assert list(routed.messages) == list(TASK.prompt)
     assert routed.tools == ("calculator",)
 
 
-def test_softly_the_other_family_comes_last() -> None:
+def test_soft_routes_list_the_other_family_last() -> None:
     routed = Conditioning(hard=False, wording=EMPTY_WORDING)(TASK, RouteAction.SEARCH_FAMILY, TOOLS)
     assert routed.tools == ("search", "calculator")
 
 
-def test_the_configurations_word_on_a_family_comes_first_then_the_tools_own_then_a_labels() -> None:
+def test_families_come_from_the_configuration_then_the_tool_then_labels() -> None:
     labelled = TASK.model_copy(update={"extra_info": {"tool_families": {"search": "OTHER"}}})
     assert Conditioning().families_of(labelled, TOOLS)["search"] == "SEARCH"
     assert Conditioning(families={"search": "OTHER"}).families_of(TASK, TOOLS)["search"] == "OTHER"

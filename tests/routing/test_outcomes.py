@@ -1,4 +1,4 @@
-"""A step's credit by hand, and what must not change it."""
+"""The advantages of a step by hand, and invariances."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_stratified_credit_by_hand() -> None:
     assert outcome.spent["cost"] == pytest.approx([0.25 * 1 + 0.25 * 2, 2 / 3])
 
 
-def test_the_policys_cost_is_not_the_batchs() -> None:
+def test_the_expected_cost_is_not_that_of_the_batch() -> None:
     """Stratified over all routes, two thirds of the rollouts use tools whatever the policy does."""
     outcomes = [RouteOutcome("p", route, 1.0, {"cost": float(route > 0)}) for route in range(3)]
     thrifty = credited(outcomes, probs={"p": (0.98, 0.01, 0.01)})
     assert thrifty.spent["cost"] == pytest.approx([0.02])
 
 
-def test_drawn_routes_are_compared_within_their_prompt() -> None:
+def test_sampled_routes_are_compared_within_their_prompt() -> None:
     outcome = credited(CAME, routes="independent")
     assert outcome.rollout_advantages[:4] == pytest.approx([0.0, 0.5, -0.5, 0.0])
     assert outcome.rollout_advantages[4:] == pytest.approx([0.25, -0.25])
@@ -67,7 +67,7 @@ def test_other_prompts_change_nothing(routes: Any) -> None:
 
 
 @pytest.mark.parametrize("routes", ["stratified", "independent"])
-def test_divided_by_the_deviation_lambda_does_nothing(routes: Any) -> None:
+def test_divided_by_the_std_lambda_has_no_effect(routes: Any) -> None:
     """Where only cost differs the control gives the same advantages at λ = 0.001 and λ = 5; ours do not."""
     same_reward = [replace(c, reward=1.0) for c in CAME[:4]]
 
@@ -80,23 +80,23 @@ def test_divided_by_the_deviation_lambda_does_nothing(routes: Any) -> None:
     assert max(map(abs, found(5.0, True))) > 0.5
 
 
-def test_one_route_for_all_copies_is_compared_with_what_came_before() -> None:
+def test_one_route_for_all_rollouts_uses_the_running_baseline() -> None:
     baseline = RunningBaseline()
     training = RouterTraining(routes="one")
     first = [RouteOutcome("p", 1, 1.0, {"cost": 1.0}), RouteOutcome("p", 1, 1.0, {"cost": 1.0})]
     credit_routes(first, PROBS, {"cost": 0.5}, training, baseline, ["cost"])
     better = [RouteOutcome("q", 0, 2.0, {"cost": 0.0}), RouteOutcome("q", 0, 2.0, {"cost": 0.0})]
     outcome = credit_routes(better, PROBS, {"cost": 0.5}, training, baseline, ["cost"])
-    assert outcome.rollout_advantages == pytest.approx([1.0 + 0.5, 1.0 + 0.5])  # within the prompt it would be nothing
+    assert outcome.rollout_advantages == pytest.approx([1.0 + 0.5, 1.0 + 0.5])  # within the prompt it would be 0
 
 
-def test_what_the_policy_earns_is_weighed_by_its_own_chances() -> None:
+def test_rewards_are_weighted_by_the_policys_probabilities() -> None:
     weights = policy_weights(CAME, PROBS, "stratified")
     assert weights == pytest.approx([0.5, 0.125, 0.125, 0.25, 1 / 3, 2 / 3])
     assert policy_weights(CAME, PROBS, "independent") == [1.0] * 6
 
 
-def test_nothing_came_back() -> None:
+def test_no_outcomes() -> None:
     outcome = credited([], probs={})
     assert outcome.route_advantages == {}
     assert outcome.spent["cost"] == []

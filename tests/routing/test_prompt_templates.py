@@ -1,4 +1,4 @@
-"""The file of words: what it may hold, and what is said of one that holds something else."""
+"""The wording file: what it may contain, and the errors for anything else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolwise.routing.prompt_templates import EMPTY_WORDING, PARTS, load_wording
 NO_TOOLS = {"entries": "", "avoided": "", "first": [], "others": [], "avoid": [], "hard": True}
 
 
-def test_the_shipped_file_has_words_for_everything() -> None:
+def test_the_shipped_file_has_every_template() -> None:
     shipped = load_wording()
     for style in ("rlla", "chat"):
         for route in ROUTES:
@@ -21,13 +21,13 @@ def test_the_shipped_file_has_words_for_everything() -> None:
                 assert shipped.has_template(style, route, part)  # type: ignore[arg-type]
 
 
-def test_silence_says_nothing() -> None:
+def test_the_empty_wording_adds_nothing() -> None:
     assert load_wording("silent") is EMPTY_WORDING
     assert EMPTY_WORDING.render("rlla", ROUTES[0], "note", NO_TOOLS) == ""
     assert not EMPTY_WORDING.has_template("rlla", ROUTES[0], "note")
 
 
-def test_what_a_copy_leaves_out_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_copy_overrides_only_what_it_contains(tmp_path: Path) -> None:
     path = tmp_path / "words.toml"
     path.write_text('[rlla.ANSWER]\nnote = "No."\n')
     mine, shipped = load_wording(path), load_wording()
@@ -40,10 +40,10 @@ def test_what_a_copy_leaves_out_stays_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[chatt.ANSWER]\nnote = ''", "nothing is called chatt; did you mean 'chat'\\?; use rlla, chat"),
-        ("[chat.ANSWERS]\nnote = ''", "nothing is called chat.ANSWERS; did you mean 'ANSWER'\\?"),
-        ("[chat.ANSWER]\nblock = ''", "nothing is called chat.ANSWER.block; use note, append"),
-        ("[chat.ANSWER]\nnote = 3", "chat.ANSWER.note is 3; write a text"),
+        ("[chatt.ANSWER]\nnote = ''", "unknown name chatt; did you mean 'chat'\\?; use rlla, chat"),
+        ("[chat.ANSWERS]\nnote = ''", "unknown name chat.ANSWERS; did you mean 'ANSWER'\\?"),
+        ("[chat.ANSWER]\nblock = ''", "unknown name chat.ANSWER.block; use note, append"),
+        ("[chat.ANSWER]\nnote = 3", "chat.ANSWER.note is 3; write a string"),
         ("[chat]\nANSWER = 3", "chat.ANSWER is 3; write a table"),
         ("chat = 3", "chat is 3; write a table"),
         ("[chat.ANSWER]\nnote = '{{ tool }}'", "chat.ANSWER.note: 'tool' is undefined"),

@@ -42,7 +42,7 @@ every_route = pytest.mark.parametrize("route", ROUTES)
 
 
 def block_of(text: str) -> str:
-    """From the heading to the end of the last entry, and nothing where there is none."""
+    """From the heading to the end of the last entry; empty if there is none."""
     entries = list(TOOL_ENTRY.finditer(text))
     return text[text.index("**Available Tools**") : entries[-1].end()] if entries else ""
 
@@ -75,7 +75,7 @@ def test_the_golden_row_has_tools_of_every_family(rlla_tasks: list[Task]) -> Non
 
 
 def test_all_480_rows_read_as_they_did(rlla_tasks: list[Task]) -> None:
-    """One digest a route and variant over all rows: a change anywhere is seen, and then looked at."""
+    """One digest per route and variant over all rows, so that any change is noticed."""
     lines = []
     for route, (name, settings) in product(ROUTES, VARIANTS.items()):
         digest = hashlib.sha256()
@@ -102,7 +102,7 @@ def test_conditioning_is_idempotent_and_reversible(route: RouteAction, variant: 
         assert unconditioned(made.messages) == task.prompt
         assert condition(made.messages, route, families, **settings) == made
         assert [m.model_dump() for m in task.prompt] == before
-        # From one route to another is the same as straight there, whatever the first did.
+        # Conditioning a conditioned prompt is the same as conditioning the original.
         other = ROUTES[(route.index + 1) % 3]
         assert condition(made.messages, other, families) == condition(task.prompt, other, families)
 
@@ -159,7 +159,7 @@ def test_soft_routes_keep_every_tool_and_discourage_the_other_family(
 
 @every_route
 @pytest.mark.parametrize("hard", [True, False])
-def test_all_that_is_not_the_block_stays_as_it_was(route: RouteAction, hard: bool, rlla_tasks: list[Task]) -> None:
+def test_everything_outside_the_block_is_unchanged(route: RouteAction, hard: bool, rlla_tasks: list[Task]) -> None:
     for task in rlla_tasks:
         made = condition(task.prompt, route, families_of_task(task), hard=hard)
         system, original = made.messages[0].content or "", task.prompt[0].content or ""
@@ -171,7 +171,7 @@ def test_all_that_is_not_the_block_stays_as_it_was(route: RouteAction, hard: boo
 
 @every_route
 @pytest.mark.parametrize("hard", [True, False])
-def test_appending_leaves_the_whole_prompt_in_front(route: RouteAction, hard: bool, rlla_tasks: list[Task]) -> None:
+def test_appending_keeps_the_prompt_as_a_prefix(route: RouteAction, hard: bool, rlla_tasks: list[Task]) -> None:
     for task in rlla_tasks:
         made = condition(task.prompt, route, families_of_task(task), mode="append", hard=hard)
         assert made.messages[0] is task.prompt[0]
@@ -200,7 +200,7 @@ def test_a_block_without_a_heading_gets_one_with_its_tools() -> None:
     assert gone.startswith("Be kind.\n\nBe brief.\n\n**Route**")
 
 
-def test_a_tool_that_nobody_put_in_a_family_is_judged_by_its_name() -> None:
+def test_a_tool_without_a_family_is_classified_by_its_name() -> None:
     made = condition(rlla(TWO), SEARCH, {}).messages[0].content or ""
     assert [entry.name for entry in parse_tools(made)] == ["f", "g"]
 
@@ -210,13 +210,13 @@ def test_a_tool_that_is_described_twice_stays_twice() -> None:
     assert [e.description for e in parse_tools(made.messages[0].content or "")] == ["Searches", "More"]
 
 
-def test_entries_in_a_users_words_are_left_alone() -> None:
+def test_entries_in_user_messages_are_left_alone() -> None:
     messages = [Message(role="user", content=TWO)]
     assert prompt_style(messages) == "chat"
     assert condition(messages, ANSWER, FAMILIES, templates=EMPTY_WORDING).messages is messages
 
 
-def test_without_words_the_block_still_follows_the_route() -> None:
+def test_without_text_the_block_still_follows_the_route() -> None:
     made = condition(rlla(TWO), CALCULATE, TWO_FAMILIES, templates=EMPTY_WORDING).messages[0].content
     assert made == (
         "Be kind.\n\n**Available Tools**\nYou can use:\n1. Name: g\nDescription: Computes\nParameters: {}\n\nBe brief."
@@ -247,7 +247,7 @@ def test_a_route_passes_on_only_its_tools(route: RouteAction, hard: bool, tools:
 
 
 @every_route
-def test_hiding_schemas_needs_no_words(route: RouteAction) -> None:
+def test_hiding_schemas_needs_no_text(route: RouteAction) -> None:
     for mode in _MODES:
         made = condition(CHAT, route, FAMILIES, mode=mode, templates=EMPTY_WORDING)
         assert made.messages is CHAT
@@ -257,7 +257,7 @@ def test_hiding_schemas_needs_no_words(route: RouteAction) -> None:
 _MODES: tuple[Literal["rewrite", "append"], ...] = ("rewrite", "append")
 
 
-def test_words_go_to_the_system_message_or_become_one() -> None:
+def test_notes_go_to_the_system_message_or_become_one() -> None:
     said = "Answer directly, without tools."
     assert [m.content for m in condition(CHAT, ANSWER, FAMILIES).messages] == [said, CHAT[0].content]
     system = [Message(role="system", content="Be kind."), *CHAT]
@@ -274,7 +274,7 @@ def test_chat_prompts_are_reversible_too(route: RouteAction, variant: str) -> No
         assert condition(made.messages, route, FAMILIES, **VARIANTS[variant]) == made
 
 
-def test_a_conversation_that_began_with_a_route_finds_back_to_its_prompt() -> None:
+def test_a_routed_conversation_can_be_unconditioned() -> None:
     made = condition(CHAT, SEARCH, FAMILIES)
     reply = Message(role="assistant", content="12")
     assert unconditioned([*made.messages, reply]) == [*CHAT, reply]
@@ -327,7 +327,7 @@ def test_a_call_that_the_route_forbids_is_an_error_that_the_model_reads() -> Non
     assert (done, info["failed_calls"], info["cost"]) == (False, {"unknown_tool": 1}, 0)
 
 
-def test_the_words_can_be_replaced(tmp_path: Path) -> None:
+def test_the_wording_can_be_replaced(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[chat.ANSWER]\nnote = "Just {{ \'say\' if hard }} it."\n[chat.SEARCH-FAMILY]\nnote = ""\n')
     mine = load_wording(path)
@@ -338,7 +338,7 @@ def test_the_words_can_be_replaced(tmp_path: Path) -> None:
 
 
 def test_appending_keeps_the_tokens_of_all_but_the_prompts_last_words() -> None:
-    """So that what was computed for the original is the beginning of every route's own prompt."""
+    """So that the original's KV cache is a prefix of every route's prompt."""
     from transformers import AutoTokenizer
 
     from toolwise.models import locate

@@ -1,4 +1,4 @@
-"""Running baselines, kept apart for reward and cost, and rewards standardised by kind."""
+"""Running baselines, separate for reward and cost, and rewards standardized by kind."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def test_running_means_by_hand() -> None:
     assert advantages == pytest.approx([2 / 3 - 0.3 * (1 - 2 / 3), -1 / 3 + 0.3 * 2 / 3])
 
 
-def test_a_price_that_moves_leaves_no_trace() -> None:
-    """Nobody's cost differs from what it always was: whatever λ becomes, no advantage comes of it."""
+def test_a_changing_lambda_adds_no_advantage() -> None:
+    """If costs never change, neither do advantages, whatever λ is."""
     baseline = RunningBaseline()
     for _ in range(20):
         baseline.update([1.0], {"cost": [1.0]})
@@ -36,7 +36,7 @@ def test_the_first_batch_is_its_own_baseline_and_no_later_one() -> None:
     assert baseline.advantages([1.0], {}, {}) == pytest.approx([0.5])
 
 
-def test_baselines_survive() -> None:
+def test_baselines_resume_from_their_state() -> None:
     before, after = RunningBaseline(), RunningBaseline()
     before.update([1.0, 0.5], {"cost": [1.0, 0.0]})
     after.load_state_dict(before.state_dict())
@@ -47,11 +47,11 @@ def test_baselines_survive() -> None:
 def test_bad_input_is_named() -> None:
     with pytest.raises(RouterCreditError, match=r"decay is 1\.5"):
         RunningBaseline(1.5)
-    with pytest.raises(RouterCreditError, match="λ has a price in 'usd', and costs are in nothing"):
+    with pytest.raises(RouterCreditError, match="there is a λ for 'usd', but costs are in no unit"):
         RunningBaseline().advantages([1.0], {}, {"usd": 1.0})
 
 
-def test_each_kind_has_a_scale_of_its_own() -> None:
+def test_each_kind_has_its_own_scale() -> None:
     rng = np.random.default_rng(0)
     kinds = ["tool", "talk"] * 500
     rewards = np.where(np.array(kinds) == "tool", rng.normal(-1, 3, 1000), rng.normal(1, 0.1, 1000))
@@ -62,7 +62,7 @@ def test_each_kind_has_a_scale_of_its_own() -> None:
         assert mine.std(ddof=1) == pytest.approx(1)
 
 
-def test_scales_go_by_all_that_was_seen_and_survive() -> None:
+def test_scales_use_everything_seen_and_resume() -> None:
     scale, again = KindStandardizer(), KindStandardizer()
     scale([0.0, 2.0], ["a", "a"])
     again.load_state_dict(scale.state_dict())
@@ -70,5 +70,5 @@ def test_scales_go_by_all_that_was_seen_and_survive() -> None:
     assert scale([4.0], ["a"]).tolist() == again([4.0], ["a"]).tolist() == [1.0]
 
 
-def test_a_kind_that_never_varies_says_nothing() -> None:
+def test_a_kind_that_never_varies_gives_zero() -> None:
     assert KindStandardizer()([1.0, 1.0, 3.0], ["a", "a", "b"]).tolist() == [0.0, 0.0, 0.0]

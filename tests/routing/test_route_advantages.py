@@ -1,4 +1,4 @@
-"""The router's advantages: hand-worked tables, and what must not change them."""
+"""The router's advantages: hand-worked tables and invariances."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_router_rewards_by_hand() -> None:
     assert router_rewards([1.0, 0.0], {}, {}).tolist() == [1.0, 0.0]
 
 
-def test_the_reward_stands_at_the_last_sampled_token() -> None:
+def test_the_reward_is_at_the_last_sampled_token() -> None:
     mask = [[1, 1, 0, 0], [0, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]]
     placed = router_token_level_rewards([0.5, -1.0, 2.0, 7.0], mask)
     assert placed.tolist() == [[0, 0.5, 0, 0], [0, 0, 0, -1.0], [0, 0, 2.0, 0], [0, 0, 0, 0]]
@@ -44,13 +44,13 @@ def test_independent_routes_by_hand() -> None:
     assert others == pytest.approx([1.0 - 1 / 3, 0.0 - 2 / 3, 0.5 - 0.5, 0.5 - 0.5, 0.0])
 
 
-def test_equal_rewards_say_exactly_nothing() -> None:
+def test_equal_rewards_give_exactly_zero() -> None:
     assert independent_advantages([0.1] * 7, ["x"] * 7).tolist() == [0.0] * 7
     credit = stratified_credit([0.1] * 7, {}, [0, 0, 1, 1, 1, 2, 2], ["x"] * 7, [[0.2, 0.3, 0.5]])
     assert credit.advantages.tolist() == [[0.0, 0.0, 0.0]]
 
 
-def test_the_document_helper_gives_the_same() -> None:
+def test_the_grpo_function_gives_the_same() -> None:
     """`compute_grpo_outcome_advantage` over `router_token_level_rewards`, never divided by the deviation."""
     rewards, groups = [1.0, 0.25, 0.5, 0.0, 2.0], [7, 7, 7, 9, 9]
     mask = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1], [0, 1, 1]])
@@ -82,7 +82,7 @@ def test_stratified_routes_by_hand() -> None:
     assert credit.policy_costs["cost"] == pytest.approx([0.8, 0.9])
 
 
-def test_the_policys_cost_is_not_the_batchs() -> None:
+def test_the_expected_cost_is_not_that_of_the_batch() -> None:
     """Stratified, two thirds of all rollouts use a tool whatever the policy does."""
     costs = [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     for p, policy in (([0.98, 0.01, 0.01], 0.02), ([0.0, 0.5, 0.5], 1.0)):
@@ -91,7 +91,7 @@ def test_the_policys_cost_is_not_the_batchs() -> None:
     assert np.mean(costs) == pytest.approx(2 / 3)
 
 
-def test_a_route_that_nobody_took_is_nowhere_counted() -> None:
+def test_a_route_without_rollouts_is_not_counted() -> None:
     credit = stratified_credit([1.0, 0.0], {"cost": [0.0, 1.0]}, [0, 1], ["x", "x"], [[0.2, 0.2, 0.6]])
     assert credit.seen.tolist() == [[True, True, False]]
     assert credit.values == pytest.approx([0.5])
@@ -99,7 +99,7 @@ def test_a_route_that_nobody_took_is_nowhere_counted() -> None:
     assert credit.policy_costs["cost"] == pytest.approx([0.5])
 
 
-def test_centred_advantages_answer_to_lambda_and_divided_ones_do_not() -> None:
+def test_centred_advantages_depend_on_lambda_and_divided_ones_do_not() -> None:
     """Only cost differs: the control must fail."""
     costs = {"cost": [0.0, 0.0, 1.0, 1.0]}
 
@@ -124,7 +124,7 @@ rollout = st.tuples(st.integers(0, 4), st.integers(0, 2), st.floats(-5, 5), st.f
 
 
 @given(st.lists(rollout, min_size=1, max_size=30), st.randoms(use_true_random=False))
-def test_what_happens_at_other_prompts_changes_nothing(rows: list[tuple[int, int, float, float]], rng: Any) -> None:
+def test_other_prompts_change_nothing(rows: list[tuple[int, int, float, float]], rng: Any) -> None:
     """Permuted rollouts of the other prompts, and other rewards there: prompt 0 keeps its numbers to the last bit."""
     mine = [row for row in rows if row[0] == 0]
     theirs = [(p, a, r + 1.0, c) for p, a, r, c in rows if p != 0]
@@ -198,7 +198,7 @@ def test_the_stratified_gradient_is_that_of_the_expected_reward() -> None:
 
 def test_importance_weights_are_clipped() -> None:
     assert importance_weights([0.9, 0.1], [1 / 3, 1 / 3]) == pytest.approx([2.0, 0.3])
-    with pytest.raises(RouterCreditError, match="whose probability is 0"):
+    with pytest.raises(RouterCreditError, match="sampled route has probability 0"):
         importance_weights([0.5], [0.0])
 
 
@@ -210,14 +210,14 @@ def test_the_share_of_mixed_rows() -> None:
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: router_rewards([1.0], {"cost": [1.0]}, {"usd": 1.0}), "λ has a price in 'usd', and costs are in cost"),
+        (lambda: router_rewards([1.0], {"cost": [1.0]}, {"usd": 1.0}), "there is a λ for 'usd', but costs are in cost"),
         (lambda: router_rewards([1.0, 2.0], {"cost": [1.0]}, {"cost": 1.0}), "cost in 'cost'"),
-        (lambda: router_rewards([float("nan")], {}, {}), "r_task: number 0 is not finite"),
+        (lambda: router_rewards([float("nan")], {}, {}), "r_task: entry 0 is not finite"),
         (lambda: independent_advantages([1.0], ["x", "x"]), "router rewards"),
         (lambda: stratified_credit([1.0], {}, [3], ["x"], [[1, 0, 0]]), "one route from 0 to 2 for each of 1 rollouts"),
-        (lambda: stratified_credit([1.0], {}, [0], ["x"], [[1, 0]]), "1 prompts × 3 routes are needed"),
+        (lambda: stratified_credit([1.0], {}, [0], ["x"], [[1, 0]]), "expected 1 prompts × 3 routes"),
     ],
 )
-def test_what_does_not_fit_together_is_named(call: Any, told: str) -> None:
+def test_inconsistent_inputs_are_refused(call: Any, told: str) -> None:
     with pytest.raises(RouterCreditError, match=told):
         call()

@@ -1,4 +1,4 @@
-"""The threshold on route odds: exact by hand, equal to brute force, and on the budget whatever the rows are."""
+"""Thresholds on route values: by hand, against brute force, and exactly on the budget for any rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_between_two_steps_a_share_of_the_prompts_is_decided_by_the_looser_offse
     assert [threshold.route(VALUES[1], COSTS[1], chance) for chance in (0.2, 0.8)] == [1, 0]
 
 
-def test_equal_prompts_are_told_apart_by_lot_alone() -> None:
+def test_equal_prompts_are_split_at_random() -> None:
     values, costs = np.tile([0.0, 1.0], (10, 1)), np.tile([0.0, 1.0], (10, 1))
     threshold = find_threshold(values, costs, costs, 0.3)
     assert np.isclose(threshold.share, 0.3)
@@ -107,7 +107,7 @@ def test_walking_the_moves_gives_what_choosing_gives(values: np.ndarray, offset:
     assert routes.tolist() == choose_routes(values, costs, offset).tolist()
 
 
-def test_looser_than_trained_takes_the_tool_that_the_router_likes_and_not_the_costliest() -> None:
+def test_looser_than_trained_uses_the_tool_that_the_router_prefers() -> None:
     values, costs = np.array([[0.0, -1.0, -2.0], [0.0, -2.0, -0.5]]), np.tile([0.0, 1.0, 3.0], (2, 1))
     assert choose_routes(values, costs, -0.4).tolist() == [0, 0]
     assert choose_routes(values, costs, -0.6).tolist() == [0, 2]
@@ -116,7 +116,7 @@ def test_looser_than_trained_takes_the_tool_that_the_router_likes_and_not_the_co
     assert choose_routes(values, costs, threshold.offset).tolist() == [1, 2]
 
 
-def test_with_scores_a_budget_is_a_limit_and_not_used_up_for_nothing() -> None:
+def test_with_scores_a_budget_is_an_upper_limit() -> None:
     scores = np.array([[0.0, 1.0, 0.0], [0.9, 0.1, 0.0], [1.0, 0.0, 0.0]])  # only the first row gains by searching
     for budget in (1 / 3, 0.5, 1.0):
         threshold = find_threshold(VALUES, COSTS, COSTS, budget, scores)

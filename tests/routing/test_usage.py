@@ -1,4 +1,4 @@
-"""What a rollout used: executed calls, and calls that only stand in the text."""
+"""Tool usage of a rollout: executed calls, and calls that are only in the text."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_was_used_follows_from_the_calls(calls: dict[str, int], flags: tupl
     assert (usage.used_any_tool, usage.used_search, usage.used_calculate) == flags
 
 
-def test_a_call_that_the_route_refused_was_not_made_and_a_malformed_one_was() -> None:
+def test_refused_calls_do_not_count_and_malformed_ones_do() -> None:
     calls = {"search": 1, "calculator": 2, "nonsense": 1, UNREADABLE: 3}
     whole = usage_of(rollout_of(calls=calls), FAMILIES)
     assert whole.calls_by_tool == {"search": 1, "calculator": 2, UNREADABLE: 4}
@@ -97,8 +97,8 @@ def test_text_is_read_where_the_prompt_describes_its_tools() -> None:
         assert usage.refused == 0
 
 
-def test_elsewhere_only_calls_that_were_carried_out_count() -> None:
-    """Such as a call in the last turn, which nobody carried out any more."""
+def test_otherwise_only_executed_calls_count() -> None:
+    """Not, for example, a call in the last turn, which is never executed."""
     assert not usage_of(rollout_of(TEXT), FAMILIES).used_any_tool
     both = rollout_of(TEXT, calls={"calculator": 1})
     assert usage_of(both, FAMILIES).calls_by_tool == {"calculator": 1}
@@ -140,17 +140,17 @@ def test_every_block_is_an_attempt_to_use_a_tool(text: str, calls: dict[str, int
     assert usage.used_any_tool == bool(calls)
 
 
-def test_what_nobody_can_read_is_of_no_family() -> None:
+def test_unreadable_calls_have_no_family() -> None:
     usage = usage_of_text("<tool_call>oops</tool_call>", FAMILIES)
     assert (usage.calls[OTHER], usage.used_search, usage.used_calculate) == (1, False, False)
 
 
-def test_a_tool_that_nobody_offered_is_judged_by_its_name() -> None:
+def test_a_tool_that_was_not_offered_is_classified_by_its_name() -> None:
     usage = usage_of_text('<tool_call>{"name": "web_search", "parameters": {}}</tool_call>', {})
     assert usage.used_search
 
 
-def test_messages_with_calls_are_taken_at_their_word() -> None:
+def test_parsed_calls_of_a_message_come_first() -> None:
     messages = [
         Message(role="user", content='<tool_call>{"name": "mail", "parameters": {}}</tool_call>'),
         Message(role="assistant", content="<tool_call>no</tool_call>", tool_calls=[ToolCall(name="search")]),

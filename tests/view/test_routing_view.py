@@ -106,6 +106,19 @@ def test_the_frontier_stands_on_the_page(make_run: Callable[..., Path]) -> None:
     assert "&lt;b&gt;" in page
 
 
+def test_a_frontier_of_an_earlier_version_is_shown_with_the_new_names(make_run: Callable[..., Path]) -> None:
+    run = make_run()
+    stored = a_frontier()
+    stored["fixed"]["told the kinds, as trained"] = point(0.65, 0.98)
+    (run / "frontier.json").write_text(json.dumps(stored))
+    record = read_frontier(open_run(run))
+    assert record is not None
+    assert record["fixed"]["oracle labels, as trained"] == point(0.65, 0.98)
+    page = write_report(run).read_text("utf-8")
+    assert "<td>oracle labels, as trained</td>" in page
+    assert "told the kinds" not in page
+
+
 def test_what_is_no_number_is_a_dash() -> None:
     assert frontier_rows(a_frontier())["held"][0][-1] == "–"
 

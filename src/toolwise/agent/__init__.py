@@ -1,1 +1,1 @@
-"""A trained router at work: route, conditioned prompt, one rollout with real tools; nothing learns here."""
+"""The trained agent: load it, ask it questions, keep it within a budget, export it."""

@@ -1,4 +1,4 @@
-"""`RoutedAgent`: the trained router at work. Route, conditioned prompt, one rollout with real tools."""
+"""`RoutedAgent`: inference with a trained router. Chooses a route, conditions the prompt, runs one rollout."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ Question = str | Sequence[Message | Mapping[str, Any]] | Task
 
 @dataclass(frozen=True, slots=True)
 class AgentAnswer:
-    """What came of one question."""
+    """The result of one question."""
 
     text: str
-    """The agent's last words."""
+    """The agent's last message."""
     route: str
     route_probs: Mapping[str, float]
-    """route -> how likely the router thought it; empty where the question is too long for the router to read"""
+    """route -> probability; empty if the question is too long for the router"""
     cost: float
-    """Of the calls that were served, in the unit of the budget."""
+    """Cost of the calls that were executed, in the unit of the budget."""
     calls: Mapping[str, int]
     refused: int
-    """Calls beyond the cap."""
+    """Calls refused because of the cap."""
     seconds: float
-    """Routing included."""
+    """Wall time, including routing."""
     rollout: Rollout
     with_tools_s: float | None = None
-    """Of a question that was answered directly: what such questions took with all tools, where that was measured."""
+    """For a direct answer: the calibrated mean time of such questions with all tools, if it was measured."""
 
     @property
     def saved_s(self) -> float | None:
-        """Seconds that answering directly saved."""
+        """Seconds saved by answering directly."""
         return None if self.with_tools_s is None else self.with_tools_s - self.seconds
 
 
 class RoutedAgent:
-    """Answers questions as its router decides. No reference, critic or reward model is loaded.
+    """Answers questions along the routes that its router chooses. Loads no reference, critic or reward model.
 
     >>> agent = RoutedAgent.load("runs/demo", documents=["Alder has 12 mills."])
     >>> agent.ask("How many mills does Alder have?", budget=0.3).text
@@ -74,8 +74,8 @@ class RoutedAgent:
         documents: Sequence[Any] | None = None,
         overrides: Sequence[str] = (),
     ) -> RoutedAgent:
-        """From a run, a checkpoint or an exported folder; `tools` and `documents` take the place of the run's own. All
-        tools that it was trained with must be there; `tools=[]` answers without any, on purpose."""
+        """Loads a run, a checkpoint or an exported folder. `tools` and `documents` replace the run's. All tools the
+        agent was trained with must be present; `tools=[]` explicitly answers without tools."""
         return cls(load_router(source, tools=tools, documents=documents, overrides=overrides))
 
     async def answer(
@@ -88,25 +88,25 @@ class RoutedAgent:
         do_sample: bool = False,
         seed: int = 0,
     ) -> AgentAnswer:
-        """One question, routed and answered. Any number may be asked at once, from any event loop or thread.
+        """Routes and answers one question. Safe to call concurrently, from any event loop or thread.
 
-        `budget` is what questions may cost on average: the router is held to it by the threshold that was calibrated
-        for it. `cap` is what this one may cost at most: calls beyond it are refused, and the model is told. `route`
-        takes the choice out of the router's hands. A question too long to be read is not answered: the rollout's
-        `stop_reason` is then `prompt_too_long`.
+        `budget` is the mean cost per question: the router uses the threshold calibrated for it. `cap` is the most this
+        question may cost: calls beyond it are refused with an error that the model reads. `route` overrides the
+        router. A question that does not fit the context is not answered: the rollout's `stop_reason` is then
+        `prompt_too_long`.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         task = self._task(question)
         check_task_tools(task, dict(self.routing.tools), env=self.routing.config.env.name)
-        named = None if route == "auto" else RouteAction.parse(route)
+        given_route = None if route == "auto" else RouteAction.parse(route)
         too_long: ContextFullError | None = None
         try:
-            (weighed,) = await self.routing.predict_in_engine([task])
-            route_probs = {name.value: share for name, share in zip(ROUTES, weighed.probs, strict=True)}
-            chosen = named or self.routing.choose(weighed, task, budget=budget, seed=seed)
+            (prediction,) = await self.routing.predict_in_engine([task])
+            route_probs = {name.value: prob for name, prob in zip(ROUTES, prediction.probs, strict=True)}
+            chosen = given_route or self.routing.choose(prediction, task, budget=budget, seed=seed)
         except ContextFullError as full:
-            # Under a route that was named, the prompt may be a shorter one.
-            route_probs, chosen, too_long = {}, named or RouteAction.ANSWER, None if named else full
+            # With a given route the conditioned prompt may be shorter and still fit.
+            route_probs, chosen, too_long = {}, given_route or RouteAction.ANSWER, None if given_route else full
         request = self._request(task, chosen, cap, do_sample, seed)
         if too_long is None:
             await request.run()
@@ -114,7 +114,7 @@ class RoutedAgent:
             request.stop(StopReason.PROMPT_TOO_LONG, str(too_long))
             await request.finish()
         rollout = request.to_rollout()
-        known, direct = self.routing.calibration, chosen is RouteAction.ANSWER and not rollout.unanswered
+        calibration, direct = self.routing.calibration, chosen is RouteAction.ANSWER and not rollout.unanswered
         return AgentAnswer(
             text=_final_text(rollout),
             route=chosen.value,
@@ -122,14 +122,14 @@ class RoutedAgent:
             cost=self.routing.cost_of(rollout),
             calls=dict(rollout.usage.calls),
             refused=rollout.usage.failed_calls.get(OVER_BUDGET, 0),
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - start,
             rollout=rollout,
-            with_tools_s=known.with_tools_s if known is not None and direct else None,
+            with_tools_s=calibration.with_tools_s if calibration is not None and direct else None,
         )
 
-    def ask(self, question: Question, **how: Any) -> AgentAnswer:
-        """`answer` for those who do not await, from a notebook too."""
-        work = partial(deadlines.run, self.answer(question, **how))
+    def ask(self, question: Question, **options: Any) -> AgentAnswer:
+        """Blocking version of `answer`; also works where an event loop is running, as in a notebook."""
+        work = partial(deadlines.run, self.answer(question, **options))
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -143,7 +143,7 @@ class RoutedAgent:
         (request,) = self.scheduler.requests([self.routing.decide(task, route, seed=seed)], do_sample=do_sample)
         if cap is not None:
             if not cap >= 0:
-                raise ConfigError(f"the cap is {cap}: give a number from 0 up")
+                raise ConfigError(f"cap is {cap}: give a number of at least 0")
             families = self.routing.families_of(task)
             request.env = CappedEnv(request.env, cap, lambda calls: self.routing.price_of(calls, families))
         return request
@@ -153,11 +153,11 @@ class RoutedAgent:
             return question
         messages = [Message(role="user", content=question)] if isinstance(question, str) else as_messages(question)
         if not messages:
-            raise ConfigError("the question is empty: give a text, or at least one message")
+            raise ConfigError("the question is empty: give text or at least one message")
         return Task(task_id=f"question-{next(self._numbers)}", prompt=messages)
 
 
 def _final_text(rollout: Rollout) -> str:
-    """Nothing where the agent never acted: an assistant message is then one of the prompt's."""
-    said = [message.content or "" for message in rollout.messages if message.role == "assistant"]
-    return said[-1] if said and not rollout.unanswered else ""
+    """Empty if the agent never acted: an assistant message is then part of the prompt."""
+    replies = [message.content or "" for message in rollout.messages if message.role == "assistant"]
+    return replies[-1] if replies and not rollout.unanswered else ""

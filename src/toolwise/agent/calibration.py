@@ -1,4 +1,4 @@
-"""How a router keeps to budgets it was not trained for: thresholds found on validation rows, stored with its head."""
+"""Thresholds that let a router meet budgets it was not trained for; fitted on validation rows, stored with its head."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 ROUTER_METADATA_FILE = "router.json"
-"""The file beside a model's weights that says what its head is; `routing/head/head.py` writes it."""
+"""Metadata of the router head, next to the model's weights; written by `routing/head/head.py`."""
 _KEY = "calibration"
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Thresholds for a row of budgets; what lies between two of them is a lottery over both."""
+    """Thresholds for a list of budgets; a budget between two of them mixes both at random."""
 
     budgets: tuple[float, ...]
-    """Rising."""
+    """Increasing."""
     thresholds: tuple[Threshold, ...]
     route_costs: tuple[float, ...]
-    """The mean cost of each route on the validation rows: what a head that foresees none goes by."""
+    """Mean cost of each route on the validation rows; used if the head does not predict costs."""
     unit: str = "cost"
     rows: int = 0
-    """Validation rows it was found on."""
+    """Number of validation rows it was fitted on."""
     direct_s: float | None = None
-    """What a prompt that is answered directly takes, one at a time."""
+    """Mean seconds per prompt that is answered directly, one at a time."""
     with_tools_s: float | None = None
-    """What the same prompts take with all their tools on offer."""
+    """Mean seconds for the same prompts with all their tools."""
 
     def threshold_for(self, budget: float, chance: float) -> Threshold:
-        """`chance`, drawn evenly from 0 to 1, decides between the stored budgets on both sides."""
+        """`chance`, uniform in [0, 1), picks one of the two neighbouring thresholds for a budget between them."""
         if not self.budgets[0] <= budget <= self.budgets[-1]:
             raise ConfigError(
-                f"budget {budget:g} is outside of {self.budgets[0]:g} to {self.budgets[-1]:g}, which the checkpoint is "
-                "calibrated for: choose one within, or calibrate it again with toolwise eval --budgets"
+                f"budget {budget:g} is outside {self.budgets[0]:g} to {self.budgets[-1]:g}, which the checkpoint is "
+                "calibrated for: choose a budget within it, or calibrate again with toolwise eval --budgets"
             )
         above = bisect_left(self.budgets, budget)
         if self.budgets[above] == budget:
@@ -57,7 +57,7 @@ class Calibration:
         return self.thresholds[above if chance < (budget - low) / (high - low) else above - 1]
 
     def route(self, values: Floats, costs: Floats | None, budget: float, chances: tuple[float, float]) -> int:
-        """The route of one prompt, by the head's word on it: [routes] each."""
+        """The route of one prompt from the head's values and predicted costs, [routes] each."""
         import numpy as np
 
         expected = np.asarray(self.route_costs) if costs is None else costs
@@ -67,15 +67,15 @@ class Calibration:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Calibration:
-        fields = dict(told)
+    def from_json(cls, record: Mapping[str, Any]) -> Calibration:
+        fields = dict(record)
         fields["thresholds"] = tuple(Threshold(**each) for each in fields["thresholds"])
         fields["budgets"], fields["route_costs"] = tuple(fields["budgets"]), tuple(fields["route_costs"])
         return cls(**fields)
 
 
 def calibration_of(metadata: Mapping[str, Any]) -> Calibration | None:
-    """From what stands beside a head; None where it was never calibrated."""
+    """The calibration stored in a head's metadata; None if it was never calibrated."""
     if _KEY not in metadata:
         return None
     try:
@@ -88,7 +88,7 @@ def calibration_of(metadata: Mapping[str, Any]) -> Calibration | None:
 
 
 def store_calibration(model: Path, calibration: Calibration) -> None:
-    """Into the facts of the head in `model`: of a checkpoint, which is sealed anew, or of an exported folder."""
+    """Adds the calibration to the head's metadata in `model`, a checkpoint (whose manifest is updated) or an export."""
     path = model / ROUTER_METADATA_FILE
     try:
         metadata = json.loads(path.read_text(encoding="utf-8"))
@@ -98,9 +98,9 @@ def store_calibration(model: Path, calibration: Calibration) -> None:
     if (model.parent / checkpoint.MANIFEST).is_file():
         amend(model.parent, {f"{model.name}/{ROUTER_METADATA_FILE}": data})
         return
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_bytes(data)
-    aside.replace(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)
 
 
 def sorted_budgets(budgets: Sequence[float]) -> list[float]:

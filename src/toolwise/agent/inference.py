@@ -1,4 +1,4 @@
-"""A trained router with all that it needs to route: the head, the model under it, and how routes change prompts."""
+"""A trained router with everything it needs to route: the head, its model, and how routes change prompts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainedRouter:
-    """Decides; whoever holds it rolls out."""
+    """Chooses routes and builds the decisions to roll out; the caller rolls them out."""
 
     config: RunConfig
     policy: LocalPolicy
@@ -43,29 +43,28 @@ class TrainedRouter:
     conditioning: Conditioning
     cost: Cost
     multipliers: tuple[float, ...] = ()
-    """λ of each of the head's units, as training left them: what a head that foresees goes by without a budget."""
+    """Final λ of each of the head's units; a value head uses them if no budget is given."""
     calibration: Calibration | None = None
 
     @property
     def unit(self) -> str:
-        """What budgets are in: the first that the router was trained under."""
+        """Unit of budgets: that of the first budget in training."""
         budgets = self.config.router.budgets
         return budgets[0].unit if budgets else self.cost.units[0]
 
     def features(self, tasks: Sequence[Task]) -> Floats:
-        """What the head sees of prompts, [tasks, width]."""
+        """Inputs of the head, [tasks, width]."""
         import numpy as np
 
         return np.asarray(self._features(tasks).double().cpu().numpy())
 
     def predict(self, tasks: Sequence[Task]) -> list[RoutePrediction]:
-        """What the head says of the original prompts, each through the model once."""
+        """The head's predictions for the original prompts; one forward pass per prompt."""
         return self._predictions(self._features(tasks))
 
     async def predict_in_engine(self, tasks: Sequence[Task]) -> list[RoutePrediction]:
-        """As `predict`, for a program that generates meanwhile: the engine reads the prompts between its other
-        requests,
-        and the rollouts go on from what it has read."""
+        """Like `predict`, but the engine encodes the prompts alongside its other requests, and the rollouts reuse the
+        prefix it has cached."""
         import torch
 
         from toolwise.engine import Engine
@@ -74,23 +73,23 @@ class TrainedRouter:
         if not isinstance(engine, Engine) or settings.layers != (-1,):
             return self.predict(tasks)
         prompts = self._prompts(tasks)
-        read = await gather_all(engine.encode(prompt, pool=settings.pool) for prompt in prompts)
-        return self._predictions(torch.stack(read))
+        features = await gather_all(engine.encode(prompt, pool=settings.pool) for prompt in prompts)
+        return self._predictions(torch.stack(features))
 
     def _predictions(self, features: Any) -> list[RoutePrediction]:
         import torch
 
         with torch.no_grad():
-            found = self.head(features)
-            logprobs = self.head.logits(found, self.multipliers).log_softmax(-1).tolist()
-            values = found.tolist() if self.head.settings.mode == "value" else [None] * len(logprobs)
+            outputs = self.head(features)
+            logprobs = self.head.logits(outputs, self.multipliers).log_softmax(-1).tolist()
+            values = outputs.tolist() if self.head.settings.mode == "value" else [None] * len(logprobs)
         return [
             RoutePrediction(
                 tuple(row),
-                rewards=None if foreseen is None else tuple(route[0] for route in foreseen),
-                costs=None if foreseen is None else tuple(tuple(route[1:]) for route in foreseen),
+                rewards=None if predicted is None else tuple(route[0] for route in predicted),
+                costs=None if predicted is None else tuple(tuple(route[1:]) for route in predicted),
             )
-            for row, foreseen in zip(logprobs, values, strict=True)
+            for row, predicted in zip(logprobs, values, strict=True)
         ]
 
     def _prompts(self, tasks: Sequence[Task]) -> list[Sequence[int]]:
@@ -108,47 +107,47 @@ class TrainedRouter:
             return prompt_features(self.policy.model, self._prompts(tasks), pool=settings.pool, layers=settings.layers)
 
     def choose(self, prediction: RoutePrediction, task: Task, *, budget: float | None, seed: int) -> RouteAction:
-        """As it was trained, or by the calibrated threshold for `budget`. Chance depends on the seed and the task."""
+        """The route as trained, or by the threshold for `budget`. Random choices depend on the seed and the prompt."""
         rng = Random(f"{seed}/{zlib.crc32(repr([m.content for m in task.prompt]).encode('utf-8', 'replace'))}")
         if budget is None:
-            drawn = self.config.router.evaluate == "sample"
-            return ROUTES[prediction.sample(rng) if drawn else prediction.argmax()]
+            sample = self.config.router.evaluate == "sample"
+            return ROUTES[prediction.sample(rng) if sample else prediction.argmax()]
         if self.calibration is None:
             raise CheckpointError(
-                "this router was never calibrated, so it can keep to no budget: toolwise eval CHECKPOINT --budgets …"
+                "this router is not calibrated, so it cannot keep to a budget: run toolwise eval CHECKPOINT --budgets …"
             )
         values, costs = values_of(prediction)
         return ROUTES[self.calibration.route(values, costs, budget, (rng.random(), rng.random()))]
 
     def decide(self, task: Task, route: RouteAction | None, *, n: int = 1, seed: int = 0) -> RouteDecision:
-        """`n` rollouts of a task under a route; None leaves the prompt as it is, with every tool."""
+        """The decision to roll a task out `n` times under a route; None keeps the prompt and all its tools."""
         name = "ALL-TOOLS" if route is None else route.value
         if route is None:
             return RouteDecision(task, f"{task.task_id}/{name}", n, seed, task.prompt)
-        routed = self.conditioning(task, route, self.tools)
-        # Ids that came with the task are those of its original prompt.
-        own = task if task.prompt_ids is None else task.model_copy(update={"prompt_ids": None})
+        conditioned = self.conditioning(task, route, self.tools)
+        # The task's token ids are those of its original prompt.
+        unrouted = task if task.prompt_ids is None else task.model_copy(update={"prompt_ids": None})
         return RouteDecision(
-            task=own,
+            task=unrouted,
             group_id=f"{task.task_id}/{name}",
             n=n,
             seed=seed,
-            prompt=routed.messages,
-            tools=routed.tools,
+            prompt=conditioned.messages,
+            tools=conditioned.tools,
             route=name,
             prompt_id=task.task_id,
-            forbidden=routed.forbidden,
+            forbidden=conditioned.forbidden,
         )
 
     def families_of(self, task: Task) -> dict[str, Family]:
         return self.conditioning.families_of(task, self.tools)
 
     def price_of(self, calls: Mapping[str, int], families: Mapping[str, Family]) -> float:
-        """What calls cost, in the unit of the budget."""
+        """Cost of calls, in the unit of the budget."""
         return self.cost(RouteUsage.of(merge_unknown_calls(calls, families), families))[self.unit]
 
     def cost_of(self, rollout: Rollout) -> float:
-        """What a rollout cost. Where tools are real, calls that the route refused do not count."""
+        """Cost of a rollout. With real tools, calls that the route refused are free."""
         families = self.families_of(rollout.task)
         route = None if rollout.route is None else RouteAction.parse(rollout.route)
         allowed = families if route is None else allowed_tools(route, families, hard=self.conditioning.hard)
@@ -157,7 +156,7 @@ class TrainedRouter:
 
 
 def values_of(prediction: RoutePrediction) -> tuple[Floats, Floats | None]:
-    """What a threshold goes by: foreseen rewards and costs, or log-probs alone; [routes] each."""
+    """Inputs of a threshold, [routes] each: predicted rewards and costs, or log-probs and None."""
     import numpy as np
 
     if prediction.rewards is None or prediction.costs is None or not prediction.costs[0]:

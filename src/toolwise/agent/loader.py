@@ -1,4 +1,4 @@
-"""From a run, a checkpoint or an exported model to a router at work."""
+"""Loads a trained router from a run, a checkpoint or an exported model."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def load_router(
     documents: Sequence[Any] | None = None,
     overrides: Sequence[str] = (),
 ) -> TrainedRouter:
-    """The router of a run's latest checkpoint, of a checkpoint, or of an exported folder.
+    """Loads the router of a run (its latest checkpoint), a checkpoint or an exported folder.
 
-    `tools` take the place of the run's own, `documents` are what its search tool searches; an exported folder has
-    neither, and only knows which tools it was trained with. It refuses to do without them unless `tools` is empty, on
-    purpose. `config` takes the place of the one found beside the checkpoint.
+    `tools` replace the run's tools, `documents` are what its search tool searches. An exported folder has neither, only
+    the names of the tools it was trained with, and cannot be loaded without them unless `tools` is explicitly empty.
+    `config` replaces the stored configuration.
     """
-    found, model = find_router(Path(source), overrides)
-    config = found if config is None else config
+    stored, model = find_router(Path(source), overrides)
+    config = stored if config is None else config
     entries = list(tools) if tools is not None else list(config.tools)
     built = build_tools(_with_documents(entries, documents) if documents is not None else entries)
     if config.multi_turn.enable and (tools is None or entries):
@@ -63,33 +63,36 @@ def load_router(
 
 
 def find_router(source: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path]:
-    """The configuration, and the folder with the model and its head."""
-    named = (source / checkpoint.MANIFEST).is_file()  # a checkpoint, whose own router.json is the router's state
-    if (source / ROUTER_METADATA_FILE).is_file() and not named:
+    """The configuration and the folder with the model and its head."""
+    # The router.json of a checkpoint is the router's training state, that of its model folder describes the head.
+    is_checkpoint = (source / checkpoint.MANIFEST).is_file()
+    if (source / ROUTER_METADATA_FILE).is_file() and not is_checkpoint:
         if not (source.parent / checkpoint.MANIFEST).is_file():
             return _exported_config(source, overrides), source
-        source, named = source.parent, True  # from the model's folder within a checkpoint
-    run = source.resolve().parent.parent if named else source
+        source, is_checkpoint = source.parent, True  # the model's folder within a checkpoint
+    run = source.resolve().parent.parent if is_checkpoint else source
     if not (run / "config.toml").is_file():
         raise CheckpointError(
-            f"{source} is no run, no checkpoint of one, and no exported model with a router "
-            f"({ROUTER_METADATA_FILE}): name one"
+            f"{source} is not a run, a checkpoint or an exported model with a router ({ROUTER_METADATA_FILE}): "
+            "give the path of one"
         )
     config = load_config(run / "config.toml", overrides)
     damaged: list[str] = []
-    found = checkpoint.load(source) if named else checkpoint.latest(run / "checkpoints", warnings_out=damaged)
-    if damaged:  # an older one would pass for the one that was asked for
-        raise CheckpointError(f"{damaged[0].removeprefix('passed over: ')}: name RUN/checkpoints/step-…")
-    if found is None:
-        raise CheckpointError(f"{source} has no whole checkpoint yet: wait for its first one")
-    return config, found.path / "model"
+    source_checkpoint = (
+        checkpoint.load(source) if is_checkpoint else checkpoint.latest(run / "checkpoints", warnings_out=damaged)
+    )
+    if damaged:  # do not silently use an older one
+        raise CheckpointError(f"{damaged[0].removeprefix('passed over: ')}: give RUN/checkpoints/step-…")
+    if source_checkpoint is None:
+        raise CheckpointError(f"{source} has no complete checkpoint yet: wait for the first one")
+    return config, source_checkpoint.path / "model"
 
 
 def _exported_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
     try:
         metadata = json.loads((folder / ROUTER_METADATA_FILE).read_text(encoding="utf-8"))
-        settings = {"router": metadata.get("router") or {}}  # all that older exports have
-        # Nothing else of these sections: a model's folder must not say, for instance, which program is started.
+        settings = {"router": metadata.get("router") or {}}  # older exports have nothing else
+        # Only known inference fields: a model folder must not choose, for example, which program is started.
         settings |= {
             section: {name: value for name, value in (metadata.get(section) or {}).items() if name in known}
             for section, known in INFERENCE_FIELDS.items()
@@ -102,9 +105,9 @@ def _exported_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def _with_documents(entries: Sequence[Any], documents: Sequence[Any]) -> list[Any]:
-    """The same tools, with a search that searches `documents`."""
+    """The same tools, with a search tool over `documents`."""
     if not any(_tool_name(entry) == "search" for entry in entries):
-        raise ConfigError("documents are for the tool search, which is not among the tools: add --tools search")
+        raise ConfigError("documents need the search tool, which is not among the tools: add --tools search")
     return [
         {**(entry if isinstance(entry, Mapping) else {"name": entry}), "documents": list(documents)}
         if _tool_name(entry) == "search"
@@ -118,18 +121,18 @@ def _tool_name(entry: Any) -> Any:
 
 
 def read_documents(path: str | Path) -> list[Any]:
-    """What to search: the lines of a text, or rows that are strings or have `text` (and `title`)."""
+    """Documents to search: the lines of a text file, or rows with `text` (and optionally `title`)."""
     path = Path(path)
     if path.suffix.lower() in (".txt", ".md"):
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as fault:
-            raise DataError(f"{path}: cannot be read ({fault}); give a text, or .jsonl, .json or .parquet") from fault
-        found: list[Any] = [line.strip() for line in lines if line.strip()]
+            raise DataError(f"{path}: cannot be read ({fault}); give a text file, .jsonl, .json or .parquet") from fault
+        documents: list[Any] = [line.strip() for line in lines if line.strip()]
     else:
-        found = [{key: row[key] for key in ("title", "text") if key in row} for row in read_rows(path)]
-        if any("text" not in row for row in found):
-            raise DataError(f"{path}: a row has no `text`; write objects with text, and title where there is one")
-    if not found:
-        raise DataError(f"{path}: holds no documents; write one a line")
-    return found
+        documents = [{key: row[key] for key in ("title", "text") if key in row} for row in read_rows(path)]
+        if any("text" not in row for row in documents):
+            raise DataError(f"{path}: a row has no `text`; write objects with `text` and optionally `title`")
+    if not documents:
+        raise DataError(f"{path}: contains no documents; write one per line")
+    return documents

@@ -14,7 +14,7 @@ from toolwise.frontier.evaluation import FrontierEvaluation, evaluate_frontier
 
 BUDGETS = tuple(tenths / 10 for tenths in range(9))
 CLASSIFIER_TASKS = 600
-"""Training tasks that the classifier of kinds is fitted to."""
+"""Training tasks that the baseline classifiers are fitted to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,17 @@ from toolwise.demo.world import (
     make_fact,
     random_calculation,
 )
+from toolwise.routing.actions import MIXED, RouteAction, Target
 from toolwise.serialization.json_text import json_text
 
 KINDS = ["known", "lookup", "arithmetic", "two_step"]
+ORACLE_ROUTES: dict[str, Target] = {
+    "known": RouteAction.ANSWER,
+    "lookup": RouteAction.SEARCH_FAMILY,
+    "arithmetic": RouteAction.CALCULATE_FAMILY,
+    "two_step": MIXED,
+}
+"""The best route for each kind of question, for the "oracle labels" baseline of a frontier."""
 SPLITS = {"train": 1, "heldout": 2, "teach": 3}
 """Each split draws from seeds of its own: no two share a task."""
 
@@ -46,6 +54,7 @@ def make_row(kind: str, rng: Random, index: int, split: str) -> dict[str, Any]:
             "index": index,
             "split": split,
             "kind": kind,
+            "oracle_route": str(ORACLE_ROUTES[kind]),
             "plan": plan,
             "need_tools_kwargs": True,
             "tools_kwargs": {"search": {"create_kwargs": {"documents": _documents(about, rng)}}},

@@ -1,1 +1,1 @@
-"""Accuracy against cost: what a router makes of a budget, beside those who route otherwise and the best there is."""
+"""Score against cost: how a router performs over a range of budgets, next to baselines and an oracle."""

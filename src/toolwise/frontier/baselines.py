@@ -1,8 +1,8 @@
-"""The classifiers that a learned router is compared with: who told them what each training row wants.
+"""Classifiers that a learned router is compared with. They differ in where the labels of the training rows come from.
 
-classifier         by labels, as a person can have them: those of the rows, else the heuristic's. Whoever labels reads
-                   the question and its tools, and does not know what the model has in its memory
-told the kinds     by the kind that the row's maker gave it, which says so: it is told what the router has to find out
+classifier      labels that a labeller could provide: those of the rows, else the heuristic's. A labeller reads the
+                question and its tools, but does not know what the model has memorized
+oracle labels   `extra_info.oracle_route`, set by the author of the rows, who does know: what the router has to find out
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from toolwise.errors import ConfigError
 from toolwise.frontier.classifier import fit_classifier
 from toolwise.frontier.comparison import RouteValues
 from toolwise.frontier.outcomes import CLASSIFIER, ORACLE_LABELS
-from toolwise.routing.actions import MIXED, ROUTES, RouteAction, Target
+from toolwise.routing.actions import MIXED, ROUTES, RouteAction, Target, parse_target
 from toolwise.routing.families import families_of_task, heuristic_target
 from toolwise.routing.learned_router import target_of
 from toolwise.training.tasks import attach_labels, load_split
@@ -31,58 +31,57 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-KIND_TARGETS: dict[str, Target] = {
-    "known": RouteAction.ANSWER,
-    "lookup": RouteAction.SEARCH_FAMILY,
-    "arithmetic": RouteAction.CALCULATE_FAMILY,
-    "two_step": MIXED,
-}
-"""The kinds of the demo's small world; rows of other kinds tell nothing."""
+ORACLE_ROUTE_KEY = "oracle_route"
+"""In `extra_info`: the best route for the row (or MIXED), where the author of the rows knows it."""
 PROMPT_BATCH_SIZE = 256
-"""Prompts that are read together."""
+"""Prompts encoded together."""
 
 
 def targets_by_labels(tasks: Sequence[Task], tools: Mapping[str, BaseTool] | None = None) -> list[Target | None]:
-    """What the rows' labels say; where not one row has a label, what `toolwise data label --heuristic` would."""
-    known = [target_of(task) for task in tasks]
-    if any(target is not None for target in known):
-        return known
+    """The labels of the rows; if no row has one, those that `toolwise data label --heuristic` would give."""
+    labels = [target_of(task) for task in tasks]
+    if any(target is not None for target in labels):
+        return labels
     return [heuristic_target(task, families_of_task(task, tools)) for task in tasks]
 
 
-def targets_by_kinds(tasks: Sequence[Task]) -> list[Target | None]:
-    return [KIND_TARGETS.get(str(task.extra_info.get("kind"))) for task in tasks]
+def targets_by_oracle(tasks: Sequence[Task]) -> list[Target | None]:
+    """The oracle's route of each row; None for rows without one."""
+    written = [task.extra_info.get(ORACLE_ROUTE_KEY) for task in tasks]
+    return [None if route is None else parse_target(route) for route in written]
 
 
-def classifier_log_probs(seen: Floats, targets: Sequence[Target | None], asked: Floats) -> Floats:
-    """Log-probs of the routes [rows, routes] by a classifier that saw features with their targets, MIXED left out."""
-    wanted = [None if target is None or target == MIXED else RouteAction.parse(target).index for target in targets]
-    return fit_classifier(seen, wanted, len(ROUTES)).log_probs(asked)
+def classifier_log_probs(train_features: Floats, targets: Sequence[Target | None], features: Floats) -> Floats:
+    """Route log-probs [rows, routes] for `features`, from a classifier fitted to `targets`. MIXED rows are left out."""
+    labels = [None if target is None or target == MIXED else RouteAction.parse(target).index for target in targets]
+    return fit_classifier(train_features, labels, len(ROUTES)).log_probs(features)
 
 
 def baseline_routers(
     routing: TrainedRouter, train: Sequence[Task] | None, tasks: Sequence[Task]
 ) -> tuple[dict[str, RouteValues], list[str]]:
-    """Each one's word on `tasks`, by the features that the head sees; and why one is missing.
+    """Each baseline's route values for `tasks`, from the same features as the head's, and why a baseline is missing.
 
-    `train` is what they learn from: the run's own training rows, with its labels, where not given.
+    `train` are the rows they are fitted to; by default the run's training rows, with its labels.
     """
     try:
         if train is None:
             train = attach_labels(routing.config, load_split(routing.config, "train", routing.config.data.limit))
-    except ConfigError as fault:
-        return {}, [f"no classifier: {fault}"]
-    told = {CLASSIFIER: targets_by_labels(train, routing.tools), ORACLE_LABELS: targets_by_kinds(train)}
-    usable = {name: each for name, each in told.items() if any(t not in (None, MIXED) for t in each)}
+    except ConfigError as error:
+        return {}, [f"no classifier: {error}"]
+    targets = {CLASSIFIER: targets_by_labels(train, routing.tools), ORACLE_LABELS: targets_by_oracle(train)}
+    usable = {name: each for name, each in targets.items() if any(t not in (None, MIXED) for t in each)}
     notes = (
         []
         if CLASSIFIER in usable
-        else ["no classifier: no training row has a label, nor gold calls to go by: run toolwise data label"]
+        else ["no classifier: no training row has a label or gold calls; label them with toolwise data label"]
     )
     if not usable:
         return {}, notes
-    seen, asked = batched_features(routing, train), batched_features(routing, tasks)
-    return {name: RouteValues(classifier_log_probs(seen, each, asked)) for name, each in usable.items()}, notes
+    train_features, features = batched_features(routing, train), batched_features(routing, tasks)
+    return {
+        name: RouteValues(classifier_log_probs(train_features, each, features)) for name, each in usable.items()
+    }, notes
 
 
 def batched_features(routing: TrainedRouter, tasks: Sequence[Task]) -> Floats:

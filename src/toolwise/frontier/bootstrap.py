@@ -1,4 +1,4 @@
-"""Bootstrap over rows. All curves of one frontier are resampled with the same weights: differences are paired."""
+"""Bootstrap over rows. All curves of a frontier are resampled with the same weights, so differences are paired."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure with its interval."""
+    """A value with its confidence interval."""
 
     value: float
     low: float
@@ -22,19 +22,19 @@ class Estimate:
 
 
 def row_weights(rows: int, replicates: int, seed: int) -> Floats:
-    """[1 + replicates, rows], each line summing to 1. The first is the sample itself, every row once."""
+    """[1 + replicates, rows], each line sums to 1. The first is the original sample: every row once."""
     import numpy as np
 
-    drawn = np.random.default_rng(seed).multinomial(rows, np.full(rows, 1 / rows), size=replicates)
-    return np.concatenate([np.ones((1, rows)), drawn]) / rows
+    counts = np.random.default_rng(seed).multinomial(rows, np.full(rows, 1 / rows), size=replicates)
+    return np.concatenate([np.ones((1, rows)), counts]) / rows
 
 
 def estimate(samples: Floats, level: float = 0.95) -> Estimate:
-    """From a statistic of the sample itself, first, and of its replicates."""
+    """`samples[0]` is the statistic of the original sample, the rest are its bootstrap replicates."""
     import numpy as np
 
     tail = 100 * (1 - level) / 2
     resampled = samples[1:] if len(samples) > 1 else samples
-    known = resampled[np.isfinite(resampled)]
-    low, high = np.percentile(known, [tail, 100 - tail]) if len(known) else (np.nan, np.nan)
+    finite = resampled[np.isfinite(resampled)]
+    low, high = np.percentile(finite, [tail, 100 - tail]) if len(finite) else (np.nan, np.nan)
     return Estimate(float(samples[0]), float(low), float(high))

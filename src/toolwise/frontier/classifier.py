@@ -1,4 +1,4 @@
-"""The classifier that a learned router has to beat: logistic regression from a prompt's features to its label."""
+"""Logistic regression from a prompt's features to its route label: the baseline a learned router has to beat."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """Weights over standardised features."""
+    """Linear weights over standardised features."""
 
     weight: Floats
     """[features, routes]"""
@@ -33,48 +33,48 @@ class Classifier:
 def fit_classifier(
     features: Floats, labels: Sequence[int | None], routes: int, *, l2: float = 1e-3, iterations: int = 2000
 ) -> Classifier:
-    """The regression with the least mean cross-entropy plus l2/2·|w|²; rows without a label (None) are left out.
+    """Minimizes mean cross-entropy + l2/2·|w|²; rows without a label (None) are left out.
 
-    Nesterov's accelerated gradient, with the step that the curvature allows and no setting to tune; it ends when the
-    gradient has all but vanished.
+    Uses Nesterov's accelerated gradient with a step size from the curvature bound, so nothing needs tuning, and stops
+    when the gradient is close to zero.
     """
     import numpy as np
 
-    kept = np.array([i for i, label in enumerate(labels) if label is not None], dtype=int)
-    if not len(kept):
-        raise ConfigError("the classifier has no labelled rows to learn from: label the training rows first")
-    x = np.asarray(features, dtype=np.float64)[kept]
-    y = np.eye(routes)[[int(labels[i] or 0) for i in kept]]
+    labelled = np.array([i for i, label in enumerate(labels) if label is not None], dtype=int)
+    if not len(labelled):
+        raise ConfigError("no labelled rows to fit the classifier to: label the training rows first")
+    x = np.asarray(features, dtype=np.float64)[labelled]
+    y = np.eye(routes)[[int(labels[i] or 0) for i in labelled]]
     mean, scale = x.mean(axis=0), x.std(axis=0)
     scale = np.where(scale > 1e-9, scale, 1.0)
     x = np.concatenate([(x - mean) / scale, np.ones((len(x), 1))], axis=1)
     shrink = np.append(np.full(x.shape[1] - 1, l2), 0.0)[:, None]
-    step = 1 / (0.5 * _largest_eigenvalue(x) / len(x) + l2)  # softmax curves by at most 1/2
-    weight = ahead = np.zeros((x.shape[1], routes))
+    step = 1 / (0.5 * _largest_eigenvalue(x) / len(x) + l2)  # the curvature of softmax is at most 1/2
+    weight = lookahead = np.zeros((x.shape[1], routes))
     momentum = 1.0
     for _ in range(iterations):
-        gradient = x.T @ (np.exp(_log_softmax(x @ ahead)) - y) / len(x) + shrink * ahead
-        following = ahead - step * gradient
-        if ((following - weight) * gradient).sum() > 0:  # momentum that leads uphill is thrown away
+        gradient = x.T @ (np.exp(_log_softmax(x @ lookahead)) - y) / len(x) + shrink * lookahead
+        updated = lookahead - step * gradient
+        if ((updated - weight) * gradient).sum() > 0:  # restart when momentum points uphill
             momentum = 1.0
-        grown = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
-        ahead = following + (momentum - 1) / grown * (following - weight)
-        weight, momentum = following, grown
+        next_momentum = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
+        lookahead = updated + (momentum - 1) / next_momentum * (updated - weight)
+        weight, momentum = updated, next_momentum
         if np.abs(gradient).max() < 1e-7:
             break
     return Classifier(weight[:-1], weight[-1], mean, scale)
 
 
 def _largest_eigenvalue(x: Floats) -> float:
-    """Of xᵀx, by power iteration, a little more than it to be safe."""
+    """An upper estimate of the largest eigenvalue of xᵀx, by power iteration."""
     import numpy as np
 
     vector = np.asarray(np.random.default_rng(0).standard_normal(x.shape[1]))
-    size = 1.0
+    norm = 1.0
     for _ in range(100):
         vector = np.asarray(x.T @ (x @ (vector / float(np.linalg.norm(vector)))))
-        size = float(np.linalg.norm(vector))
-    return 1.05 * size
+        norm = float(np.linalg.norm(vector))
+    return 1.05 * norm
 
 
 def _log_softmax(logits: Floats) -> Floats:

@@ -1,4 +1,4 @@
-"""Curves of score against cost over a set of rows: the oracle's, and those of whoever does not look at the prompt."""
+"""Score-against-cost curves of the oracle and of routers that do not look at the prompt."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Broken lines, one a bootstrap replicate: [replicates, corners], costs rising along each."""
+    """Piecewise linear curves, one per bootstrap replicate: [replicates, corners], with increasing costs."""
 
     costs: Floats
     scores: Floats
 
     def score_at(self, costs: Floats) -> Floats:
-        """The score at a cost of its own for each replicate; before the beginning and after the end it is theirs."""
+        """The score at each replicate's own cost [replicates]; constant beyond the two ends."""
         import numpy as np
 
-        lines = zip(costs, self.costs, self.scores, strict=True)
-        return np.array([np.interp(cost, xs, ys) for cost, xs, ys in lines])
+        curves = zip(costs, self.costs, self.scores, strict=True)
+        return np.array([np.interp(cost, xs, ys) for cost, xs, ys in curves])
 
     def clip_cost(self, costs: Floats) -> Floats:
-        """What is really spent where so much may be."""
+        """What is actually spent under a budget: the cost, clipped to the ends of the curve."""
         import numpy as np
 
         return np.clip(costs, self.costs[:, 0], self.costs[:, -1])
@@ -43,11 +43,11 @@ def oracle_curve(
     paid_scores: Floats | None = None,
     paid_costs: Floats | None = None,
 ) -> Curve:
-    """The best spending of every budget by somebody who knows each row's chances under each route.
+    """The best use of every budget if each row's expected score under each route were known.
 
-    A fractional knapsack: rows begin at their cheapest route and step along their hulls, the steepest step of all
-    rows first. Steps that gain nothing are not taken. With `paid_…` the choice is made by `scores` and `costs` and
-    paid for by these: other draws of the same rows, so that luck is not taken for knowledge.
+    A fractional knapsack: rows start at their cheapest route and move along their hulls, the steepest move of all rows
+    first; moves that gain nothing are skipped. With `paid_scores` and `paid_costs`, routes are still chosen by `scores`
+    and `costs` but evaluated on these other draws of the same rows, so that luck does not count as knowledge.
     """
     import numpy as np
 
@@ -63,7 +63,7 @@ def oracle_curve(
 
 
 def random_curve(scores: Floats, costs: Floats, weights: Floats, free: int) -> Curve:
-    """Routes by lot: route `free` or, equally often each, one of the others; more of the others, more cost."""
+    """Random routes: route `free`, or one of the others with equal probability; more of the others costs more."""
     import numpy as np
 
     mean_costs, mean_scores = weights @ costs, weights @ scores
@@ -72,8 +72,8 @@ def random_curve(scores: Floats, costs: Floats, weights: Floats, free: int) -> C
     return Curve(np.stack(ends[0], axis=1), np.stack(ends[1], axis=1))
 
 
-def blind_curve(scores: Floats, costs: Floats, weights: Floats) -> Curve:
-    """The best lottery over routes that does not look at the prompt: the upper hull of the routes' own points."""
+def fixed_mixture_curve(scores: Floats, costs: Floats, weights: Floats) -> Curve:
+    """The best mixture of routes that is the same for every prompt: the upper hull of the routes' points."""
     import numpy as np
 
     mean_costs, mean_scores = weights @ costs, weights @ scores

@@ -1,4 +1,4 @@
-"""What came of every row under every route, draw by draw: all that a frontier is computed from."""
+"""The outcome of every draw of every row under every route: the data that a frontier is computed from."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 ALL_TOOLS = "ALL-TOOLS"
-"""Not a route: the prompt as it is, with every tool it offers."""
+"""Not a route: the unchanged prompt with all its tools."""
 OTC = "OTC"
-"""Another actor, trained with a fewest-calls-among-correct reward; unrouted too."""
-CLASSIFIER, ORACLE_LABELS = "classifier", "told the kinds"
-"""Other routers, over the same routes: rivals.py."""
+"""Another actor, trained with the OTC reward (fewest calls among correct answers); not routed either."""
+CLASSIFIER, ORACLE_LABELS = "classifier", "oracle labels"
+"""Baseline routers over the same routes; see `frontier/baselines.py`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeTable:
-    """[rows, routes, draws] each; NaN where a draw could not be scored."""
+    """Scores and costs, [rows, routes, draws]; NaN where a draw could not be scored."""
 
     row_ids: tuple[str, ...]
     routes: tuple[str, ...]
-    """The routes, and after them whatever is compared with them: ALL_TOOLS, OTC."""
+    """The routes, followed by what they are compared with: ALL_TOOLS, OTC."""
     scores: Floats
     costs: Floats
 
@@ -39,7 +39,7 @@ class OutcomeTable:
                 raise ValueError(f"{name} is {getattr(self, name).shape}, not rows × routes × draws = {shape} × …")
 
     def mean_over_draws(self, what: str) -> Floats:
-        """The mean of "scores" or "costs" over the draws that could be scored, [rows, routes]."""
+        """The mean of "scores" or "costs" over the scored draws, [rows, routes]."""
         import numpy as np
 
         values = np.where(np.isnan(self.scores), np.nan, getattr(self, what))
@@ -48,13 +48,15 @@ class OutcomeTable:
         return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
     def complete_rows(self) -> tuple[OutcomeTable, int]:
-        """The rows that were scored under every route, and how many were not."""
+        """The rows scored under every route, and the number of rows that were not."""
         import numpy as np
 
-        kept = ~np.isnan(self.mean_over_draws("scores")).any(axis=1)
-        if not kept.any():
-            raise DataError("no row was scored under every route: see why in the pool's rollouts, then run again")
-        return self.select_rows(np.flatnonzero(kept)), int((~kept).sum())
+        complete = ~np.isnan(self.mean_over_draws("scores")).any(axis=1)
+        if not complete.any():
+            raise DataError(
+                "no row was scored under every route: look for the reason in the pool's rollouts, then run again"
+            )
+        return self.select_rows(np.flatnonzero(complete)), int((~complete).sum())
 
     def select_rows(self, chosen: Sequence[int] | NDArray[np.int64]) -> OutcomeTable:
         return replace(
@@ -65,25 +67,24 @@ class OutcomeTable:
         )
 
     def select_routes(self, routes: Sequence[str]) -> OutcomeTable:
-        """The same rows under some of the routes, in the order given."""
-        places = [self.routes.index(name) for name in routes]
+        """Only these routes, in the given order."""
+        columns = [self.routes.index(name) for name in routes]
         return replace(
             self,
             routes=tuple(routes),
-            scores=self.scores[:, places],
-            costs=self.costs[:, places],
+            scores=self.scores[:, columns],
+            costs=self.costs[:, columns],
         )
 
     def select_draws(self, chosen: slice) -> OutcomeTable:
-        """The same with some of the draws."""
         return replace(self, scores=self.scores[:, :, chosen], costs=self.costs[:, :, chosen])
 
     def concat_routes(self, other: OutcomeTable) -> OutcomeTable:
-        """The same rows under more routes; rows and draws must be the same."""
+        """Adds the routes of `other`, which must have the same rows and number of draws."""
         import numpy as np
 
         if self.row_ids != other.row_ids or self.scores.shape[2] != other.scores.shape[2]:
-            raise ValueError("outcomes of other rows, or of another number of draws")
+            raise ValueError("the two outcome tables have different rows or numbers of draws")
         return OutcomeTable(
             self.row_ids,
             (*self.routes, *other.routes),

@@ -1,4 +1,4 @@
-"""A frontier for people: a table, a picture, and JSON for whoever goes on with it."""
+"""A frontier as tables, as a plot and as JSON."""
 
 from __future__ import annotations
 
@@ -21,15 +21,35 @@ _COLOURS = {
     "random": "#b9c3cd",
     CLASSIFIER: "#b8622b",
     ORACLE_LABELS: "#c9a227",
-    "best blind lottery": "#97a3af",
+    "best fixed mixture": "#97a3af",
 }
+_OLD_NAMES = {
+    "told the kinds": ORACLE_LABELS,
+    "best blind lottery": "best fixed mixture",
+    "oracle, other draws": "oracle, held-out draws",
+}
+"""Names in frontier.json files of earlier versions -> names now."""
 _FIXED = "#66727f"
 
 
 def as_json(frontier: Frontier) -> dict[str, Any]:
-    """Every figure with its interval; what is not a number is null."""
-    told: dict[str, Any] = _replace_non_finite(asdict(frontier))
-    return told
+    """Every estimate with its interval; null where a value is not finite."""
+    record: dict[str, Any] = _replace_non_finite(asdict(frontier))
+    return record
+
+
+def rename_old_curves(record: Any) -> Any:
+    """A stored frontier with the names that this version gives to curves and baselines."""
+    if isinstance(record, dict):
+        return {_new_name(key): rename_old_curves(value) for key, value in record.items()}
+    return [rename_old_curves(item) for item in record] if isinstance(record, list) else record
+
+
+def _new_name(name: str) -> str:
+    """Old names also occur within longer ones: "ahead of NAME", "NAME, as trained"."""
+    for old, new in _OLD_NAMES.items():
+        name = name.replace(old, new)
+    return name
 
 
 def _replace_non_finite(value: Any) -> Any:
@@ -41,60 +61,60 @@ def _replace_non_finite(value: Any) -> Any:
 
 
 def tables(frontier: Frontier, title: str) -> list[Table]:
-    """One of budgets, one for each other router, one of those who know of no budget."""
+    """One table of budgets, one per baseline router, and one of the methods without a budget."""
     left = f"; {frontier.left_out:,} more could not be scored" if frontier.left_out else ""
-    judged, *others = frontier.gap_closed
-    first = _table(["budget", "cost", judged, "random", "oracle", "gap closed"], title)
+    router, *others = frontier.gap_closed
+    first = _table(["budget", "cost", router, "random", "oracle", "gap closed"], title)
     first.caption = f"{frontier.rows:,} rows × {frontier.draws} draws{left}; random and oracle at the router's cost"
-    for i, point in enumerate(frontier.curves[judged]):
+    for i, point in enumerate(frontier.curves[router]):
         same = [f"{frontier.at_its_cost[name][i].value:.3f}" for name in ("random", "oracle")]
-        gap = _format_percent(frontier.gap_closed[judged][i])
+        gap = _format_percent(frontier.gap_closed[router][i])
         first.add_row(f"{point.budget:g}", f"{point.cost.value:.3f}", _format_estimate(point.score), *same, gap)
-    shown = [first]
+    result = [first]
     for name in others:
-        table = _table(["budget", "cost", name, "gap closed", f"{judged} ahead by"])
+        table = _table(["budget", "cost", name, "gap closed", f"{router} ahead by"])
         for i, point in enumerate(frontier.curves[name]):
             cells = [f"{point.budget:g}", f"{point.cost.value:.3f}", _format_estimate(point.score)]
             cells.append(_format_percent(frontier.gap_closed[name][i]))
             table.add_row(*cells, _format_estimate(frontier.ahead[name][i], sign=True))
-        shown.append(table)
+        result.append(table)
     fixed = _table(["no budget", "cost", "score"])
-    for name, found in frontier.fixed.items():
-        fixed.add_row(name, _format_estimate(found.cost), _format_estimate(found.score))
+    for name, point in frontier.fixed.items():
+        fixed.add_row(name, _format_estimate(point.cost), _format_estimate(point.score))
     if frontier.as_trained:
-        told = frontier.as_trained
-        beyond = [f"{_format_estimate(told[f'ahead of {name}'], sign=True)} ahead of {name}" for name in others]
+        trained = frontier.as_trained
+        leads = [f"{_format_estimate(trained[f'ahead of {name}'], sign=True)} ahead of {name}" for name in others]
         fixed.caption = "; ".join(
-            [f"{judged}, as trained: {_format_percent(told['gap_closed'])} of the gap closed", *beyond]
+            [f"{router}, as trained: {_format_percent(trained['gap_closed'])} of the gap closed", *leads]
         )
-    return [*shown, fixed]
+    return [*result, fixed]
 
 
 def _table(columns: Sequence[str], title: str | None = None) -> Table:
     from rich.table import Table
 
     table = Table(title=title)
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left", no_wrap=True)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
     return table
 
 
-def _format_estimate(found: Estimate, *, sign: bool = False) -> str:
-    if not math.isfinite(found.value):
+def _format_estimate(estimate: Estimate, *, sign: bool = False) -> str:
+    if not math.isfinite(estimate.value):
         return "–"
     form = "+.3f" if sign else ".3f"
     short = "+.2f" if sign else ".2f"
-    return f"{found.value:{form}} [{found.low:{short}} {found.high:{short}}]"
+    return f"{estimate.value:{form}} [{estimate.low:{short}} {estimate.high:{short}}]"
 
 
-def _format_percent(found: Estimate) -> str:
-    if not math.isfinite(found.value):
+def _format_percent(estimate: Estimate) -> str:
+    if not math.isfinite(estimate.value):
         return "–"
-    return f"{found.value:.0%} [{found.low:.0%} {found.high:.0%}]"
+    return f"{estimate.value:.0%} [{estimate.low:.0%} {estimate.high:.0%}]"
 
 
 def plot_frontier(frontier: Frontier, title: str, score_name: str = "score") -> bytes:
-    """Score against cost, as PNG: curves with their intervals, and a dot for whoever knows of no budget."""
+    """Score against cost, as PNG: curves with their intervals, and a dot for each method without a budget."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -113,7 +133,7 @@ def plot_frontier(frontier: Frontier, title: str, score_name: str = "score") -> 
             fontsize=8,
             color=_FIXED,
         )
-    axes.set_xlabel("mean cost a prompt")
+    axes.set_xlabel("mean cost per prompt")
     axes.set_ylabel(score_name)
     axes.set_title(f"{title}  ({frontier.rows:,} rows × {frontier.draws} draws)", fontsize=11, loc="left")
     axes.grid(color="#e4e7eb", linewidth=0.8)

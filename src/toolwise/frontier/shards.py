@@ -1,8 +1,8 @@
-"""A pool that several processes fill: each has every n-th row and a file of its own, put together when all are done.
+"""Fills a pool with several processes: each takes every n-th row and writes its own shard, merged when all finish.
 
-    pool.jsonl ◄─ absorb ◄─ pool.0-of-4.jsonl, pool.1-of-4.jsonl, …
+    pool.jsonl ◄─ merge ◄─ pool.0-of-4.jsonl, pool.1-of-4.jsonl, …
 
-Whoever is interrupted goes on: files that were left behind are absorbed first, and what is missing is shared out anew.
+An interrupted evaluation resumes: shards that were left behind are merged first, then the missing rows are split again.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ def shard_paths(path: Path) -> list[Path]:
 
 
 def merge_shards(path: Path, plan: PoolPlan) -> None:
-    """What lies in shares goes into the pool itself; cells that it has already are not written again."""
-    known = read_cells(path, plan)
-    for share in shard_paths(path):
-        new = {cell: line for cell, line in read_cells(share, plan).items() if cell not in known}
+    """Moves the cells of all shards into the pool, without duplicates, and deletes the shards."""
+    cells = read_cells(path, plan)
+    for shard in shard_paths(path):
+        new = {cell: line for cell, line in read_cells(shard, plan).items() if cell not in cells}
         append_cells(path, plan, new.values())
-        known |= new
-        share.unlink()
+        cells |= new
+        shard.unlink()
 
 
 async def run_in_processes(
     work: str, payload: Mapping[str, Any], count: int, on_poll: Callable[[], None] = lambda: None
 ) -> None:
-    """`work`, a "module:function", with (told, number, count) in `count` fresh processes. What they are told goes as
-    JSON; `on_poll` is called every now and then."""
-    started: list[subprocess.Popen[bytes]] = []
+    """Calls `work` ("module:function") with (payload, number, count) in each of `count` new processes. The payload is
+    sent as JSON; `on_poll` is called regularly while they run."""
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        start = {"path": sys.path, "work": work, "told": payload, "of": count}
-        started.extend(_start_process({**start, "number": number}) for number in range(count))
-        while any(process.poll() is None for process in started):
+        start = {"path": sys.path, "work": work, "payload": payload, "of": count}
+        processes.extend(_start_process({**start, "number": number}) for number in range(count))
+        while any(process.poll() is None for process in processes):
             on_poll()
             await asyncio.sleep(0.2)
     finally:
-        for process in started:
+        for process in processes:
             if process.poll() is None:
                 process.terminate()
             process.wait()
-    codes = [process.returncode for process in started if process.returncode]
+    codes = [process.returncode for process in processes if process.returncode]
     if codes:
         raise ToolwiseError(
-            f"{len(codes)} of {count} processes that rolled out failed (exit code {codes[0]}): what they made is kept, "
-            "run it again to go on"
+            f"{len(codes)} of {count} rollout processes failed (exit code {codes[0]}): finished rollouts are kept, "
+            "run the command again to resume"
         )
 
 
@@ -82,11 +82,11 @@ run_shard(start)
 
 
 def run_shard(start: Mapping[str, Any]) -> None:
-    """In a process of its own. What is wrong is one line, as everywhere."""
+    """Entry point of a worker process. Errors are printed as one line."""
     guard_streams()
     module, _, function = start["work"].partition(":")
     try:
-        getattr(import_module(module), function)(start["told"], start["number"], start["of"])
+        getattr(import_module(module), function)(start["payload"], start["number"], start["of"])
     except ToolwiseError as fault:
         print_error(fault)
         raise SystemExit(1) from None
@@ -95,5 +95,5 @@ def run_shard(start: Mapping[str, Any]) -> None:
 
 
 def count_cells(paths: Sequence[Path]) -> int:
-    """Cells that have been written, for whoever waits; each file's first line is its head."""
+    """Number of cells written so far, to show progress; the first line of each file is its header."""
     return sum(max(0, path.read_bytes().count(b"\n") - 1) for path in paths if path.exists())

@@ -1,1 +1,1 @@
-"""How each prompt begins: which messages, which tools."""
+"""Routing: which tools a prompt may use, under a cost budget, and how the router is trained."""

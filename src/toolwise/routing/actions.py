@@ -1,4 +1,4 @@
-"""What a router may decide for a prompt, and the label of rows for which no one route is right."""
+"""The routes a router chooses from, and the MIXED label of rows that no single route serves."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from toolwise.errors import ToolwiseError
 
 
 class RouteAction(StrEnum):
-    """How a prompt is dealt with. Values are what files and prompts say; the order is that of the head's logits."""
+    """A route. Values are the names in files and prompts; the order is that of the head's logits."""
 
     ANSWER = "ANSWER"
     SEARCH_FAMILY = "SEARCH-FAMILY"
     CALCULATE_FAMILY = "CALCULATE-FAMILY"
 
     @property
-    def index(self) -> int:  # type: ignore[override]  # a route has a place, and nobody looks for letters in one
+    def index(self) -> int:  # type: ignore[override]  # hides str.index, which no route needs
         return ROUTES.index(self)
 
     @classmethod
     def parse(cls, written: str | int) -> RouteAction:
-        """From a file's or a member's spelling, in short (`search`), or from the place among the logits."""
+        """From the value, the member's name, the short form (`search`), or the index among the logits."""
         if isinstance(written, int) and not isinstance(written, bool) and 0 <= written < len(ROUTES):
             return ROUTES[written]
-        found = _SPELLINGS.get(_normalize_spelling(str(written)))
-        if found is None:
-            raise ToolwiseError(f"there is no route {written!r}; write {', '.join(ROUTES)}")
-        return found
+        route = _SPELLINGS.get(_normalize_spelling(str(written)))
+        if route is None:
+            raise ToolwiseError(f"unknown route {written!r}; use one of {', '.join(ROUTES)}")
+        return route
 
 
 ROUTES: tuple[RouteAction, ...] = tuple(RouteAction)
 
 MIXED: Literal["MIXED"] = "MIXED"
-"""The label of a row that no one route serves: its calls are of both families, or of neither."""
+"""The label of a row that no single route serves: it needs tools of both families, or of neither."""
 
 Target = RouteAction | Literal["MIXED"]
 
@@ -45,7 +45,7 @@ def parse_target(written: str | int) -> Target:
     try:
         return RouteAction.parse(written)
     except ToolwiseError:
-        raise ToolwiseError(f"there is no target action {written!r}; write {', '.join(ROUTES)} or {MIXED}") from None
+        raise ToolwiseError(f"unknown target action {written!r}; use one of {', '.join(ROUTES)} or {MIXED}") from None
 
 
 def _normalize_spelling(written: str) -> str:

@@ -1,12 +1,12 @@
-"""What a rollout's use of tools costs, in one unit or several: after the rollout, before the budget.
+"""The cost of a rollout's tool use, in one unit or several; budgets limit its mean.
 
     any      price · [a tool was used]
     family   c_search · [search was used] + c_calc · [calculation was used] + c_other · [another tool was used]
     calls    price · number of calls
     prices   for each unit, the sum over calls of what one call of that tool costs
 
-The first three are in the unit "cost", and give each family's part of it beside (`search`, `calculate`, `other`), so
-that a family can have a budget of its own. A unit that has no budget is reported and never subtracted.
+The first three are in the unit "cost". `family` and `calls` also give each family's part (`search`, `calculate`,
+`other`), so that a family can have its own budget. A unit without a budget is reported but never subtracted.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from toolwise.routing.usage import UNREADABLE, RouteUsage
 from toolwise.tools.base import BaseTool
 
 COST_UNIT = "cost"
-"""The unit of every cost that has only one."""
+"""The default unit."""
 
 
 class Cost(Protocol):
-    """From what was used to what it costs."""
+    """Maps tool usage to its cost."""
 
     @property
     def units(self) -> tuple[str, ...]:
-        """The units it gives, always all of them."""
+        """The units of the result; every call returns all of them."""
         ...
 
     def __call__(self, usage: RouteUsage) -> dict[str, float]: ...
@@ -39,7 +39,7 @@ class Cost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AnyCost:
-    """`cost = "any"`: one price for using tools at all."""
+    """`cost = "any"`: a flat price for using any tool."""
 
     price: float = 1.0
 
@@ -56,12 +56,12 @@ class AnyCost:
 
 @dataclass(frozen=True, slots=True)
 class FamilyCost:
-    """`cost = "family"`: a price for each family that was used, however often."""
+    """`cost = "family"`: a flat price per family used."""
 
     c_search: float = 1.0
     c_calc: float = 1.0
     c_other: float = 1.0
-    """Tools of neither family are kept in both tool routes, so they are not free."""
+    """Tools of neither family are available in both tool routes, so they are not free."""
 
     def __post_init__(self) -> None:
         for name in ("c_search", "c_calc", "c_other"):
@@ -95,17 +95,17 @@ class CallsCost:
 
 @dataclass(frozen=True, slots=True)
 class PricesCost:
-    """`cost = "prices"`: what one call of each tool costs, in as many units as one likes.
+    """`cost = "prices"`: a price per call for each tool, in any number of units.
 
-    `prices`: unit -> {tool name, or family, or "*" for all others -> price of a call}. What nothing names is free, but
-    for a call of no tool at all: it costs as much as the dearest, so that garbling a call saves nothing.
+    `prices`: unit -> {tool name, or family, or "*" for all others -> price of a call}. Tools without a price are free.
+    A call that names no tool costs as much as the most expensive one, so that malformed calls save nothing.
     """
 
     prices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.prices:
-            raise ConfigError('cost "prices" has no prices; give a table of units, such as usd = { search = 0.01 }')
+            raise ConfigError('cost "prices" has no prices; give a table per unit, such as usd = { search = 0.01 }')
         for unit, table in self.prices.items():
             if not isinstance(table, Mapping):
                 raise ConfigError(f"prices.{unit} is {table!r}; give a table of tools, such as {{ search = 0.01 }}")
@@ -141,13 +141,13 @@ COSTS: dict[str, Callable[..., Cost]] = {
 
 
 def build_cost(kind: str, **settings: Any) -> Cost:
-    """The cost of that name, with those settings that it has."""
+    """Builds the cost called `kind`."""
     if kind not in COSTS:
         raise ConfigError(
-            f"there is no cost {kind!r}{did_you_mean(kind, COSTS) or f'; choose of {_comma_separated(COSTS)}'}"
+            f"unknown cost {kind!r}{did_you_mean(kind, COSTS) or f'; use one of {_comma_separated(COSTS)}'}"
         )
-    made: Any = COSTS[kind]
-    known = [each.name for each in fields(made)]
+    cost_class: Any = COSTS[kind]
+    known = [each.name for each in fields(cost_class)]
     for name in settings:
         if name not in known:
             raise ConfigError(f"cost {kind!r} has no setting {name!r}; it has {_comma_separated(known)}")
@@ -155,14 +155,13 @@ def build_cost(kind: str, **settings: Any) -> Cost:
 
 
 def tool_prices(tools: Mapping[str, BaseTool], unit: str = COST_UNIT) -> PricesCost:
-    """What the tools themselves say that a call costs; those that a prompt only describes cost what tools do that say
-    nothing."""
+    """The tools' own prices; tools that a prompt only describes have the default price."""
     return PricesCost({unit: {name: tool.price for name, tool in tools.items()} | {"*": BaseTool.price}})
 
 
 def check_price(name: str, price: Any) -> None:
     if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < math.inf:
-        raise ConfigError(f"{name} must be a number from 0 up, got {price!r}")
+        raise ConfigError(f"{name} must be a finite number of at least 0, got {price!r}")
 
 
 def _with_total(parts: Mapping[Family, float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Which family a tool is of: by configuration, by the tool's own word, by a label file, or by rules that are data."""
+"""The family of a tool: from the configuration, the tool's declaration, a label file, or the rules in families.toml."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RULES_FILE = Path(__file__).with_name("families.toml")
 
 
 class Family(StrEnum):
-    """What kind of help a tool is; the values are those that tools carry (`tools/base.py`)."""
+    """The kind of a tool; the values are those of `BaseTool.family`."""
 
     SEARCH = "SEARCH"
     CALCULATE = "CALCULATE"
@@ -33,12 +33,12 @@ class Family(StrEnum):
         try:
             return cls(str(written).strip().upper())
         except ValueError:
-            raise ConfigError(f"there is no family {written!r}; write {', '.join(cls)}") from None
+            raise ConfigError(f"unknown family {written!r}; use one of {', '.join(cls)}") from None
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule of families.toml, whose head says how to read it."""
+    """One rule of families.toml; its header explains the fields."""
 
     family: Family
     name: re.Pattern[str] | None = None
@@ -52,29 +52,29 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Tried from the first to the last."""
+    """Rules in order; the first match decides."""
 
     rules: tuple[Rule, ...]
     skip: frozenset[str] = frozenset()
-    """Words before a description's verb: "This API returns …"."""
+    """Words to skip before a description's verb: "This API returns …"."""
 
     def family_of(self, name: str, description: str) -> Family:
         words = " ".join(_WORDS.findall(name)).lower()
-        told = " ".join(description.split()).lower()
-        verb = next((word for word in _LETTERS.findall(told) if word not in self.skip), "")
-        return next((rule.family for rule in self.rules if rule.matches(words, verb, told)), Family.OTHER)
+        text = " ".join(description.split()).lower()
+        verb = next((word for word in _LETTERS.findall(text) if word not in self.skip), "")
+        return next((rule.family for rule in self.rules if rule.matches(words, verb, text)), Family.OTHER)
 
 
 def load_rules(path: str | Path = RULES_FILE) -> Rules:
-    """The rules of a file in the form of families.toml."""
+    """Reads a file in the format of families.toml."""
     path = Path(path)
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:
         raise ConfigError(f"{path}: {fault}; write [[rule]] tables as families.toml has them") from fault
-    rules, skip = given.pop("rule", []), given.pop("skip", [])
-    if given or not isinstance(rules, list) or not isinstance(skip, list):
-        raise ConfigError(f"{path}: it may hold `skip`, a list of words, and [[rule]] tables; nothing else")
+    rules, skip = tables.pop("rule", []), tables.pop("skip", [])
+    if tables or not isinstance(rules, list) or not isinstance(skip, list):
+        raise ConfigError(f"{path}: only `skip`, a list of words, and [[rule]] tables are allowed")
     return Rules(tuple(_parse_rule(path, number, table) for number, table in enumerate(rules, 1)), frozenset(skip))
 
 
@@ -113,7 +113,7 @@ def default_rules() -> Rules:
 
 @lru_cache(maxsize=100_000)
 def family_of(name: str, description: str = "", rules: Rules | None = None) -> Family:
-    """By the rules alone."""
+    """The family according to the rules alone."""
     return (default_rules() if rules is None else rules).family_of(name, description)
 
 
@@ -122,11 +122,11 @@ _LETTERS = re.compile(r"[a-z]+")
 
 
 def declared_family(tool: BaseTool) -> Family | None:
-    """What the tool itself says: its configuration, its decorator or its class; None where none of them does."""
+    """The family set in the tool's configuration, decorator or class; None if it is set in none of them."""
     if "family" in tool.config:
         return Family.parse(tool.config["family"])
-    said = tool.family != BaseTool.family or any("family" in vars(kind) for kind in _tool_classes(type(tool)))
-    return Family.parse(tool.family) if said else None
+    declared = tool.family != BaseTool.family or any("family" in vars(kind) for kind in _tool_classes(type(tool)))
+    return Family.parse(tool.family) if declared else None
 
 
 def _tool_classes(kind: type) -> list[type]:
@@ -141,20 +141,20 @@ def families_of_task(
     *,
     rules: Rules | None = None,
 ) -> dict[str, Family]:
-    """The family of every tool that a task offers, in its order: real tools, then those its prompt only describes.
+    """The family of every tool of a task, in order: real tools, then those that its prompt only describes.
 
-    The first that knows decides: `overrides` (the configuration), the tool's own word, `labels`, the rules.
+    Precedence: `overrides` (the configuration), the tool's declaration, `labels`, the rules.
     """
-    found: dict[str, Family] = {}
+    families: dict[str, Family] = {}
     for name, tool in offered_tools(task, tools or {}).items():
-        own = declared_family(tool)
-        said = _lookup_family(name, overrides) or own or _lookup_family(name, labels)
-        found[name] = said or family_of(name, tool.tool_schema.function.description, rules)
+        declared = declared_family(tool)
+        family = _lookup_family(name, overrides) or declared or _lookup_family(name, labels)
+        families[name] = family or family_of(name, tool.tool_schema.function.description, rules)
     for name, description in described_tools(task).items():
-        if name not in found:
-            said = _lookup_family(name, overrides) or _lookup_family(name, labels)
-            found[name] = said or family_of(name, description, rules)
-    return found
+        if name not in families:
+            family = _lookup_family(name, overrides) or _lookup_family(name, labels)
+            families[name] = family or family_of(name, description, rules)
+    return families
 
 
 def offered_tools(task: Task, tools: Mapping[str, BaseTool]) -> dict[str, BaseTool]:
@@ -163,51 +163,50 @@ def offered_tools(task: Task, tools: Mapping[str, BaseTool]) -> dict[str, BaseTo
 
 
 def described_tools(task: Task) -> dict[str, str]:
-    """name -> description of the tools in RLLA's text blocks; the first where a name is there twice."""
-    found: dict[str, str] = {}
+    """name -> description of the tools in RLLA's text blocks; the first description if a name occurs twice."""
+    descriptions: dict[str, str] = {}
     for message in task.prompt:
         if message.role in ("system", "developer"):
             for name, description, _ in TOOL_ENTRY.findall(message.content or ""):
-                found.setdefault(name.strip(), description.strip())
-    return found
+                descriptions.setdefault(name.strip(), description.strip())
+    return descriptions
 
 
-def _lookup_family(name: str, given: Mapping[str, Family | str] | None) -> Family | None:
-    return Family.parse(given[name]) if given and name in given else None
+def _lookup_family(name: str, families: Mapping[str, Family | str] | None) -> Family | None:
+    return Family.parse(families[name]) if families and name in families else None
 
 
 def family_of_call(name: str, families: Mapping[str, Family]) -> Family:
-    """The family of a tool that was called. A name nobody offered is judged by itself; RLLA's own gold calls cut
-    names at a bracket, so a name up to its bracket will do."""
+    """The family of a called tool. RLLA's gold calls cut names at a bracket, so a name matches up to its bracket; a
+    tool that is not offered is classified by its name alone."""
     if name in families:
         return families[name]
     short = name.strip()
-    cut = (f for tool, f in families.items() if tool.startswith(short) and tool[len(short) :].lstrip()[:1] == "(")
-    return next(cut, None) or family_of(name) if short else Family.OTHER
+    matches = (f for tool, f in families.items() if tool.startswith(short) and tool[len(short) :].lstrip()[:1] == "(")
+    return next(matches, None) or family_of(name) if short else Family.OTHER
 
 
 def heuristic_target(task: Task, families: Mapping[str, Family] | None = None) -> Target | None:
-    """The route that a task's gold calls would take, by their families; None where neither its ground truth nor its
-    plan tells of calls.
+    """The route for a task's gold calls, by their families; None if neither its ground truth nor its plan has calls.
 
-    No call: ANSWER. Calls of one family, with or without OTHER ones: that family. Of both, or of OTHER alone (which
-    both routes keep): MIXED.
+    No calls: ANSWER. Calls of one family, with or without OTHER ones: that family. Calls of both, or of OTHER alone
+    (which both routes keep): MIXED.
     """
     names = gold_call_names(task.ground_truth)
     names = planned_call_names(task.extra_info.get("plan")) if names is None else names
     if names is None:
         return None
-    known = families if families is not None else families_of_task(task)
-    called = {family_of_call(name, known) for name in names} - {Family.OTHER}
+    known_families = families if families is not None else families_of_task(task)
+    called_families = {family_of_call(name, known_families) for name in names} - {Family.OTHER}
     if not names:
         return RouteAction.ANSWER
-    if len(called) != 1:
+    if len(called_families) != 1:
         return MIXED
-    return RouteAction.SEARCH_FAMILY if called == {Family.SEARCH} else RouteAction.CALCULATE_FAMILY
+    return RouteAction.SEARCH_FAMILY if called_families == {Family.SEARCH} else RouteAction.CALCULATE_FAMILY
 
 
 def gold_call_names(ground_truth: Any) -> list[str] | None:
-    """Names of the tools that a ground truth calls; [] where it answers, None where it does not say either."""
+    """Names of the tools that a ground truth calls; [] if it is an answer, None if it is neither."""
     if isinstance(ground_truth, str) and gold_kind(ground_truth) != "neither":
         return [call["name"] for call in gold_calls(ground_truth)]
     try:
@@ -217,9 +216,9 @@ def gold_call_names(ground_truth: Any) -> list[str] | None:
 
 
 def planned_call_names(plan: Any) -> list[str] | None:
-    """Names of the tools in `extra_info.plan`: the calls that would settle a task whose ground truth is an answer, as
-    [tool, argument] each; None where there is no such plan."""
+    """Names of the tools in `extra_info.plan`, a list of [tool, argument]: the calls that solve a task whose ground
+    truth is an answer. None if there is no such plan."""
     if not isinstance(plan, list) or not plan:
         return None
-    named = all(isinstance(call, list) and call and isinstance(call[0], str) for call in plan)
-    return [call[0] for call in plan] if named else None
+    well_formed = all(isinstance(call, list) and call and isinstance(call[0], str) for call in plan)
+    return [call[0] for call in plan] if well_formed else None

@@ -1,4 +1,4 @@
-"""How a router goes about it: how a route changes a prompt, how routes are tried, how what came of them is credited."""
+"""Router options: how a route changes a prompt, how routes are sampled in training, and how they get credit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Conditioning:
     hard: bool = True
     wording: Wording | None = None
     families: Mapping[str, Family | str] = field(default_factory=dict)
-    """Over what tools say of themselves, and over labels."""
+    """Override the tools' declarations and the labels."""
 
     def families_of(self, task: Task, tools: Mapping[str, BaseTool]) -> dict[str, Family]:
         return families_of_task(task, tools, self.families, task.extra_info.get("tool_families"))
@@ -40,15 +40,15 @@ class Conditioning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterTraining:
-    """How routes are tried, and how what came of them is credited."""
+    """How routes are sampled and credited."""
 
     routes: RouteSampling = "stratified"
     evaluate: Literal["sample", "argmax"] = "sample"
-    """How a route is chosen where nothing is learned."""
+    """How a route is chosen in evaluation."""
     standardize_by_kind: bool = False
     divide_by_std_as_a_control: bool = False
     usage: UsageSource = "auto"
     baseline_decay: float = 0.9
     warm_start_epochs: int = 0
-    """Passes over the labelled tasks before anything is tried."""
+    """Supervised epochs over the labelled tasks before the first rollout."""
     warm_start_batch: int = 64

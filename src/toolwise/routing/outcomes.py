@@ -1,4 +1,4 @@
-"""From what a step's rollouts earned and cost to the router's credit, however its routes were tried."""
+"""The router's advantages for one step, from the rewards and costs of its rollouts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from toolwise.routing.reward_baselines import RunningBaseline
 from toolwise.routing.route_advantages import independent_advantages, router_rewards, stratified_credit
 
 RouteProbs = Mapping[str, Sequence[float]]
-"""prompt id -> chances of its routes"""
+"""prompt id -> probability of each route"""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteOutcome:
-    """A rollout that came back."""
+    """A finished rollout."""
 
     prompt_id: str
     route: int
@@ -30,55 +30,55 @@ class RouteOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RouterAdvantages:
-    """A step's credit."""
+    """The credit of one step."""
 
     route_advantages: Mapping[str, tuple[float | None, ...]]
-    """prompt id -> advantage of every route, where they were stratified; None where nothing came back"""
+    """For stratified routes: prompt id -> advantage of every route, None for a route without a rollout"""
     rollout_advantages: Sequence[float]
-    """An advantage a rollout, where routes were drawn from the policy."""
+    """For routes sampled from the policy: one advantage per rollout."""
     spent: Mapping[str, Sequence[float]]
-    """unit -> what the policy spends: a prompt each where routes were stratified, a rollout each where drawn"""
+    """unit -> what the policy spends: per prompt for stratified routes, per rollout for sampled ones"""
 
 
 def credit_routes(
     outcomes: Sequence[RouteOutcome],
     probs: RouteProbs,
-    prices: Mapping[str, float],
+    lambdas: Mapping[str, float],
     training: RouterTraining,
     baseline: RunningBaseline,
     units: Sequence[str],
 ) -> RouterAdvantages:
-    """Centred within the prompt; against the running baseline, which takes all of it in, where that has nothing to
-    compare: one route for all copies, or one copy."""
+    """Advantages centred within the prompt, or against the running baseline if a prompt has nothing to compare (one
+    route for all rollouts, or one rollout). Every step updates the baseline."""
     rewards, routes, groups = [c.reward for c in outcomes], [c.route for c in outcomes], [c.prompt_id for c in outcomes]
     costs = {unit: [c.costs[unit] for c in outcomes] for unit in units}
-    priced = router_rewards(rewards, costs, prices)
+    net_rewards = router_rewards(rewards, costs, lambdas)
     control = training.divide_by_std_as_a_control
     if training.routes == "stratified":
-        outcome = _stratified(priced, costs, routes, groups, probs, control)
+        result = _stratified(net_rewards, costs, routes, groups, probs, control)
     elif training.routes == "one" or len(set(groups)) == len(groups):
-        outcome = RouterAdvantages({}, baseline.advantages(rewards, costs, prices).tolist(), costs)
+        result = RouterAdvantages({}, baseline.advantages(rewards, costs, lambdas).tolist(), costs)
     else:
-        rollout_advantages = independent_advantages(priced, groups, divide_by_std_as_a_control=control)
-        outcome = RouterAdvantages({}, rollout_advantages.tolist(), costs)
+        rollout_advantages = independent_advantages(net_rewards, groups, divide_by_std_as_a_control=control)
+        result = RouterAdvantages({}, rollout_advantages.tolist(), costs)
     baseline.update(rewards, costs)
-    return outcome
+    return result
 
 
 def _stratified(
-    priced: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
+    net_rewards: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
     costs: Mapping[str, Sequence[float]],
     routes: Sequence[int],
     groups: Sequence[str],
     probs: RouteProbs,
     control: bool,
 ) -> RouterAdvantages:
-    order = list(dict.fromkeys(groups))
-    table = np.array([probs[p] for p in order], dtype=np.float64).reshape(len(order), len(ROUTES))
-    credit = stratified_credit(priced, costs, routes, groups, table, divide_by_std_as_a_control=control)
+    prompt_ids = list(dict.fromkeys(groups))
+    table = np.array([probs[p] for p in prompt_ids], dtype=np.float64).reshape(len(prompt_ids), len(ROUTES))
+    credit = stratified_credit(net_rewards, costs, routes, groups, table, divide_by_std_as_a_control=control)
     route_advantages = {
-        prompt_id: tuple(float(a) if seen else None for a, seen in zip(row, known, strict=True))
-        for prompt_id, row, known in zip(order, credit.advantages, credit.seen, strict=True)
+        prompt_id: tuple(float(a) if seen else None for a, seen in zip(row, seen_routes, strict=True))
+        for prompt_id, row, seen_routes in zip(prompt_ids, credit.advantages, credit.seen, strict=True)
     }
     return RouterAdvantages(
         route_advantages, [0.0] * len(routes), {unit: c.tolist() for unit, c in credit.policy_costs.items()}
@@ -86,7 +86,7 @@ def _stratified(
 
 
 def policy_weights(outcomes: Sequence[RouteOutcome], probs: RouteProbs, routes: RouteSampling) -> list[float]:
-    """What each rollout counts when the policy's own mean is wanted: stratified ones by π, drawn ones alike."""
+    """The weight of each rollout in the mean under the policy: π for stratified routes, equal for sampled ones."""
     if routes != "stratified":
         return [1.0] * len(outcomes)
     counts = Counter((c.prompt_id, c.route) for c in outcomes)

@@ -1,4 +1,4 @@
-"""By how much a validation spent more than the router's budgets allow: what keeps a checkpoint from being the best."""
+"""How far a validation exceeds the router's budgets; a checkpoint that does is not selected as the best."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 TOLERANCE = 0.05
-"""Of a budget: a mean cost up to 5 % above it counts as within."""
+"""A mean cost up to 5 % above a budget counts as within it."""
 
 
 def overspend(spent: Mapping[str, Sequence[float]], limits: Mapping[str, float]) -> float:
-    """The largest overspending among the budgets, as a share of its budget (of a budget of 0: the mean cost itself);
-    0 where all are kept. `spent` has the cost of each rollout in each unit, `limits` the budgets."""
-    found = [0.0]
+    """The largest excess over a budget, relative to that budget (for a budget of 0: the mean cost); 0 if all are met.
+    `spent` is unit -> cost of each rollout, `limits` unit -> budget."""
+    excess = [0.0]
     for unit, limit in limits.items():
         mean = fmean(spent[unit])
         if mean > limit * (1 + TOLERANCE):
-            found.append((mean - limit) / limit if limit else mean)
-    return max(found)
+            excess.append((mean - limit) / limit if limit else mean)
+    return max(excess)

@@ -1,4 +1,4 @@
-"""The words that routes add to prompts: Jinja templates in one TOML file that a user can replace. For `prompts`."""
+"""The text that routes add to prompts: Jinja templates in a TOML file that users can replace."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PARTS: Mapping[str, tuple[Part, ...]] = {"rlla": ("block", "note", "append"), "c
 
 @dataclass(frozen=True)
 class Wording:
-    """Templates by (style, route, part); one that is not there says nothing."""
+    """Templates by (style, route, part); a missing one renders to nothing."""
 
     templates: Mapping[tuple[str, RouteAction, str], str]
 
     def has_template(self, style: Style, route: RouteAction, part: Part) -> bool:
-        """Whether there is a template, be it one that says nothing."""
+        """Whether there is a template, even an empty one."""
         return (style, route, part) in self.templates
 
     def render(self, style: Style, route: RouteAction, part: Part, values: Mapping[str, Any]) -> str:
@@ -36,11 +36,11 @@ class Wording:
 
 
 EMPTY_WORDING = Wording({})
-"""Adds no word: blocks of tools are left out, schemas are hidden, and that is all."""
+"""Adds no text: tool blocks are removed and schemas hidden, nothing else."""
 
 
 def load_wording(path: str | Path | None = None) -> Wording:
-    """The shipped wording, under that of `path` where one is given; "silent" for none at all."""
+    """The shipped wording, overridden by the templates in `path`; "silent" is the empty wording."""
     if path == "silent":
         return EMPTY_WORDING
     shipped = _default_wording()
@@ -56,11 +56,11 @@ def _default_wording() -> Wording:
 
 def _read_templates(path: Path) -> dict[tuple[str, RouteAction, str], str]:
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:
-        raise ConfigError(f"{path}: {fault}; copy {WORDING_FILE.name} from the package and change that") from fault
-    found = {}
-    for style, routes in given.items():
+        raise ConfigError(f"{path}: {fault}; copy {WORDING_FILE.name} from the package and edit the copy") from fault
+    templates = {}
+    for style, routes in tables.items():
         _check_known(path, style, PARTS, routes)
         for name, parts in routes.items():
             where = f"{style}.{name}"
@@ -68,20 +68,20 @@ def _read_templates(path: Path) -> dict[tuple[str, RouteAction, str], str]:
             for part, text in parts.items():
                 _check_known(path, part, PARTS[style], {}, f"{where}.{part}")
                 if not isinstance(text, str):
-                    raise ConfigError(f"{path}: {where}.{part} is {text!r}; write a text")
+                    raise ConfigError(f"{path}: {where}.{part} is {text!r}; write a string")
                 _check_template(path, f"{where}.{part}", text)
-                found[style, RouteAction.parse(name), part] = text
-    return found
+                templates[style, RouteAction.parse(name), part] = text
+    return templates
 
 
-def _check_known(path: Path, name: str, known: Any, below: Any, where: str | None = None) -> None:
-    names = [str(each) for each in known]
+def _check_known(path: Path, name: str, known: Any, table: Any, where: str | None = None) -> None:
+    names = [str(item) for item in known]
     if name not in names:
         raise ConfigError(
-            f"{path}: nothing is called {where or name}{did_you_mean(name, names)}; use {_comma_separated(names)}"
+            f"{path}: unknown name {where or name}{did_you_mean(name, names)}; use {_comma_separated(names)}"
         )
-    if not isinstance(below, dict):
-        raise ConfigError(f"{path}: {where or name} is {below!r}; write a table")
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: {where or name} is {table!r}; write a table")
 
 
 def _check_template(path: Path, where: str, text: str) -> None:
@@ -98,7 +98,7 @@ def _compile(text: str) -> Any:
     from jinja2 import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    # Whoever wrote the file may not be whoever runs it: templates say words and reach nothing.
+    # The file may come from someone other than the user who runs it: sandboxed, so templates can only render text.
     return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True).from_string(text)
 
 

@@ -1,8 +1,8 @@
-"""A prompt as a route wants it: which tools it shows, and what it says of them. Pure; between deciding and rolling out.
+"""Conditions a prompt on a route: which tools it shows, and what it says about them. Pure functions.
 
-Two styles: RLLA's system messages describe their tools in a text block, which is rewritten; chat templates write the
-tools' schemas themselves, so there it is enough to hand on fewer of them. With mode="append" the original prompt is
-left whole and words are added only behind it, so that what was computed for it can be used again.
+Two styles: RLLA's system messages describe their tools in a text block, which is rewritten; chat templates render the
+tools' schemas themselves, so it is enough to pass fewer of them. With mode="append" the original prompt is kept and
+text is only added after it, so that its KV cache can be reused.
 """
 
 from __future__ import annotations
@@ -32,55 +32,59 @@ ROUTE_FAMILIES: Mapping[RouteAction, Family] = {
 
 
 class RoutedMessage(Message):
-    """A message that a route has changed or added; it knows what stood there before."""
+    """A message that a route has changed or added; it remembers the original."""
 
     _original: Message | None = PrivateAttr(default=None)
 
     @classmethod
     def replacing(cls, original: Message | None, content: str, role: Any = "system") -> RoutedMessage:
-        kept = {name: getattr(original, name) for name in cls.model_fields} if original is not None else {"role": role}
-        made = cls(**{**kept, "content": content})
-        made._original = original
-        return made
+        fields = (
+            {name: getattr(original, name) for name in cls.model_fields} if original is not None else {"role": role}
+        )
+        message = cls(**{**fields, "content": content})
+        message._original = original
+        return message
 
 
 @dataclass(frozen=True, slots=True)
 class ConditionedPrompt:
-    """A prompt after routing."""
+    """A prompt conditioned on a route."""
 
     messages: Sequence[Message]
     tools: tuple[str, ...] | None = None
-    """Names of the tools to show and to serve, those of the route's family first; None: all that the task has."""
+    """Names of the tools to show and execute, those of the route's family first; None: all tools of the task."""
     forbidden: tuple[str, ...] = ()
-    """Of these, the ones to refuse with an error that the model reads: shown only to leave the prompt as it was."""
+    """Those of them to refuse with an error that the model reads; shown only to keep the prompt unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolPartition:
-    """Tool names as a route sees them."""
+    """Tool names, split by what a route does with them."""
 
     first: tuple[str, ...]
+    """Of the route's family."""
     others: tuple[str, ...]
+    """Of neither family."""
     rest: tuple[str, ...]
-    """Of the other family; for ANSWER all there are."""
+    """Of the other family; for ANSWER all tools."""
 
     def offered(self, *, hard: bool) -> tuple[str, ...]:
         return (*self.first, *self.others) if hard else (*self.first, *self.others, *self.rest)
 
 
 def sort_tools(route: RouteAction, families: Mapping[str, Family]) -> ToolPartition:
-    """The route's family, those of neither, and the other family."""
+    """Splits tools into the route's family, neither family, and the other family."""
     if route is RouteAction.ANSWER:
         return ToolPartition((), (), tuple(families))
-    mine = ROUTE_FAMILIES[route]
+    route_family = ROUTE_FAMILIES[route]
     groups: dict[bool | None, list[str]] = {True: [], None: [], False: []}
     for name, family in families.items():
-        groups[None if family is Family.OTHER else family is mine].append(name)
+        groups[None if family is Family.OTHER else family is route_family].append(name)
     return ToolPartition(tuple(groups[True]), tuple(groups[None]), tuple(groups[False]))
 
 
 def allowed_tools(route: RouteAction, families: Mapping[str, Family], *, hard: bool = True) -> tuple[str, ...]:
-    """Names of the tools that a route lets the model call. ANSWER allows none, hard or not."""
+    """Names of the tools that the model may call under a route. ANSWER allows none, hard or not."""
     return sort_tools(route, families).offered(hard=hard or route is RouteAction.ANSWER)
 
 
@@ -94,7 +98,7 @@ def condition(
     hard: bool = True,
     templates: Wording | None = None,
 ) -> ConditionedPrompt:
-    """`messages` as `route` wants them. Conditioning a conditioned prompt starts from its original."""
+    """Conditions `messages` on `route`. A prompt that is already conditioned is conditioned from its original."""
     route = RouteAction.parse(route)
     original = unconditioned(messages)
     wording = load_wording() if templates is None else templates
@@ -103,18 +107,18 @@ def condition(
     tools = sort_tools(route, families)
     hard = hard or route is RouteAction.ANSWER
     if mode == "append":
-        said = wording.render(kind, route, "append", _template_values(tools, hard, named=True))
-        return ConditionedPrompt(_append_to_last(original, said), None, tools.rest if hard else ())
+        text = wording.render(kind, route, "append", _template_values(tools, hard, named=True))
+        return ConditionedPrompt(_append_to_last(original, text), None, tools.rest if hard else ())
     if described:
         return ConditionedPrompt(
             _rewrite_tool_blocks(original, route, families, hard, wording), tools.offered(hard=hard)
         )
-    said = wording.render(kind, route, "note", _template_values(tools, hard))
-    return ConditionedPrompt(_with_note(original, said), tools.offered(hard=hard))
+    text = wording.render(kind, route, "note", _template_values(tools, hard))
+    return ConditionedPrompt(_with_note(original, text), tools.offered(hard=hard))
 
 
 def unconditioned(messages: Sequence[Message]) -> Sequence[Message]:
-    """The original of a conditioned prompt, or of a conversation that began with one; others as they are."""
+    """The original of a conditioned prompt, or of a conversation that starts with one; others unchanged."""
     if not any(isinstance(message, RoutedMessage) for message in messages):
         return messages
     originals = (m._original if isinstance(m, RoutedMessage) else m for m in messages)
@@ -122,7 +126,7 @@ def unconditioned(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def prompt_style(messages: Sequence[Message]) -> Style:
-    """How a prompt tells of its tools."""
+    """How a prompt describes its tools."""
     described = any(m.role in _SYSTEM and TOOL_ENTRY.search(m.content or "") for m in messages)
     return "rlla" if described else "chat"
 
@@ -130,7 +134,7 @@ def prompt_style(messages: Sequence[Message]) -> Style:
 def _template_values(
     tools: ToolPartition, hard: bool, *, named: bool = False, entries: str = "", avoided: str = ""
 ) -> dict[str, Any]:
-    """What templates may speak of. Hidden tools are not named: a model cannot avoid what it does not know of."""
+    """Variables for templates. Hidden tools are not named: the model does not know them and need not avoid them."""
     return {
         "entries": entries,
         "avoided": avoided,
@@ -144,7 +148,7 @@ def _template_values(
 def _rewrite_tool_blocks(
     messages: Sequence[Message], route: RouteAction, families: Mapping[str, Family], hard: bool, wording: Wording
 ) -> list[Message]:
-    """Every system message that describes tools, with its block as the route wants it."""
+    """Rewrites the tool block of every system message that describes tools."""
     out: list[Message] = []
     for message in messages:
         text = message.content or ""
@@ -158,7 +162,7 @@ def _rewrite_tool_blocks(
         if not wording.has_template("rlla", route, "block") and values["entries"] + values["avoided"]:
             block = text[begin:first] + "\n".join(filter(None, (values["entries"], values["avoided"])))
         head, tail = text[:begin], text[end:]
-        if not block:  # nor the empty lines around it
+        if not block:  # also drop the empty lines around it
             head, tail = f"{head.rstrip()}\n\n".lstrip(), tail.lstrip()
         note = wording.render("rlla", route, "note", values).strip("\n")
         body = head + block + tail
@@ -169,52 +173,52 @@ def _rewrite_tool_blocks(
 def _block_values(
     entries: Sequence[re.Match[str]], route: RouteAction, families: Mapping[str, Family], hard: bool
 ) -> dict[str, Any]:
-    """The entries of a block, sorted: each by itself, for a block may describe a tool twice, or an unknown one."""
-    places = sort_tools(
-        route, {str(place): family_of_call(entry[1].strip(), families) for place, entry in enumerate(entries)}
+    """Template variables of a block. Entries are sorted by index: a block may repeat a tool or name an unknown one."""
+    partition = sort_tools(
+        route, {str(index): family_of_call(entry[1].strip(), families) for index, entry in enumerate(entries)}
     )
-    offered = places.offered(hard=True)
+    offered = partition.offered(hard=True)
     return _template_values(
-        ToolPartition(*(_entry_names(entries, part) for part in (places.first, places.others, places.rest))),
+        ToolPartition(*(_entry_names(entries, part) for part in (partition.first, partition.others, partition.rest))),
         hard,
         entries=_renumbered(entries, offered, 1),
-        avoided="" if hard else _renumbered(entries, places.rest, 1 + len(offered)),
+        avoided="" if hard else _renumbered(entries, partition.rest, 1 + len(offered)),
     )
 
 
 def _block_bounds(text: str, entries: Sequence[re.Match[str]]) -> tuple[int, int, int]:
-    """Where the block begins, with its heading if it has one; where its first entry does; where its last one ends."""
+    """Start of the block (with its heading, if any), start of its first entry, end of its last entry."""
     first = entries[0].start()
     heading = _HEADING.search(text[:first])
     return heading.start() if heading else first, first, entries[-1].end()
 
 
-def _entry_names(entries: Sequence[re.Match[str]], places: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(entries[int(place)][1].strip() for place in places))
+def _entry_names(entries: Sequence[re.Match[str]], indices: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(entries[int(index)][1].strip() for index in indices))
 
 
-def _renumbered(entries: Sequence[re.Match[str]], places: Sequence[str], start: int) -> str:
-    """Entries as they are written, under new numbers."""
-    return "\n".join(_NUMBER.sub(f"{n}. ", entries[int(place)][0]) for n, place in enumerate(places, start))
+def _renumbered(entries: Sequence[re.Match[str]], indices: Sequence[str], start: int) -> str:
+    """The entries verbatim, with new numbers."""
+    return "\n".join(_NUMBER.sub(f"{n}. ", entries[int(index)][0]) for n, index in enumerate(indices, start))
 
 
 def _with_note(messages: Sequence[Message], note: str) -> Sequence[Message]:
-    """The note at the end of the first system message, or as one where there is none."""
+    """Adds the note to the end of the first system message, or as a new one if there is none."""
     note = note.strip("\n")
     if not note:
         return messages
     out = list(messages)
-    place = next((i for i, message in enumerate(out) if message.role in _SYSTEM), None)
-    if place is None:
+    index = next((i for i, message in enumerate(out) if message.role in _SYSTEM), None)
+    if index is None:
         return [RoutedMessage.replacing(None, note), *out]
-    before = (out[place].content or "").rstrip()
-    out[place] = RoutedMessage.replacing(out[place], f"{before}\n\n{note}" if before else note)
+    text = (out[index].content or "").rstrip()
+    out[index] = RoutedMessage.replacing(out[index], f"{text}\n\n{note}" if text else note)
     return out
 
 
-def _append_to_last(messages: Sequence[Message], said: str) -> Sequence[Message]:
-    """`said` behind the last message's own words: what stands before it keeps its tokens."""
-    if not said or not messages:
+def _append_to_last(messages: Sequence[Message], text: str) -> Sequence[Message]:
+    """Appends `text` to the last message, so that everything before it keeps its tokens."""
+    if not text or not messages:
         return messages
     *before, last = messages
-    return [*before, RoutedMessage.replacing(last, f"{last.content or ''}{said}")]
+    return [*before, RoutedMessage.replacing(last, f"{last.content or ''}{text}")]

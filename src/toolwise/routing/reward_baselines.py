@@ -1,8 +1,8 @@
-"""What the router's rewards are measured against where groups are of one, and how kinds of rows are made comparable.
+"""Running baselines for prompts with a single rollout, and standardization of rewards within kinds of rows.
 
-Baselines are kept apart for r_task and for each cost: λ moves, and a baseline of r_task − λ·cost would hold old prices.
+r_task and each cost have separate baselines: λ changes, and one of r_task − λ·cost would contain old values of λ.
 
-    A = (r_task − b_task) − Σ_u λ_u (cost_u − b_u)        b: running means of what came before
+    A = (r_task − b_task) − Σ_u λ_u (cost_u − b_u)        b: running means over earlier batches
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from toolwise.routing.route_advantages import Doubles, RouterCreditError, finite
 
 
 class RunningBaseline:
-    """Exponential means of r_task and of each cost, without bias towards 0 in the beginning; survives a crash."""
+    """Exponential moving averages of r_task and of each cost, bias-corrected; saved in checkpoints."""
 
     def __init__(self, decay: float = 0.9) -> None:
         if not 0.0 <= decay < 1.0:
-            raise RouterCreditError(f"the baseline's decay is {decay}; it must lie between 0 and 1")
+            raise RouterCreditError(f"the baseline's decay is {decay}; it must be at least 0 and below 1")
         self.decay = decay
         self._means: dict[str, float] = {}
         self._weights: dict[str, float] = {}
@@ -30,24 +30,24 @@ class RunningBaseline:
         self,
         task_rewards: Sequence[float] | Doubles,
         costs: Mapping[str, Sequence[float] | Doubles],
-        prices: Mapping[str, float],
+        lambdas: Mapping[str, float],
     ) -> Doubles:
-        """Against the means as they stand, which a batch joins only afterwards (`update`): nobody is in his own
-        baseline. Before the first update the batch's own mean serves."""
+        """Advantages against the current means, without this batch (`update` adds it later), so that no sample is in
+        its own baseline. Before the first update, uses the batch's mean."""
         rewards = finite_array(task_rewards, "r_task")
         result = rewards - self._mean("task", rewards)
-        for unit, price in prices.items():
+        for unit, lambda_ in lambdas.items():
             if unit not in costs:
-                raise RouterCreditError(f"λ has a price in {unit!r}, and costs are in {', '.join(costs) or 'nothing'}")
-            paid = finite_array(costs[unit], f"cost in {unit!r}", len(rewards))
-            result = result - price * (paid - self._mean(f"cost/{unit}", paid))
+                raise RouterCreditError(f"there is a λ for {unit!r}, but costs are in {', '.join(costs) or 'no unit'}")
+            unit_costs = finite_array(costs[unit], f"cost in {unit!r}", len(rewards))
+            result = result - lambda_ * (unit_costs - self._mean(f"cost/{unit}", unit_costs))
         return result
 
     def update(self, task_rewards: Sequence[float] | Doubles, costs: Mapping[str, Sequence[float] | Doubles]) -> None:
         for name, values in {"task": task_rewards, **{f"cost/{unit}": c for unit, c in costs.items()}}.items():
-            found = finite_array(values, name)
-            if len(found):
-                self._means[name] = self.decay * self._means.get(name, 0.0) + (1 - self.decay) * float(found.mean())
+            batch = finite_array(values, name)
+            if len(batch):
+                self._means[name] = self.decay * self._means.get(name, 0.0) + (1 - self.decay) * float(batch.mean())
                 self._weights[name] = self.decay * self._weights.get(name, 0.0) + (1 - self.decay)
 
     def _mean(self, name: str, batch: Doubles) -> float:
@@ -63,17 +63,17 @@ class RunningBaseline:
 
 
 class KindStandardizer:
-    """r_task to mean 0 and deviation 1 within its kind of row, over all that was seen of the kind; survives a crash.
+    """Standardizes r_task within each kind of row, over everything seen of that kind; saved in checkpoints.
 
-    It changes which rows are sacrificed when a budget is short: leave it off for frontiers.
+    It changes which rows a tight budget sacrifices: leave it off for frontiers.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, list[float]] = {}
-        """kind -> [count, mean, sum of squares about it]"""
+        """kind -> [count, mean, sum of squared deviations]"""
 
     def __call__(self, task_rewards: Sequence[float] | Doubles, kinds: Sequence[str]) -> Doubles:
-        """Takes the batch in, then gives it standardised; a kind that has never varied gives 0."""
+        """Adds the batch to the statistics, then standardizes it; 0 for a kind that has not varied yet."""
         rewards = finite_array(task_rewards, "r_task", len(kinds))
         for kind, reward in zip(kinds, rewards.tolist(), strict=True):
             count, mean, squares = self._seen.get(kind, [0.0, 0.0, 0.0])

@@ -1,14 +1,14 @@
-"""The router's credit: from what rollouts earned and cost to an advantage for each route taken, or for each route.
+"""The router's advantages, per rollout or per route, from the rewards and costs of rollouts.
 
     r_router = r_task − Σ_u λ_u · cost_u
     independent routes   A_i = r_i − mean(r of its prompt)                  loss −E[log π_r(a_i|x) · A_i]
     stratified routes    A(x,a) = Q̂(x,a) − Σ_b π_r(b|x)·Q̂(x,b)              loss −E[Σ_a π_r(a|x) · A(x,a)]
                          Q̂(x,a): mean r_router of the rollouts of x that took a
-    the policy's cost    ĉ(x) = Σ_a π_r(a|x)·ĉ(x,a)                          what the dual step sees
+    expected cost        ĉ(x) = Σ_a π_r(a|x)·ĉ(x,a)                          input of the dual step
 
-Advantages are centred and never divided by their deviation: where only cost differs, that division gives the same
-advantage at λ = 0.001 and at λ = 5, and λ would do nothing. Statistics in float64, within a prompt: nothing outside
-it can change them. Actors are credited elsewhere, on r_task alone, within (prompt, route).
+Advantages are centred but never divided by their standard deviation: where only cost differs, that would give the same
+advantage at λ = 0.001 and at λ = 5, and λ would have no effect. Statistics are float64 and within a prompt, independent
+of other prompts. The actor's advantages are computed elsewhere, from r_task alone, within (prompt, route).
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ Baseline = Literal["group", "leave_one_out"]
 
 
 class RouterCreditError(ToolwiseError, ValueError):
-    """Rewards, costs, routes and groups that do not fit together."""
+    """Rewards, costs, routes and groups are inconsistent."""
 
 
 def router_rewards(
     task_rewards: Sequence[float] | Doubles,
     costs: Mapping[str, Sequence[float] | Doubles],
-    prices: Mapping[str, float],
+    lambdas: Mapping[str, float],
 ) -> Doubles:
-    """r_task − Σ λ·cost, a rollout each; units without a price cost nothing."""
+    """r_task − Σ λ·cost per rollout; units without a λ cost nothing."""
     rewards = finite_array(task_rewards, "r_task")
-    for unit, price in prices.items():
+    for unit, lambda_ in lambdas.items():
         if unit not in costs:
-            raise RouterCreditError(f"λ has a price in {unit!r}, and costs are in {', '.join(costs) or 'nothing'}")
-        rewards = rewards - price * finite_array(costs[unit], f"cost in {unit!r}", len(rewards))
+            raise RouterCreditError(f"there is a λ for {unit!r}, but costs are in {', '.join(costs) or 'no unit'}")
+        rewards = rewards - lambda_ * finite_array(costs[unit], f"cost in {unit!r}", len(rewards))
     return rewards
 
 
 def router_token_level_rewards(rewards: Sequence[float] | Doubles, response_mask: Any) -> Doubles:
-    """[batch, length]: zeros but at each row's last sampled token, which carries its router reward.
+    """[batch, length]: the router reward at each row's last sampled token, zeros elsewhere.
 
-    What `advantages.compute_grpo_outcome_advantage` takes, with `norm_by_std=False`.
+    Input for `advantages.compute_grpo_outcome_advantage` with `norm_by_std=False`.
     """
     mask = np.asarray(response_mask).astype(bool)
-    given = finite_array(rewards, "router rewards", len(mask))
-    placed = np.zeros(mask.shape)
+    values = finite_array(rewards, "router rewards", len(mask))
+    token_rewards = np.zeros(mask.shape)
     rows = np.flatnonzero(mask.any(axis=1))
     last = mask.shape[1] - 1 - np.argmax(mask[rows, ::-1], axis=1)
-    placed[rows, last] = given[rows]
-    return placed
+    token_rewards[rows, last] = values[rows]
+    return token_rewards
 
 
 def independent_advantages(
@@ -67,9 +67,9 @@ def independent_advantages(
     baseline: Baseline = "group",
     divide_by_std_as_a_control: bool = False,
 ) -> Doubles:
-    """One advantage a rollout, against its prompt's others. A prompt of one, or of equal rewards, gives exactly 0.
+    """One advantage per rollout, relative to its prompt. A single rollout, or equal rewards, give exactly 0.
 
-    `divide_by_std_as_a_control` exists to be seen to fail: it makes the router blind to λ.
+    `divide_by_std_as_a_control` is a negative control: it makes the router insensitive to λ.
     """
     r = finite_array(rewards, "router rewards", len(groups))
     advantages = np.zeros(len(r))
@@ -88,19 +88,19 @@ def independent_advantages(
 
 @dataclass(frozen=True, slots=True)
 class RouteCredit:
-    """What each route of each prompt was worth; prompts in the order they first came, routes in that of `ROUTES`."""
+    """The value of each route of each prompt; prompts in order of first occurrence, routes in that of `ROUTES`."""
 
     groups: tuple[Hashable, ...]
     seen: NDArray[np.bool_]
-    """[prompts, routes] whether any rollout took it; what was not seen is nowhere counted."""
+    """[prompts, routes] whether any rollout took the route; others count nowhere."""
     q: Doubles
-    """[prompts, routes] mean router reward; 0 where not seen"""
+    """[prompts, routes] mean router reward; 0 if not seen"""
     advantages: Doubles
-    """[prompts, routes] against the policy's own mean; 0 where not seen"""
+    """[prompts, routes] relative to the mean under the policy; 0 if not seen"""
     values: Doubles
     """[prompts] Σ π·Q̂"""
     route_costs: Mapping[str, Doubles]
-    """unit -> [prompts, routes] mean cost; 0 where not seen"""
+    """unit -> [prompts, routes] mean cost; 0 if not seen"""
     policy_costs: Mapping[str, Doubles]
     """unit -> [prompts] Σ π·ĉ"""
 
@@ -114,22 +114,22 @@ def stratified_credit(
     *,
     divide_by_std_as_a_control: bool = False,
 ) -> RouteCredit:
-    """From rollouts (router reward, costs, route index, prompt) and π_r(a|x) [prompts, routes] to credit for routes.
+    """Credit of each route from rollouts (router reward, costs, route index, prompt) and π_r(a|x) [prompts, routes].
 
-    π is taken over the routes that were seen: one that was not gets neither advantage nor, under the loss, gradient.
+    π is renormalized over the routes that were seen; the others get no advantage and, under the loss, no gradient.
     """
     r = finite_array(rewards, "router rewards", len(groups))
-    taken = np.asarray(routes, dtype=np.intp)
-    if len(taken) != len(r) or (len(taken) and not 0 <= taken.min() <= taken.max() < len(ROUTES)):
+    route = np.asarray(routes, dtype=np.intp)
+    if len(route) != len(r) or (len(route) and not 0 <= route.min() <= route.max() < len(ROUTES)):
         raise RouterCreditError(f"give one route from 0 to {len(ROUTES) - 1} for each of {len(r)} rollouts")
-    places = _group_indices(groups)
+    indices = _group_indices(groups)
     pi = np.asarray(probs, dtype=np.float64)
-    if pi.shape != (len(places), len(ROUTES)):
-        raise RouterCreditError(f"probs has shape {pi.shape}; {len(places)} prompts × {len(ROUTES)} routes are needed")
+    if pi.shape != (len(indices), len(ROUTES)):
+        raise RouterCreditError(f"probs has shape {pi.shape}; expected {len(indices)} prompts × {len(ROUTES)} routes")
     prompt = np.empty(len(r), dtype=np.intp)
-    for number, members in enumerate(places.values()):
+    for number, members in enumerate(indices.values()):
         prompt[members] = number
-    cell = prompt * len(ROUTES) + taken
+    cell = prompt * len(ROUTES) + route
     counts = np.bincount(cell, minlength=pi.size).reshape(pi.shape)
     seen = counts > 0
 
@@ -138,45 +138,45 @@ def stratified_credit(
 
     weights = np.where(seen, pi, 0.0)
     weights = weights / np.maximum(weights.sum(axis=1, keepdims=True), np.finfo(float).tiny)
-    # Against a reward of the prompt's own: rewards that are all equal then say exactly nothing.
-    anchor = r[[members[0] for members in places.values()]]
-    above = by_route(r - anchor[prompt])
-    advantages = np.where(seen, above - (weights * above).sum(axis=1, keepdims=True), 0.0)
-    q = np.where(seen, above + anchor[:, None], 0.0)
+    # Relative to one of the prompt's rewards, so that equal rewards give advantages of exactly 0.
+    anchor = r[[members[0] for members in indices.values()]]
+    relative = by_route(r - anchor[prompt])
+    advantages = np.where(seen, relative - (weights * relative).sum(axis=1, keepdims=True), 0.0)
+    q = np.where(seen, relative + anchor[:, None], 0.0)
     values = (weights * q).sum(axis=1)
     if divide_by_std_as_a_control:
         advantages = advantages / (np.sqrt((weights * advantages**2).sum(axis=1, keepdims=True)) + 1e-6)
     route_costs = {unit: by_route(finite_array(c, f"cost in {unit!r}", len(r))) for unit, c in costs.items()}
     policy_costs = {unit: (weights * c).sum(axis=1) for unit, c in route_costs.items()}
-    return RouteCredit(tuple(places), seen, q, advantages, values, route_costs, policy_costs)
+    return RouteCredit(tuple(indices), seen, q, advantages, values, route_costs, policy_costs)
 
 
 def importance_weights(probs: Any, behavior_probs: Any, cap: float = 2.0) -> Doubles:
-    """min(π_r/q, cap) for routes that were drawn with probabilities q and not by the policy."""
+    """min(π_r/q, cap) for routes that were sampled with probabilities q instead of the policy's."""
     q = np.asarray(behavior_probs, dtype=np.float64)
     if not (q > 0).all():
-        raise RouterCreditError("a route was drawn whose probability is 0; give the probabilities it was drawn with")
+        raise RouterCreditError("a sampled route has probability 0; give the probabilities it was sampled with")
     return np.asarray(np.minimum(np.asarray(probs, dtype=np.float64) / q, cap))
 
 
 def mixed_share(targets: Sequence[Any]) -> float:
-    """The share of MIXED rows among those that have a label."""
+    """The share of MIXED among labelled rows."""
     labelled = [target for target in targets if target is not None]
     return sum(target == MIXED for target in labelled) / len(labelled) if labelled else 0.0
 
 
 def _group_indices(groups: Sequence[Hashable]) -> dict[Hashable, list[int]]:
-    places: dict[Hashable, list[int]] = {}
-    for place, group in enumerate(groups):
-        places.setdefault(group, []).append(place)
-    return places
+    indices: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(groups):
+        indices.setdefault(group, []).append(index)
+    return indices
 
 
 def finite_array(values: Any, what: str, length: int | None = None) -> Doubles:
-    """A flat array of finite numbers, `length` of them, or a one-line error."""
-    found = np.asarray(values, dtype=np.float64)
-    if found.ndim != 1 or (length is not None and len(found) != length):
-        raise RouterCreditError(f"{what}: {found.shape} numbers where {length or 'a list of them'} is needed")
-    if not np.isfinite(found).all():
-        raise RouterCreditError(f"{what}: number {int(np.flatnonzero(~np.isfinite(found))[0])} is not finite")
-    return found
+    """A 1-D float64 array of finite numbers with `length` entries; raises otherwise."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or (length is not None and len(array) != length):
+        raise RouterCreditError(f"{what}: got shape {array.shape}, expected {length or 'a flat list'}")
+    if not np.isfinite(array).all():
+        raise RouterCreditError(f"{what}: entry {int(np.flatnonzero(~np.isfinite(array))[0])} is not finite")
+    return array

@@ -1,4 +1,4 @@
-"""What crosses between a router and the head that it asks: plain numbers, so that no tensor leaves the learner."""
+"""Data between the router and its head: plain numbers, so that no tensor leaves the learner."""
 
 from __future__ import annotations
 
@@ -13,75 +13,75 @@ from toolwise.protocols import Metrics, Stateful
 
 @dataclass(frozen=True, slots=True)
 class RoutePrediction:
-    """The head's word on one prompt."""
+    """The head's output for one prompt."""
 
     logprobs: tuple[float, ...]
-    """Of each route."""
+    """One per route."""
     head_inputs: Any = None
-    """What the head wants back with the lesson: the prompt, and its features where they will not change."""
+    """Passed back to the head in `learn`: the prompt, and its features if the trunk is frozen."""
     rewards: tuple[float, ...] | None = None
-    """value: what each route is foreseen to earn"""
+    """value mode: predicted reward of each route"""
     costs: tuple[tuple[float, ...], ...] | None = None
-    """value: and to cost, in each unit"""
+    """value mode: predicted costs of each route, one per unit"""
 
     @property
     def probs(self) -> tuple[float, ...]:
         return tuple(math.exp(x) for x in self.logprobs)
 
     def sample(self, rng: Random) -> int:
-        """A route, by chance."""
+        """A route, sampled from `probs`."""
         return rng.choices(range(len(self.logprobs)), self.probs)[0]
 
     def argmax(self) -> int:
-        """The likeliest route; of equals the first, which costs the least."""
+        """The most likely route; of equals the first, which is the cheapest."""
         return max(range(len(self.logprobs)), key=self.logprobs.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)
 class RouteSample:
-    """One rollout, as the router sees it."""
+    """One rollout, as input for the router's loss."""
 
     route: int
     reward: float
     """r_task"""
     costs: tuple[float, ...]
-    """In each unit that is budgeted."""
+    """One per budgeted unit."""
     advantage: float = 0.0
-    """Of a route that was drawn from the policy."""
+    """For a route sampled from the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterExample:
-    """One prompt with all that came of it."""
+    """One prompt with the results of its rollouts: a training example of the head."""
 
     prediction: RoutePrediction
     samples: tuple[RouteSample, ...]
     advantages: tuple[float | None, ...] | None = None
-    """Of every route, where they were stratified; None where nothing is known of one."""
+    """For stratified routes: one per route, None for a route without a rollout."""
     label: int | None = None
-    """The route that somebody says is right."""
+    """The labelled route."""
 
 
 class RouterModel(Stateful, Protocol):
-    """The head and what is under it."""
+    """The head and its trunk."""
 
     def predict(
         self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float], *, averaged: bool = False
     ) -> list[RoutePrediction]:
-        """Each prompt through the trunk once, whatever many rollouts it begins. `averaged`: by the head that will be
-        kept, where that is not the one that learns."""
+        """One forward pass per prompt, for all its rollouts. `averaged`: use the averaged head that will be saved, if
+        there is one, instead of the one being trained."""
         ...
 
     def learn(self, examples: Sequence[RouterExample], multipliers: Sequence[float]) -> Metrics: ...
 
     def supervised_step(self, predictions: Sequence[RoutePrediction], labels: Sequence[int]) -> Metrics:
-        """One supervised step, before anything was tried."""
+        """One supervised step of the warm start."""
         ...
 
     def save(self, folder: Any, metadata: dict[str, Any]) -> None:
-        """The head beside a model's weights."""
+        """Saves the head next to a model's weights."""
         ...
 
     def load(self, folder: Any) -> dict[str, Any]:
-        """The head that lies there in the place of one's own; gives the facts that were saved with it."""
+        """Replaces the head with the one in `folder`; returns the metadata saved with it."""
         ...

@@ -1,12 +1,12 @@
-"""A threshold on route odds: how a trained router is held to another budget than it was trained for.
+"""A threshold on route values that makes a trained router meet a budget other than the one it was trained for.
 
-    route(x) = argmax_a  v(x, a) − λ'·ĉ(x, a)           λ' ≥ 0: tighter than trained, the costlier the route the more
-    route(x) = argmax_a  v(x, a) − λ'·[a is not free]    λ' < 0: looser; which tools to take is still the router's word
+    route(x) = argmax_a  v(x, a) − λ'·ĉ(x, a)           λ' ≥ 0: tighter than trained, expensive routes more so
+    route(x) = argmax_a  v(x, a) − λ'·[a is not free]    λ' < 0: looser; the router still chooses among the tools
 
-v is the router's log-probability (or predicted reward) of a route, ĉ what the route is expected to cost. As λ' falls
-from +∞ every prompt moves from its cheapest route to costlier ones: along the upper hull of its points (ĉ, v), at
-offsets that are the slopes of that hull, until its best route; one that is best left alone moves to its best tool
-last. So the mean cost at every λ' is known exactly after one sort.
+v is the router's log-probability (or predicted reward) of a route, ĉ its expected cost. As λ' falls from +∞, every
+prompt moves from its cheapest route to more expensive ones: along the upper hull of its points (ĉ, v), at offsets equal
+to the slopes of the hull, up to its best route. Prompts whose best route is the free one move to their best tool last.
+So one sort gives the exact mean cost at every λ'.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 OFFSET_MARGIN = 1e6
-"""Odds beyond all odds: an offset below the lowest slope, or above the highest, by so much."""
+"""Distance of the outermost offsets from the lowest and the highest slope; larger than any value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """All rows' steps from cheaper to costlier routes, the steepest first."""
+    """The moves of all rows from cheaper to more expensive routes, the steepest first."""
 
     row: Ints
     before: Ints
     after: Ints
-    """Route numbers."""
+    """Route index."""
     slope: Floats
-    """What the step gains for each unit that it is expected to cost."""
+    """Gain in value per unit of expected cost."""
     first: Ints
-    """The cheapest route of every row: where it stands before its first step."""
+    """The cheapest route of every row, where it starts."""
 
 
 def hull_moves(values: Floats, costs: Floats) -> Moves:
-    """The upper hulls of every row's points (cost, value), walked from the left; [rows, routes] both."""
+    """The upper hull of each row's points (cost, value), from left to right; both inputs are [rows, routes]."""
     import numpy as np
 
     rows = np.arange(len(values))
     cheapest = costs == costs.min(axis=1, keepdims=True)
     first = np.where(cheapest, values, -np.inf).argmax(axis=1)
-    current, found = first.copy(), []
+    current, steps = first.copy(), []
     for _ in range(values.shape[1] - 1):
-        more = costs - costs[rows, current][:, None]
+        extra = costs - costs[rows, current][:, None]
         with np.errstate(divide="ignore", invalid="ignore"):
-            slopes = np.where(more > 0, (values - values[rows, current][:, None]) / more, -np.inf)
+            slopes = np.where(extra > 0, (values - values[rows, current][:, None]) / extra, -np.inf)
         best = slopes.max(axis=1)
-        # Of equal slopes the farthest: points on the line between are no corners.
-        following = np.where(slopes == best[:, None], more, -np.inf).argmax(axis=1)
+        # Of equal slopes the farthest: points in between are not corners.
+        following = np.where(slopes == best[:, None], extra, -np.inf).argmax(axis=1)
         moving = np.isfinite(best)
-        found.append((rows[moving], current[moving], following[moving], best[moving]))
+        steps.append((rows[moving], current[moving], following[moving], best[moving]))
         current = np.where(moving, following, current)
-    parts = [np.concatenate(part) for part in zip(*found, strict=True)] if found else [np.empty(0)] * 4
+    parts = [np.concatenate(part) for part in zip(*steps, strict=True)] if steps else [np.empty(0)] * 4
     order = np.argsort(-parts[3], kind="stable")
     row, before, after = (part[order].astype(np.int64) for part in parts[:3])
     return Moves(row, before, after, parts[3][order], first)
 
 
 def _all_moves(values: Floats, costs: Floats) -> Moves:
-    """The moves of all rows as λ' falls from +∞ to −∞."""
+    """All moves as λ' falls from +∞ to −∞."""
     import numpy as np
 
     hull = hull_moves(values, costs)
@@ -72,10 +72,10 @@ def _all_moves(values: Floats, costs: Floats) -> Moves:
     rows = np.arange(len(values))
     free = costs <= costs.min(axis=1, keepdims=True)
     others = np.where(free, -np.inf, values)
-    # Of equals the cheapest, as `choose_routes` has it.
+    # Of equals the cheapest, as in `choose_routes`.
     tool = np.where(others == others.max(axis=1, keepdims=True), -costs, -np.inf).argmax(axis=1)
     slope = others[rows, tool] - values[rows, hull.first]
-    last = rows[np.isfinite(slope) & (slope <= 0)]  # the rest reach a tool on their hull
+    last = rows[np.isfinite(slope) & (slope <= 0)]  # the others reach a tool on their hull
     return Moves(
         np.concatenate([hull.row[gains], last]),
         np.concatenate([hull.before[gains], hull.first[last]]),
@@ -86,35 +86,35 @@ def _all_moves(values: Floats, costs: Floats) -> Moves:
 
 
 def choose_routes(values: Floats, costs: Floats, offset: float) -> Ints:
-    """The route of every row at an offset; of equals the cheapest."""
+    """The route of every row at an offset; the cheapest of equals."""
     import numpy as np
 
-    counted = costs if offset >= 0 else (costs > costs.min(axis=1, keepdims=True)).astype(float)
-    worth = values - offset * counted
-    best = worth == worth.max(axis=1, keepdims=True)
+    charged = costs if offset >= 0 else (costs > costs.min(axis=1, keepdims=True)).astype(float)
+    net = values - offset * charged
+    best = net == net.max(axis=1, keepdims=True)
     return np.asarray(np.where(best, -costs, -np.inf).argmax(axis=1), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """λ' for a budget. Where one step of λ' would jump over the budget (many equal prompts), a share of the prompts
-    is decided by the next looser offset, so that the mean cost is the budget all the same."""
+    """λ' for a budget. If the mean cost jumps over the budget between two offsets (many equal prompts), a share of the
+    prompts uses the next looser offset, so that the mean cost still equals the budget."""
 
     offset: float
     looser: float
     share: float
-    """Of the prompts that `looser` decides."""
+    """Share of the prompts that use `looser`."""
 
     def probabilities(self, values: Floats, costs: Floats) -> Floats:
-        """The chance of every route, [rows, routes]."""
+        """The probability of every route, [rows, routes]."""
         import numpy as np
 
-        every = np.eye(values.shape[1])
-        tight, loose = (every[choose_routes(values, costs, offset)] for offset in (self.offset, self.looser))
+        one_hot = np.eye(values.shape[1])
+        tight, loose = (one_hot[choose_routes(values, costs, offset)] for offset in (self.offset, self.looser))
         return (1 - self.share) * tight + self.share * loose
 
     def route(self, values: Floats, costs: Floats, uniform: float) -> int:
-        """One prompt's route; `uniform` is drawn evenly from 0 to 1."""
+        """The route of one prompt; `uniform` is a random number in [0, 1)."""
         offset = self.looser if uniform < self.share else self.offset
         return int(choose_routes(values[None, :], costs[None, :], offset)[0])
 
@@ -125,47 +125,47 @@ class Threshold:
 def find_threshold(
     values: Floats, costs: Floats, spent: Floats, budget: float, scores: Floats | None = None
 ) -> Threshold:
-    """The offset at which the mean of `spent`, what routes really cost on these rows, is `budget`.
+    """The offset at which the mean of `spent`, the actual cost of routes on these rows, is `budget`.
 
-    `values` and `costs` are the router's word on the same rows; all are [rows, routes]. Where even the cheapest
-    routes cost more, it is they. With `scores`, what routes really earn, a budget is a limit and nothing to be used
-    up: of all offsets that keep to it the one with the highest mean score is taken.
+    `values` and `costs` are the router's values and expected costs for the same rows; all are [rows, routes]. If even
+    the cheapest routes exceed the budget, they are used. With `scores`, the actual scores, the budget is an upper
+    limit: of all offsets within it, the one with the highest mean score is used.
     """
     import numpy as np
 
     moves, rows = _all_moves(values, costs), len(values)
-    # Steps of one slope, up to rounding, are taken together: no offset tells them apart.
+    # Moves with the same slope, up to rounding, are grouped: no offset separates them.
     order = np.argsort(-moves.slope, kind="stable")
     sloped = moves.slope[order]
-    falls = sloped[:-1] - sloped[1:] > 1e-9 * (1 + np.abs(sloped[1:]))
-    ends = np.flatnonzero(np.append(falls, True)) if len(sloped) else np.empty(0, int)
+    separate = sloped[:-1] - sloped[1:] > 1e-9 * (1 + np.abs(sloped[1:]))
+    ends = np.flatnonzero(np.append(separate, True)) if len(sloped) else np.empty(0, int)
     slopes = sloped[ends]
 
-    def along(what: Floats) -> Floats:
-        gained = (what[moves.row, moves.after] - what[moves.row, moves.before])[order]
-        first = float(what[np.arange(rows), moves.first].mean())
+    def running_mean(amounts: Floats) -> Floats:
+        gained = (amounts[moves.row, moves.after] - amounts[moves.row, moves.before])[order]
+        first = float(amounts[np.arange(rows), moves.first].mean())
         return np.asarray(first + np.concatenate([[0.0], np.cumsum(gained)[ends]]) / rows)
 
-    spending = along(spent)
+    spending = running_mean(spent)
     over = np.flatnonzero(spending > budget + 1e-12)
     taken = int(over[0]) - 1 if len(over) else len(ends)
     if taken < 0:
         return Threshold(_offset_after(slopes, 0), _offset_after(slopes, 0), 0.0)
     if scores is not None:
-        best = int(np.argmax(along(scores)[: taken + 1]))
+        best = int(np.argmax(running_mean(scores)[: taken + 1]))
         if best < taken:
             return Threshold(_offset_after(slopes, best), _offset_after(slopes, best), 0.0)
     tight = _offset_after(slopes, taken)
     if taken == len(ends):
         return Threshold(tight, tight, 0.0)
-    if scores is not None and along(scores)[taken + 1] <= along(scores)[taken]:
+    if scores is not None and running_mean(scores)[taken + 1] <= running_mean(scores)[taken]:
         return Threshold(tight, tight, 0.0)
     share = (budget - spending[taken]) / (spending[taken + 1] - spending[taken])
     return Threshold(tight, _offset_after(slopes, taken + 1), float(np.clip(share, 0.0, 1.0)))
 
 
 def _offset_after(slopes: Floats, taken: int) -> float:
-    """An offset after `taken` groups of steps and before the next."""
+    """An offset after `taken` groups of moves and before the next."""
     if not len(slopes):
         return 0.0
     if taken == 0:

@@ -1,4 +1,4 @@
-"""Which tools a rollout used, by family: from the calls really made, or from the text where nothing executes."""
+"""Which tools a rollout used, by family: from executed calls, or from the text if no tool is executed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolwise.routing.prompts import prompt_style
 from toolwise.types import Rollout, StepData
 
 UNREADABLE = "unreadable"
-"""The name under which the environment, and this module, count calls whose name nobody can read."""
+"""The name under which calls without a readable tool name are counted, here and in the environment."""
 
 UsageSource = Literal["auto", "executed", "text"]
 
@@ -27,7 +27,7 @@ class RouteUsage:
     families: Mapping[str, Family] = field(default_factory=dict)
     """The family of each tool in `calls_by_tool`."""
     refused: int = 0
-    """Calls of tools that the route hides or forbids: the model read an error, nothing ran."""
+    """Calls of tools that the route hides or forbids: the model gets an error, nothing is executed."""
 
     @property
     def calls(self) -> dict[Family, int]:
@@ -50,9 +50,9 @@ class RouteUsage:
 
     @classmethod
     def of(cls, calls_by_tool: Mapping[str, int], families: Mapping[str, Family], *, refused: int = 0) -> RouteUsage:
-        """A tool that `families` does not know is judged by its name."""
-        made = {tool: count for tool, count in calls_by_tool.items() if count}
-        return cls(made, {tool: family_of_call(tool, families) for tool in made}, refused)
+        """A tool that is not in `families` is classified by its name."""
+        calls = {tool: count for tool, count in calls_by_tool.items() if count}
+        return cls(calls, {tool: family_of_call(tool, families) for tool in calls}, refused)
 
 
 def usage_of(
@@ -62,9 +62,9 @@ def usage_of(
     allowed: Collection[str] | None = None,
     source: UsageSource = "auto",
 ) -> RouteUsage:
-    """What a rollout used. `allowed` are the tools that its route offered; a call of another came to nothing.
+    """The tools a rollout used. `allowed` are the tools of its route; calls of others were refused.
 
-    "auto" goes by the text where the prompt itself describes its tools, as RLLA's do: nobody carries those calls out.
+    "auto" reads the text if the prompt itself describes its tools, as RLLA's do: those calls are not executed.
     """
     if counts_written_calls(rollout, source):
         return usage_of_messages([_step_message(step) for step in rollout.steps], families)
@@ -72,30 +72,30 @@ def usage_of(
 
 
 def counts_written_calls(rollout: Rollout, source: UsageSource) -> bool:
-    """Whether the calls of a rollout are those that were written, there being nobody who carries them out."""
+    """Whether a rollout's usage is counted from the calls in its text, because none are executed."""
     return source == "text" or (source == "auto" and prompt_style(rollout.task.prompt) == "rlla")
 
 
 def usage_of_messages(messages: Sequence[Message], families: Mapping[str, Family]) -> RouteUsage:
-    """The calls that the assistant wrote, whoever carried them out; for RLLA nobody does.
+    """The calls that the assistant wrote, executed or not.
 
-    A block that cannot be read counts as a call of no known tool: it was an attempt to use one.
+    A block that cannot be parsed counts as a call of an unknown tool: it was an attempt to use one.
     """
-    said = (message for message in messages if message.role == "assistant")
-    return RouteUsage.of(_count_by_name(call for message in said for call in tool_calls_in(message)), families)
+    replies = (message for message in messages if message.role == "assistant")
+    return RouteUsage.of(_count_by_name(call for message in replies for call in tool_calls_in(message)), families)
 
 
 def usage_of_text(text: str, families: Mapping[str, Family]) -> RouteUsage:
-    """The same for one reply as the model wrote it."""
+    """The same for the raw text of one reply."""
     return RouteUsage.of(_count_by_name(tool_calls_in(Message(role="assistant", content=text))), families)
 
 
 def tool_calls_in(message: Message) -> list[ToolCall]:
-    """As the policy's parser gave them; else those that stand in the text, one a line within a block as well."""
+    """The parsed calls of a message; without them, those in its text, also several in a block, one per line."""
     if message.tool_calls:
         return message.tool_calls
     text = message.content or ""
-    # Of a block with one call a line and keys of either kind, only this parser loses none.
+    # Only this parser handles blocks with one call per line and both kinds of keys.
     parse = parse_rlla if "<tool_call>" in text.lower() else parse_auto
     return parse(text)[1]
 
@@ -105,15 +105,15 @@ def _count_by_name(calls: Iterable[ToolCall]) -> Counter[str]:
 
 
 def _executed_usage(calls: Mapping[str, int], families: Mapping[str, Family], reachable: Collection[str]) -> RouteUsage:
-    """As the environment charges: a call that names a tool on offer, failed ones too, and one that names none. Those
-    that the route refuses cost nothing."""
-    named = merge_unknown_calls(calls, families)
-    made = {tool: count for tool, count in named.items() if tool in reachable or tool == UNREADABLE}
-    return RouteUsage.of(made, families, refused=sum(named.values()) - sum(made.values()))
+    """As the environment charges: calls of available tools, including failed ones, and calls that name no tool. Calls
+    that the route refuses are free."""
+    by_tool = merge_unknown_calls(calls, families)
+    executed = {tool: count for tool, count in by_tool.items() if tool in reachable or tool == UNREADABLE}
+    return RouteUsage.of(executed, families, refused=sum(by_tool.values()) - sum(executed.values()))
 
 
 def merge_unknown_calls(calls: Mapping[str, int], families: Mapping[str, Family]) -> Counter[str]:
-    """Calls by tool, those that name none of the task's under `UNREADABLE`: attempts to use one, and never free."""
+    """Calls by tool; those that name none of the task's tools are attempts and count as `UNREADABLE`, never free."""
     counts: Counter[str] = Counter()
     for tool, count in calls.items():
         counts[tool if tool in families else UNREADABLE] += count
@@ -121,7 +121,7 @@ def merge_unknown_calls(calls: Mapping[str, int], families: Mapping[str, Family]
 
 
 def _step_message(step: StepData) -> Message:
-    """What the policy wrote in one step, its thought included; without its text, what it decided."""
+    """The policy's raw text of one step, including its thinking; without text, its parsed action."""
     if step.raw_policy_output is not None:
         return Message(role="assistant", content=step.raw_policy_output)
     action = step.action_taken

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolwise.errors import CheckpointError
+from toolwise.frontier.report import rename_old_curves
 from toolwise.training.run_folder import RunFolder
 from toolwise.training.trackers.conversation import clean_text
 from toolwise.view.curves import LIGHT, Palette, draw_legend, draw_title, new_figure, style_axes, to_png
@@ -17,16 +18,16 @@ FrontierRecord = Mapping[str, Any]
 
 
 def read_frontier(run: RunFolder) -> FrontierRecord | None:
-    """What frontier/report.py wrote; None where there is none yet."""
+    """The frontier.json of a run, old names replaced; None if there is none yet."""
     file = run.path / "frontier.json"
     if not file.exists():
         return None
     try:
-        told = json.loads(file.read_bytes())
-        _points(told, "router"), told["fixed"], told["rows"], told["draws"]
+        record = rename_old_curves(json.loads(file.read_bytes()))
+        _points(record, "router"), record["fixed"], record["rows"], record["draws"]
     except (ValueError, KeyError, TypeError, RecursionError) as fault:
         raise CheckpointError(f"{file}: cannot be read ({fault!r}); delete it to see the run without it") from None
-    return dict(told)
+    return dict(record)
 
 
 def frontier_rows(frontier: FrontierRecord) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def render_frontier(frontier: FrontierRecord, palette: Palette = LIGHT) -> bytes
             axes.plot(xs, ys, "o", color=colour, markersize=5, zorder=4)
             axes.fill_between(xs, *_band(points), color=colour, alpha=0.13, linewidth=0, zorder=1)
     _draw_fixed(axes, frontier["fixed"], palette)
-    axes.set_xlabel("calls a question", color=palette.muted, fontsize=9.5)
+    axes.set_xlabel("calls per question", color=palette.muted, fontsize=9.5)
     draw_title(axes, f"score against cost, {frontier['rows']} held-out questions × {frontier['draws']} draws", palette)
     draw_legend(axes, palette)
     return to_png(figure)
@@ -84,9 +85,9 @@ def _draw_fixed(axes: Any, fixed: Mapping[str, Mapping[str, Any]], palette: Pale
 
 
 _LABELS = {
-    "router": "the router, held to a budget",
-    "random": "routes by lot",
-    "oracle": "the oracle, who knows what each route would come to",
+    "router": "router, held to a budget",
+    "random": "random routes",
+    "oracle": "oracle: knows the outcome of each route",
 }
 
 

@@ -1,4 +1,4 @@
-"""A run's folder without the run: a configuration, metrics, and checkpoints of a model not quite the small one."""
+"""A run folder without a run: configuration, metrics, and checkpoints of a variant of the small model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_model(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy it to change it."""
+    """Shared: copy it before changing it."""
     run = tmp_path_factory.mktemp("trained") / "run"
     settings: dict[str, Any] = {
         "name": "tiny | run",

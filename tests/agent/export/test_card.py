@@ -1,4 +1,4 @@
-"""The model card tells what there is to tell, and where files lie is nobody's business."""
+"""The model card is complete and does not reveal folders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def card_of(run: Path, step: int, **changes: Any) -> str:
     return model_card(RunConfig.model_validate(config), found, run, dtype="bfloat16", saved_in="float32")
 
 
-def test_what_it_was_made_from_and_how(trained: Path) -> None:
+def test_base_model_data_and_settings(trained: Path) -> None:
     card = card_of(trained, 10)
     for line in (
         "# tiny ¦ run",
@@ -41,7 +41,7 @@ def test_what_it_was_made_from_and_how(trained: Path) -> None:
     assert "## Licence" in card
 
 
-def test_before_and_after_are_those_that_the_checkpoint_has_seen(trained: Path) -> None:
+def test_metrics_are_those_up_to_the_checkpoint(trained: Path) -> None:
     assert "| | before | after step 10 |\n|---|---:|---:|\n| score | 0.25 | 0.5 |" in card_of(trained, 10)
     earlier = card_of(trained, 5)
     assert "| | before | after step 5 |" in earlier
@@ -58,7 +58,7 @@ def test_a_run_without_validation_says_so(trained: Path, tmp_path: Path) -> None
     assert "| weights | float32 |" in card
 
 
-def test_the_first_lines_are_what_a_hub_reads(trained: Path) -> None:
+def test_the_front_matter_is_valid(trained: Path) -> None:
     head = yaml.safe_load(card_of(trained, 10).split("---\n")[1])
     assert head["library_name"] == "transformers"
     assert "base_model" not in head
@@ -69,7 +69,7 @@ def test_the_first_lines_are_what_a_hub_reads(trained: Path) -> None:
     assert "| base model | `taught` |" in card_of(trained, 10, model={"path": "/somewhere/private/taught"})
 
 
-def test_several_rewards_and_what_was_given_in_python(trained: Path) -> None:
+def test_several_rewards_and_objects_given_in_python(trained: Path) -> None:
     parts = [{"function": "toolwise.rewards.library.rlla:rlla", "weight": 0.5}, {"function": "a/b.py:c"}]
     both = card_of(trained, 10, reward={"function": "", "parts": parts, "combine": "normalize"})
     assert (

@@ -1,4 +1,4 @@
-"""Exporting: a folder that plain transformers loads and that says the same, whole or not there."""
+"""Export: plain transformers loads the folder and generates the same; it is complete or absent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ print(json.dumps(said))
 
 
 def say(*folders: Path) -> list[list[object]]:
-    """What plain transformers makes of them, in a process that knows nothing of us."""
+    """Outputs of plain transformers, in a process without toolwise."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(
         [sys.executable, "-I", "-c", SAY, *map(str, folders)], env=environment, capture_output=True, text=True
@@ -48,7 +48,7 @@ def say(*folders: Path) -> list[list[object]]:
     return found
 
 
-def test_plain_transformers_says_the_same_with_it(trained: Path, tmp_path: Path) -> None:
+def test_plain_transformers_generates_the_same(trained: Path, tmp_path: Path) -> None:
     plain = export_model(trained, tmp_path / "deep" / "plain").out
     half = export_model(trained, tmp_path / "half", dtype="bfloat16").out
     inside = trained / "checkpoints" / "step-000010" / "model"
@@ -58,7 +58,7 @@ def test_plain_transformers_says_the_same_with_it(trained: Path, tmp_path: Path)
     assert rounded[1] == saved[1]
 
 
-def test_it_is_all_there_for_all_to_read(trained: Path, tmp_path: Path) -> None:
+def test_all_files_are_present_and_readable(trained: Path, tmp_path: Path) -> None:
     out = export_model(trained, tmp_path / "out", dtype="float16").out
     assert sorted(path.name for path in out.iterdir()) == [
         "README.md",
@@ -89,26 +89,26 @@ def test_nothing_is_overwritten(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").write_text("mine")
     for name in ("file", "full"):
-        with pytest.raises(ConfigError, match=f"{name} is there already: choose another --out"):
+        with pytest.raises(ConfigError, match=f"{name} already exists: choose another --out"):
             export_model(trained, tmp_path / name)
     assert (tmp_path / "full" / "notes").read_text() == "mine"
     (tmp_path / "empty").mkdir()
     assert (export_model(trained, tmp_path / "empty").out / "config.json").is_file()
 
 
-def test_what_is_no_run_is_said_to_be_none(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no config\.toml: name a run's folder"):
+def test_a_folder_without_a_run_is_refused(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.toml: give the folder of a run"):
         find_model(tmp_path)
-    with pytest.raises(ConfigError, match="is one checkpoint: name its run"):
+    with pytest.raises(ConfigError, match="is a single checkpoint: give its run"):
         find_model(trained / "checkpoints" / "step-000005", "score")
-    with pytest.raises(CheckpointError, match="was validated for 'correct': there is cost, score"):
+    with pytest.raises(CheckpointError, match="was validated for 'correct': available: cost, score"):
         find_model(trained, "correct")
     (tmp_path / "config.toml").write_text("")
-    with pytest.raises(CheckpointError, match="has no whole checkpoint yet"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint yet"):
         find_model(tmp_path)
 
 
-def test_a_damaged_checkpoint_is_not_passed_over_in_silence(trained: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_skipped_silently(trained: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     (run / "checkpoints" / "step-000010" / "model" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"step-000010.*config\.json has 2 bytes"):
@@ -124,11 +124,11 @@ def test_a_model_that_does_not_load_is_not_left_behind(trained: Path, tmp_path: 
         (folder / "tokenizer.json").write_text("{")
 
     save(run / "checkpoints", 11, {"a": {}}, extra_files={"model": write_half})
-    with pytest.raises(ModelError, match="what was exported does not load") as caught:
+    with pytest.raises(ModelError, match="the exported model does not load") as caught:
         export_model(run, tmp_path / "out")
     assert "\n" not in str(caught.value)
     save(run / "checkpoints", 12, {"a": {}})
-    with pytest.raises(CheckpointError, match="holds no model to export"):
+    with pytest.raises(CheckpointError, match="has no model to export"):
         export_model(run, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_its_run_prunes_meanwhile_is_one_line(
         copy(source, target)
 
     monkeypatch.setattr(shutil, "copyfile", prune_first)
-    with pytest.raises(CheckpointError, match="was removed by its run while it was read: try again"):
+    with pytest.raises(CheckpointError, match="was removed by its run while it was being read: try again"):
         export_model(run, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -166,7 +166,9 @@ def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(trained: Path, tmp_p
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
-        with pytest.raises(ModelError, match=rf"^cannot write {tmp_path}/out: File too large; nothing was left there$"):
+        with pytest.raises(
+            ModelError, match=rf"^cannot write {tmp_path}/out: File too large; nothing was left behind$"
+        ):
             export_model(trained, tmp_path / "out", dtype=dtype)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

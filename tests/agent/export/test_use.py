@@ -1,4 +1,4 @@
-"""The model card's snippet, run as it is written: the model is prompted as it was in training."""
+"""The model card's snippet, executed verbatim, prompts the model as in training."""
 
 from __future__ import annotations
 

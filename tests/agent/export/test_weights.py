@@ -1,4 +1,4 @@
-"""Weights in another number format: values rounded, the rest as it was, and nothing made infinite."""
+"""Conversion of weights: values are rounded, nothing else changes, overflow is refused."""
 
 from __future__ import annotations
 
@@ -42,19 +42,21 @@ def test_values_are_rounded_and_integers_left_alone(tmp_path: Path, dtype: str) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_what_the_format_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+def test_overflow_is_refused_with_the_tensors_name(tmp_path: Path) -> None:
     make(tmp_path, {"layer.weight": torch.tensor([1.0, -70_000.0])})
-    with pytest.raises(ModelError, match=r"layer\.weight holds 7e\+04, which float16 cannot: use --dtype bfloat16"):
+    with pytest.raises(
+        ModelError, match=r"layer\.weight contains 7e\+04, which overflows float16: use --dtype bfloat16"
+    ):
         convert(tmp_path, "float16")
 
 
-def test_what_was_infinite_before_may_stay_so(tmp_path: Path) -> None:
+def test_infinite_values_may_stay_infinite(tmp_path: Path) -> None:
     make(tmp_path, {"mask": torch.tensor([0.0, float("-inf")])})
     convert(tmp_path, "float16")
     assert load_file(tmp_path / "model.safetensors")["mask"].tolist() == [0.0, float("-inf")]
 
 
-def test_the_index_of_several_files_tells_the_new_size(tmp_path: Path) -> None:
+def test_the_index_of_several_files_has_the_new_size(tmp_path: Path) -> None:
     make(tmp_path, {"a": torch.ones(10)})
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
     save_file({"b": torch.ones(5)}, tmp_path / "model-00002-of-00002.safetensors")

@@ -1,4 +1,4 @@
-"""The mean of heads and of their λ, exactly; from a state it goes on as if it had never stopped."""
+"""The mean of heads and of λ is exact, and resumes from its state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_until_something_is_added_it_is_what_is_given() -> None:
     assert average.of(own, [0.3]) == (own, [0.3])
 
 
-def test_what_is_added_may_move_on() -> None:
+def test_added_heads_are_copied() -> None:
     average, own = HeadAverage(), head(0)
     kept = own.out.weight.detach().clone()
     average.add(own, [])
@@ -46,7 +46,7 @@ def test_what_is_added_may_move_on() -> None:
     assert torch.equal(average.head.out.weight, kept)
 
 
-def test_it_survives_a_crash() -> None:
+def test_it_resumes_from_its_state() -> None:
     average, other = HeadAverage(), HeadAverage()
     other.load_state_dict({}, head(9))
     assert other.head is None

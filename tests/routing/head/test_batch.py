@@ -1,4 +1,4 @@
-"""Lessons become tensors, whole or in parts, without losing who is whose."""
+"""Examples as tensors, in one batch or in parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def examples() -> list[RouterExample]:
     ]
 
 
-def test_rollouts_know_their_prompt() -> None:
+def test_rollouts_point_to_their_example() -> None:
     batch = RouterBatch.of(examples(), LIKE)
     assert batch.prompt_index.tolist() == [0, 0, 1]
     assert batch.actions.tolist() == [0, 2, 1]
@@ -30,23 +30,23 @@ def test_rollouts_know_their_prompt() -> None:
     assert batch.labels.tolist() == [1, NO_LABEL]
 
 
-def test_routes_of_which_nothing_came_are_absent() -> None:
+def test_routes_without_a_rollout_have_no_advantage() -> None:
     batch = RouterBatch.of(examples(), LIKE)
     assert batch.has_advantage.tolist() == [[True, False, True], [False, True, False]]
     assert batch.advantages is not None
     assert batch.advantages.tolist() == [[0.5, 0.0, -0.5], [0.0, 0.75, 0.0]]
 
 
-def test_drawn_routes_have_no_advantages_by_route() -> None:
+def test_sampled_routes_have_no_advantages_per_route() -> None:
     drawn = [RouterExample(SEEN, (RouteSample(0, 1.0, (0.0,), 0.5),))]
     assert RouterBatch.of(drawn, LIKE).advantages is None
 
 
-def test_what_was_foreseen_stands_by_route() -> None:
+def test_predictions_are_per_route() -> None:
     assert RouterBatch.of(examples(), LIKE).predictions[1, 2].tolist() == torch.tensor([0.3, 3.0]).tolist()
 
 
-def test_parts_are_the_whole() -> None:
+def test_parts_add_up_to_the_batch() -> None:
     first, second = RouterBatch.of(examples(), LIKE).parts(1)
     assert first.actions.tolist() == [0, 2]
     assert second.actions.tolist() == [1]

@@ -1,4 +1,4 @@
-"""A router from a configuration: every setting arrives, and contradictions are told before any work is done."""
+"""A router from a configuration: every setting is passed on, and contradictions are refused early."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_setting_of_its_learning_comes_from_the_configuration() -> None:
     assert (s.weight_decay, s.max_grad_norm, s.epochs, s.clip) == (0.2, 7.0, 2, 0.3)
     assert (s.entropy_coef, s.entropy_final, s.label_coef) == (0.4, 0.01, 0.6)
     assert (s.backbone, s.top_layers, s.schedule_steps, s.average_last) == ("top", 2, 100, 0.5)
-    assert router_settings(config(entropy_coef=0.4)).entropy_final == 0.04  # a tenth where nobody says
+    assert router_settings(config(entropy_coef=0.4)).entropy_final == 0.04  # a tenth by default
 
 
 def test_the_defaults_are_the_settings_that_docs_results_reports() -> None:
@@ -107,19 +107,19 @@ def test_conditioning_is_as_configured() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"n": 2}, "stratified over 3 routes and rollout.n is 2"),
-        ({"train_actor": False, "backbone": "top"}, "use frozen, or train it"),
-        ({"mode": "value", "label_coef": 0.1}, "set label_coef to 0"),
+        ({"n": 2}, "stratified over 3 routes but rollout.n is 2"),
+        ({"train_actor": False, "backbone": "top"}, "use frozen, or train the actor"),
+        ({"mode": "value", "label_coef": 0.1}, "set label_coef and warm_start_epochs to 0"),
         ({"warm_start_epochs": 1}, "no task has a label"),
     ],
 )
-def test_contradictions_are_told(given: dict[str, Any], said: str) -> None:
+def test_contradictions_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_router(config(**given), [Task(task_id="t", prompt=[Message(role="user", content="?")])])
 
 
-def test_a_layer_that_is_not_there_is_told() -> None:
-    with pytest.raises(ConfigError, match="names layer 7, and the model has 0 to 1"):
+def test_a_missing_layer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has layer 7, but the model has layers 0 to 1"):
         build_head(config(layers=[7]), tiny_model())
 
 

@@ -1,4 +1,4 @@
-"""What stands for a prompt does not depend on who else is in the batch, and costs one pass of the trunk."""
+"""Prompt features do not depend on the rest of the batch and need one forward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPTS = [[3, 4, 5, 6], [3, 4, 9], [7], [3, 4, 5, 6, 8, 9, 10]]
 
 def by_hand(model: Any, prompt: list[int], pool: str, layers: tuple[int, ...]) -> torch.Tensor:
     out = model(torch.tensor([prompt]), output_hidden_states=True)
-    # hidden_states[0] are the embeddings; the last one stands after the trunk's norm.
+    # hidden_states[0] are the embeddings; the last one is after the trunk's norm.
     states = [out.hidden_states[-1 if layer == -1 else layer + 1][0] for layer in layers]
     return torch.cat([s[-1] if pool == "last" else s.mean(0) for s in states])
 
@@ -33,14 +33,14 @@ def test_features_are_the_models_own_states(pool: Any, layers: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("pool", ["last", "mean"])
-def test_the_cut_into_micro_batches_changes_nothing(pool: Any) -> None:
+def test_micro_batches_change_nothing(pool: Any) -> None:
     model = tiny_model()
     with torch.no_grad():
         whole, cut = (prompt_features(model, PROMPTS, pool=pool, max_tokens=tokens) for tokens in (1000, 4))
     torch.testing.assert_close(whole, cut, atol=2e-6, rtol=1e-5)
 
 
-def test_what_prompts_have_in_common_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_prefixes_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, computed = tiny_model(), []
     real = features.hidden_states
 

@@ -1,4 +1,4 @@
-"""The head: fp32, seeded, saved beside a model without being in its way."""
+"""The head: fp32, seeded, saved next to a model that still loads without it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def stirred(made: RouterHead) -> RouterHead:
     return made
 
 
-def test_it_begins_with_all_routes_alike() -> None:
+def test_all_routes_start_equal() -> None:
     assert head()(torch.randn(4, 8)).tolist() == [[0.0] * 3] * 4
 
 
-def test_its_seed_alone_decides_how_it_begins() -> None:
+def test_initialization_depends_on_its_seed_only() -> None:
     torch.manual_seed(1)
     first, before = head(hidden=4, seed=3), torch.get_rng_state()
     torch.manual_seed(2)
@@ -49,7 +49,7 @@ def test_its_seed_alone_decides_how_it_begins() -> None:
     assert torch.equal(first.hidden.weight, again.hidden.weight)
     assert not torch.equal(first.hidden.weight, other.hidden.weight)
     torch.manual_seed(1)
-    assert torch.equal(torch.get_rng_state(), before)  # nobody else's draws have changed
+    assert torch.equal(torch.get_rng_state(), before)  # the global RNG state is unchanged
 
 
 def test_it_computes_in_fp32_under_a_trunk_in_bf16() -> None:
@@ -61,7 +61,7 @@ def test_it_computes_in_fp32_under_a_trunk_in_bf16() -> None:
         assert torch.equal(made(features), made(features.float()))
 
 
-def test_values_become_logits_at_any_price() -> None:
+def test_values_give_logits_for_any_lambda() -> None:
     made = stirred(head(mode="value", units=("cost", "seconds"), temperature=0.5))
     found = made(torch.randn(2, 8))
     assert found.shape == (2, 3, 3)
@@ -80,7 +80,7 @@ def test_a_head_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert told["cost"] == "calls"
 
 
-def test_transformers_does_not_look_at_it(tmp_path: Path) -> None:
+def test_transformers_ignores_it(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = tiny_model()
@@ -99,7 +99,7 @@ def test_a_folder_without_a_router_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "json", "other width", "format"])
-def test_a_damaged_router_is_told_in_one_line(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_router_is_reported_in_one_line(tmp_path: Path, damage: str) -> None:
     save_head(head(), tmp_path)
     told = json.loads((tmp_path / ROUTER_METADATA_FILE).read_text())
     if damage == "cut":

@@ -1,4 +1,4 @@
-"""The router's learner: one pass of the trunk a prompt, and the right weights moved by the right lessons."""
+"""The router's learner: one forward pass per prompt, and examples that train the right weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def learner(model: Any = None, settings: RouterSettings = FAST, **head: Any) -> 
 
 
 def strata(router: RouterLearner, best: list[int]) -> list[RouterExample]:
-    """Stratified lessons in which `best` is worth 1 and all else 0."""
+    """Stratified examples in which `best` has reward 1 and all other routes 0."""
     return [
         RouterExample(w, (), tuple(float(r == b) - w.probs[b] for r in range(3)))
         for w, b in zip(router.predict(PROMPTS), best, strict=True)
@@ -48,7 +48,7 @@ def test_route_gives_logits_an_action_and_its_log_prob() -> None:
     assert torch.equal(greedy.router_action, routed.router_logits.argmax(-1))
 
 
-def test_draws_depend_on_the_seed_and_the_place_alone() -> None:
+def test_samples_depend_on_the_seed_and_the_index_only() -> None:
     router = learner()
     first = [router.route(PROMPTS, seed=s).router_action.tolist() for s in range(30)]
     assert first == [router.route(PROMPTS, seed=s).router_action.tolist() for s in range(30)]
@@ -67,7 +67,7 @@ def test_it_learns_which_route_each_prompt_wants(hidden: int, epochs: int) -> No
 
 
 @pytest.mark.long
-def test_it_learns_from_drawn_routes_too() -> None:
+def test_it_learns_from_sampled_routes_too() -> None:
     router, best = learner(), [0, 1, 2, 1]
     for step in range(300):
         weighed, routed = router.predict(PROMPTS), router.route(PROMPTS, seed=step)
@@ -81,7 +81,7 @@ def test_it_learns_from_drawn_routes_too() -> None:
     assert router.route(PROMPTS, do_sample=False).router_action.tolist() == best
 
 
-def test_a_frozen_trunk_stays_bit_for_bit_and_is_passed_once_a_prompt() -> None:
+def test_a_frozen_trunk_is_unchanged_and_runs_once_per_prompt() -> None:
     model = tiny_model()
     before, router = weights(model), learner(model)
     passes: list[int] = []
@@ -89,17 +89,17 @@ def test_a_frozen_trunk_stays_bit_for_bit_and_is_passed_once_a_prompt() -> None:
     router.encode = lambda prompts: passes.append(len(prompts)) or real(prompts)  # type: ignore[func-returns-value]
     router.learn(strata(router, [0, 1, 2, 1]))
     assert same(weights(model), before)
-    assert passes == [4]  # and not once more to learn
+    assert passes == [4]  # not again in `learn`
     assert router.prefills == 4
     assert all(weight.grad is None for weight in model.parameters())
 
 
 @pytest.mark.parametrize(("backbone", "moved"), [("top", "layers.1."), ("full", "layers.0.")])
-def test_only_the_layers_that_were_named_move(backbone: Any, moved: str) -> None:
+def test_only_the_selected_layers_are_trained(backbone: Any, moved: str) -> None:
     model = tiny_model()
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     router = learner(model, replace(FAST, backbone=backbone, lr=1e-2, micro_batch_tokens=16))
-    router.learn(strata(router, [0, 1, 2, 1]))  # the head begins at zero: the first step moves nothing under it
+    router.learn(strata(router, [0, 1, 2, 1]))  # the head starts at zero: the first step does not change the trunk
     router.learn(strata(router, [0, 1, 2, 1]))
     changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
     assert any(moved in name for name in changed)
@@ -108,7 +108,7 @@ def test_only_the_layers_that_were_named_move(backbone: Any, moved: str) -> None
     assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
 
 
-def test_the_cut_of_prompts_changes_nothing() -> None:
+def test_micro_batches_change_nothing() -> None:
     found = []
     for size in (1, 16, 16_384):
         model = tiny_model()
@@ -126,12 +126,12 @@ def test_the_actors_optimizer_moves_the_head_where_it_is_shared() -> None:
     model = tiny_model()
     head = RouterHead(HeadSettings(width=32, routes=ROUTES))
     actor = Actor(model, LR, extra_parameters=[*head.parameters()])
-    actor.router = RouterLearner(model, head, FAST, optimizer=actor.optimizer)
+    router = RouterLearner(model, head, FAST, optimizer=actor.optimizer)
     before = weights(model)
-    actor.router.learn(strata(actor.router, [0, 1, 2, 1]))
+    router.learn(strata(router, [0, 1, 2, 1]))
     assert head.out.weight.abs().max() > 0
-    assert same(weights(model), before)  # weights without a gradient stay where they are
-    assert "optimizer" not in actor.router.state_dict()
+    assert same(weights(model), before)  # weights without a gradient are unchanged
+    assert "optimizer" not in router.state_dict()
     actor.update(sample(model, [1.0, -1.0]))
     assert not same(weights(model), before)
 
@@ -145,7 +145,7 @@ def test_an_entropy_bonus_keeps_routes_apart_from_certainty_and_can_fall() -> No
     assert 0 < figures["router/entropy"] < math.log(3)
 
 
-def test_labels_pull_and_mixed_rows_do_not() -> None:
+def test_labels_are_learned_and_mixed_rows_ignored() -> None:
     router = learner(settings=replace(FAST, label_coef=1.0))
     for _ in range(40):
         examples = [
@@ -158,7 +158,7 @@ def test_labels_pull_and_mixed_rows_do_not() -> None:
     assert figures["router/label_loss"] < 0.3
 
 
-def test_a_warm_start_takes_nothing_from_the_schedule() -> None:
+def test_a_warm_start_does_not_advance_the_schedule() -> None:
     router = learner(tiny_model(), replace(FAST, lr_schedule="linear", schedule_steps=2, entropy_final=0.0))
     for _ in range(5):
         router.supervised_step(router.predict(PROMPTS), [0, 1, 2, 1])
@@ -176,7 +176,7 @@ def test_a_head_of_another_run_is_loaded_whole_or_not_at_all(tmp_path: Path) -> 
     assert other.load(tmp_path)["multipliers"] == {"cost": 0.5}
     assert torch.equal(other.head.out.weight, taught.head.out.weight)
     wide = RouterLearner(tiny_model(), RouterHead(replace(taught.head.settings, hidden=8)), FAST)
-    with pytest.raises(CheckpointError, match="has a router with another head than the run's"):
+    with pytest.raises(CheckpointError, match="has a router with a different head than the run"):
         wide.load(tmp_path)
 
 
@@ -188,7 +188,7 @@ def test_a_warm_start_learns_labels_alone() -> None:
 
 
 @pytest.mark.long
-def test_values_are_foreseen_and_any_price_chooses_by_them() -> None:
+def test_predicted_values_give_routes_for_any_lambda() -> None:
     router = learner(settings=replace(FAST, lr=1e-2), mode="value", hidden=32)
     earned = [(0.1, 0.9, 0.2), (0.8, 0.9, 0.7), (0.0, 0.1, 1.0), (0.5, 0.7, 0.4)]
     paid = [(0.0, 1.0, 1.0), (0.0, 1.5, 1.0), (0.0, 2.0, 1.0), (0.0, 0.1, 1.0)]
@@ -212,7 +212,7 @@ def test_values_are_foreseen_and_any_price_chooses_by_them() -> None:
     assert found[5] == [0, 0, 0, 0]
 
 
-def test_what_was_saved_goes_on_bit_for_bit() -> None:
+def test_resuming_is_bit_identical() -> None:
     router, best = learner(hidden=8), [0, 1, 2, 1]
     for _ in range(3):
         router.learn(strata(router, best))
@@ -226,7 +226,7 @@ def test_what_was_saved_goes_on_bit_for_bit() -> None:
     assert router.updates == again.updates == 6
 
 
-def test_the_last_heads_are_averaged_into_the_one_that_is_kept(tmp_path: Path) -> None:
+def test_the_last_heads_are_averaged_into_the_saved_one(tmp_path: Path) -> None:
     settings = replace(FAST, schedule_steps=8, average_last=0.25)
     router, best, heads = learner(settings=settings), [0, 1, 2, 1], []
     for step in range(8):
@@ -245,21 +245,21 @@ def test_the_last_heads_are_averaged_into_the_one_that_is_kept(tmp_path: Path) -
     again.load_state_dict(copy.deepcopy(router.state_dict()))
     assert again.average.count == 2
     again.learn(strata(again, best), [1.0])
-    assert again.average.head is None  # given more steps, it has not come to its end
+    assert again.average.head is None  # with more steps, averaging has not started yet
 
 
 def test_a_head_of_another_shape_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="another head"):
+    with pytest.raises(CheckpointError, match="a different head"):
         learner(hidden=8).load_state_dict(learner(hidden=4).state_dict())
 
 
-def test_no_lessons_move_nothing() -> None:
+def test_without_examples_nothing_changes() -> None:
     router = learner()
     assert router.learn([]) == {"router/updates": 0.0}
     assert router.head.out.weight.abs().max() == 0
 
 
-def test_weights_that_may_not_move_are_not_the_routers_either() -> None:
+def test_frozen_weights_are_not_trained() -> None:
     model = tiny_model()
     model.get_decoder().layers[1].mlp.requires_grad_(False)
     assert not {id(w) for w in model.get_decoder().layers[1].mlp.parameters()} & {

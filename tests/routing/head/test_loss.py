@@ -1,4 +1,4 @@
-"""The router's losses: their gradients against finite differences of what they stand for."""
+"""Gradients of the router's losses against finite differences of their objectives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wild_head(mode: Any = "policy") -> RouterHead:
 
 
 def differences(head: RouterHead, objective: Callable[[], float], eps: float = 1e-6) -> list[Tensor]:
-    """The gradient of `objective` by moving each weight a little to both sides."""
+    """The gradient of `objective` by central differences."""
     found = []
     with torch.no_grad():
         for weight in head.parameters():
@@ -59,7 +59,7 @@ def gradients(head: RouterHead, loss: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("price", [0.0, 0.7])
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_stratified_gradient_is_that_of_the_expected_reward(price: float, clip: float | None) -> None:
-    """d/dθ of −Σ_a π(a|x)·(r − λc): no count of rollouts is in it, and the baseline leaves it as it is."""
+    """d/dθ of −Σ_a π(a|x)·(r − λc): independent of rollout counts and of the baseline."""
     head, q = wild_head(), REWARDS - price * COSTS
     logits = head(FEATURES)
     old = logits.detach().log_softmax(-1)
@@ -85,8 +85,8 @@ def test_independent_gradient_is_that_of_the_weighted_log_probs(clip: float | No
         torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-6)
 
 
-def test_independent_draws_give_the_stratified_gradient_on_average() -> None:
-    """Every route weighed by its chance, which is what many draws come to."""
+def test_sampled_routes_give_the_stratified_gradient_on_average() -> None:
+    """Every route weighted by its probability: the limit of many samples."""
     head = wild_head()
     logits, q = head(FEATURES), REWARDS - 0.5 * COSTS
     old = logits.detach().log_softmax(-1)
@@ -126,7 +126,7 @@ def test_value_gradient_is_right() -> None:
         torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-6)
 
 
-def test_a_route_of_which_nothing_is_known_pulls_at_nothing() -> None:
+def test_a_route_without_an_advantage_has_no_gradient() -> None:
     logits = torch.zeros(1, 3, requires_grad=True)
     has_advantage = torch.tensor([[True, False, True]])
     losses = [
@@ -141,7 +141,7 @@ def test_a_route_of_which_nothing_is_known_pulls_at_nothing() -> None:
     assert first[0, 1] == 0
 
 
-def test_what_has_moved_far_enough_pulls_no_further() -> None:
+def test_clipped_ratios_have_no_gradient() -> None:
     logits = torch.tensor([[2.0, 0.0, 0.0]], requires_grad=True)
     old = torch.zeros(1, 3).log_softmax(-1)
     of, action, better = torch.tensor([0]), torch.tensor([0]), torch.tensor([1.0])
@@ -150,10 +150,10 @@ def test_what_has_moved_far_enough_pulls_no_further() -> None:
     strata = expected_loss(logits, torch.tensor([[1.0, 0.0, 0.0]]), torch.ones(1, 3, dtype=torch.bool), old, clip=0.2)
     assert torch.autograd.grad(strata, logits)[0].abs().max() == 0
     worse = sampled_loss(logits, of, action, -better, old[0, :1], clip=0.2)
-    assert torch.autograd.grad(worse, logits)[0].abs().max() > 0  # what was moved the wrong way is brought back
+    assert torch.autograd.grad(worse, logits)[0].abs().max() > 0  # a move in the wrong direction is not clipped
 
 
-def test_no_labels_at_all_pull_at_nothing() -> None:
+def test_without_labels_there_is_no_gradient() -> None:
     logits = torch.randn(2, 3, requires_grad=True)
     loss = label_loss(logits, torch.tensor([NO_LABEL, NO_LABEL]))
     assert loss.item() == 0

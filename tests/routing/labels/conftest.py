@@ -1,4 +1,4 @@
-"""A labelling model on loopback: real HTTP, and trouble on demand."""
+"""A labelling model on loopback: real HTTP, with errors on demand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Reply = tuple[int, bytes, dict[str, str]]
 
 class _Quiet(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that hang up on trouble are what these tests are about."""
+        """Silent: these tests have clients that disconnect."""
 
 
 class LabellingServer:
@@ -41,7 +41,7 @@ class LabellingServer:
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(body)
-                if "content-length" in headers:  # it promised more than it has
+                if "content-length" in headers:  # announces more than it sends
                     self.close_connection = True
 
             def log_message(self, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Answers on disk."""
+"""The cache of answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolwise.routing.labels.cache import AnswerCache
 ONE, TWO = {"q": 1, "r": [1]}, {"q": 2}
 
 
-def test_answers_are_there_again_as_soon_as_they_were_given(tmp_path: Path) -> None:
+def test_answers_are_on_disk_immediately(tmp_path: Path) -> None:
     cache = AnswerCache(tmp_path / "new" / "c.jsonl")
     assert cache.get(ONE) is None
     cache.put(ONE, "yes")
@@ -21,7 +21,7 @@ def test_answers_are_there_again_as_soon_as_they_were_given(tmp_path: Path) -> N
     cache.close()
 
 
-def test_a_line_cut_off_is_passed_over_and_does_not_spoil_the_next(tmp_path: Path) -> None:
+def test_a_truncated_line_is_skipped_and_the_next_one_intact(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     first = AnswerCache(path)
     first.put(ONE, "yes")

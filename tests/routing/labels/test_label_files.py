@@ -1,4 +1,4 @@
-"""Labels in files, and how they find their tasks."""
+"""Label files, and joining them to tasks."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def task(name: str, **extra: object) -> Task:
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet"])
-def test_what_was_written_is_what_is_read(tmp_path: Path, ending: str) -> None:
+def test_round_trip(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"labels{ending}"
     write_labels(LABELS, path)
     assert read_labels(path) == LABELS
 
 
-def test_labels_are_joined_by_row_id_and_what_fits_nothing_is_told() -> None:
+def test_labels_are_joined_by_row_id_and_mismatches_reported() -> None:
     joined = join_labels([task("b", kind="k"), task("z"), task("a")], LABELS)
     assert [target_of(each) for each in joined.tasks] == [MIXED, None, RouteAction.ANSWER]
     assert joined.tasks[0].extra_info["tool_families"] == {"Get, News": "SEARCH", "add": "CALCULATE"}
     assert joined.tasks[0].extra_info["kind"] == "k"
     assert (joined.labelled, joined.unlabelled, joined.unmatched) == (2, ("z",), ("c",))
-    assert joined.describe() == "2 of 3 tasks have a label; 1 have none, first z; 1 labels name no task, first c"
+    assert joined.describe() == "2 of 3 tasks have a label; 1 have none, first z; 1 labels match no task, first c"
 
 
 def test_a_label_without_a_target_takes_none_away() -> None:
@@ -97,7 +97,7 @@ def test_a_row_with_two_labels_is_refused(tmp_path: Path) -> None:
         read_labels(path)
 
 
-def test_a_csv_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_csv_without_label_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "labels.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(DataError, match="task_id and router_target_action"):

@@ -1,4 +1,4 @@
-"""Labels from a model over real HTTP: whole and broken answers, resuming, and the same without any model."""
+"""Labels from a model over real HTTP: good and bad answers, resuming; and labels from rules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_tool(question: dict[str, Any]) -> bool:
 
 
 def sensible(question: dict[str, Any], times: int) -> tuple[int, bytes, dict[str, str]]:
-    """What a good model would say, by a rule that the heuristic does not have."""
+    """The answers of a good model, by a rule that the heuristic does not have."""
     if is_tool(question):
         return said(json.dumps({"family": "CALCULATE" if "a" in question["messages"][1]["content"] else "OTHER"}))
     return said('Sure!\n```json\n{"router_target_action": "MIXED"}\n```')
@@ -89,7 +89,7 @@ def test_a_row_is_asked_about_with_its_tools_its_question_and_the_right_answer(
     assert mark in row["messages"][0]["content"]
 
 
-def test_who_is_interrupted_asks_only_for_what_is_missing(serve: Serve, tasks: list[Task], tmp_path: Path) -> None:
+def test_resuming_asks_only_missing_questions(serve: Serve, tasks: list[Task], tmp_path: Path) -> None:
     server = serve(sensible)
     cache = tmp_path / "cache.jsonl"
     first = ask(tasks[:3], server, cache)
@@ -124,9 +124,7 @@ HALF = b'{"choices": [{"message": {"role": "assistant", "content": "{\\"router_t
     ],
     ids=["429", "503", "broken", "half", "half JSON", "no route", "other key", "prose", "no choice"],
 )
-def test_trouble_that_passes_costs_another_question_and_no_label(
-    serve: Serve, tasks: list[Task], tmp_path: Path, trouble: Any
-) -> None:
+def test_transient_errors_are_retried(serve: Serve, tasks: list[Task], tmp_path: Path, trouble: Any) -> None:
     def behave(question: dict[str, Any], times: int) -> Any:
         return trouble if times == 0 and not is_tool(question) else sensible(question, times)
 
@@ -137,7 +135,7 @@ def test_trouble_that_passes_costs_another_question_and_no_label(
     assert sum(not is_tool(question) for question in server.questions) == 4
 
 
-def test_trouble_that_stays_leaves_one_label_out_and_is_asked_again_the_next_time(
+def test_permanent_errors_leave_one_label_out_and_are_asked_again(
     serve: Serve, tasks: list[Task], tmp_path: Path
 ) -> None:
     broken = True
@@ -168,7 +166,7 @@ def test_a_tool_without_an_answer_keeps_the_family_of_the_rules(
     assert all(name.startswith("tool ") for name, _ in found.failed)
 
 
-def test_a_server_that_refuses_ends_it_in_one_line(serve: Serve, tasks: list[Task], tmp_path: Path) -> None:
+def test_a_server_that_refuses_is_a_one_line_error(serve: Serve, tasks: list[Task], tmp_path: Path) -> None:
     server = serve(lambda question, times: (401, b'{"error": {"message": "wrong key"}}', {}))
     with pytest.raises(ServerError, match="wrong key"):
         ask(tasks, server, tmp_path / "cache.jsonl")

@@ -1,4 +1,4 @@
-"""What is asked is stable, bounded, and cannot be talked round by a row."""
+"""Questions are stable, bounded, and safe against prompt injection from a row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_row_cannot_write_the_mark_that_ends_it() -> None:
     assert text.count(text.splitlines()[0]) == 2
 
 
-def test_answers_with_thoughts_fences_and_words_around_them_are_read() -> None:
+def test_answers_with_thinking_fences_and_text_around_them_are_read() -> None:
     told = '<think>{"router_target_action": "ANSWER"}?</think> {} no, {"router_target_action": "calculate_family"}'
     assert read_target(completion(told), {}) is RouteAction.CALCULATE_FAMILY
     fenced = '```json\n{"router_target_action": "CALCULATE-FAMILY", "why": "{"}\n```'
@@ -51,7 +51,7 @@ def test_answers_with_thoughts_fences_and_words_around_them_are_read() -> None:
 @pytest.mark.parametrize(
     "body", [None, [], {}, {"choices": [{}]}, completion(None), completion("x"), completion("[1]")]
 )
-def test_what_is_no_answer_is_worth_another_question(body: object) -> None:
+def test_bad_answers_are_retryable(body: object) -> None:
     for read in (read_family, read_target):
         with pytest.raises(ServerError) as told:
             read(body, {})

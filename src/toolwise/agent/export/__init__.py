@@ -1,4 +1,4 @@
-"""A trained model on its way out: a plain Hugging Face folder with a model card, from a run or a checkpoint of one."""
+"""Exports a run or a checkpoint as a plain Hugging Face folder with a model card."""
 
 from toolwise.agent.export.folder import Export, export_model
 

@@ -1,4 +1,4 @@
-"""The model card: what a model was made from, how, and what came of it. Names of files, never where they lie."""
+"""The model card: base model, data, training settings and results. Names files without their folders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolwise.training.trackers.jsonl import read_metrics
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 TOOL_TEXT = "tool_prompt.txt"
-"""In an export whose chat template ignores tools: what the prompt said of them in training."""
+"""In an export whose chat template ignores tools: the text that described them in training prompts."""
 
 _USAGE_SNIPPET = """\
 ```python
@@ -39,24 +39,30 @@ _LOAD_SCHEMAS = 'tools = json.loads(Path(folder, "tools.json").read_text(encodin
 _LOAD_TEXT = f'tools = Path(folder, "{TOOL_TEXT}").read_text(encoding="utf-8")'
 _MESSAGES_WITH_SYSTEM = """\
 messages = [
-    {"role": "system", "content": tools},  # after a system message of your own and an empty line, if you have one
+    {"role": "system", "content": tools},  # append to your own system message after an empty line, if you have one
     {"role": "user", "content": "What is 3 + 4?"},
 ]"""
 _MESSAGES_WITH_USER = 'messages = [{"role": "user", "content": tools + "\\n\\nWhat is 3 + 4?"}]  # the first one only'
 
 
 def model_card(
-    config: RunConfig, found: Checkpoint, run: Path, *, dtype: str, saved_in: str, tool_prompt: ToolPrompt | None = None
+    config: RunConfig,
+    source: Checkpoint,
+    run: Path,
+    *,
+    dtype: str,
+    saved_in: str,
+    tool_prompt: ToolPrompt | None = None,
 ) -> str:
-    """README.md of an exported model; `tool_prompt` is how it is told of its tools, None for a model without any."""
-    made_with = found.facts.get("toolwise", __version__)
-    table = {**_training(config, found), "weights": _weights(dtype, saved_in), "made with": f"toolwise {made_with}"}
+    """README.md of an exported model; `tool_prompt` is how prompts describe its tools, None for a model without any."""
+    version = source.facts.get("toolwise", __version__)
+    table = {**_training(config, source), "weights": _weights(dtype, saved_in), "made with": f"toolwise {version}"}
     return "\n".join(
         [
             *_front_matter(config),
             f"# {_one_line(config.name)}",
             "",
-            f"A language model, trained with Toolwise {made_with} by reinforcement learning to use tools.",
+            f"A language model, trained with Toolwise {version} by reinforcement learning to use tools.",
             "",
             "## How it was trained",
             "",
@@ -64,9 +70,9 @@ def model_card(
             "|---|---|",
             *(f"| {name} | {value} |" for name, value in table.items() if value),
             "",
-            "## What came of it",
+            "## Results",
             "",
-            *_metrics_table(run, found.step),
+            *_metrics_table(run, source.step),
             "",
             "## How to use it",
             "",
@@ -74,8 +80,8 @@ def model_card(
             "",
             "## Licence",
             "",
-            "Not stated yet: whoever publishes this model says here, and in the first lines of this file, under which "
-            "licence, as far as those of the base model and of the data allow.",
+            "Not stated yet. Before you publish the model, state its licence here and in the metadata at the top of "
+            "this file, within what the licences of the base model and of the data allow.",
             "",
         ]
     )
@@ -88,12 +94,12 @@ def _front_matter(config: RunConfig) -> Iterator[str]:
     if _HUB_NAME.fullmatch(config.model.path):
         yield f"base_model: {json.dumps(config.model.path)}"
     yield from ("tags:", "- toolwise", "- reinforcement-learning", "- tool-use")
-    yield "# license: left to whoever publishes this model"
+    yield "# license: to be set by the publisher of this model"
     yield "---"
     yield ""
 
 
-def _training(config: RunConfig, found: Checkpoint) -> dict[str, str]:
+def _training(config: RunConfig, source: Checkpoint) -> dict[str, str]:
     turns = f", up to {config.multi_turn.max_turns} turns" if config.multi_turn.enable else ", one turn"
     return {
         "base model": _base(config.model.path),
@@ -103,7 +109,7 @@ def _training(config: RunConfig, found: Checkpoint) -> dict[str, str]:
         "environment": _code(config.env.name) if config.env.name != "tools" else "",
         "reward": _reward(config),
         "advantage estimator": _code(config.algorithm.adv_estimator),
-        "steps": f"{found.step} of {config.data.batch_size} tasks × {config.rollout.n} rollouts{turns}",
+        "steps": f"{source.step} of {config.data.batch_size} tasks × {config.rollout.n} rollouts{turns}",
         "learning rate": f"{config.actor.lr:g}",
         "LoRA": _lora(config),
         "seed": str(config.seed),
@@ -116,14 +122,15 @@ def _lora(config: RunConfig) -> str:
 
 
 def _usage(tool_prompt: ToolPrompt | None) -> Iterator[str]:
-    """The snippet prompts the model as it was prompted in training."""
+    """A snippet that prompts the model as in training."""
     if tool_prompt is None or tool_prompt.where == "nowhere":
         yield _USAGE_SNIPPET.format(imports=_IMPORTS[""], messages=_QUESTION, tools="")
         return
-    how = tool_prompt.describe()
+    description = tool_prompt.describe()
     yield (
         "The model was trained with tools and answers badly without them: `tools.json` has their schemas. "
-        f"{how[0].upper()}{how[1:]}. It writes calls as text; your program runs them and adds the results."
+        f"{description[0].upper()}{description[1:]}. It writes calls as text; your program runs them and "
+        "adds the results."
     )
     yield ""
     if tool_prompt.where == "template":
@@ -136,8 +143,8 @@ def _usage(tool_prompt: ToolPrompt | None) -> Iterator[str]:
 
 
 def _base(path: str) -> str:
-    known = path.startswith("builtin:") or _HUB_NAME.fullmatch(path)
-    return _code(path if known else Path(path).name)
+    public = path.startswith("builtin:") or _HUB_NAME.fullmatch(path)
+    return _code(path if public else Path(path).name)
 
 
 def _file(path: Path | None) -> str:
@@ -147,8 +154,8 @@ def _file(path: Path | None) -> str:
 def _reward(config: RunConfig) -> str:
     reward = config.reward
     if reward.parts:
-        how = "" if reward.combine == "sum" else ", each normalised in its group"
-        return " + ".join(f"{part.weight:g} × {_reference(part.function)}" for part in reward.parts) + how
+        note = "" if reward.combine == "sum" else ", each normalised in its group"
+        return " + ".join(f"{part.weight:g} × {_reference(part.function)}" for part in reward.parts) + note
     return _reference(reward.function) if reward.function else "given in Python"
 
 
@@ -157,7 +164,7 @@ def _tool(tool: str | dict[str, Any]) -> str:
 
 
 def _reference(reference: str) -> str:
-    """`/home/me/judge.py:judge` by the name of its file."""
+    """`/home/me/judge.py:judge` without its folder."""
     return _code(reference.rpartition("/")[2])
 
 
@@ -166,12 +173,12 @@ def _weights(dtype: str, saved_in: str) -> str:
 
 
 def _metrics_table(run: Path, step: int) -> Iterator[str]:
-    """The first validation beside the last one that the checkpoint has seen."""
+    """The validation before training and the last one up to the checkpoint's step."""
     lines = [line for line in read_metrics(run / "metrics.jsonl") if line.get("step", step + 1) <= step]
-    seen = [line for line in lines if any(name.startswith("eval/") for name in line)]
-    nothing: dict[str, Any] = {}
-    before = next((line for line in seen if line["step"] == 0), nothing)
-    after = next((line for line in reversed(seen) if line["step"] > 0), nothing)
+    validations = [line for line in lines if any(name.startswith("eval/") for name in line)]
+    empty: dict[str, Any] = {}
+    before = next((line for line in validations if line["step"] == 0), empty)
+    after = next((line for line in reversed(validations) if line["step"] > 0), empty)
     names = _headline_metrics([name for name in dict.fromkeys([*before, *after]) if name.startswith("eval/")])
     if not names:
         yield "The run was not validated on held-out tasks."
@@ -187,10 +194,10 @@ def _metrics_table(run: Path, step: int) -> Iterator[str]:
 
 
 def _headline_metrics(names: Sequence[str]) -> list[str]:
-    """All figures of the whole, and of each kind of task the one that counts most."""
-    whole = [name for name in names if name.count("/") == 1]
-    first = "/correct" if "eval/correct" in whole else "/score"
-    return [*whole, *(name for name in names if name not in whole and name.endswith(first))]
+    """All overall metrics, and the main one for each kind of task."""
+    overall = [name for name in names if name.count("/") == 1]
+    suffix = "/correct" if "eval/correct" in overall else "/score"
+    return [*overall, *(name for name in names if name not in overall and name.endswith(suffix))]
 
 
 def _format_metric(value: Any) -> str:
@@ -202,5 +209,5 @@ def _code(text: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    """In one line, and no new column of a table."""
+    """On one line, with nothing that starts a new table column."""
     return " ".join(text.split()).replace("|", "¦")

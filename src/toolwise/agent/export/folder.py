@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder that plain `transformers` loads: there whole or not at all, and loaded to be sure."""
+"""Exports a checkpoint to a folder that plain `transformers` loads; written atomically and test-loaded first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from toolwise.training.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What was exported, and where to."""
+    """What was exported, and where."""
 
     out: Path
     checkpoint: Checkpoint
@@ -34,106 +34,112 @@ class Export:
 def export_model(source: Path, out: Path, *, dtype: str | None = None, best: str = "") -> Export:
     """Write the model of `source`, a run's folder or one of its checkpoints, to `out`.
 
-    Of a run it is the latest checkpoint, or the best by the validation figure that `best` names ("-cost": the lowest).
-    The weights are as they were saved, or in another `dtype`: "float32", "bfloat16", "float16".
+    For a run, exports the latest checkpoint, or the best by the validation metric `best` ("-cost": the lowest). The
+    weights keep their dtype unless `dtype` ("float32", "bfloat16", "float16") is given.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already: choose another --out, nothing is ever overwritten")
-    run, found = find_model(source, best)
+        raise ConfigError(f"{out} already exists: choose another --out, nothing is ever overwritten")
+    run, source_checkpoint = find_model(source, best)
     config = load_config(run / "config.toml")
-    aside = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
-        aside.mkdir(parents=True)
-        saved_in = _write_export(aside, found, config, run, dtype)
+        temporary.mkdir(parents=True)
+        saved_in = _write_export(temporary, source_checkpoint, config, run, dtype)
         if out.exists():
             out.rmdir()
-        aside.rename(out)
+        temporary.rename(out)
     except FileNotFoundError as fault:
-        if found.path.exists():
+        if source_checkpoint.path.exists():
             raise
-        raise CheckpointError(f"{found.path} was removed by its run while it was read: try again") from fault
+        raise CheckpointError(
+            f"{source_checkpoint.path} was removed by its run while it was being read: try again"
+        ) from fault
     except Exception as fault:
         if (reason := disk_fault(fault)) is None:
             raise
-        raise ModelError(f"cannot write {out}: {reason}; nothing was left there") from fault
+        raise ModelError(f"cannot write {out}: {reason}; nothing was left behind") from fault
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return Export(out, found, dtype or saved_in)
+        shutil.rmtree(temporary, ignore_errors=True)
+    return Export(out, source_checkpoint, dtype or saved_in)
 
 
 def find_model(source: Path, best: str = "") -> tuple[Path, Checkpoint]:
-    """The run's folder, and the checkpoint in it that `source` means."""
-    named = (source / checkpoint.MANIFEST).is_file()
-    run = source.resolve().parent.parent if named else source
+    """The run's folder and the checkpoint that `source` refers to."""
+    is_checkpoint = (source / checkpoint.MANIFEST).is_file()
+    run = source.resolve().parent.parent if is_checkpoint else source
     if not (run / "config.toml").is_file():
-        raise CheckpointError(f"{run} has no config.toml: name a run's folder, or RUN/checkpoints/step-…")
-    if named and best:
-        raise ConfigError(f"{source} is one checkpoint: name its run, {run}, to choose among its checkpoints by --best")
-    if named:
+        raise CheckpointError(f"{run} has no config.toml: give the folder of a run, or RUN/checkpoints/step-…")
+    if is_checkpoint and best:
+        raise ConfigError(
+            f"{source} is a single checkpoint: give its run, {run}, to choose one of its checkpoints with --best"
+        )
+    if is_checkpoint:
         return run, checkpoint.load(source)
     folder, damaged = run / "checkpoints", list[str]()
     if best:
-        found = checkpoint.best(folder, best, warnings_out=damaged)
+        chosen = checkpoint.best(folder, best, warnings_out=damaged)
     else:
-        found = checkpoint.latest(folder, warnings_out=damaged)
-    if damaged:  # an older one would pass for the one that was asked for
+        chosen = checkpoint.latest(folder, warnings_out=damaged)
+    if damaged:  # do not silently use an older one
         raise CheckpointError(f"{damaged[0].removeprefix('passed over: ')}: toolwise export RUN/checkpoints/step-…")
-    if found is None and best:
+    if chosen is None and best:
         raise CheckpointError(
             f"no checkpoint in {folder} was validated for {best.removeprefix('-')!r}: {_available_metrics(folder)}"
         )
-    if found is None:
-        raise CheckpointError(f"{source} has no whole checkpoint yet: wait for its first one")
-    return run, found
+    if chosen is None:
+        raise CheckpointError(f"{source} has no complete checkpoint yet: wait for the first one")
+    return run, chosen
 
 
 def _available_metrics(folder: Path) -> str:
-    found = checkpoint.latest(folder, warnings_out=[])
-    names = sorted(found.figures) if found is not None else []
-    return f"there is {', '.join(names)}" if names else "leave --best out to export the latest"
+    latest = checkpoint.latest(folder, warnings_out=[])
+    names = sorted(latest.figures) if latest is not None else []
+    return f"available: {', '.join(names)}" if names else "leave --best out to export the latest"
 
 
-def _write_export(aside: Path, found: Checkpoint, config: RunConfig, run: Path, dtype: str | None) -> str:
-    """Everything into `aside`; says what the weights were saved in."""
-    model = found.path / "model"
+def _write_export(folder: Path, source: Checkpoint, config: RunConfig, run: Path, dtype: str | None) -> str:
+    """Writes everything into `folder`; returns the dtype the weights were saved in."""
+    model = source.path / "model"
     if not (model / "config.json").is_file():
-        raise CheckpointError(f"{model} has no config.json: the checkpoint holds no model to export")
+        raise CheckpointError(f"{model} has no config.json: the checkpoint has no model to export")
     for path in sorted(model.rglob("*")):
-        target = aside / path.relative_to(model)
+        target = folder / path.relative_to(model)
         if path.is_dir():
             target.mkdir()
         else:
             shutil.copyfile(path, target)
-    _record_settings(aside, config)
-    saved_in = saved_dtype(aside)
+    _record_settings(folder, config)
+    saved_in = saved_dtype(folder)
     if dtype is not None and dtype != saved_in:
-        convert(aside, dtype)
-    if not (aside / "generation_config.json").exists():
-        _write_generation_config(aside, trusted=config.model.trust_remote_code)
+        convert(folder, dtype)
+    if not (folder / "generation_config.json").exists():
+        _write_generation_config(folder, trusted=config.model.trust_remote_code)
     try:
         trusted = config.model.trust_remote_code
-        _, chat = load_model(str(aside), device="cpu", dtype=dtype or saved_in, trust_remote_code=trusted)
+        _, chat = load_model(str(folder), device="cpu", dtype=dtype or saved_in, trust_remote_code=trusted)
     except ModelError as fault:
-        raise ModelError(f"what was exported does not load, so it was removed again: {fault}") from fault
-    prompt, tools = None, list(read_tools(aside).values())
+        raise ModelError(f"the exported model does not load, so it was removed: {fault}") from fault
+    prompt, tools = None, list(read_tools(folder).values())
     if tools:
         prompt = chat.set_tool_prompt(config.rollout.tool_prompt, config.rollout.tool_parser)
         if prompt.where in ("system", "user"):
-            (aside / TOOL_TEXT).write_text(describe_tools(tools, prompt.form), encoding="utf-8")
-    card = model_card(config, found, run, dtype=dtype or saved_in, saved_in=saved_in, tool_prompt=prompt)
-    (aside / "README.md").write_text(card, encoding="utf-8")
+            (folder / TOOL_TEXT).write_text(describe_tools(tools, prompt.form), encoding="utf-8")
+    card = model_card(config, source, run, dtype=dtype or saved_in, saved_in=saved_in, tool_prompt=prompt)
+    (folder / "README.md").write_text(card, encoding="utf-8")
     return saved_in
 
 
 def _record_settings(folder: Path, config: RunConfig) -> None:
-    """How a routed agent rolls out, for checkpoints of earlier versions, which do not say it themselves."""
+    """Adds the inference settings of a routed agent; checkpoints of earlier versions do not have them."""
     file = folder / ROUTER_METADATA_FILE
     if file.is_file():
         try:
-            facts = inference_settings(config) | json.loads(file.read_text(encoding="utf-8"))
+            metadata = inference_settings(config) | json.loads(file.read_text(encoding="utf-8"))
         except (ValueError, TypeError, RecursionError) as fault:
-            raise CheckpointError(f"{file.name} of the checkpoint cannot be read ({fault}): take another one") from None
-        file.write_text(json_text(facts, indent=2) + "\n", encoding="utf-8")
+            raise CheckpointError(
+                f"{file.name} of the checkpoint cannot be read ({fault}): export another checkpoint"
+            ) from None
+        file.write_text(json_text(metadata, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_generation_config(folder: Path, *, trusted: bool) -> None:

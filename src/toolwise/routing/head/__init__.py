@@ -1,1 +1,1 @@
-"""The router's head: a small network on the actor's model, and how it learns."""
+"""The router's head: a small network on top of the actor's model, and its training."""

@@ -1,7 +1,7 @@
-"""The head that is kept: the mean of the router's weights, and of its λ, over the last updates of a run.
+"""The head that is saved: the mean of the router's weights, and of λ, over the last updates of a run.
 
-Reward and price pull against each other, so the head of any one step swings about the budget, and the nearer λ is to
-what a call is worth the wider; the mean of such heads spends the mean of what they spend.
+Reward and cost pull against each other, so the head of a single step oscillates around the budget, the more so the
+closer λ is to the value of a call. The averaged head spends the mean of what these heads spend.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from toolwise.routing.head.head import RouterHead
 
 
 class HeadAverage:
-    """Nothing until the first head is added."""
+    """Running mean of heads and of their λ; empty until the first head is added."""
 
     def __init__(self) -> None:
         self.head: RouterHead | None = None
@@ -27,15 +27,15 @@ class HeadAverage:
     def add(self, head: RouterHead, multipliers: Sequence[float]) -> None:
         self.count += 1
         if self.head is None:
-            self.head, self.multipliers = copy.deepcopy(head), [float(price) for price in multipliers]
+            self.head, self.multipliers = copy.deepcopy(head), [float(multiplier) for multiplier in multipliers]
             return
         for mean, weight in zip(self.head.parameters(), head.parameters(), strict=True):
             mean.lerp_(weight, 1.0 / self.count)
         pairs = zip(self.multipliers, multipliers, strict=True)
-        self.multipliers = [mean + (price - mean) / self.count for mean, price in pairs]
+        self.multipliers = [mean + (multiplier - mean) / self.count for mean, multiplier in pairs]
 
     def of(self, head: RouterHead, multipliers: Sequence[float]) -> tuple[RouterHead, Sequence[float]]:
-        """The means, where there are any; else what is given."""
+        """The means if there are any, else the arguments."""
         return (head, multipliers) if self.head is None else (self.head, self.multipliers)
 
     def reset(self) -> None:
@@ -48,7 +48,7 @@ class HeadAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], like: RouterHead) -> None:
-        """`like` is a head of the same settings."""
+        """`like` is a head with the same settings."""
         self.reset()
         if state:
             self.head = copy.deepcopy(like)

@@ -1,4 +1,4 @@
-"""Lessons as tensors: what the router's loss is computed from."""
+"""The router's training examples as tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolwise.routing.samples import RouterExample
 
 @dataclass(frozen=True)
 class RouterBatch:
-    """Lessons as tensors."""
+    """B examples with N rollouts altogether."""
 
     examples: Sequence[RouterExample]
     old_logprobs: Tensor
@@ -23,10 +23,10 @@ class RouterBatch:
     labels: Tensor
     """[B]"""
     advantages: Tensor | None
-    """[B, routes] of stratified routes"""
+    """[B, routes] for stratified routes"""
     has_advantage: Tensor
     prompt_index: Tensor
-    """[N] the lesson that each rollout is of"""
+    """[N] the example that each rollout belongs to"""
     actions: Tensor
     sampled_advantages: Tensor
     targets: Tensor
@@ -34,12 +34,12 @@ class RouterBatch:
 
     @classmethod
     def of(cls, examples: Sequence[RouterExample], like: Tensor) -> RouterBatch:
-        device, samples = like.device, [(i, t) for i, example in enumerate(examples) for t in example.samples]
+        device, samples = like.device, [(i, sample) for i, example in enumerate(examples) for sample in example.samples]
 
         def floats(values: Any) -> Tensor:
             return torch.tensor(values, dtype=like.dtype, device=device)
 
-        def whole(values: Any) -> Tensor:
+        def integers(values: Any) -> Tensor:
             return torch.tensor(values, dtype=torch.long, device=device)
 
         old = floats([example.prediction.logprobs for example in examples])
@@ -48,21 +48,23 @@ class RouterBatch:
         return cls(
             examples=examples,
             old_logprobs=old,
-            labels=whole([NO_LABEL if example.label is None else example.label for example in examples]),
+            labels=integers([NO_LABEL if example.label is None else example.label for example in examples]),
             advantages=floats([[0.0 if a is None else a for a in row] for row in rows]) if stratified else None,
             has_advantage=torch.tensor([[a is not None for a in row] for row in rows], device=device),
-            prompt_index=whole([i for i, _ in samples]),
-            actions=whole([t.route for _, t in samples]),
-            sampled_advantages=floats([t.advantage for _, t in samples]),
-            targets=floats([[t.reward, *t.costs] for _, t in samples]) if samples else like.new_zeros(0, 1),
+            prompt_index=integers([i for i, _ in samples]),
+            actions=integers([sample.route for _, sample in samples]),
+            sampled_advantages=floats([sample.advantage for _, sample in samples]),
+            targets=floats([[sample.reward, *sample.costs] for _, sample in samples])
+            if samples
+            else like.new_zeros(0, 1),
         )
 
     @property
     def predictions(self) -> Tensor:
         """[B, routes, 1 + units]"""
         rows = [
-            [[reward, *costs] for reward, costs in zip(w.rewards or (), w.costs or (), strict=True)]
-            for w in (example.prediction for example in self.examples)
+            [[reward, *costs] for reward, costs in zip(prediction.rewards or (), prediction.costs or (), strict=True)]
+            for prediction in (example.prediction for example in self.examples)
         ]
         return torch.tensor(rows, dtype=self.targets.dtype, device=self.targets.device)
 

@@ -1,4 +1,4 @@
-"""The router of a run, put together from its configuration: the head on the actor's model, and who asks it."""
+"""Builds the router of a run from its configuration: the head on the actor's model, its learner, and the router."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def build_head(config: RunConfig, model: Any) -> RouterHead:
     depth = len(model.get_decoder().layers)
     for layer in router.layers:
         if not -depth <= layer < depth:
-            raise ConfigError(f"router.layers names layer {layer}, and the model has 0 to {depth - 1} (-1: the last)")
+            raise ConfigError(
+                f"router.layers has layer {layer}, but the model has layers 0 to {depth - 1} (-1: the last)"
+            )
     return RouterHead(
         HeadSettings(
             width=feature_width(model, router.layers),
@@ -46,7 +48,7 @@ def build_head(config: RunConfig, model: Any) -> RouterHead:
 
 
 def build_router_learner(config: RunConfig, model: Any, head: RouterHead, actor_optimizer: Optimizer) -> RouterLearner:
-    """`actor_optimizer` is the actor's optimiser, which the head shares or tells of what it has moved."""
+    """`actor_optimizer` is shared with the head, or synchronized after the head's optimizer has updated the trunk."""
     return RouterLearner(
         model,
         head,
@@ -87,10 +89,10 @@ def build_router(
     tasks: Sequence[Task],
     engine: Any = None,
 ) -> LearnedRouter:
-    """The router that asks `model`; `tasks` are those it will be trained on, `engine` is what will generate."""
+    """The router with the head in `model`; `tasks` are the training tasks, `engine` generates the rollouts."""
     router = config.router
     check_router(config, tasks)
-    # Words that only follow the prompt leave it as it is: what the engine has read for the route, rollouts go on from.
+    # Appended text leaves the prompt as it is: rollouts reuse the prefix that the engine has encoded for routing.
     if router.conditioning == "append" and router.layers == [-1] and hasattr(engine, "encode"):
         model.encode = engine_encoder(engine, router.pool)
     return LearnedRouter(
@@ -115,7 +117,7 @@ def build_router(
 
 
 def original_prompt(chat: ChatTokenizer, task: Task, tools: Mapping[str, BaseTool]) -> Sequence[int]:
-    """The tokens of a task as it would be put without a router: what a route is chosen by."""
+    """The tokens of a task's prompt without routing: the router's input."""
     if task.prompt_ids is not None:
         return task.prompt_ids
     return chat.start(task.prompt, [tool_spec(tool, task) for tool in offered_tools(task, tools).values()] or None)
@@ -136,19 +138,21 @@ def cost_from_config(config: RunConfig, tools: Mapping[str, BaseTool]) -> Cost:
     router = config.router
     if router.cost == "tools":
         if router.cost_kwargs:
-            raise ConfigError('router.cost is "tools": prices are the tools\' own, so leave router.cost_kwargs out')
+            raise ConfigError('router.cost is "tools", which uses the prices of the tools: remove router.cost_kwargs')
         return tool_prices(tools)
     return build_cost(router.cost, **router.cost_kwargs)
 
 
 def check_router(config: RunConfig, tasks: Sequence[Task]) -> None:
-    """Settings that contradict each other, before any work is done."""
+    """Raises if settings contradict each other, before any work is done."""
     router, n = config.router, config.rollout.n
     if router.routes == "stratified" and n < len(ROUTES):
-        raise ConfigError(f"router.routes is stratified over {len(ROUTES)} routes and rollout.n is {n}: use 6 or more")
+        raise ConfigError(f"router.routes is stratified over {len(ROUTES)} routes but rollout.n is {n}: use 6 or more")
     if not router.train_actor and router.backbone != "frozen":
-        raise ConfigError(f"router.train_actor is false and router.backbone {router.backbone}: use frozen, or train it")
+        raise ConfigError(
+            f"router.train_actor is false but router.backbone is {router.backbone}: use frozen, or train the actor"
+        )
     if router.mode == "value" and (router.label_coef or router.warm_start_epochs):
-        raise ConfigError("router.mode is value, which learns from what came and not from labels: set label_coef to 0")
+        raise ConfigError("router.mode is value, which does not use labels: set label_coef and warm_start_epochs to 0")
     if (router.label_coef or router.warm_start_epochs) and not any(target_of(task) is not None for task in tasks):
-        raise ConfigError("router.label_coef or warm_start_epochs is set and no task has a label: name router.labels")
+        raise ConfigError("router.label_coef or warm_start_epochs is set but no task has a label: set router.labels")

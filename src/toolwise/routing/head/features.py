@@ -1,4 +1,4 @@
-"""What stands for a prompt: the trunk's states of its last token, or their mean; each prompt through the trunk once."""
+"""Prompt features: the trunk's hidden state at the last token, or the mean over all; one forward pass per prompt."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Pool = Literal["last", "mean"]
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt as packing wants it: the token after a prompt is what the state of its last one would predict."""
+    """A prompt as a row for packing, which selects the hidden states that predict the `sampled` tokens."""
 
     ids: Sequence[int]
     sampled: Sequence[bool]
 
 
 def prompt_row(prompt: Sequence[int], pool: Pool) -> PromptRow:
-    """With one token more, which is never computed; marked are the tokens whose predecessor's state is wanted."""
+    """Adds a token that is never computed, and marks each token whose predecessor's state is needed."""
     before = len(prompt) - 1 if pool == "last" else 0
     return PromptRow([*prompt, 0], [False] * (before + 1) + [True] * (len(prompt) - before))
 
@@ -41,7 +41,7 @@ def prompt_features(
     layers: Sequence[int] = (-1,),
     max_tokens: int = 16_384,
 ) -> Tensor:
-    """[prompts, width] in fp32. Prompts are packed without padding, and what they have in common is computed once."""
+    """[prompts, width] in fp32. Prompts are packed without padding; shared prefixes are computed once."""
     rows = [prompt_row(prompt, pool) for prompt in prompts]
     sums: Tensor | None = None
     for packed in pack(rows, max_tokens, share_prefixes=can_share_prefixes(model), device=model.device):
@@ -56,13 +56,13 @@ def prompt_features(
 
 
 class PromptEncoder(Protocol):
-    """What generates, where it can also read: a prompt that it has read it need not compute again to go on from it."""
+    """An engine that can encode prompts; generating from an encoded prompt reuses its prefix."""
 
     async def encode(self, prompt_ids: Sequence[int], *, pool: Pool = "last") -> Tensor: ...
 
 
 def engine_encoder(reader: PromptEncoder, pool: Pool) -> Callable[[Sequence[Sequence[int]]], Tensor]:
-    """Features by whoever generates. Waits for them in a loop of its own, so that it can be called from anywhere."""
+    """Prompt features from the engine. Runs its own event loop in a thread, so it can be called from anywhere."""
 
     async def read_all(prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         return await asyncio.gather(*(reader.encode(prompt, pool=pool) for prompt in prompts))
@@ -81,31 +81,31 @@ def feature_width(model: Any, layers: Sequence[int] = (-1,)) -> int:
 
 
 def _layer_states(model: Any, packed: Any, layers: Sequence[int]) -> Tensor:
-    """[T, width]: the states of all the layers asked for, side by side."""
+    """[T, width]: the states of the given layers, concatenated."""
     inner = [layer for layer in layers if layer != -1]
     if inner and not can_share_prefixes(model):
-        raise ModelError(f"{type(model).__name__} is computed padded, layer by layer unseen: set router.layers to [-1]")
+        raise ModelError(f"{type(model).__name__} only gives its last hidden states: set router.layers to [-1]")
     if not inner:
         return hidden_states(model, packed)
-    own = shared_copy(model)
-    heard = _capture_layers(own.get_decoder(), inner)
-    last = hidden_states(own, packed)
-    return torch.cat([last if layer == -1 else heard[layer].reshape(last.shape) for layer in layers], dim=-1)
+    copy = shared_copy(model)
+    outputs = _capture_layers(copy.get_decoder(), inner)
+    last = hidden_states(copy, packed)
+    return torch.cat([last if layer == -1 else outputs[layer].reshape(last.shape) for layer in layers], dim=-1)
 
 
 def _capture_layers(trunk: Any, layers: Sequence[int]) -> dict[int, Tensor]:
-    """Will hold what layers in the middle give: 0 is the first, -2 the last but one. `trunk` is a copy that nobody
-    else runs."""
-    heard: dict[int, Tensor] = {}
+    """A dict that the next forward pass fills with the outputs of inner layers (0: the first, -2: the last but one).
+    `trunk` must be a copy that nothing else runs."""
+    outputs: dict[int, Tensor] = {}
 
-    def listen(layer: int) -> None:
-        def keep(module: Any, inputs: Any, output: Any) -> None:
-            heard[layer] = output[0] if isinstance(output, tuple) else output
+    def add_hook(layer: int) -> None:
+        def store(module: Any, inputs: Any, output: Any) -> None:
+            outputs[layer] = output[0] if isinstance(output, tuple) else output
 
-        part = trunk.layers[layer]
-        part._forward_hooks = part._forward_hooks.copy()  # a copy shares its hooks with the model
-        part.register_forward_hook(keep)
+        block = trunk.layers[layer]
+        block._forward_hooks = block._forward_hooks.copy()  # otherwise shared with the original model
+        block.register_forward_hook(store)
 
     for layer in layers:
-        listen(layer)
-    return heard
+        add_hook(layer)
+    return outputs

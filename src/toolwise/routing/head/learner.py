@@ -1,7 +1,7 @@
-"""The learner of the router: weighs prompts for it, and turns its lessons into steps of the head (and the trunk).
+"""Trains the router's head (and optionally the trunk) and computes its predictions.
 
-The trunk is read through `encode`, which gives the features of prompts; under a frozen trunk they are kept with the
-prompt until the lesson comes, so that a prompt goes through the trunk once however many rollouts it begins.
+`encode` computes prompt features with the trunk. With a frozen trunk they are kept with the prediction until the prompt
+is learned from, so that each prompt needs one forward pass, however many rollouts it has.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ Encode = Callable[[Sequence[Sequence[int]]], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings(OptimizerSettings):
-    """How the head learns."""
+    """Training settings of the head."""
 
     lr: float = 1e-3
     epochs: int = 1
     clip: float = 0.2
-    """Where several epochs are taken."""
+    """PPO clip ratio; used with more than one epoch."""
     entropy_coef: float = 0.1
     entropy_final: float | None = None
-    """What the bonus has become by `schedule_steps`, along a line; None: it stays."""
+    """Linear target of `entropy_coef` at `schedule_steps`; None: constant."""
     average_last: float = 0.0
-    """The share of `schedule_steps`, at their end, over which heads are averaged into the one that is kept."""
+    """The last share of `schedule_steps` over which heads are averaged into the one that is saved."""
     label_coef: float = 0.0
     backbone: Literal["frozen", "top", "full"] = "frozen"
     top_layers: int = 1
     micro_batch_tokens: int = 16_384
-    """Tokens of prompts in memory at a time; with their activations, where the trunk learns too."""
+    """Prompt tokens per forward pass (and backward pass, if the trunk is trained)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteOutput:
-    """One row for each prompt."""
+    """One row per prompt."""
 
     router_logits: Tensor
     """[batch, routes], in fp32"""
@@ -70,8 +70,8 @@ class RouteOutput:
 
 
 class RouterLearner:
-    """`optimizer` is the actor's where the head shares it; `on_trunk_update` is called when weights of the trunk have
-    moved."""
+    """`optimizer` is the actor's if the head shares it; `on_trunk_update` is called after weights of the trunk have
+    changed."""
 
     def __init__(
         self,
@@ -87,20 +87,20 @@ class RouterLearner:
         self.head = head.to(model.device)
         self.settings = settings
         self.trunk = trunk_weights(model, settings.backbone, settings.top_layers)
-        own = [*self.head.parameters(), *self.trunk]
+        parameters = [*self.head.parameters(), *self.trunk]
         self.shares_optimizer = optimizer is not None
-        self.optimizer = Optimizer(own, settings, owner="router") if optimizer is None else optimizer
+        self.optimizer = Optimizer(parameters, settings, owner="router") if optimizer is None else optimizer
         self.encode = encode or self._encode
         self.on_trunk_update = on_trunk_update
         self.updates = 0
         self.average = HeadAverage()
         self.prefills = 0
-        """Prompts that went through the trunk to be weighed."""
+        """Number of prompts encoded for predictions."""
 
     def _encode(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         s = self.head.settings
-        most = self.settings.micro_batch_tokens
-        return prompt_features(self.model, prompts, pool=s.pool, layers=s.layers, max_tokens=most)
+        max_tokens = self.settings.micro_batch_tokens
+        return prompt_features(self.model, prompts, pool=s.pool, layers=s.layers, max_tokens=max_tokens)
 
     @torch.no_grad()
     def predict(
@@ -110,10 +110,10 @@ class RouterLearner:
             return []
         features = self.encode(prompts).detach()
         self.prefills += len(prompts)
-        head, prices = self.average.of(self.head, multipliers) if averaged else (self.head, multipliers)
-        found = head(features)
-        logprobs = head.logits(found, prices).log_softmax(-1).tolist()
-        values = found.tolist() if self.head.settings.mode == "value" else None
+        head, used_multipliers = self.average.of(self.head, multipliers) if averaged else (self.head, multipliers)
+        outputs = head(features)
+        logprobs = head.logits(outputs, used_multipliers).log_softmax(-1).tolist()
+        values = outputs.tolist() if self.head.settings.mode == "value" else None
         return [
             RoutePrediction(
                 tuple(logprobs[i]),
@@ -133,16 +133,19 @@ class RouterLearner:
         seed: int = 0,
         multipliers: Sequence[float] = (),
     ) -> RouteOutput:
-        """Draws depend on (seed, place) alone."""
+        """Samples depend only on the seed and the index of the prompt."""
         logits = self.head.logits(self.head(self.encode(prompts)), multipliers)
         self.prefills += len(prompts)
-        weighed = [RoutePrediction(tuple(row)) for row in logits.log_softmax(-1).tolist()]
-        chosen = [w.sample(Random(f"{seed}/{i}")) if do_sample else w.argmax() for i, w in enumerate(weighed)]
+        predictions = [RoutePrediction(tuple(row)) for row in logits.log_softmax(-1).tolist()]
+        chosen = [
+            prediction.sample(Random(f"{seed}/{i}")) if do_sample else prediction.argmax()
+            for i, prediction in enumerate(predictions)
+        ]
         action = torch.tensor(chosen, device=logits.device, dtype=torch.long)
         return RouteOutput(logits, action, logits.log_softmax(-1).gather(1, action[:, None])[:, 0])
 
     def learn(self, examples: Sequence[RouterExample], multipliers: Sequence[float] = ()) -> Metrics:
-        """One update: `epochs` optimiser steps over all lessons."""
+        """One update: `epochs` optimizer steps over all examples."""
         self.updates += 1
         if not examples:
             return {"router/updates": 0.0}
@@ -157,7 +160,7 @@ class RouterLearner:
         if self._is_averaging:
             self.average.add(self.head, multipliers)
         else:
-            self.average.reset()  # a run that had ended was given more steps
+            self.average.reset()  # the run was extended after it had ended
         return metrics | {f"router/{name}": value for name, value in sums.items()}
 
     @property
@@ -166,9 +169,9 @@ class RouterLearner:
         return s.average_last > 0 and self.updates > s.schedule_steps * (1.0 - s.average_last)
 
     def supervised_step(self, predictions: Sequence[RoutePrediction], labels: Sequence[int]) -> Metrics:
-        """A step of cross-entropy alone, at the rate of the update to come: schedules count those that follow."""
+        """A cross-entropy step at the learning rate of the next update; it does not advance the schedule."""
         batch = RouterBatch.of(
-            [RouterExample(w, (), label=label) for w, label in zip(predictions, labels, strict=True)],
+            [RouterExample(prediction, (), label=label) for prediction, label in zip(predictions, labels, strict=True)],
             self._dtype_reference,
         )
         return {f"router/{name}": value for name, value in self._step(batch, (), only_labels=True).items()}
@@ -179,14 +182,14 @@ class RouterLearner:
 
     def _step(self, batch: RouterBatch, multipliers: Sequence[float], *, only_labels: bool = False) -> Metrics:
         if self.trunk:
-            self.optimizer.sync_masters()  # the actor's own update has moved them
+            self.optimizer.sync_masters()  # the actor's update has changed them
         sums: dict[str, float] = {}
         for part in batch.parts(self._prompts_per_part(batch) if self.trunk else len(batch.examples)):
             with self._others_frozen():
-                loss, figures = self._loss(part, batch, multipliers, only_labels)
+                loss, metrics = self._loss(part, batch, multipliers, only_labels)
                 loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.accumulate_gradients()
-            for name, value in figures.items():
+            for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
         norms = self.optimizer.step(self.updates + only_labels)
         if self.trunk:
@@ -198,21 +201,21 @@ class RouterLearner:
         return max(1, self.settings.micro_batch_tokens // max(1, longest))
 
     def _loss(
-        self, part: RouterBatch, whole: RouterBatch, multipliers: Sequence[float], only_labels: bool
+        self, part: RouterBatch, batch: RouterBatch, multipliers: Sequence[float], only_labels: bool
     ) -> tuple[Tensor, Metrics]:
-        """Of a part of the batch; parts add up to the mean over the whole."""
+        """The loss of a part of the batch; the parts add up to the mean over the batch."""
         s = self.settings
-        found = self.head(self._features(part))
-        prompts, rollouts = len(whole.examples), max(1, len(whole.actions))
+        outputs = self.head(self._features(part))
+        prompts, rollouts = len(batch.examples), max(1, len(batch.actions))
         if self.head.settings.mode == "value" and not only_labels:
-            loss = value_loss(found, part.prompt_index, part.actions, part.targets) / rollouts
-            return loss, {"loss": float(loss.detach()), "entropy": self._entropy(found, multipliers, prompts)}
-        logits = self.head.logits(found, multipliers)
+            loss = value_loss(outputs, part.prompt_index, part.actions, part.targets) / rollouts
+            return loss, {"loss": float(loss.detach()), "entropy": self._entropy(outputs, multipliers, prompts)}
+        logits = self.head.logits(outputs, multipliers)
         entropy = entropies(logits).sum() / prompts
-        labelled = max(1, int((whole.labels != NO_LABEL).sum()))
-        imitation = label_loss(logits, part.labels) / labelled
+        labelled = max(1, int((batch.labels != NO_LABEL).sum()))
+        supervised = label_loss(logits, part.labels) / labelled
         if only_labels:
-            return imitation, {"label_loss": float(imitation.detach())}
+            return supervised, {"label_loss": float(supervised.detach())}
         clip = s.clip if s.epochs > 1 else None
         if part.advantages is not None:
             policy = expected_loss(logits, part.advantages, part.has_advantage, part.old_logprobs, clip=clip) / prompts
@@ -222,17 +225,17 @@ class RouterLearner:
                 sampled_loss(logits, part.prompt_index, part.actions, part.sampled_advantages, old, clip=clip)
                 / rollouts
             )
-        loss = policy - self.entropy_coef * entropy + s.label_coef * imitation
-        figures = {"loss": float(policy.detach()), "entropy": float(entropy.detach())}
-        if bool((whole.labels != NO_LABEL).any()):
-            figures["label_loss"] = float(imitation.detach())
-        return loss, figures
+        loss = policy - self.entropy_coef * entropy + s.label_coef * supervised
+        metrics = {"loss": float(policy.detach()), "entropy": float(entropy.detach())}
+        if bool((batch.labels != NO_LABEL).any()):
+            metrics["label_loss"] = float(supervised.detach())
+        return loss, metrics
 
     @contextmanager
     def _others_frozen(self) -> Iterator[None]:
-        """Weights that the router does not move get no gradient either: it would lie there for the actor's step."""
-        mine = {id(weight) for weight in self.trunk}
-        others = [w for w in self.model.parameters() if self.trunk and w.requires_grad and id(w) not in mine]
+        """No gradients for weights that the router does not train: they would leak into the actor's step."""
+        trained = {id(weight) for weight in self.trunk}
+        others = [w for w in self.model.parameters() if self.trunk and w.requires_grad and id(w) not in trained]
         for weight in others:
             weight.requires_grad_(False)
         try:
@@ -241,26 +244,26 @@ class RouterLearner:
             for weight in others:
                 weight.requires_grad_(True)
 
-    def _entropy(self, found: Tensor, multipliers: Sequence[float], prompts: int) -> float:
-        return float(entropies(self.head.logits(found.detach(), multipliers)).sum()) / prompts
+    def _entropy(self, outputs: Tensor, multipliers: Sequence[float], prompts: int) -> float:
+        return float(entropies(self.head.logits(outputs.detach(), multipliers)).sum()) / prompts
 
     @property
     def entropy_coef(self) -> float:
         s = self.settings
         if s.entropy_final is None:
             return s.entropy_coef
-        done = min(1.0, self.updates / max(1, s.schedule_steps))
-        return s.entropy_coef + (s.entropy_final - s.entropy_coef) * done
+        progress = min(1.0, self.updates / max(1, s.schedule_steps))
+        return s.entropy_coef + (s.entropy_final - s.entropy_coef) * progress
 
     def _features(self, part: RouterBatch) -> Tensor:
-        memories = [example.prediction.head_inputs for example in part.examples]
+        inputs = [example.prediction.head_inputs for example in part.examples]
         if self.trunk:
-            return self._encode([prompt for prompt, _ in memories])
-        return torch.stack([features for _, features in memories])
+            return self._encode([prompt for prompt, _ in inputs])
+        return torch.stack([features for _, features in inputs])
 
     @torch.no_grad()
     def _calibration_metrics(self, batch: RouterBatch) -> Metrics:
-        """How far the forecasts that routes were chosen by lie from what came, before anything is learned from it."""
+        """How far the predictions used for routing were from the outcomes, before learning from them."""
         if self.head.settings.mode != "value" or not len(batch.actions):
             return {}
         predictions = batch.predictions[batch.prompt_index, batch.actions]
@@ -271,19 +274,21 @@ class RouterLearner:
         }
 
     def save(self, folder: Any, metadata: dict[str, Any]) -> None:
-        told: dict[str, float] = metadata.get("multipliers", {})
-        head, prices = self.average.of(self.head, list(told.values()))
-        save_head(head, Path(folder), metadata | {"multipliers": dict(zip(told, prices, strict=True))})
+        multipliers: dict[str, float] = metadata.get("multipliers", {})
+        head, saved_multipliers = self.average.of(self.head, list(multipliers.values()))
+        save_head(
+            head, Path(folder), metadata | {"multipliers": dict(zip(multipliers, saved_multipliers, strict=True))}
+        )
 
     @torch.no_grad()
     def load(self, folder: Any) -> dict[str, Any]:
-        found, metadata = load_head(Path(folder))
-        self._copy_head_weights(dict(found.named_parameters()), f"{folder} has a router with")
+        head, metadata = load_head(Path(folder))
+        self._copy_head_weights(dict(head.named_parameters()), f"{folder} has a router with")
         self.average.reset()
         return metadata
 
     def state_dict(self) -> dict[str, Any]:
-        """The trunk's weights are in the model's own file; the optimiser's state is here unless it is the actor's."""
+        """Without the trunk's weights, which are in the model's file, and without a shared optimizer's state."""
         state: dict[str, Any] = {"head": dict(self.head.named_parameters()), "updates": self.updates}
         state["average"] = self.average.state_dict()
         if not self.shares_optimizer:
@@ -299,19 +304,19 @@ class RouterLearner:
         self.updates = state["updates"]
 
     def _copy_head_weights(self, weights: Mapping[str, Tensor], whose: str) -> None:
-        own = dict(self.head.named_parameters())
-        if own.keys() != weights.keys() or any(own[k].shape != weights[k].shape for k in own):
-            raise CheckpointError(f"{whose} another head than the run's: check [router]")
-        for name, weight in own.items():
+        parameters = dict(self.head.named_parameters())
+        if parameters.keys() != weights.keys() or any(parameters[k].shape != weights[k].shape for k in parameters):
+            raise CheckpointError(f"{whose} a different head than the run: check [router]")
+        for name, weight in parameters.items():
             weight.copy_(weights[name])
 
 
 def trunk_weights(model: Any, backbone: str, top_layers: int) -> list[Tensor]:
-    """Those of the trunk's weights that the router's loss moves: of the top layers and the norm after them, or all."""
+    """The trunk's weights that the router's loss trains: none, the top layers and the final norm, or all."""
     trunk = model.get_decoder()
     if backbone == "frozen":
         return []
     if backbone == "full":
         return [weight for weight in trunk.parameters() if weight.requires_grad]
-    above = [*trunk.layers[-top_layers:], *([trunk.norm] if hasattr(trunk, "norm") else [])]
-    return [weight for module in above for weight in module.parameters() if weight.requires_grad]
+    modules = [*trunk.layers[-top_layers:], *([trunk.norm] if hasattr(trunk, "norm") else [])]
+    return [weight for module in modules for weight in module.parameters() if weight.requires_grad]

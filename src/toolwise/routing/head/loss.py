@@ -1,10 +1,10 @@
-"""What the router's head is pulled by: sums over a batch, to be divided by how much there is of it.
+"""Losses of the router's head, as sums over a batch; the caller divides by the number of terms.
 
-drawn       −Σ log π(a_i|x_i)·A_i                routes that were drawn from π itself
-expected    −Σ_x Σ_a π(a|x)·A(x,a)               routes stratified over all actions: π weighs, not the counts
-entropy     −Σ_x H(π(·|x))                       keeps every route tried
-label       −Σ log π(label|x)                    where a row has one
-value       Σ (Q̂(x,a) − r)² + Σ (ĉ(x,a) − c)²    the second mode
+sampled     −Σ log π(a_i|x_i)·A_i                routes sampled from π
+expected    −Σ_x Σ_a π(a|x)·A(x,a)               stratified routes: weighted by π, not by the counts
+entropy     −Σ_x H(π(·|x))                       keeps every route explored
+label       −Σ log π(label|x)                    rows with a label
+value       Σ (Q̂(x,a) − r)² + Σ (ĉ(x,a) − c)²    value mode
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ NO_LABEL = -1
 def sampled_loss(
     logits: Tensor, row_index: Tensor, actions: Tensor, advantages: Tensor, old_logprobs: Tensor, *, clip: float | None
 ) -> Tensor:
-    """`row_index` [N] names the row of `logits` that drew each of the N actions. With `clip`, PPO's: what has already
-    moved
-    so far from the old log-prob pulls no further."""
+    """`row_index` [N] is the row of `logits` that each of the N actions was sampled from; `clip`: PPO's clip ratio."""
     logprobs = logits.log_softmax(-1)[row_index, actions]
     if clip is None:
         return -(logprobs * advantages).sum()
@@ -31,9 +29,9 @@ def sampled_loss(
 def expected_loss(
     logits: Tensor, advantages: Tensor, has_advantage: Tensor, old_logprobs: Tensor, *, clip: float | None
 ) -> Tensor:
-    """All of [B, routes]; a route of which nothing is known is not `has_advantage` and pulls at nothing."""
+    """All inputs are [B, routes]; a route without `has_advantage` contributes no gradient."""
     probs = logits.softmax(-1)
-    # Not a product with 0: what stands in an absent place may not be a number.
+    # Not a product with 0: a missing advantage may be NaN.
     known = torch.where(has_advantage, advantages, 0.0)
     if clip is None:
         return -(probs * known).sum()
@@ -49,19 +47,19 @@ def entropies(logits: Tensor) -> Tensor:
 
 
 def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Rows whose label is `NO_LABEL` (none, or MIXED) count for nothing."""
+    """Rows with `NO_LABEL` (no label, or MIXED) are ignored."""
     return torch.nn.functional.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum")
 
 
-def value_loss(found: Tensor, row_index: Tensor, actions: Tensor, targets: Tensor) -> Tensor:
-    """`found` [B, routes, 1 + units], `targets` [N, 1 + units]: the reward and the costs that came."""
-    return (found[row_index, actions] - targets).square().sum()
+def value_loss(outputs: Tensor, row_index: Tensor, actions: Tensor, targets: Tensor) -> Tensor:
+    """`outputs` [B, routes, 1 + units] are predictions, `targets` [N, 1 + units] the actual rewards and costs."""
+    return (outputs[row_index, actions] - targets).square().sum()
 
 
 def calibration_error(predictions: Tensor, outcomes: Tensor, *, bins: int = 10) -> float:
-    """How far what came lies from what was foreseen, on average over bins of equally many: 0 is perfect.
+    """Mean absolute gap between predictions and outcomes over equally sized bins of the predictions; 0 is perfect.
 
-    Within a bin errors cancel, so that it is the forecasts that are judged and not the luck of single rollouts.
+    Errors cancel within a bin, so that predictions are judged and not the noise of single rollouts.
     """
     if not len(predictions):
         return 0.0

@@ -1,1 +1,1 @@
-"""Labels for tools and rows, from a language model or from rules: optional shaping for the router, never needed."""
+"""Route labels for rows and families for tools, from a language model or from rules; optional for training a router."""

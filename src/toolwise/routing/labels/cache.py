@@ -1,4 +1,4 @@
-"""Answers on disk, a line each as they come: whoever is interrupted asks only for what is missing."""
+"""Cache of a labelling model's answers, one line per answer, so that an interrupted labelling resumes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolwise.serialization.json_text import json_text
 
 
 class AnswerCache:
-    """Question -> answer, by the digest of the question. One process a file; a line that was cut off is passed over."""
+    """Question -> answer, keyed by the question's digest. One process per file; truncated lines are skipped."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -31,7 +31,7 @@ class AnswerCache:
             try:
                 entry = json.loads(line)
                 self._answers[entry["key"]] = entry["answer"]
-            except (ValueError, KeyError, TypeError, RecursionError):  # the process died in the middle of it
+            except (ValueError, KeyError, TypeError, RecursionError):  # truncated when the process died
                 continue
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class AnswerCache:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self.path.open("a", encoding="utf-8")
                 if self._file.tell() and not _ends_in_newline(self.path):
-                    self._file.write("\n")  # after a line that was cut off
+                    self._file.write("\n")  # after a truncated line
             self._file.write(line + "\n")
             self._file.flush()
         except OSError as fault:
@@ -62,7 +62,7 @@ class AnswerCache:
 
 
 def key_of(question: Mapping[str, Any]) -> str:
-    """Equal questions are equal bodies, the model's name and the wording included."""
+    """The digest of the request body, including the model's name and the prompt."""
     return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Labels of rows, as files beside the data: written by `toolwise data label`, joined to tasks by row id."""
+"""Label files: written by `toolwise data label`, joined to tasks by row id."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from toolwise.serialization.json_text import json_text
 from toolwise.types import Task
 
 TARGET_KEY, FAMILIES_KEY = "router_target_action", "tool_families"
-"""Where a task's labels stand, in `extra_info`, and what files call them."""
+"""Keys of a task's labels in `extra_info` and in label files."""
 _COLUMNS = ("task_id", TARGET_KEY, FAMILIES_KEY, "labelled_by")
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What is said of one row."""
+    """The label of one row."""
 
     task_id: str
     target: Target | None
-    """None where nobody could tell."""
+    """None if it is unknown."""
     families: Mapping[str, Family] = field(default_factory=dict)
-    """Of the tools that the row offers."""
+    """Tool name -> family, for the row's tools."""
     labelled_by: str = ""
     """The model's name, or "heuristic"."""
 
     def row(self) -> Row:
-        told = None if self.target is None else str(self.target)
+        target = None if self.target is None else str(self.target)
         return {
             "task_id": self.task_id,
-            TARGET_KEY: told,
+            TARGET_KEY: target,
             FAMILIES_KEY: {name: str(family) for name, family in self.families.items()},
             "labelled_by": self.labelled_by,
         }
@@ -47,24 +47,24 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class LabelledTasks:
-    """Tasks with their labels, and what fitted nothing."""
+    """Tasks with their labels, and what did not match."""
 
     tasks: list[Task]
     labelled: int
     unlabelled: tuple[str, ...]
-    """Tasks that no label names."""
+    """Ids of tasks without a label."""
     unmatched: tuple[str, ...]
-    """Labels that name no task."""
+    """Ids of labels without a task."""
 
     def describe(self) -> str:
         parts = [f"{self.labelled} of {len(self.tasks)} tasks have a label"]
         parts += [f"{len(self.unlabelled)} have none, first {self.unlabelled[0]}"] if self.unlabelled else []
-        parts += [f"{len(self.unmatched)} labels name no task, first {self.unmatched[0]}"] if self.unmatched else []
+        parts += [f"{len(self.unmatched)} labels match no task, first {self.unmatched[0]}"] if self.unmatched else []
         return "; ".join(parts)
 
 
 def join_labels(tasks: Sequence[Task], labels: Iterable[Label]) -> LabelledTasks:
-    """Every task with what its label says, in `extra_info`; labels that stand in the data give way to the file's."""
+    """Adds the labels to the tasks' `extra_info`; they override labels in the data."""
     by_id = {label.task_id: label for label in labels}
     known = {task.task_id for task in tasks}
     joined = [_with_label(task, by_id[task.task_id]) if task.task_id in by_id else task for task in tasks]
@@ -77,27 +77,27 @@ def join_labels(tasks: Sequence[Task], labels: Iterable[Label]) -> LabelledTasks
 
 
 def _with_label(task: Task, label: Label) -> Task:
-    told: dict[str, Any] = {} if label.target is None else {TARGET_KEY: str(label.target)}
+    labels: dict[str, Any] = {} if label.target is None else {TARGET_KEY: str(label.target)}
     if label.families:
-        told[FAMILIES_KEY] = {name: str(family) for name, family in label.families.items()}
-    return task.model_copy(update={"extra_info": {**task.extra_info, **told}})
+        labels[FAMILIES_KEY] = {name: str(family) for name, family in label.families.items()}
+    return task.model_copy(update={"extra_info": {**task.extra_info, **labels}})
 
 
 def count_routes(labels: Iterable[Label]) -> dict[str, int]:
-    """How many rows each route has, "none" where there is no label."""
+    """route -> number of rows, with "none" for rows without a label."""
     counts = Counter("none" if label.target is None else str(label.target) for label in labels)
     return dict(counts.most_common())
 
 
 def read_labels(path: str | Path) -> list[Label]:
-    """From JSONL, JSON, Parquet or CSV; the first bad row is a `DataError`."""
+    """Reads JSONL, JSON, Parquet or CSV; raises `DataError` at the first bad row."""
     path = Path(path)
     rows = _read_csv(path) if path.suffix.lower() == ".csv" else read_rows(path)
     labels: dict[str, Label] = {}
     for number, row in enumerate(rows):
         label = _parse_label(path, number, row)
         if label.task_id in labels:
-            raise row_error(path, number, "task_id", f"{label.task_id!r} has a label already; keep one of the two")
+            raise row_error(path, number, "task_id", f"{label.task_id!r} already has a label; keep one of the two")
         labels[label.task_id] = label
     return list(labels.values())
 
@@ -105,21 +105,23 @@ def read_labels(path: str | Path) -> list[Label]:
 def _parse_label(path: Path, number: int, row: Row) -> Label:
     name = row.get("task_id")
     if not isinstance(name, str) or not name:
-        raise row_error(path, number, "task_id", f"{name!r} is no row's id; write the id that the task has")
+        raise row_error(path, number, "task_id", f"{name!r} is not a row id; write the id of the task")
     written, families = row.get(TARGET_KEY), row.get(FAMILIES_KEY) or {}
     if isinstance(families, str):
         try:
             families = json.loads(families)
         except (ValueError, RecursionError):
-            raise row_error(path, number, FAMILIES_KEY, "text that is no JSON; write an object of tools") from None
+            raise row_error(path, number, FAMILIES_KEY, "not valid JSON; write an object of tools") from None
     if not isinstance(families, Mapping):
-        raise row_error(path, number, FAMILIES_KEY, f"{families!r:.60} is no object; write tool names with families")
+        raise row_error(
+            path, number, FAMILIES_KEY, f"{families!r:.60} is not an object; write tool names with families"
+        )
     try:
         target = None if written in (None, "") else parse_target(written)
-        found = {str(tool): Family.parse(family) for tool, family in families.items() if family is not None}
+        parsed_families = {str(tool): Family.parse(family) for tool, family in families.items() if family is not None}
     except ToolwiseError as fault:
         raise row_error(path, number, TARGET_KEY if "action" in str(fault) else FAMILIES_KEY, str(fault)) from None
-    return Label(name, target, found, str(row.get("labelled_by") or ""))
+    return Label(name, target, parsed_families, str(row.get("labelled_by") or ""))
 
 
 def _read_csv(path: Path) -> list[Row]:
@@ -129,12 +131,12 @@ def _read_csv(path: Path) -> list[Row]:
     except (OSError, UnicodeDecodeError, csv.Error) as fault:
         raise DataError(f"{path}: cannot be read as CSV ({fault}); check the file") from fault
     if not rows or TARGET_KEY not in rows[0] or "task_id" not in rows[0]:
-        raise DataError(f"{path}: has no rows with the columns task_id and {TARGET_KEY}; write these")
+        raise DataError(f"{path}: no rows with the columns task_id and {TARGET_KEY}; add them")
     return rows
 
 
 def write_labels(labels: Sequence[Label], path: str | Path) -> None:
-    """A sidecar, as JSONL or CSV by the ending of `path`; there whole or not at all."""
+    """Writes a label file, JSONL or CSV by the suffix of `path`, atomically."""
     path = Path(path)
     if path.suffix.lower() != ".csv":
         write_rows([label.row() for label in labels], path)
@@ -145,14 +147,14 @@ def write_labels(labels: Sequence[Label], path: str | Path) -> None:
     for label in labels:
         row = label.row()
         writer.writerow(row | {FAMILIES_KEY: json_text(row[FAMILIES_KEY])})
-    part = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(path.name + ".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    part.write_text(out.getvalue(), encoding="utf-8")
-    part.replace(path)
+    temporary.write_text(out.getvalue(), encoding="utf-8")
+    temporary.replace(path)
 
 
 def write_columns(rows: Sequence[Row], labels: Sequence[Label], path: str | Path) -> None:
-    """The data itself with two columns more, the families as JSON text: tools differ from row to row."""
-    told = [label.row() for label in labels]
-    more = [{TARGET_KEY: row[TARGET_KEY], FAMILIES_KEY: json_text(row[FAMILIES_KEY])} for row in told]
-    write_rows([{**row, **extra} for row, extra in zip(rows, more, strict=True)], path)
+    """Writes the data with two extra columns; families are JSON text, because tools differ from row to row."""
+    label_rows = [label.row() for label in labels]
+    columns = [{TARGET_KEY: row[TARGET_KEY], FAMILIES_KEY: json_text(row[FAMILIES_KEY])} for row in label_rows]
+    write_rows([{**row, **extra} for row, extra in zip(rows, columns, strict=True)], path)

@@ -1,4 +1,4 @@
-"""From tasks to labels: by the rules, or by asking a model, each question once and each answer kept."""
+"""Labels tasks by rules or by asking a model; answers are cached, so that each question is asked once."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from toolwise.tools.base import BaseTool
 from toolwise.types import Task
 
 _FATAL_KINDS = frozenset({"connect", "refused", "redirect"})
-"""Kinds of trouble that every other question would meet as well."""
+"""Kinds of errors that every other question would also get."""
 
 
 @dataclass(slots=True)
 class LabellingResult:
-    """What a labelling came to."""
+    """Labels and statistics of a labelling."""
 
     labels: list[Label]
     asked: int = 0
-    """Questions put to the model; the others were answered before."""
+    """Number of questions sent to the model; the others were in the cache."""
     from_cache: int = 0
     failed: list[tuple[str, str]] = field(default_factory=list)
-    """(tool or row, what went wrong): asked again the next time."""
+    """(tool or row, error); asked again the next time."""
 
 
 def label_by_rules(tasks: Sequence[Task], tools: Mapping[str, BaseTool] | None = None) -> LabellingResult:
-    """Offline, by the families' rules and the calls of the ground truth; None where that tells no calls."""
+    """Offline labels from the family rules and the calls of the ground truth; None if that has no calls."""
     labels = []
     for task in tasks:
         families = families_of_task(task, tools)
@@ -59,15 +59,15 @@ async def label_by_model(
     *,
     on_answer: Callable[[], None] = lambda: None,
 ) -> LabellingResult:
-    """First the families of all tools, then the route of each row, given those.
+    """Asks for the families of all tools, then for the route of each row given those.
 
-    Trouble with one question leaves one label out; a server that is not there, or that refuses, ends it all with a
-    `ServerError`. Whatever was answered until then is in the cache.
+    An error with one question leaves one label out; a server that is unreachable or refuses raises `ServerError`.
+    Answers received until then are in the cache.
     """
-    asking = _LabelClient(endpoint, cache, on_answer)
-    families = await _label_families(asking, tasks, model, tools or {})
+    client = _LabelClient(endpoint, cache, on_answer)
+    families = await _label_families(client, tasks, model, tools or {})
     questions = {task.task_id: row_question(model, task, families[task.task_id]) for task in tasks}
-    targets = await asking.all(questions, read_target)
+    targets = await client.all(questions, read_target)
     labels = [
         Label(
             task.task_id,
@@ -77,21 +77,21 @@ async def label_by_model(
         )
         for task in tasks
     ]
-    return LabellingResult(labels, asking.asked, asking.from_cache, asking.failed)
+    return LabellingResult(labels, client.asked, client.from_cache, client.failed)
 
 
 async def _label_families(
-    asking: _LabelClient, tasks: Sequence[Task], model: str, tools: Mapping[str, BaseTool]
+    client: _LabelClient, tasks: Sequence[Task], model: str, tools: Mapping[str, BaseTool]
 ) -> dict[str, dict[str, Family]]:
-    """Of every task's tools. What a tool says of itself is not asked; where there is no answer, the rules decide."""
+    """task id -> families of its tools. Declared families are not asked for; without an answer the rules decide."""
     by_rules = {task.task_id: families_of_task(task, tools) for task in tasks}
-    told = {task.task_id: _descriptions(task, tools, by_rules[task.task_id]) for task in tasks}
-    wanted = {tool for described in told.values() for tool in described.items()}
-    questions = {f"tool {name}: {text}": tool_question(model, name, text) for name, text in sorted(wanted)}
-    answers = await asking.all(questions, read_family)
+    descriptions = {task.task_id: _descriptions(task, tools, by_rules[task.task_id]) for task in tasks}
+    tools_to_ask = {tool for described in descriptions.values() for tool in described.items()}
+    questions = {f"tool {name}: {text}": tool_question(model, name, text) for name, text in sorted(tools_to_ask)}
+    answers = await client.all(questions, read_family)
     return {
         task.task_id: {
-            name: Family.parse(answers.get(f"tool {name}: {told[task.task_id].get(name, '')}", family))
+            name: Family.parse(answers.get(f"tool {name}: {descriptions[task.task_id].get(name, '')}", family))
             for name, family in by_rules[task.task_id].items()
         }
         for task in tasks
@@ -99,16 +99,18 @@ async def _label_families(
 
 
 def _descriptions(task: Task, tools: Mapping[str, BaseTool], known: Mapping[str, Family]) -> dict[str, str]:
-    real = offered_tools(task, tools)
-    decided = {name for name, tool in real.items() if declared_family(tool) is not None}
-    told = {name: tool.tool_schema.function.description for name, tool in real.items()}
+    real_tools = offered_tools(task, tools)
+    declared = {name for name, tool in real_tools.items() if declared_family(tool) is not None}
+    real_descriptions = {name: tool.tool_schema.function.description for name, tool in real_tools.items()}
     return {
-        name: text for name, text in (described_tools(task) | told).items() if name in known and name not in decided
+        name: text
+        for name, text in (described_tools(task) | real_descriptions).items()
+        if name in known and name not in declared
     }
 
 
 class _LabelClient:
-    """Questions by name, asked together; counts what became of them."""
+    """Asks questions concurrently through the cache, and counts the results."""
 
     def __init__(self, endpoint: Endpoint, cache: AnswerCache, on_answer: Callable[[], None]) -> None:
         self.endpoint, self.cache, self.on_answer = endpoint, cache, on_answer
@@ -118,18 +120,18 @@ class _LabelClient:
     async def all(
         self, questions: Mapping[str, dict[str, Any]], read: Callable[[Any, Mapping[str, str]], Any]
     ) -> dict[str, str]:
-        """name -> answer, for those that have one."""
+        """name -> answer, for the questions that were answered."""
         answers: dict[str, str] = {}
         missing: dict[str, dict[str, Any]] = {}
         for name, question in questions.items():
-            known = self.cache.get(question)
-            if isinstance(known, str):
-                answers[name] = known
+            cached = self.cache.get(question)
+            if isinstance(cached, str):
+                answers[name] = cached
                 self.from_cache += 1
             else:
                 missing[name] = question
 
-        async def one(name: str, question: dict[str, Any]) -> None:
+        async def ask(name: str, question: dict[str, Any]) -> None:
             self.asked += 1
             try:
                 answer = str(await self.endpoint.ask(question, read))
@@ -142,7 +144,7 @@ class _LabelClient:
                 answers[name] = answer
             self.on_answer()
 
-        work = [asyncio.create_task(one(name, question)) for name, question in missing.items()]
+        work = [asyncio.create_task(ask(name, question)) for name, question in missing.items()]
         try:
             await asyncio.gather(*work)
         finally:

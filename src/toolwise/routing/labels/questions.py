@@ -1,4 +1,4 @@
-"""What a labelling model is asked, and how its answers are read: one question a tool, one a row."""
+"""Questions to a labelling model, one per tool and one per row, and the parsing of its answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolwise.routing.families import Family
 from toolwise.types import Task
 
 MAX_CHARS = 12_000
-"""Of a row's conversation, and of its right answer; what is longer is cut in the middle."""
+"""Limit for a row's conversation and for its ground truth; longer text is truncated in the middle."""
 
 _TOOL_PROMPT = """You sort tools into families.
 SEARCH: retrieves information from somewhere (web, API, database, documents).
@@ -34,17 +34,17 @@ Reply with one JSON object and nothing else: {{"router_target_action": one of th
 
 
 def tool_question(model: str, name: str, description: str) -> dict[str, Any]:
-    told = json.dumps({"name": name, "description": description}, ensure_ascii=False)
-    return _question(model, _TOOL_PROMPT, told)
+    record = json.dumps({"name": name, "description": description}, ensure_ascii=False)
+    return _question(model, _TOOL_PROMPT, record)
 
 
 def row_question(model: str, task: Task, families: Mapping[str, Family]) -> dict[str, Any]:
     tools = "\n".join(f"- {name}: {family}" for name, family in families.items()) or "- none"
     prompt = "\n".join(json.dumps(m.to_openai(), ensure_ascii=False) for m in task.prompt)
     truth = task.ground_truth
-    told = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
-    record = f"Task:\n{_truncate_middle(prompt)}\n\nTools:\n{tools}\n\nRight answer:\n{_truncate_middle(told)}"
-    # A mark that the record cannot contain, since it depends on all of it.
+    answer = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
+    record = f"Task:\n{_truncate_middle(prompt)}\n\nTools:\n{tools}\n\nRight answer:\n{_truncate_middle(answer)}"
+    # A digest of the record, which the record therefore cannot contain.
     mark = f"=== {hashlib.sha256(record.encode(errors='surrogatepass')).hexdigest()[:24]} ==="
     return _question(model, _ROW_PROMPT.format(mark=mark), f"{mark}\n{record}\n{mark}")
 
@@ -62,35 +62,35 @@ def _truncate_middle(text: str) -> str:
 
 
 def read_family(body: Any, headers: Mapping[str, str]) -> Family:
-    found = _json_value(body, "family")
+    value = _json_value(body, "family")
     try:
-        return Family.parse(found if isinstance(found, str) else "")
+        return Family.parse(value if isinstance(value, str) else "")
     except ToolwiseError:
-        raise _bad_reply(f"it names no family but {found!r:.60}") from None
+        raise _bad_reply(f"it has no family but {value!r:.60}") from None
 
 
 def read_target(body: Any, headers: Mapping[str, str]) -> Target:
-    found = _json_value(body, "router_target_action")
+    value = _json_value(body, "router_target_action")
     try:
-        return parse_target(found if isinstance(found, str) else "")
+        return parse_target(value if isinstance(value, str) else "")
     except ToolwiseError:
-        raise _bad_reply(f"it names no route but {found!r:.60}") from None
+        raise _bad_reply(f"it has no route but {value!r:.60}") from None
 
 
 MAX_STARTS = 200
-"""Braces at which an object is looked for: each may cost a look at the whole text."""
+"""Number of braces tried as the start of an object; each try may scan the whole text."""
 
 
 def _json_value(body: Any, key: str) -> Any:
-    """Of the first JSON object that has it in a chat completion's text; models put words and fences around it."""
+    """The value of `key` in the first JSON object that has it; models add words and code fences around it."""
     try:
         text = body["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
-        raise _bad_reply("it is no chat completion") from None
+        raise _bad_reply("it is not a chat completion") from None
     if not isinstance(text, str):
         raise _bad_reply("it has no text")
     text = text.rpartition("</think>")[2]
-    for start in islice((place for place, letter in enumerate(text) if letter == "{"), MAX_STARTS):
+    for start in islice((index for index, character in enumerate(text) if character == "{"), MAX_STARTS):
         try:
             value, _ = json.JSONDecoder().raw_decode(text, start)
         except (ValueError, RecursionError):
@@ -101,5 +101,5 @@ def _json_value(body: Any, key: str) -> Any:
 
 
 def _bad_reply(problem: str) -> ServerError:
-    """What was cut off or rambling may well be whole the next time."""
+    """Retryable: a truncated or rambling reply may be complete the next time."""
     return ServerError("bad_reply", f"the reply cannot be used: {problem}", retryable=True)

@@ -24,7 +24,7 @@ def test_a_good_reward_is_status_0(started: tuple[Path, Path], cli: Cli) -> None
     reward, rollouts = started
     ended = cli("check", "reward", reward, "--rollouts", rollouts)
     assert (ended.status, ended.err) == (0, "")
-    for word in ("results", "determinism", "speed", "spread", "steps", "gold", "empty", "nothing is wrong with it"):
+    for word in ("results", "determinism", "speed", "spread", "steps", "gold", "empty", "no problems found"):
         assert word in ended.out
     assert "sandbox: asked" in ended.out
 
@@ -101,7 +101,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a form without a place": (
         ["check", "reward", "HERE/mine.py", "--rollouts", "HERE/mine_rollouts.jsonl", "--gold-form", "Answer"],
-        ["--gold-form 'Answer'", "put {}"],
+        ["--gold-form 'Answer'", "ground truth with {}"],
     ),
 }
 
@@ -127,7 +127,7 @@ def test_what_it_prints_is_shown(started: tuple[Path, Path], cli: Cli) -> None:
     )
     ended = cli("check", "reward", f"{loud}:judge", "--rollouts", rollouts)
     assert ended.status == 0, ended.out
-    assert "it printed:\n  [step 0, task-0/rollout-0] \\x1b[31mtruth 425\n" in ended.out
+    assert "output of the reward:\n  [step 0, task-0/rollout-0] \\x1b[31mtruth 425\n" in ended.out
     told = json.loads(cli("check", "reward", f"{loud}:judge", "--rollouts", rollouts, "--limit", 4, "--json").out)
     assert len(told["printed"]) == 4
     assert told["printed_more"] == 0

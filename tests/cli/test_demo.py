@@ -82,7 +82,7 @@ def test_whoever_stops_the_frontier_is_told_how_to_go_on(demo: Path, cli: Cli, m
     monkeypatch.chdir(demo.parent)
     ended = cli("demo", "--out", "first", "--resume", *SMALL)
     assert ended.status == 130
-    assert "go on with: toolwise eval first --budgets" in ended.err
+    assert "to evaluate it: toolwise eval first --budgets" in ended.err
 
 
 def test_the_folder_can_be_moved_and_still_be_evaluated_and_resumed(

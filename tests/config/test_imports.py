@@ -77,7 +77,7 @@ def test_a_missing_module() -> None:
 
 
 def test_a_missing_file() -> None:
-    with pytest.raises(ConfigError, match=r"tools: there is no file 'nowhere/x\.py'"):
+    with pytest.raises(ConfigError, match=r"tools: file 'nowhere/x\.py' does not exist"):
         load_reference("nowhere/x.py:f", what="tools")
 
 

@@ -1,4 +1,4 @@
-"""How a verdict looks in a table."""
+"""Styling of a check's verdict in a table."""
 
 from __future__ import annotations
 

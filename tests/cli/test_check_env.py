@@ -1,4 +1,4 @@
-"""`toolwise check env`: what it prints, what it exits with, and what it makes of files and options."""
+"""`toolwise check env`: output, exit status, and handling of files and options."""
 
 from __future__ import annotations
 

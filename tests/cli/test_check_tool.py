@@ -1,4 +1,4 @@
-"""`toolwise check tool`: a table and status 0, a table of what is wrong and status 1, or one line and status 2."""
+"""`toolwise check tool`: a table, with exit status 0 (no problems), 1 (problems) or 2 (usage error)."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def run(*arguments: str) -> Result:
 
 @pytest.fixture
 def requirements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list to fill; without torch in it the command is quick."""
+    """A list of packages to fill; without torch the command is fast."""
     lines: list[str] = []
     monkeypatch.setattr(doctor, "_requirements", lambda: lines)
     return lines
@@ -150,7 +150,7 @@ def test_bfloat16_is_judged_by_what_was_measured(machine: dict[str, Any], said: 
     assert said in doctor._bf16(machine)
 
 
-def test_bubblewrap_is_tried_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bubblewrap_is_actually_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor._bubblewrap() is None
     script(tmp_path, "bwrap", 'if [ "$1" = --version ]; then echo bubblewrap 0.9.0; else exit 1; fi')

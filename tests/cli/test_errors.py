@@ -1,4 +1,4 @@
-"""Whatever people get wrong: one line that says what, where and what to do, status 2, and no traceback."""
+"""User errors: one line that says what is wrong, where and what to do, exit status 2, and no traceback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASES: dict[str, tuple[Case, list[str]]] = {}
 
 
 class Desk:
-    """Where a case lays out its files."""
+    """The folder and files of a test case."""
 
     def __init__(self, folder: Path, make_config: Callable[..., Path], run: Path) -> None:
         self.folder, self.make_config, self._run = folder, make_config, run
@@ -52,12 +52,12 @@ class Desk:
         return self.folder / "run"
 
     def again(self, *more: object) -> list[object]:
-        """The command that made the run, in the copy of its folder."""
+        """Repeat the command that created the run, in the copy of its folder."""
         return ["train", self._run.parent / "run.toml", "--out", self.folder / "run", *more]
 
 
 def case(*words: str) -> Callable[[Case], Case]:
-    """A mistake, and the words that its message must have."""
+    """An error case, and the words its message must contain."""
 
     def note(function: Case) -> Case:
         CASES[function.__name__] = function, list(words)
@@ -328,7 +328,7 @@ def resume_when_all_is_damaged(desk: Desk) -> list[object]:
 @case("metrics.jsonl, line 1", "not a JSON object", "remove that line")
 def resume_with_damaged_metrics(desk: Desk) -> list[object]:
     damage(desk.run() / "metrics.jsonl", at=0)
-    shutil.rmtree(desk.folder / "run" / "checkpoints" / "step-000002")  # so that something is left to do
+    shutil.rmtree(desk.folder / "run" / "checkpoints" / "step-000002")  # so that there is work left
     return desk.again("--resume")
 
 
@@ -461,7 +461,7 @@ def an_option_that_is_none(desk: Desk) -> list[object]:
 
 
 def damage(file: Path, at: int = -1) -> None:
-    """One byte of a file is another one; its size stays."""
+    """Change one byte of a file and keep its size."""
     data = bytearray(file.read_bytes())
     data[at] ^= 0x40
     file.write_bytes(data)

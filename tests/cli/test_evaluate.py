@@ -1,4 +1,4 @@
-"""`toolwise eval`: a run's figures again, and those of other models and tasks."""
+"""`toolwise eval`: metrics of a run, and of other models and tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`toolwise export`: a run's model to a folder, by the command line."""
+"""`toolwise export`: a run's model to a folder, from the command line."""
 
 from __future__ import annotations
 

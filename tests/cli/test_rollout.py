@@ -1,4 +1,4 @@
-"""`toolwise rollout`: rollouts to look at, from the model, a script or a server, written as a run writes them."""
+"""`toolwise rollout`: rollouts from the model, a script or a server, stored in the format of a run."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_without_a_reward_there_is_no_score(cli: Cli, config: Path, tmp_path: Pa
         (("--policy", "scripted"), "--script FILE"),
         (
             ("--policy", "scripted", "--set", 'rollout.grammar.regex="a+"'),
-            "rollout.grammar works only with --policy local",
+            "works only with --policy local",
         ),
         (("--set", "data.train=missing.jsonl"), "missing.jsonl"),
         (("--set", 'tools=["calculator"]'), "search"),

@@ -1,4 +1,4 @@
-"""`toolwise score`: a run's rollouts again, with what changed, in a file of their own."""
+"""`toolwise score`: a run's rollouts scored again, with what changed, in a separate file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration files, overrides and the one line that says what is wrong with them."""
+"""Configuration files, overrides, and one-line error messages."""
 
 from __future__ import annotations
 

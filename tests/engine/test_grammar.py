@@ -451,5 +451,5 @@ def test_a_generator_of_ones_own_refuses_it_too() -> None:
 
         def weights_changed(self, version: int) -> None: ...
 
-    with pytest.raises(PolicyError, match="needs our own engine, and Own generates"):
+    with pytest.raises(PolicyError, match="needs the Toolwise engine, but this policy uses Own"):
         LocalPolicy(*shipped(), sampling(), engine=Own(), grammar=Grammar.regex("a"))

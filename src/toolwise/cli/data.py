@@ -25,7 +25,7 @@ def prepare(
     source: Annotated[Path, typer.Argument(help="The published file, or a folder with train and test files.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="Output .parquet or .jsonl file, or folder. [default: data/NAME]", show_default=False),
+        typer.Option(help="Output .parquet or .jsonl file, or folder (default: data/NAME).", show_default=False),
     ] = None,
     oracle_tool: Annotated[
         bool,
@@ -57,14 +57,14 @@ def label(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Output: .jsonl or .csv (labels only), or .parquet (data and labels). [default: FILE.labels.jsonl]",
+            help="Output: .jsonl or .csv (labels only), or .parquet (data and labels) (default: FILE.labels.jsonl).",
             show_default=False,
         ),
     ] = None,
     tools: Annotated[list[str] | None, typer.Option(help="Tool that tasks refer to by name; repeatable.")] = None,
     api_key_env: Annotated[str, typer.Option(help="Environment variable that holds the server's API key.")] = "",
     cache: Annotated[
-        Path | None, typer.Option(help="Cache of the model's answers. [default: OUT.cache.jsonl]", show_default=False)
+        Path | None, typer.Option(help="Cache of the model's answers (default: OUT.cache.jsonl).", show_default=False)
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent requests.")] = 16,
 ) -> None:

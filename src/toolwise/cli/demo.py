@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def demo(
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the tasks and of training.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Run folder. [default: runs/demo-TIME]", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder (default: runs/demo-TIME).", show_default=False)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in --out.")] = False,
     frontier: Annotated[
         bool, typer.Option(help="After training, compare the router with baselines at several budgets.")

@@ -33,7 +33,7 @@ def evaluate(
         typer.Option(help="--budgets: baseline run, trained with a reward for the fewest calls among correct answers."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="--budgets: output folder. [default: frontier/ beside the checkpoint]")
+        Path | None, typer.Option(help="--budgets: output folder (default: frontier/ beside the checkpoint).")
     ] = None,
     store: Annotated[
         bool, typer.Option(help="--budgets: store the routing thresholds for these budgets in the checkpoint.")

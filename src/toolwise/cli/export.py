@@ -23,7 +23,7 @@ def export(
     source: Annotated[Path, typer.Argument(help="Run folder or checkpoint.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Output folder; must not exist yet.", show_default=False)],
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Dtype of the exported weights. [default: as saved]", show_default=False)
+        Dtype | None, typer.Option(help="Dtype of the exported weights (default: as saved).", show_default=False)
     ] = None,
     best: Annotated[
         str,

@@ -52,8 +52,8 @@ def rollout(
     model: Annotated[str, typer.Option(help="Model folder, or the name of the model on the server.")] = "",
     api_key_env: Annotated[str, typer.Option(help="Environment variable that holds the server's API key.")] = "",
     script: Annotated[Path | None, typer.Option(help="JSON list of replies, for --policy scripted.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Task file. [default: data.val, or data.train]")] = None,
-    out: Annotated[Path | None, typer.Option(help="Output folder. [default: runs/rollouts-TIME]")] = None,
+    data: Annotated[Path | None, typer.Option(help="Task file (default: data.val, or data.train).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder (default: runs/rollouts-TIME).")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Decode greedily instead of sampling.")] = False,
     overrides: OverridesOption = None,
 ) -> None:

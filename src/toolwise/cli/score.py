@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def score(
     run: Annotated[Path, typer.Argument(help="Run folder, or file of stored rollouts.", show_default=False)],
     reward: Annotated[
-        str | None, typer.Option(metavar="REF", help="path.py:function or module:function. [default: the run's reward]")
+        str | None, typer.Option(metavar="REF", help="path.py:function or module:function (default: the run's reward).")
     ] = None,
     kwargs: KwargsOption = None,
     step: Annotated[int | None, typer.Option(min=0, help="Score only the rollouts of this training step.")] = None,
@@ -34,7 +34,7 @@ def score(
         bool, typer.Option("--validation", help="Score validation rollouts instead of training rollouts.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Output JSONL file. [default: beside the stored rollouts]", show_default=False)
+        Path | None, typer.Option(help="Output JSONL file (default: beside the stored rollouts).", show_default=False)
     ] = None,
     tier: TierOption = None,
     timeout_s: TimeoutOption = None,

@@ -23,7 +23,7 @@ OverridesOption = Annotated[
 def train(
     config: Annotated[Path, typer.Argument(help="TOML or YAML configuration file.", show_default=False)],
     overrides: OverridesOption = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder. [default: runs/NAME-TIME]", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder (default: runs/NAME-TIME).", show_default=False)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in --out.")] = False,
     dry_run: Annotated[
         bool,

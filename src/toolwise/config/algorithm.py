@@ -43,7 +43,7 @@ class RlvcrConfig(Section):
     step_advantage_w: float = 1.0
     """Weight of the thinking advantage."""
     thinking_diversity_w: float = Field(default=0.5, ge=0.0)
-    """Bonus for rarely used levels: a level nobody uses gets this much more than one that every step uses. Annealed to
+    """Bonus for rarely used levels: an unused level gets this much more than one that every step uses. Annealed to
     0 over the run."""
     mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm"
     """Center the scores of a step's levels, or also divide them by their standard deviation."""

@@ -152,8 +152,8 @@ def _value(text: str) -> Any:
 
 def build_config(model: type[Model], settings: dict[str, Any], *, source: str) -> Model:
     """Validate `settings` as a `model`; errors become one `ConfigError` that starts with `source`."""
-    if (fault := next(_unrepresentable_values(settings, ()), None)) is not None:
-        raise ConfigError(f"{source}: {fault}")
+    if (problem := next(_unrepresentable_values(settings, ()), None)) is not None:
+        raise ConfigError(f"{source}: {problem}")
     try:
         return model.model_validate(settings)
     except ValidationError as error:

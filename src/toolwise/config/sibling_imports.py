@@ -119,11 +119,11 @@ def siblings_of(file: Path) -> Siblings:
     """The `Siblings` of the folder of `file`."""
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
-    found = next((siblings for siblings in _siblings_by_package.values() if siblings.folder == file.parent), None)
-    if found is None:
-        found = Siblings(file.parent)
-        _siblings_by_package[found.package] = found
-    return found
+    siblings = next((known for known in _siblings_by_package.values() if known.folder == file.parent), None)
+    if siblings is None:
+        siblings = Siblings(file.parent)
+        _siblings_by_package[siblings.package] = siblings
+    return siblings
 
 
 def _file_of(base: Path) -> Path | None:
@@ -139,16 +139,16 @@ def imported_siblings(file: Path) -> list[Path]:
     to anything but a .py file, because the sandbox lets its worker read every file returned here.
     """
     root = file.parent.resolve()
-    found: dict[Path, ModulePath] = {file: ()}
+    packages: dict[Path, ModulePath] = {file: ()}
     pending = [file]
     while pending:
         source = pending.pop()
-        for parts in _imports(source, found[source]):
+        for parts in _imports(source, packages[source]):
             for path, package in _modules(file.parent, parts):
-                if path not in found and _is_python_file_in(root, path):
-                    found[path] = package
+                if path not in packages and _is_python_file_in(root, path):
+                    packages[path] = package
                     pending.append(path)
-    return [path for path in found if path != file]
+    return [path for path in packages if path != file]
 
 
 def _is_python_file_in(root: Path, path: Path) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from toolwise.config.imports import did_you_mean, load_reference
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.gsm8k import Gsm8kEnv
-from toolwise.envs.gymnasium import GymnasiumEnv, check_world
+from toolwise.envs.gymnasium import GymnasiumEnv, check_registered
 from toolwise.envs.interactions import BaseInteraction, FunctionInteraction, ScriptedInteraction
 from toolwise.envs.interactive_env import InteractiveEnv
 from toolwise.envs.methods_env import MethodsEnv, choose_methods
@@ -90,7 +90,7 @@ def _env_factory(
     where = _label(env)
     if isinstance(env, str) and env.startswith(GYMNASIUM_PREFIX):
         world = env.removeprefix(GYMNASIUM_PREFIX)
-        check_world(world)
+        check_registered(world)
         target: Callable[..., Any] = functools.partial(GymnasiumEnv, world)
     else:
         target = _resolve(env, ENVS, "env")

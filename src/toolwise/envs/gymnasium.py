@@ -150,7 +150,7 @@ class GymnasiumEnv(BaseEnv):
         return await run_with_deadline(self._timeout_s, work, late)
 
 
-def check_world(world: str) -> None:
+def check_registered(world: str) -> None:
     """Raise if no environment is registered under this id, before the run starts."""
     gymnasium = _gymnasium()
     try:

@@ -112,7 +112,7 @@ class InteractiveEnv(BaseEnv):
         self.user_turns += 1
         messages = [Message(role="user", content=text)] if text else []
         if not text and not done:
-            raise ValueError("the simulated user said nothing and is not done")
+            raise ValueError("the simulated user returned no text and is not done")
         self._messages.extend(messages)
         info = {"is_action_valid": True, "user_turns": self.user_turns, "interaction": reply_info}
         return messages, validate_reward(reward), done, info

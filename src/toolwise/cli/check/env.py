@@ -41,7 +41,7 @@ def check_env(
     ] = None,
     gold_reward: Annotated[
         float | None,
-        typer.Option(help="Minimum reward the gold actions must earn. [default: more than 0]", show_default=False),
+        typer.Option(help="Minimum reward the gold actions must earn (default: more than 0).", show_default=False),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the episodes.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Maximum number of steps per episode.")] = 20,

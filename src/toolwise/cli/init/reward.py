@@ -22,7 +22,7 @@ def init_reward(
     mode: Annotated[
         RewardMode, typer.Option(help="What one call scores: one rollout, all of a step, or all of a task.")
     ] = RewardMode.POINTWISE,
-    folder: Annotated[Path, typer.Option(help="Folder to write to. [default: .]", show_default=False)] = Path(),
+    folder: Annotated[Path, typer.Option(help="Folder to write to (default: .).", show_default=False)] = Path(),
 ) -> None:
     """Write a working, commented reward and a small sample of rollouts to check it on."""
     from toolwise.checks.reward.starter import create_reward_files

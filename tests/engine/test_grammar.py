@@ -429,7 +429,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_one_grammar_at_a_time_and_no_unknown_kind(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="follows one grammar"):
+    with pytest.raises(ConfigError, match="set only one of json_schema"):
         load_config(write(tmp_path, 'grammar = {regex = "a", lark = "b.lark"}'))
     with pytest.raises(ConfigError, match=r"unknown key `rollout\.grammar\.regexp` \(did you mean"):
         load_config(write(tmp_path, 'grammar = {regexp = "a"}'))

@@ -66,6 +66,7 @@ class RouterConfig(Section):
     min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
     """Final learning rate, as a share of the peak."""
     weight_decay: float = Field(default=0.0, ge=0.0)
+    """Weight decay of the optimizer."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient clipping norm."""
     epochs: PositiveInt = 1
@@ -103,7 +104,7 @@ class RouterConfig(Section):
     conditioning: Literal["rewrite", "append"] = "rewrite"
     """Rewrite the prompt for the route, or only append to it, so that its KV cache can be reused."""
     style: Literal["auto", "rlla", "chat"] = "auto"
-    """Prompt format of the data."""
+    """Prompt format: "rlla", "chat", or detected from the prompt ("auto")."""
     hard: bool = True
     """Remove the other families' tools instead of discouraging their use."""
     wording: str = ""

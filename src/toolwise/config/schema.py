@@ -99,7 +99,7 @@ class RolloutConfig(Section):
     """Maximum tokens per turn."""
     tool_parser: Literal["auto", "hermes", "qwen", "llama3", "mistral", "rlla", "action", "openai", "none"] = "hermes"
     """How tool calls are parsed from the model's text. "auto" follows the chat template, or each text if the template
-    does not tell; "openai" leaves parsing to the server; "none" keeps the text as it is (RLLA: no tool is executed)."""
+    is not recognized; "openai" leaves parsing to the server; "none" leaves the text as is (RLLA: no tools run)."""
     tool_prompt: Literal["auto", "template", "system"] = "auto"
     """Who describes the tools to the model: its chat template, or Toolwise in the system message, in the format that
     `tool_parser` reads. "auto" uses the template if it shows tools, and the system message if it ignores them."""
@@ -250,6 +250,7 @@ class ActorConfig(Section):
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     """Minimum learning rate, as a share of the peak."""
     weight_decay: float = Field(default=0.0, ge=0.0)
+    """Weight decay of the optimizer."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient clipping norm."""
     spike_factor: float = Field(default=20.0, ge=0.0)
@@ -302,6 +303,7 @@ class CriticConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of warm-up."""
     weight_decay: float = Field(default=0.0, ge=0.0)
+    """Weight decay of the optimizer."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient clipping norm."""
     value_clip: float = Field(default=0.2, ge=0.0)

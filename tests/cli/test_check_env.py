@@ -116,7 +116,7 @@ def test_a_task_and_tools(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        (["gymnasium:Nowhere-v0"], ConfigError, "no world 'Nowhere-v0'"),
+        (["gymnasium:Nowhere-v0"], ConfigError, "no environment 'Nowhere-v0'"),
         (["gsm8k", "--action", "[1, 2]"], ConfigError, "--action: [1, 2] is not an action"),
         (["gsm8k", "--action", '{"name": 3}'], ConfigError, "is not a tool call"),
         (["gsm8k", "--gold", "{folder}/none.json"], FileNotFoundError, "none.json"),

@@ -210,10 +210,10 @@ def test_a_run_that_fails_too_often_stops_with_a_checkpoint(tmp_path: Path, cli:
     last = json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     assert (last["faults/policy"], last["faults/rollouts"]) == (8.0, 8.0)
     assert "faults 8" in ended.out
-    assert "errors: policy 16 of 16" in (run / "report.html").read_text(encoding="utf-8")
+    assert "faults: policy 16 of 16" in (run / "report.html").read_text(encoding="utf-8")
     ended = cli("resume", run, "--set", "faults.policy=1", "--set", "trainer.total_steps=3")
     assert ended.status == 3, ended.err
-    assert "errors: policy 24 of 24" in ended.out
+    assert "faults: policy 24 of 24" in ended.out
     assert summary_of(run)["stopped"] is None
 
 
@@ -221,7 +221,7 @@ def test_a_short_run_in_which_all_fails_says_so(tmp_path: Path, cli: Cli, make_c
     config, run = unknown_tokens(tmp_path, make_config, 2), tmp_path / "run"
     ended = cli("train", config, "--out", run)
     assert ended.status == 3, ended.err
-    assert "errors: policy 16 of 16" in ended.out
+    assert "faults: policy 16 of 16" in ended.out
     assert summary_of(run)["faults"]["policy"] == 16
 
 

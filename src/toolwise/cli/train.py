@@ -100,8 +100,8 @@ def report_result(result: RunResult) -> None:
         console.print(before_after_table(summary))
     steps = "1 step" if summary["steps"] == 1 else f"{summary['steps']} steps"
     console.print(f"{steps} in {summary['seconds']:.0f} s, peak memory {summary['peak_rss_mb']:.0f} MB")
-    if errors := describe_totals(summary.get("faults") or {}):
-        print_line(f"errors: {errors}")
+    if faults := describe_totals(summary.get("faults") or {}):
+        print_line(f"faults: {faults}")
     for line in (f"  {result.out / 'report.html'}", f"  {result.out / 'report.png'}", f"run folder: {result.out}"):
         print_line(line)
     if summary["interrupted"]:

@@ -1,4 +1,4 @@
-"""`toolwise check reward`: a table or JSON, status 0 where nothing is wrong, 1 where something is, 2 for a mistake."""
+"""`toolwise check reward`: a table or JSON, with exit status 0 (no problems), 1 (problems) or 2 (usage error)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_good_reward_is_status_0(started: tuple[Path, Path], cli: Cli) -> None
     reward, rollouts = started
     ended = cli("check", "reward", reward, "--rollouts", rollouts)
     assert (ended.status, ended.err) == (0, "")
-    for word in ("results", "determinism", "speed", "spread", "steps", "gold", "empty", "nothing is wrong with it"):
+    for word in ("results", "determinism", "speed", "spread", "steps", "gold", "empty", "no problems found"):
         assert word in ended.out
     assert "sandbox: requested" in ended.out
 
@@ -62,7 +62,7 @@ def test_arguments_and_the_sandbox_can_be_given(started: tuple[Path, Path], cli:
 
 
 @pytest.mark.long
-def test_mere_shaping_need_not_love_gold(started: tuple[Path, Path], cli: Cli) -> None:
+def test_shaping_rewards_can_skip_the_gold_check(started: tuple[Path, Path], cli: Cli) -> None:
     _, rollouts = started
     reference = "toolwise.rewards.library.shaping:length_reward"
     options = ["--rollouts", rollouts, "--kwargs", "low_words=3", "--json", "--no-gold"]
@@ -71,7 +71,7 @@ def test_mere_shaping_need_not_love_gold(started: tuple[Path, Path], cli: Cli) -
 
 
 def test_a_run_is_checked_by_its_folder(tiny_run: Path, cli: Cli) -> None:
-    """The demo's reward is a good one; what the untrained model did with it may leave groups without spread."""
+    """The demo's reward is good, but the untrained model may leave groups without spread."""
     ended = cli("check", "reward", "toolwise.demo.reward:small_world_reward", "--rollouts", tiny_run, "--json")
     told = json.loads(ended.out)
     verdicts = {f["name"]: f["verdict"] for f in told["findings"]}
@@ -101,7 +101,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a form without a place": (
         ["check", "reward", "HERE/mine.py", "--rollouts", "HERE/mine_rollouts.jsonl", "--gold-form", "Answer"],
-        ["--gold-form 'Answer'", "put {}"],
+        ["--gold-form 'Answer'", "ground truth with {}"],
     ),
 }
 
@@ -127,7 +127,7 @@ def test_what_it_prints_is_shown(started: tuple[Path, Path], cli: Cli) -> None:
     )
     ended = cli("check", "reward", f"{loud}:judge", "--rollouts", rollouts)
     assert ended.status == 0, ended.out
-    assert "it printed:\n  [step 0, task-0/rollout-0] \\x1b[31mtruth 425\n" in ended.out
+    assert "output of the reward:\n  [step 0, task-0/rollout-0] \\x1b[31mtruth 425\n" in ended.out
     told = json.loads(cli("check", "reward", f"{loud}:judge", "--rollouts", rollouts, "--limit", 4, "--json").out)
     assert len(told["printed"]) == 4
     assert told["printed_more"] == 0

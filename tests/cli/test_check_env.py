@@ -1,4 +1,4 @@
-"""`toolwise check env`: what it prints, what it exits with, and what it makes of files and options."""
+"""`toolwise check env`: output, exit status, and handling of files and options."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_good_environment_is_a_table_and_status_0() -> None:
     result = run("gymnasium:FrozenLake-v1")
     assert result.exit_code == 0, result.output
     assert "determinism" in result.output
-    assert result.output.endswith("nothing is wrong with it\n")
+    assert result.output.endswith("no problems found\n")
 
 
 def test_a_bad_one_is_status_1_and_says_what(tmp_path: Path) -> None:
@@ -110,19 +110,19 @@ def test_a_task_and_tools(tmp_path: Path) -> None:
     assert findings(run(*common, "--row", 0))["gold actions"]["verdict"] == "wrong"
     missing = run(*common, "--row", 2)
     assert isinstance(missing.exception, DataError)
-    assert "has 2 rows, and row 2 (from 0) is not one of them" in str(missing.exception)
+    assert "has 2 rows, so there is no row 2" in str(missing.exception)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        (["gymnasium:Nowhere-v0"], ConfigError, "no world 'Nowhere-v0'"),
-        (["gsm8k", "--action", "[1, 2]"], ConfigError, "--action: [1, 2] is no action"),
-        (["gsm8k", "--action", '{"name": 3}'], ConfigError, "is no call"),
+        (["gymnasium:Nowhere-v0"], ConfigError, "no environment 'Nowhere-v0'"),
+        (["gsm8k", "--action", "[1, 2]"], ConfigError, "--action: [1, 2] is not an action"),
+        (["gsm8k", "--action", '{"name": 3}'], ConfigError, "is not a tool call"),
         (["gsm8k", "--gold", "{folder}/none.json"], FileNotFoundError, "none.json"),
-        (["gsm8k", "--gold", "{folder}/broken.json"], DataError, "broken.json is no JSON"),
-        (["gsm8k", "--gold", "{folder}/empty.txt"], DataError, "empty.txt has no actions in it"),
-        (["gsm8k", "--gold", "{folder}/table.json"], DataError, "must hold a list of actions"),
+        (["gsm8k", "--gold", "{folder}/broken.json"], DataError, "broken.json is not valid JSON"),
+        (["gsm8k", "--gold", "{folder}/empty.txt"], DataError, "empty.txt contains no actions"),
+        (["gsm8k", "--gold", "{folder}/table.json"], DataError, "must contain a JSON list of actions"),
         (["gsm8k"], DataError, "task check has no ground truth"),
     ],
 )

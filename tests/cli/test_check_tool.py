@@ -1,4 +1,4 @@
-"""`toolwise check tool`: a table and status 0, a table of what is wrong and status 1, or one line and status 2."""
+"""`toolwise check tool`: a table, with exit status 0 (no problems), 1 (problems) or 2 (usage error)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_a_good_tool_passes(tools: Path) -> None:
     done = check(f"{tools}:shout", "--call", '{"text": "hi"}')
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "nothing is wrong with it" in done.stdout
+    assert "no problems found" in done.stdout
     assert "life cycle" in done.stdout
 
 
@@ -78,8 +78,8 @@ def test_every_tool_of_an_mcp_server_is_checked() -> None:
     ("arguments", "message"),
     [
         (["no_such_tool"], "there is no tool 'no_such_tool'"),
-        (["calculator", "--call", "{"], "--call '{' is no JSON"),
-        (["calculator", "--call", "[1]"], "--call '[1]' is no JSON object"),
+        (["calculator", "--call", "{"], "--call '{' is not valid JSON"),
+        (["calculator", "--call", "[1]"], "--call '[1]' is not a JSON object"),
         (["calculator", "--config", '{"kk": 1}'], "calculator has no option 'kk'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`toolwise data`: published datasets become rows to train on, and files tell what they hold."""
+"""`toolwise data`: published datasets become training rows, and task files are summarized."""
 
 from __future__ import annotations
 

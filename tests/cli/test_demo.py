@@ -1,4 +1,4 @@
-"""`toolwise demo`: a run of its own making, in a folder that can be moved, and no file of anybody else's touched."""
+"""`toolwise demo`: a run that generates its own tasks, in a folder that can be moved, without touching user files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from toolwise.routing.actions import ROUTES
 Cli = Callable[..., Any]
 SMALL = [
     *("--set", "data.batch_size=2", "--set", "rollout.n=6", "--set", "data.val_limit=4"),
-    *("--set", "rollout.temperature=2"),  # so that rollouts differ and the actor learns: a run that does not fails
+    *("--set", "rollout.temperature=2"),  # rollouts differ, so the actor learns; a run that never learns fails
     *("--set", "trainer.total_steps=1", "--set", "rollout.max_new_tokens=24", "--set", "multi_turn.max_turns=2"),
 ]
 
 
 @pytest.fixture(scope="module")
 def told() -> list[str]:
-    """What the demo said."""
+    """Output of the demo."""
     return []
 
 
@@ -39,7 +39,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, cli: Cli, told: list[str]) ->
     return folder / "first"
 
 
-def test_a_run_folder_comes_of_it(demo: Path) -> None:
+def test_the_demo_creates_a_run_folder(demo: Path) -> None:
     wanted = {"tasks", "config.toml", "metrics.jsonl", "rollouts", "checkpoints", "summary.json", "report.html"}
     assert wanted | {"frontier.json", "frontier.png"} <= {path.name for path in demo.iterdir()}
     summary = json.loads((demo / "summary.json").read_bytes())
@@ -70,7 +70,7 @@ def test_without_a_router_there_is_no_frontier(tmp_path: Path, cli: Cli) -> None
     assert not (tmp_path / "plain" / "frontier.json").exists()
 
 
-def test_whoever_stops_the_frontier_is_told_how_to_go_on(demo: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupting_the_frontier_shows_how_to_continue(demo: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     async def stopped(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
@@ -82,7 +82,7 @@ def test_whoever_stops_the_frontier_is_told_how_to_go_on(demo: Path, cli: Cli, m
     monkeypatch.chdir(demo.parent)
     ended = cli("demo", "--out", "first", "--resume", *SMALL)
     assert ended.status == 130
-    assert "go on with: toolwise eval first --budgets" in ended.err
+    assert "to evaluate it: toolwise eval first --budgets" in ended.err
 
 
 def test_the_folder_can_be_moved_and_still_be_evaluated_and_resumed(
@@ -95,7 +95,10 @@ def test_the_folder_can_be_moved_and_still_be_evaluated_and_resumed(
         ended = cli("eval", "moved", "--json")
         assert ended.status == 0, ended.err
         figures, after = json.loads(ended.out), json.loads((moved / "summary.json").read_bytes())["after"]
-        assert (figures["n"], set(figures["by_kind"])) == (after["n"], set(after["by_kind"]))  # routes are drawn anew
+        assert (figures["n"], set(figures["by_kind"])) == (
+            after["n"],
+            set(after["by_kind"]),
+        )  # sampled again
         ended = cli("demo", "--out", "moved", "--resume", *SMALL, "--set", "trainer.total_steps=2")
         assert ended.status == 0, ended.err
         assert json.loads((moved / "summary.json").read_bytes())["steps"] == 2

@@ -23,7 +23,7 @@ def run(*arguments: str) -> Result:
 
 @pytest.fixture
 def requirements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list to fill; without torch in it the command is quick."""
+    """A list of packages to fill; without torch the command is fast."""
     lines: list[str] = []
     monkeypatch.setattr(doctor, "_requirements", lambda: lines)
     return lines
@@ -80,7 +80,7 @@ def test_all_is_well_with_the_core_there_and_an_extra_missing(requirements: list
     assert result.exit_code == 0, result.output
     assert "surely-not-there missing" in result.output
     assert "pip install 'toolwise[serve]'" in result.output
-    assert "Everything needed is here." in result.output
+    assert "All required packages are installed." in result.output
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
@@ -122,7 +122,7 @@ def test_torch_is_asked_in_a_process_of_its_own() -> None:
     ("source", "said"),
     [
         ("raise ImportError('libcudart.so is gone')", "libcudart.so is gone"),
-        ("import os; os.abort()", "it ends the process"),
+        ("import os; os.abort()", "the process crashed"),
     ],
 )
 def test_a_torch_that_does_not_load_is_a_trouble(
@@ -141,7 +141,7 @@ def test_a_torch_that_does_not_load_is_a_trouble(
     [
         ({"gpu_bf16": True}, "yes, on the GPU"),
         ({}, "unknown without torch"),
-        ({"cpu_float32_gflops": 50.0, "cpu_bfloat16_gflops": None}, "ends the process on this CPU: use float32"),
+        ({"cpu_float32_gflops": 50.0, "cpu_bfloat16_gflops": None}, "crashes on this CPU: use float32"),
         ({"cpu_float32_gflops": 147.0, "cpu_bfloat16_gflops": 0.3}, "float32 147.0: use float32"),
         ({"cpu_float32_gflops": 50.0, "cpu_bfloat16_gflops": 99.0}, "99.0 GFLOPS on the CPU, float32 50.0"),
     ],
@@ -150,7 +150,7 @@ def test_bfloat16_is_judged_by_what_was_measured(machine: dict[str, Any], said: 
     assert said in doctor._bf16(machine)
 
 
-def test_bubblewrap_is_tried_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bubblewrap_is_actually_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor._bubblewrap() is None
     script(tmp_path, "bwrap", 'if [ "$1" = --version ]; then echo bubblewrap 0.9.0; else exit 1; fi')

@@ -1,4 +1,4 @@
-"""Whatever people get wrong: one line that says what, where and what to do, status 2, and no traceback."""
+"""User errors: one line that says what is wrong, where and what to do, exit status 2, and no traceback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASES: dict[str, tuple[Case, list[str]]] = {}
 
 
 class Desk:
-    """Where a case lays out its files."""
+    """The folder and files of a test case."""
 
     def __init__(self, folder: Path, make_config: Callable[..., Path], run: Path) -> None:
         self.folder, self.make_config, self._run = folder, make_config, run
@@ -52,12 +52,12 @@ class Desk:
         return self.folder / "run"
 
     def again(self, *more: object) -> list[object]:
-        """The command that made the run, in the copy of its folder."""
+        """Repeat the command that created the run, in the copy of its folder."""
         return ["train", self._run.parent / "run.toml", "--out", self.folder / "run", *more]
 
 
 def case(*words: str) -> Callable[[Case], Case]:
-    """A mistake, and the words that its message must have."""
+    """An error case, and the words its message must contain."""
 
     def note(function: Case) -> Case:
         CASES[function.__name__] = function, list(words)
@@ -86,7 +86,7 @@ def unknown_section(desk: Desk) -> list[object]:
     return desk.train(None, "--set", "trainr.total_steps=3")
 
 
-@case("run.toml", "`data.batch_size` must be a valid integer", "given 'many'")
+@case("run.toml", "`data.batch_size` must be a valid integer", "got 'many'")
 def wrong_type(desk: Desk) -> list[object]:
     return desk.train({"data": {"batch_size": "many"}})
 
@@ -116,12 +116,12 @@ def missing_configuration(desk: Desk) -> list[object]:
     return ["train", desk.folder / "nowhere.toml"]
 
 
-@case("is a folder", "name a configuration file")
+@case("is a folder", "give a configuration file")
 def configuration_that_is_a_folder(desk: Desk) -> list[object]:
     return ["train", desk.folder]
 
 
-@case("run.json", "ends in .toml, .yaml or .yml")
+@case("run.json", "must end in .toml, .yaml or .yml")
 def configuration_of_another_kind(desk: Desk) -> list[object]:
     return ["train", desk.file("run.json", "{}")]
 
@@ -328,7 +328,7 @@ def resume_when_all_is_damaged(desk: Desk) -> list[object]:
 @case("metrics.jsonl, line 1", "not a JSON object", "remove that line")
 def resume_with_damaged_metrics(desk: Desk) -> list[object]:
     damage(desk.run() / "metrics.jsonl", at=0)
-    shutil.rmtree(desk.folder / "run" / "checkpoints" / "step-000002")  # so that something is left to do
+    shutil.rmtree(desk.folder / "run" / "checkpoints" / "step-000002")  # so that there is work left
     return desk.again("--resume")
 
 
@@ -345,18 +345,18 @@ def evaluation_of_a_tampered_checkpoint(desk: Desk) -> list[object]:
     return ["eval", found]
 
 
-@case("has no config.toml", "no run's folder")
+@case("has no config.toml", "not a run folder")
 def evaluation_of_no_run(desk: Desk) -> list[object]:
     return ["eval", desk.folder]
 
 
-@case("no whole checkpoint yet", "--model")
+@case("no complete checkpoint yet", "--model")
 def evaluation_before_the_first_checkpoint(desk: Desk) -> list[object]:
     shutil.rmtree(desk.run() / "checkpoints")
     return ["eval", desk.folder / "run"]
 
 
-@case("names no data.val", "--data FILE")
+@case("does not set data.val", "--data FILE")
 def evaluation_on_nothing(desk: Desk) -> list[object]:
     return ["eval", desk.file("run.toml", '[data]\ntrain = "train.jsonl"')]
 
@@ -388,7 +388,7 @@ def preparing_another_dataset(desk: Desk) -> list[object]:
     return ["data", "prepare", "gsm8k", source, "--out", desk.folder / "out"]
 
 
-@case("--oracle-tool is for gsm8k", "leave it out")
+@case("--oracle-tool applies to gsm8k only", "leave it out")
 def preparing_with_the_wrong_option(desk: Desk) -> list[object]:
     return ["data", "prepare", "rlla", desk.file("rows.jsonl", "{}\n"), "--oracle-tool"]
 
@@ -461,7 +461,7 @@ def an_option_that_is_none(desk: Desk) -> list[object]:
 
 
 def damage(file: Path, at: int = -1) -> None:
-    """One byte of a file is another one; its size stays."""
+    """Change one byte of a file and keep its size."""
     data = bytearray(file.read_bytes())
     data[at] ^= 0x40
     file.write_bytes(data)
@@ -524,7 +524,7 @@ def test_what_fails_on_the_way_is_one_line_too(desk: Desk, cli: Callable[..., An
     arguments = desk.train()
     desk.file("out/rollouts", "not a folder")
     ended = cli(*arguments)
-    check(ended.status, ended.out, ended.err, [str(desk.folder / "out" / "rollouts"), "File exists", "check path"])
+    check(ended.status, ended.out, ended.err, [str(desk.folder / "out" / "rollouts"), "File exists", "check the path"])
 
 
 def test_a_wrong_option_is_told_with_its_usage(cli: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""`toolwise eval`: a run's figures again, and those of other models and tasks."""
+"""`toolwise eval`: metrics of a run, and of other models and tasks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_nothing_is_learned_and_nothing_written(tiny_run: Path, tmp_path: Path, 
 def test_the_figures_are_shown_as_a_table(tiny_run: Path, cli: Cli) -> None:
     ended = cli("eval", tiny_run)
     assert ended.status == 0
-    assert "one rollout a task" in ended.out
+    assert "one rollout per task" in ended.out
     for word in ("all", "score", "correct", "cost", "tokens", "errors"):
         assert word in ended.out
 

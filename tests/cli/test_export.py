@@ -1,4 +1,4 @@
-"""`toolwise export`: a run's model to a folder, by the command line."""
+"""`toolwise export`: a run's model to a folder, from the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Cli = Callable[..., Any]
 def test_a_run_is_exported_in_the_format_asked_for(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     ended = cli("export", tiny_run, "--out", tmp_path / "out", "--dtype", "bfloat16")
     assert (ended.status, ended.err) == (0, "")
-    assert f"{tmp_path / 'out'}: the model of step 2 in bfloat16; its card is README.md" in ended.out
+    assert f"{tmp_path / 'out'}: model of step 2 in bfloat16; model card: README.md" in ended.out
     assert json.loads((tmp_path / "out" / "config.json").read_bytes())["dtype"] == "bfloat16"
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.get_slice("model.norm.weight").get_dtype() == "BF16"
@@ -30,7 +30,7 @@ def test_a_checkpoint_can_be_named_and_a_run_begin_with_it(
 ) -> None:
     ended = cli("export", tiny_run / "checkpoints" / "step-000001", "--out", tmp_path / "out")
     assert ended.status == 0, ended.err
-    assert "the model of step 1 in float32" in ended.out
+    assert "model of step 1 in float32" in ended.out
     ended = cli("train", make_config(tmp_path), "--dry-run", "--set", f"model.path={tmp_path / 'out'}")
     assert ended.status == 0, ended.err
 

@@ -1,4 +1,4 @@
-"""How budgets are written on the command line; the whole of `eval --budgets` is in test_run.py."""
+"""Parsing of `--budgets`; all of `eval --budgets` is tested in test_run.py."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from toolwise.cli.frontier import read_budgets
 from toolwise.errors import ConfigError
 
 
-def test_budgets_go_on_as_they_began() -> None:
+def test_an_ellipsis_continues_the_budgets() -> None:
     assert read_budgets("0,0.1,…,1") == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
     assert read_budgets("0, 0.25, ..., 1, 3") == [0.0, 0.25, 0.5, 0.75, 1.0, 3.0]
 
 
-def test_budgets_come_in_order_and_once() -> None:
+def test_budgets_are_sorted_and_unique() -> None:
     assert read_budgets("0.6,0.2,0.6") == [0.2, 0.6]
 
 

@@ -1,4 +1,4 @@
-"""`toolwise init reward`: a reward and rollouts to try it on, which pass the check."""
+"""`toolwise init reward`: a reward and sample rollouts that pass the check."""
 
 from __future__ import annotations
 

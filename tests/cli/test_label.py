@@ -1,4 +1,4 @@
-"""`toolwise data label` as people run it."""
+"""`toolwise data label` from the command line."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_heuristic_writes_a_sidecar_beside_the_file(tmp_path: Path) -> None:
     assert len(read_labels(tmp_path / "rows.labels.jsonl")) == 80
 
 
-def test_a_model_is_asked_and_the_second_time_nobody_is(tmp_path: Path, base_url: str) -> None:
+def test_a_models_answers_are_cached(tmp_path: Path, base_url: str) -> None:
     out = tmp_path / "labels.csv"
     for _ in range(2):
         result = run(RLLA, "--base-url", base_url, "--model", "m", "--out", out)

@@ -1,4 +1,4 @@
-"""Every command that takes a path, given paths that no file should have: one line, status 2, soon."""
+"""Every command that takes a path, given odd paths: one line and exit status 2, quickly."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_an_odd_output_is_one_line(
     with within(60):
         ended = cli(*arguments[command], "--out", odd)
     if command == "data prepare" and kind in ("pipe", "device", "loop"):
-        return  # they are replaced by the file
+        return  # these are replaced by the file
     assert ended.status == 2, ended.err[-1500:]
     assert "Traceback" not in ended.err
     assert ended.err.splitlines()[-1].startswith("toolwise: ")

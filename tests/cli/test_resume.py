@@ -1,4 +1,4 @@
-"""`toolwise resume RUN`: the run's own settings, and those that may change on the way."""
+"""`toolwise resume RUN`: the run's own settings, and settings that may change on resume."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def files_of(run: Path) -> dict[Path, bytes]:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory, cli: Cli, make_config: MakeConfig) -> Path:
-    """A run of two steps under settings that its configuration file does not have. Copy it."""
+    """A run of two steps with settings that its configuration file does not have. Tests must copy it."""
     folder = tmp_path_factory.mktemp("resume")
     # so that every step has something to learn from
     config = make_config(
@@ -111,14 +111,14 @@ def test_rate_schedule_batch_and_deadlines_may_change_and_it_is_recorded(run: Pa
     assert [line["rollouts"] for line in steps] == [4, 4, 2, 2]
     seen = [{row["task_id"] for row in lines_of(run / "rollouts" / f"step-{step:06d}.jsonl")} for step in (1, 2, 3, 4)]
     assert [len(tasks) for tasks in seen] == [2, 2, 1, 1]
-    assert len(set.union(*seen)) == 6  # of the epoch's 8: none twice
+    assert len(set.union(*seen)) == 6  # of the epoch's 8, without repeats
     summary = json.loads((run / "summary.json").read_bytes())
     assert {change["key"] for change in summary["changes"]} == new.keys()
     assert "step 2: actor.lr: 0.0001 → 0.0005" in (run / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_change_that_died_before_its_checkpoint_is_not_recorded_twice(run: Path, cli: Cli) -> None:
-    """Nor is one lost that somebody made by hand in the folder's own config.toml."""
+    """A change made by hand in the run folder's config.toml is kept, too."""
     for more in (["--set", "trainer.save_every=7", "--set", "trainer.total_steps=3"], []):
         file = run / "config.toml"
         file.write_text(file.read_text(encoding="utf-8").replace("lr = 0.0001", "lr = 0.0003", 1), encoding="utf-8")

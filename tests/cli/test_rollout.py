@@ -1,4 +1,4 @@
-"""`toolwise rollout`: rollouts to look at, from the model, a script or a server, written as a run writes them."""
+"""`toolwise rollout`: rollouts from the model, a script or a server, stored in the format of a run."""
 
 from __future__ import annotations
 
@@ -92,7 +92,10 @@ def test_without_a_reward_there_is_no_score(cli: Cli, config: Path, tmp_path: Pa
         (("--policy", "openai"), "--base-url"),
         (("--policy", "openai", "--base-url", "http://x/v1", "--model", "m", "--api-key-env", "NO_SUCH"), "NO_SUCH"),
         (("--policy", "scripted"), "--script FILE"),
-        (("--policy", "scripted", "--set", 'rollout.grammar.regex="a+"'), "rollout.grammar is for --policy local"),
+        (
+            ("--policy", "scripted", "--set", 'rollout.grammar.regex="a+"'),
+            "works only with --policy local",
+        ),
         (("--set", "data.train=missing.jsonl"), "missing.jsonl"),
         (("--set", 'tools=["calculator"]'), "search"),
     ],

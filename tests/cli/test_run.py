@@ -1,4 +1,4 @@
-"""`toolwise run` and `toolwise eval --budgets`, as people run them, on the model that ships."""
+"""`toolwise run` and `toolwise eval --budgets` from the command line, on the bundled model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SUM = "What is 4321 - 1234?"
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a router that likes to calculate, made without training."""
+    """A run whose router prefers to calculate, created without training."""
     torch.set_num_threads(1)
     run = tmp_path_factory.mktemp("run")
     write_rows(run / "train.jsonl", 60, seed=0, split="train")
@@ -125,7 +125,7 @@ def test_two_processes_make_the_same_pool_as_one(run_folder: Path) -> None:
     assert cells[0] == cells[1]
 
 
-def test_another_actor_stands_beside_it(run_folder: Path) -> None:
+def test_an_otc_run_is_a_baseline(run_folder: Path) -> None:
     out = run_folder / "with-otc"
     result = call(
         *("eval", run_folder, "--budgets", "0.5", "--draws", "2", "--no-store", "--otc", run_folder, "--out", out)

@@ -1,4 +1,4 @@
-"""`toolwise score`: a run's rollouts again, with what changed, in a file of their own."""
+"""`toolwise score`: a run's rollouts scored again, with what changed, in a separate file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_changed_reward_is_shown_beside_the_old(run: Path, tmp_path: Path, cli
     options = ["--reward", f"{judge}:judge", "--kwargs", "bonus=100", "--step", 2, "--out", out]
     ended = cli("score", run, *options)
     assert (ended.status, ended.err) == (0, "")
-    assert "4 of 4 rollouts have another score" in ended.out
+    assert "4 of 4 rollouts changed score" in ended.out
     assert f"wrote 4 rollouts to {out}" in ended.out
     assert [row["score"] for row in rows_of(out)] == [len(row["messages"]) + 100 for row in rows_of(out)]
     again = cli("score", run, *options)

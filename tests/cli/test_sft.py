@@ -1,4 +1,4 @@
-"""`toolwise sft`: conversations in, a model out that says what it was taught."""
+"""`toolwise sft`: conversations in, a model out that reproduces them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real commands on a real terminal, fed hostile names: what reaches it is text and our own colours."""
+"""Real commands on a real terminal with hostile names: only text and our own colors reach it."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_help_keeps_its_colours(tmp_path: Path) -> None:
     assert foreign(shown) == ""
 
 
-def test_words_for_an_exit_status_are_guarded() -> None:
+def test_an_exit_message_is_guarded() -> None:
     program = f"import sys, toolwise.cli as cli; cli.app = lambda **_: sys.exit({LINE!r}); cli.main()"
     status, shown = on_terminal([sys.executable, "-c", program], env={"PYTHONPATH": os.pathsep.join(sys.path)})
     assert status == 1

@@ -1,4 +1,4 @@
-"""`toolwise train`: what a run leaves in its folder, and what a dry run does not."""
+"""`toolwise train`: what a run leaves in its folder, and that a dry run leaves nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_one_step_is_not_several(steps: int, said: str, tmp_path: Path, capsys: 
     assert capsys.readouterr().out.startswith(f"{said}, peak memory")
 
 
-def test_the_summary_says_what_came_of_it(tiny_run: Path) -> None:
+def test_the_summary_has_the_results(tiny_run: Path) -> None:
     summary = json.loads((tiny_run / "summary.json").read_bytes())
     lines = read_lines(tiny_run / "metrics.jsonl")
     for when, line in (("before", lines[0]), ("after", lines[3])):
@@ -152,7 +152,7 @@ def test_start_up_is_shown_step_by_step(tiny_run: Path) -> None:
     ]
 
 
-def test_what_came_of_it_is_shown(tiny_run: Path) -> None:
+def test_the_results_are_shown(tiny_run: Path) -> None:
     shown = (tiny_run.parent / "stdout.txt").read_text(encoding="utf-8")
     assert "correct before" in shown
     assert "2 steps in" in shown

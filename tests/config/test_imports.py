@@ -1,4 +1,4 @@
-"""How configuration files name code, and what is said where they name none."""
+"""References to Python code in configuration files, and errors for references that do not resolve."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_missing_module() -> None:
 
 
 def test_a_missing_file() -> None:
-    with pytest.raises(ConfigError, match=r"tools: there is no file 'nowhere/x\.py'"):
+    with pytest.raises(ConfigError, match=r"tools: file 'nowhere/x\.py' does not exist"):
         load_reference("nowhere/x.py:f", what="tools")
 
 
@@ -101,6 +101,6 @@ def test_a_guess_only_where_something_is_close() -> None:
 
 
 def test_an_edited_file_is_loaded_again(tmp_path: Path) -> None:
-    """Even one of the same size, edited within the same second."""
+    """Even an edit within the same second that keeps the size."""
     found = [load_reference(f"{write(tmp_path, f'answer = {n}')}:answer", what="x") for n in (1, 2, 3, 1)]
     assert found == [1, 2, 3, 1]

@@ -1,4 +1,4 @@
-"""Configuration files, overrides and the one line that says what is wrong with them."""
+"""Configuration files, overrides, and one-line error messages."""
 
 from __future__ import annotations
 
@@ -116,10 +116,10 @@ def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
         ("a.toml", "x = 1\nx = 2\n", "line 2"),
         ("a.yaml", "a: 1\nb: [1, 2\n", "(at line 3, column 1)"),
         ("a.yaml", "a: 1\n\tb: 2\n", "is not valid YAML: found character"),
-        ("a.yaml", "- 1\n- 2\n", "must hold a table of settings (key: value), not [1, 2]"),
+        ("a.yaml", "- 1\n- 2\n", "must contain a table of settings (key: value), not [1, 2]"),
         ("a.yaml", "!!python/object/apply:os.getcwd []\n", "is not valid YAML"),
-        ("a.json", "{}", "a configuration file ends in .toml, .yaml or .yml"),
-        ("a", "", "a configuration file ends in .toml, .yaml or .yml"),
+        ("a.json", "{}", "a configuration file must end in .toml, .yaml or .yml"),
+        ("a", "", "a configuration file must end in .toml, .yaml or .yml"),
         ("a.toml", None, "does not exist"),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, name: str, text:
 
 
 def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
-    assert refusal(tmp_path) == f"{tmp_path} is a folder: name a configuration file in it"
+    assert refusal(tmp_path) == f"{tmp_path} is a folder: give a configuration file"
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_key_misspelt_in_the_wrong_section_gets_its_home_too() -> None:
 
 def test_a_key_like_nothing_gets_the_list() -> None:
     assert complaint({"name": "x", "algorithm": {"zzz": 1}}) == (
-        "run.toml: unknown key `algorithm.zzz` (known here: adv_estimator, lr, clip)"
+        "run.toml: unknown key `algorithm.zzz` (known keys: adv_estimator, lr, clip)"
     )
 
 
@@ -229,25 +229,25 @@ def test_keys_inside_lists_tables_and_unions_are_found() -> None:
 
 def test_a_literal_lists_what_is_allowed_and_guesses() -> None:
     assert complaint({"name": "x", "algorithm": {"adv_estimator": "gipgo"}}) == (
-        "run.toml: `algorithm.adv_estimator` must be 'grpo', 'gigpo' or 'rlvcr', given 'gipgo' (did you mean 'gigpo'?)"
+        "run.toml: `algorithm.adv_estimator` must be 'grpo', 'gigpo' or 'rlvcr', got 'gipgo' (did you mean 'gigpo'?)"
     )
 
 
 def test_an_enum_lists_what_is_allowed_and_guesses() -> None:
     assert complaint({"name": "x", "rollout": {"speed": "fats"}}) == (
-        "run.toml: `rollout.speed` must be 'slow' or 'fast', given 'fats' (did you mean 'fast'?)"
+        "run.toml: `rollout.speed` must be 'slow' or 'fast', got 'fats' (did you mean 'fast'?)"
     )
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"algorithm": {"lr": -1}}, "`algorithm.lr` must be greater than 0, given -1"),
-        ({"algorithm": {"lr": "quick"}}, "`algorithm.lr` must be a valid number, given 'quick'"),
-        ({"algorithm": 3}, "`algorithm` must be a table, given 3"),
-        ({"weights": [1, "x"]}, "`weights[1]` must be a valid number, given 'x'"),
-        ({"rollout": {"seed": [1]}}, "`rollout.seed` must be a valid integer or a valid string, given [1]"),
-        ({"rollout": {"max_steps": 101}}, "`rollout.max_steps`: more than 100 steps never end, given 101"),
+        ({"algorithm": {"lr": -1}}, "`algorithm.lr` must be greater than 0, got -1"),
+        ({"algorithm": {"lr": "quick"}}, "`algorithm.lr` must be a valid number, got 'quick'"),
+        ({"algorithm": 3}, "`algorithm` must be a table, got 3"),
+        ({"weights": [1, "x"]}, "`weights[1]` must be a valid number, got 'x'"),
+        ({"rollout": {"seed": [1]}}, "`rollout.seed` must be a valid integer or a valid string, got [1]"),
+        ({"rollout": {"max_steps": 101}}, "`rollout.max_steps`: more than 100 steps never end, got 101"),
         ({"rollout": {"tool": {"kind": "serch"}}}, "(did you mean 'search'?)"),
         ({"rollout": {"tool": {"digits": 1}}}, "`rollout.tool.kind` is required: add it"),
         ({"rollout": {"named": {"a": {"digits": "x"}}}}, "`rollout.named.a.digits` must be a valid integer"),
@@ -372,7 +372,7 @@ class Forgetful(Section):
     ],
 )
 def test_a_null_that_toml_would_forget_is_refused(made: Forgetful, path: str) -> None:
-    with pytest.raises(ConfigError, match=f"`{path}` is null, which TOML cannot say"):
+    with pytest.raises(ConfigError, match=f"`{path}` is null, which TOML cannot represent"):
         to_toml(made)
 
 

@@ -1,4 +1,4 @@
-"""References to modules of earlier versions resolve to where the code is now."""
+"""References to modules of earlier versions resolve to the current modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's configuration: where its paths lead, and that nothing is lost on the way to a file and back."""
+"""A run's configuration: path resolution, and a lossless round trip through a file."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ def test_absolute_and_home_paths_stay_where_they_lead(tmp_path: Path, monkeypatc
         ),
     )
 )
-def test_settings_of_a_wrong_type_are_left_for_the_judge_of_types(settings: dict[str, Any]) -> None:
+def test_settings_of_a_wrong_type_are_left_for_validation(settings: dict[str, Any]) -> None:
     before = repr(settings)
     assert resolve_paths(settings, Path("/folder")).keys() == settings.keys()
     assert repr(settings) == before
 
 
-def test_a_run_survives_the_way_to_a_file_and_back(tmp_path: Path) -> None:
+def test_a_configuration_survives_a_round_trip_through_a_file(tmp_path: Path) -> None:
     config = RunConfig.model_validate(
         {
             "data": {"train": "/x/train.jsonl", "limit": 3},

@@ -1,4 +1,4 @@
-"""Modules beside a file: found by the file's imports, in the trainer, in the sandbox and in tools' workers."""
+"""Imports of modules beside a file, in the trainer, in the sandbox and in tool workers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def score(messages, ground_truth):
 
 
 def linked(folder: Path, link: str, target: Path) -> Path:
-    """A reward whose helpers are a link."""
+    """A reward whose helpers are a symlink."""
     file = folder / "a" / "reward.py"
     file.parent.mkdir()
     file.write_text(LINKED)
@@ -108,9 +108,9 @@ def linked(folder: Path, link: str, target: Path) -> Path:
     ("link", "target"),
     [
         ("helpers.py", "secret.env"),  # not Python
-        ("helpers.py", "other/settings.py"),  # Python, of another project
-        ("helpers.py", "a/.env"),  # in the folder, not Python
-        ("helpers", "other"),  # a package of another project
+        ("helpers.py", "other/settings.py"),  # Python, but from another project
+        ("helpers.py", "a/.env"),  # in the folder, but not Python
+        ("helpers", "other"),  # a package from another project
         ("helpers.py", "a/helpers.py"),  # to itself
     ],
 )
@@ -123,7 +123,7 @@ def test_a_link_that_leads_out_of_the_folder_opens_nothing(link: str, target: st
 
 
 def test_a_worker_does_not_read_through_such_a_link(tmp_path: Path) -> None:
-    folder = tmp_path / "executor-popen"  # names no process, nor does `exec_module`
+    folder = tmp_path / "executor-popen"  # neither this name nor `exec_module` is a process
     folder.mkdir()
     (tmp_path / "secret.env").write_text("SECRET = 'hunter2'")
     file = linked(folder, "helpers.py", tmp_path / "secret.env")
@@ -134,7 +134,7 @@ def test_a_worker_does_not_read_through_such_a_link(tmp_path: Path) -> None:
     assert result.error is not None
     assert result.error.kind == "denied"
     assert "read=[" in result.error.message
-    with Sandbox(timeout_s=20, read=[tmp_path / "secret.env"]) as sandbox:  # asked for
+    with Sandbox(timeout_s=20, read=[tmp_path / "secret.env"]) as sandbox:  # explicitly allowed
         assert sandbox.evaluate(f"{file}:score", [], None).reason == "hunter2"
 
 

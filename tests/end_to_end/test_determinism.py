@@ -112,6 +112,6 @@ def test_a_run_that_is_interrupted_by_ctrl_c_and_goes_on(straight: Path, config:
     told, err = child.communicate(timeout=120)
     assert child.returncode == 130, err
     assert "SIGINT: finishing this step and saving" in err
-    assert f"stopped after step 3; go on with: toolwise resume {out}" in told
+    assert f"stopped after step 3; resume with: toolwise resume {out}" in told
     assert summary(out)["interrupted"] is True
     assert_same(train(cli, config, out, "--resume"), straight)

@@ -65,9 +65,7 @@ def test_old_names_are_read_with_a_note(old: str, now: str, caplog: pytest.LogCa
         assert config.algorithm.terminal_score == now
     made: Any = estimator_from_config(config)
     assert made.terminal_score == now
-    assert caplog.messages == [
-        f'algorithm.terminal_score = "{old}" is an old name and read as "{now}", the rule that replaced it'
-    ]
+    assert caplog.messages == [f'algorithm.terminal_score = "{old}" is an old name for "{now}": please use the new one']
 
 
 def test_other_names_are_refused(tmp_path: Path) -> None:
@@ -191,7 +189,7 @@ def aged(run: Path, copy: Path, old: str) -> Path:
 @pytest.mark.long
 def test_an_old_run_goes_on_and_is_evaluated_with_a_note(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     run = aged(tiny_run, tmp_path / "run", "auto")
-    note = 'algorithm.terminal_score = "auto" is an old name and read as "remainder"'
+    note = 'algorithm.terminal_score = "auto" is an old name for "remainder"'
     evaluated = cli("eval", run)
     assert evaluated.status == 0, evaluated.err
     assert evaluated.err.count(note) == 1

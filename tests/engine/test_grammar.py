@@ -429,7 +429,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_one_grammar_at_a_time_and_no_unknown_kind(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="follows one grammar"):
+    with pytest.raises(ConfigError, match="set only one of json_schema"):
         load_config(write(tmp_path, 'grammar = {regex = "a", lark = "b.lark"}'))
     with pytest.raises(ConfigError, match=r"unknown key `rollout\.grammar\.regexp` \(did you mean"):
         load_config(write(tmp_path, 'grammar = {regexp = "a"}'))
@@ -451,5 +451,5 @@ def test_a_generator_of_ones_own_refuses_it_too() -> None:
 
         def weights_changed(self, version: int) -> None: ...
 
-    with pytest.raises(PolicyError, match="needs our own engine, and Own generates"):
+    with pytest.raises(PolicyError, match="needs the Toolwise engine, but this policy uses Own"):
         LocalPolicy(*shipped(), sampling(), engine=Own(), grammar=Grammar.regex("a"))

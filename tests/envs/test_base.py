@@ -1,4 +1,4 @@
-"""What every environment has without saying so."""
+"""Defaults that every environment inherits."""
 
 from __future__ import annotations
 

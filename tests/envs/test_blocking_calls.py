@@ -1,4 +1,4 @@
-"""Worlds that block: off the loop, closed once, and left behind where they never come back."""
+"""Blocking environments: run off the event loop, closed once, and abandoned if a call never returns."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_it_is_closed_once() -> None:
     assert log == ["closed"]
 
 
-def test_a_loop_that_makes_its_own_time_gets_no_threads() -> None:
+def test_virtual_time_uses_no_threads() -> None:
     async def live() -> int:
         asyncio.get_running_loop().virtual_time = True  # type: ignore[attr-defined]
         return await BlockingCalls("it").call(threading.get_ident)

@@ -1,4 +1,4 @@
-"""From a configuration's words to an environment an episode."""
+"""From a configuration's `env` to one environment per episode."""
 
 from __future__ import annotations
 
@@ -140,14 +140,14 @@ def test_each_episode_gets_an_environment_of_its_own(file: str) -> None:
     ("env", "kwargs", "said"),
     [
         ("gsm9k", {}, "there is no 'gsm9k'; did you mean 'gsm8k'?"),
-        ("nothing", {}, "there are gsm8k, tools, gymnasium:ID, or module:name"),
-        ("gymnasium:Nowhere-v0", {}, "gymnasium has no world 'Nowhere-v0'"),
+        ("nothing", {}, "use gsm8k, tools, gymnasium:ID, or module:name"),
+        ("gymnasium:Nowhere-v0", {}, "gymnasium has no environment 'Nowhere-v0'"),
         ("gymnasium:FrozenLake-v1", {"action": []}, "has no option 'action'; did you mean 'actions'?"),
         ("gsm8k", {"tool": None}, "has no option 'tool'"),
         ("{file}:Room", {"task": 3}, "has no option 'task'"),
         ("{file}:Rom", {}, "did you mean 'Room'"),
-        ("{file}:room", {}, "is one environment, and every episode needs its own"),
-        ("{file}:number", {}, "name a class or a function"),
+        ("{file}:room", {}, "is an instance, but every episode needs a new one"),
+        ("{file}:number", {}, "give a class or a function"),
         ("{file}:Counter", {"start": 5}, "has no option 'start'"),
         ("{file}:Counter", {"methods": ["sub"]}, "Counter has no public method sub; it has add"),
     ],
@@ -159,7 +159,7 @@ def test_what_makes_no_environment_is_said_before_the_run(file: str, env: str, k
 
 
 def test_what_a_function_made_is_looked_at(file: str) -> None:
-    with pytest.raises(ConfigError, match="made 3, which is no BaseEnv"):
+    with pytest.raises(ConfigError, match="returned 3, which is not a BaseEnv"):
         build_env_factory(f"{file}:make_nothing")(a_task())
 
 
@@ -188,8 +188,8 @@ def test_users_by_name_by_class_and_by_function(file: str) -> None:
     [
         ("scriptd", {}, "did you mean 'scripted'"),
         ("scripted", {"line": []}, "has no option 'line'"),
-        (ScriptedInteraction([]), {}, "is one user, and every episode needs its own"),
-        (dict, {}, "no BaseInteraction and no function"),
+        (ScriptedInteraction([]), {}, "is an instance, but every episode needs a new one"),
+        (dict, {}, "neither a BaseInteraction nor a function"),
     ],
 )
 def test_what_is_no_user_is_named(interaction: Any, kwargs: Any, said: str) -> None:

@@ -1,4 +1,4 @@
-"""GSM8K as document 4 has it: the sketch runs as written, and the oracle is out of reach unless it is asked for."""
+"""GSM8K environment: the documented example runs, and the oracle is unavailable unless enabled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def an_env(**options: Any) -> Gsm8kEnv:
 
 
 @pytest.mark.parametrize(("answer", "reward"), [("8", 1.0), ("so it is #### 8", 1.0), ("9", 0.0), ("", 0.0)])
-def test_the_documents_sketch(answer: str, reward: float) -> None:
+def test_the_documented_example(answer: str, reward: float) -> None:
     async def episode() -> None:
         env = an_env()
         assert await env.reset() == "What is 3 + 5?"
@@ -39,7 +39,7 @@ def test_the_documents_sketch(answer: str, reward: float) -> None:
     run(episode())
 
 
-def test_the_oracle_is_off_neither_seen_nor_called_nor_named() -> None:
+def test_a_disabled_oracle_is_neither_visible_nor_callable() -> None:
     async def episode() -> None:
         env = an_env(tools=build_tools(["calculator"]))
         await env.reset()

@@ -1,4 +1,4 @@
-"""Gymnasium's worlds by text: real ones, and small ones of our own that hang, refuse or end in odd ways."""
+"""Gymnasium environments through text: real ones, and small ones that hang, refuse or end in odd ways."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from toolwise.envs.gymnasium import GymnasiumEnv, check_world
+from toolwise.envs.gymnasium import GymnasiumEnv, check_registered
 from toolwise.errors import ConfigError
 from toolwise.messages import Message
 from toolwise.policies.scripted import ScriptedPolicy
@@ -40,7 +40,7 @@ def play(env: GymnasiumEnv, *actions: str, seed: int | None = None) -> list[Any]
 
 
 class Echo(gymnasium.Env[str, str]):
-    """Says what it is told, until it is told to stop."""
+    """Echoes actions until told to stop."""
 
     def __init__(self) -> None:
         self.observation_space = spaces.Text(200)
@@ -192,7 +192,7 @@ def test_a_world_that_hangs_is_left_behind_and_closes_itself_later() -> None:
     async def episode() -> None:
         env = GymnasiumEnv(lambda: world, timeout_s=0.1)
         await env.reset()
-        with pytest.raises(TimeoutError, match=r"the world: step took longer than 0\.1 s"):
+        with pytest.raises(TimeoutError, match=r"the environment: step took longer than 0\.1 s"):
             await env.step("a")
         with pytest.raises(RuntimeError, match="cannot go on"):
             await env.step("b")
@@ -263,13 +263,13 @@ def test_options_that_do_not_fit_are_named(options: dict[str, Any], said: str) -
 
 
 def test_names_for_text_actions_are_refused() -> None:
-    with pytest.raises(ConfigError, match="only a Discrete space"):
+    with pytest.raises(ConfigError, match="only the actions of a Discrete space"):
         play(GymnasiumEnv(Echo, actions=["a"]))
 
 
 def test_an_unknown_world_is_one_line() -> None:
-    with pytest.raises(ConfigError, match="gymnasium has no world 'FrozenLke-v1'") as raised:
-        check_world("FrozenLke-v1")
+    with pytest.raises(ConfigError, match="gymnasium has no environment 'FrozenLke-v1'") as raised:
+        check_registered("FrozenLke-v1")
     assert "\n" not in str(raised.value)
     assert "\x1b" not in str(raised.value)
 

@@ -1,4 +1,4 @@
-"""Observations as text, actions from text: every space there is, and whatever a model may write."""
+"""Observations as text, actions from text: every kind of space, and anything a model may write."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_observations_are_readable(value: Any, text: str) -> None:
     assert observation_text(value) == text
 
 
-def test_a_picture_is_no_text() -> None:
+def test_an_image_is_not_turned_into_text() -> None:
     with pytest.raises(ConfigError, match="format_observation"):
         observation_text(np.zeros((64, 64, 3)))
 
 
 def test_what_is_no_drawing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="draws NoneType and no text"):
+    with pytest.raises(ConfigError, match="renders NoneType, not text"):
         rendered_text(None)
 
 

@@ -77,7 +77,7 @@ def test_functions_may_be_async_may_block_and_may_take_everything() -> None:
 
 @pytest.mark.parametrize("bad", [3, ("a", True), ("a", 1, None, {}), ("a", True, "much", {}), (None, True, None, {})])
 def test_what_is_no_reply_is_refused(bad: Any) -> None:
-    with pytest.raises(TypeError, match="give a string, None to end"):
+    with pytest.raises(TypeError, match="return a string, None to end"):
         as_reply(bad)
 
 

@@ -25,7 +25,7 @@ SUM = '<tool_call>{"name": "calculator", "arguments": {"expression": "3 + 3"}}</
 
 
 class User(BaseInteraction):
-    """Says what is done to it."""
+    """Records the calls to it."""
 
     def __init__(self, *replies: Any, opening: str | None = None, finish: Exception | None = None) -> None:
         self.log: list[Any] = []
@@ -109,7 +109,7 @@ def test_out_of_turns_is_truncated() -> None:
 @pytest.mark.parametrize(
     "bad", [RuntimeError("gone"), ("", False, None, {}), (3, True, None, {}), ("a", True, float("nan"), {})]
 )
-def test_a_user_who_fails_is_a_fault_of_the_world(bad: Any) -> None:
+def test_a_failing_user_is_an_environment_error(bad: Any) -> None:
     user = User(bad)
     worker = roll_out(an_env(user), ["1"])
     assert worker.stop_reason is StopReason.ENV_FAULT
@@ -117,7 +117,7 @@ def test_a_user_who_fails_is_a_fault_of_the_world(bad: Any) -> None:
     assert user.log[-1] == "finish"
 
 
-def test_a_user_who_takes_too_long_is_one_too() -> None:
+def test_a_slow_user_is_an_environment_error() -> None:
     async def slow(messages: Sequence[Message]) -> str:
         await asyncio.sleep(60)
         return ""
@@ -127,7 +127,7 @@ def test_a_user_who_takes_too_long_is_one_too() -> None:
     assert "the simulated user: respond took longer than 0.05 s" in (worker.fault or "")
 
 
-def test_both_are_closed_once_though_one_fails() -> None:
+def test_both_are_closed_once_even_if_one_fails() -> None:
     class Door(ToolEnv):
         closed = 0
 
@@ -184,7 +184,7 @@ def test_the_seed_reaches_both() -> None:
     assert user.log[0] == ("seed", 5)
 
 
-def test_states_are_the_worlds_and_what_was_asked() -> None:
+def test_state_keys_combine_the_environment_and_the_request() -> None:
     class Counter:
         def __init__(self) -> None:
             self.n = 0
@@ -209,7 +209,7 @@ def test_states_are_the_worlds_and_what_was_asked() -> None:
     assert an_env(User()).state_key is None
 
 
-def test_a_world_of_text_has_no_place_for_a_user() -> None:
+def test_a_text_environment_cannot_have_a_user() -> None:
     class Text(BaseEnv):
         async def reset(self) -> str:
             return ""

@@ -1,4 +1,4 @@
-"""A plain class as a world: its public methods and nothing else, one object an episode, whatever a method does."""
+"""A plain class as an environment: only its public methods, one object per episode, whatever a method does."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class FileSystem(Base):
 
 
 class Trouble:
-    """What methods may do to us."""
+    """Methods that misbehave."""
 
     def __init__(self) -> None:
         self.free = threading.Event()
@@ -441,7 +441,7 @@ class Unannotated:
 @pytest.mark.parametrize(
     ("kinds", "options", "said"),
     [
-        (Bare, {}, "Bare has no public method to call"),
+        (Bare, {}, "Bare has no public methods to call"),
         (FileSystem, {"methods": ["_rm"]}, "FileSystem has no public method _rm; it has"),
         ([FileSystem, FileSystem], {}, "FileSystem and FileSystem both have pwd"),
         (Unannotated, {}, "parameter 'where' needs a type annotation"),

@@ -1,4 +1,4 @@
-"""A promise to keep deadlines holds for whoever made it, not for a subclass that writes the methods anew."""
+"""`keeps_deadlines` is not inherited by a subclass that overrides the methods it is about."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from toolwise.envs.methods_env import MethodsEnv
 from toolwise.envs.tool_env import ToolEnv
 
 
-def test_a_subclass_that_closes_otherwise_is_watched_again() -> None:
+def test_a_subclass_that_overrides_close_does_not_keep_deadlines() -> None:
     class Closing(ToolEnv):
         async def close(self) -> None:
             return

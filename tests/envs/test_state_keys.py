@@ -1,4 +1,4 @@
-"""Plain values and their names: equal worlds are named alike, different ones are not."""
+"""State keys: equal states have equal keys, different states have different keys."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_order_of_items_does(items: list[int]) -> None:
         ((1, "a"), [1, "a"]),
     ],
 )
-def test_what_things_are_plainly(value: Any, expected: Any) -> None:
+def test_jsonable_values(value: Any, expected: Any) -> None:
     assert to_jsonable(value) == expected
 
 

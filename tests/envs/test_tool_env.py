@@ -1,4 +1,4 @@
-"""The world of tools: whatever a model calls gets an answer it can read, and every tool lives exactly once."""
+"""The tool environment: every call gets a readable result, and every tool is created and released exactly once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Witness(BaseTool):
-    """Says what is done to it. `behave` is what each verb does besides."""
+    """Records the calls to it. `behave` is what each verb does in addition."""
 
     def __init__(self, name: str = "witness", price: float = 2.0, **behave: Any) -> None:
         properties = {"x": {"type": "integer"}}
@@ -167,7 +167,7 @@ def test_one_bad_call_makes_the_turn_invalid_and_leaves_the_others_standing() ->
     assert messages[0].content == "seen"
     assert reward == 0.5
     assert info["is_action_valid"] is False
-    assert info["cost"] == 4.0  # a call of no tool costs what the dearest does
+    assert info["cost"] == 4.0  # a call to an unknown tool costs as much as the most expensive one
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_long_results_are_cut_and_say_so() -> None:
     assert len(text) < 120
 
 
-def test_half_a_character_from_a_tool_does_not_end_the_episode() -> None:
+def test_a_lone_surrogate_from_a_tool_does_not_end_the_episode() -> None:
     text, _, info = call_witness(Witness(execute=lambda: _give(("a\ud800b", None, {}))))
     assert text == "a?b"
     assert info["failed_calls"] == {}
@@ -352,7 +352,7 @@ def test_last_rewards_are_named_and_none_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("bad", [ValueError("broken"), math.nan, asyncio.CancelledError()])
-def test_every_tool_is_asked_for_its_reward_though_one_fails(bad: Any) -> None:
+def test_every_tool_is_asked_for_its_reward_even_if_one_fails(bad: Any) -> None:
     tools = {"a": Witness("a", calc_reward=bad), "b": Witness("b", calc_reward=1.0)}
     env = ToolEnv(a_task(), tools)
 
@@ -366,7 +366,7 @@ def test_every_tool_is_asked_for_its_reward_though_one_fails(bad: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [ValueError("broken"), asyncio.CancelledError()])
-def test_every_tool_is_released_though_one_will_not_go(bad: BaseException) -> None:
+def test_every_tool_is_released_even_if_one_fails(bad: BaseException) -> None:
     tools = {"a": Witness("a", release=bad), "b": Witness("b")}
     env = ToolEnv(a_task(), tools)
 
@@ -442,7 +442,7 @@ def test_what_is_no_number_is_no_reward(bad: Any) -> None:
 def test_a_call_of_no_tool_is_never_free(call: ToolCall) -> None:
     tools = {"cheap": Witness("cheap", 0.5), "dear": Witness("dear", 3.0)}
     assert run(live(ToolEnv(a_task(), tools), call))[3]["cost"] == 3.0
-    assert run(live(ToolEnv(a_task(), {}), call))[3]["cost"] == 1.0  # what a tool costs that says nothing
+    assert run(live(ToolEnv(a_task(), {}), call))[3]["cost"] == 1.0  # the default price of a tool
 
 
 def test_a_call_that_the_route_refuses_costs_nothing() -> None:
@@ -453,7 +453,7 @@ def test_a_call_that_the_route_refuses_costs_nothing() -> None:
     assert run(live(forbidden, call))[3]["cost"] == 0
 
 
-def test_waiting_at_a_gate_is_told_and_not_charged() -> None:
+def test_queue_time_is_reported_and_not_counted_as_tool_time() -> None:
     async def short() -> None:
         await asyncio.sleep(0.15)
 

@@ -1,4 +1,4 @@
-"""Tool calls under a grammar: well formed whatever is drawn, text and tags as free as before."""
+"""Tool calls under a grammar: always well formed, with text and tags unconstrained."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def vocabulary() -> Vocabulary:
 
 
 def refused_at(text: str, tokenizer: Any = None, tables: Vocabulary | None = None) -> str | None:
-    """What of a reply is left where the grammar first says no; None where it lets it pass, its end included."""
+    """The rest of a reply from where the grammar first rejects it; None if it accepts all of it, including its end."""
     tokenizer = tokenizer or loaded()[1].tokenizer
     end = loaded()[1].end_id
     constraint = (tables or vocabulary()).compile(calls_grammar(tokenizer, SPECS))
@@ -155,7 +155,7 @@ def test_without_tools_a_turn_is_free() -> None:
 
 
 def test_it_is_for_the_form_of_hermes() -> None:
-    with pytest.raises(PolicyError, match=r"form of hermes: set rollout\.tool_parser"):
+    with pytest.raises(PolicyError, match=r"hermes format: set rollout\.tool_parser"):
         LocalPolicy(*loaded(), Sampling(), parser="llama3", grammar="tool_calls")
     assert grammar_from_config(GrammarConfig(tool_calls=True)) == "tool_calls"
 

@@ -1,4 +1,4 @@
-"""The policy in this process: few batches for many requests, nobody left waiting, and tokens that only ever grow."""
+"""The in-process policy: few batches for many requests, every request answered, and token buffers that only grow."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def watched(look: Any) -> Iterator[None]:
 
 @contextmanager
 def prefills_seen() -> Iterator[list[int]]:
-    """How many rows each prompt pass had."""
+    """Number of rows of each prefill pass."""
     rows: list[int] = []
 
     def look(module: Any, args: Any, kwargs: Any) -> None:
@@ -127,7 +127,7 @@ def test_no_batch_is_larger_than_allowed_and_everyone_is_served() -> None:
         results = run(ask_many(local(max_batch=16, engine="transformers"), 40, 1))
     assert max(rows) == 16
     assert sum(rows) == len(results) == 40
-    assert len(rows) <= 4  # the first may begin before the others have asked
+    assert len(rows) <= 4  # the first batch may start before the other requests arrive
 
 
 def test_no_more_run_in_the_engine_than_allowed_and_everyone_is_served() -> None:
@@ -246,9 +246,9 @@ def test_one_policy_serves_one_event_loop_after_another() -> None:
 @pytest.mark.parametrize(
     ("ids", "sampling", "words"),
     [
-        ([], Sampling(), "no tokens"),
-        ([1, 10**6], Sampling(), "outside the model's 2048"),
-        ([-1], Sampling(), "outside the model's 2048"),
+        ([], Sampling(), "the prompt is empty"),
+        ([1, 10**6], Sampling(), "outside the model's vocabulary of 2048"),
+        ([-1], Sampling(), "outside the model's vocabulary of 2048"),
         ([1], Sampling(max_new_tokens=0), "max_new_tokens must be at least 1"),
         ([1], Sampling(temperature=0.0), "temperature above 0"),
     ],
@@ -265,7 +265,7 @@ def test_what_would_bring_down_a_batch_is_refused_alone(ids: Any, sampling: Samp
 
 
 def test_a_conversation_that_outgrows_the_context_is_told_apart() -> None:
-    with pytest.raises(ContextFullError, match=r"do not fit the model's 4096.*rollout.max_new_tokens"):
+    with pytest.raises(ContextFullError, match=r"do not fit the model's context of 4096.*rollout.max_new_tokens"):
         run(local().generate([1] * 4090, Sampling(max_new_tokens=7)))
 
 
@@ -290,7 +290,7 @@ def test_a_turn_ends_with_the_chats_end_token() -> None:
 
 
 def play(policy: LocalPolicy, turns: Sequence[Sequence[Message]], seed: int = 1, **more: Any) -> list[dict[str, Any]]:
-    """An episode of `turns`, each what is said before the policy speaks; gives the tokens of each step."""
+    """An episode with these user turns; returns the tokens of each step."""
 
     async def episode() -> list[dict[str, Any]]:
         session = policy.session(seed=seed, do_sample=True, **more)
@@ -378,7 +378,7 @@ def test_a_greedy_session_ignores_its_seed() -> None:
 
 
 def test_a_reply_with_calls_says_so() -> None:
-    """The finish reason is the parser's word on a whole reply, and a call cut off by length is no call."""
+    """The finish reason is "tool_calls" only for a complete reply: a call cut off by length is not a call."""
 
     class Saying(LocalPolicy):
         said: Generation
@@ -398,7 +398,7 @@ def test_a_reply_with_calls_says_so() -> None:
 
 
 class Scripted(LocalPolicy):
-    """Samples what it is told to, or raises it; sees to nothing else."""
+    """Returns or raises what it was given, and checks nothing."""
 
     lines: list[str | Exception]
 
@@ -476,7 +476,7 @@ def test_the_parser_may_be_left_to_the_template() -> None:
 
 
 def test_a_parser_that_is_not_there_is_named() -> None:
-    with pytest.raises(PolicyError, match=r"no tool parser 'hermess'; there is: .*hermes"):
+    with pytest.raises(PolicyError, match=r"no tool parser 'hermess'; choose one of .*hermes"):
         scripted(parser="hermess")
 
 
@@ -504,6 +504,6 @@ def test_a_model_that_the_engine_cannot_run_is_run_by_transformers(caplog: pytes
         policy = LocalPolicy(model, chat, Sampling(max_new_tokens=2))
     finally:
         del trunk.sinks
-    assert "LlamaForCausalLM cannot run in the engine: generating with transformers" in caplog.text
+    assert "LlamaForCausalLM is not supported by the engine: generating with transformers" in caplog.text
     assert len(run(policy.generate(prompt(), Sampling(max_new_tokens=2))).token_ids) == 2
     assert policy.metrics() == {"policy/version": 0.0}

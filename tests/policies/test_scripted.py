@@ -1,4 +1,4 @@
-"""The policy that plays a script."""
+"""The scripted policy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_function_of_the_messages_will_do() -> None:
 
 
 def test_a_script_that_is_over_says_so() -> None:
-    with pytest.raises(PolicyError, match="has 1 lines and was asked for line 2"):
+    with pytest.raises(PolicyError, match="has 1 lines, but line 2 was requested"):
         asyncio.run(ScriptedPolicy(["one"]).get_action([ASKED, ANSWERED]))
 
 

@@ -1,4 +1,4 @@
-"""Batched generation: the same tokens whatever the company, and log-probs that a teacher-forced pass reproduces."""
+"""Batched generation: the same tokens in any batch, and log-probs that a teacher-forced pass reproduces."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def generate(prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) ->
 
 @torch.inference_mode()
 def forced(ids: Sequence[int], tokens: Sequence[int], temperature: float) -> torch.Tensor:
-    """Log-probs over the vocabulary at each place of `tokens`, from one unpadded pass over everything."""
+    """Log-probs over the vocabulary at each position of `tokens`, from one unpadded forward pass."""
     logits = loaded()[0](input_ids=torch.tensor([[*ids, *tokens]])).logits[0, len(ids) - 1 : -1]
     return torch.log_softmax(logits.float() / temperature, dim=-1)
 
 
 def assert_same_draws(ids: Sequence[int], one: Generation, other: Generation, sampling: Sampling) -> None:
-    """Equal tokens; a difference is forgiven only where a hair's breadth of rounding decided."""
+    """Equal tokens, except where rounding decided between near-equal candidates."""
     pairs = enumerate(zip(one.token_ids, other.token_ids, strict=False))
     place = next((i for i, (a, b) in pairs if a != b), None)
     if place is None:
@@ -107,7 +107,7 @@ def test_company_and_order_change_nothing(do_sample: bool, temperature: float) -
 
 
 def test_rows_left_over_after_others_ended_at_once_go_on_from_their_own_prompt() -> None:
-    """Two prompts twice: when the first two rows end after one token, as many rows are left as there were prompts."""
+    """Two prompts twice: when the first two rows end after one token, as many rows remain as there are prompts."""
     first, second = PROMPTS[0], PROMPTS[2]
     short, long = Sampling(max_new_tokens=1, do_sample=False), Sampling(max_new_tokens=12, do_sample=False)
     results = generate([first, first, second, second], [short, short, long, long])
@@ -248,7 +248,7 @@ def test_a_roomy_layer_can_be_emptied_and_used_again() -> None:
 
 
 def kolmogorov_smirnov(sample: np.ndarray[Any, Any]) -> float:
-    """sqrt(n) times the largest distance to the uniform distribution; 1.95 is passed once in a thousand."""
+    """sqrt(n) times the largest distance to the uniform distribution; exceeds 1.95 once in a thousand."""
     n = len(sample)
     ordered = np.sort(sample)
     steps = np.arange(n) / n
@@ -352,7 +352,7 @@ def test_a_model_that_gives_nan_is_named_and_not_sampled_from(do_sample: bool) -
 
 
 class Panic(BaseException):
-    """As a panic of a Rust extension is."""
+    """Like a panic in a Rust extension."""
 
 
 def test_nobody_waits_for_ever_after_a_panic() -> None:

@@ -1,6 +1,6 @@
-"""The shipped model behind a real vLLM: what it samples and says of it is what the local policy does.
+"""The bundled model behind a real vLLM server: its samples and log-probs match the local policy.
 
-`make vllm-env` makes the environment that vLLM needs for itself; without it these tests are skipped.
+`make vllm-env` creates the separate environment that vLLM needs; without it these tests are skipped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GREEDY = Sampling(max_new_tokens=48, do_sample=False)
 QUESTIONS = ["What is 531 * 77?", "How many bridges does Alder have?", "Hello there", "4512 + 309 = ?"]
 TOOLS = build_tools(["calculator", "search"])
 SPECS = [tool.get_openai_tool_schema().model_dump() for tool in TOOLS.values()]
-# Its own command asks for the version of a package "vllm", which the CPU build is not called.
+# The `vllm` command looks up the version of a package "vllm", but the CPU build has another name.
 COMMAND = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
 OPTIONS = {
     "--model": locate("builtin:small"),

@@ -145,7 +145,7 @@ def test_what_cannot_be_recorded_is_noted(given: Any, label: str, reason: str, t
     assert reason in note
     tools = read_back(inputs).tools
     assert tools[0] == "calculator"
-    with pytest.raises(ConfigError, match=f"tools: this run was started from Python with {label}.*go on from Python"):
+    with pytest.raises(ConfigError, match=f"tools: this run was started from Python with {label}.*resume it from"):
         build_tools(tools)
 
 

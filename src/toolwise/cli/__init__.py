@@ -1,4 +1,4 @@
-"""The command line: one small module a command. Heavy imports wait until a command needs them."""
+"""The command line interface, one module per command. Heavy imports are deferred until a command needs them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         from toolwise import __version__
 
         print_line(f"toolwise {__version__}")
@@ -67,8 +67,8 @@ _register()
 
 
 def main() -> None:
-    """Faults that a person can put right are one line on standard error and exit status 2."""
-    # Threads that wait must sleep: on a shared machine spinning ones make everything many times slower.
+    """Run the CLI. Errors the user can fix print one line on standard error and exit with status 2."""
+    # Idle OpenMP threads must sleep: on a shared machine, spinning threads slow everything down many times over.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     guard_streams()
@@ -76,7 +76,7 @@ def main() -> None:
         status = app(standalone_mode=False)
     except KeyboardInterrupt:
         status = 130
-    except SystemExit as end:  # with words for an exit status, Python itself would print them
+    except SystemExit as end:  # an exit status that is a message: print it, as Python would
         status = end.code
         if status is not None and not isinstance(status, int):
             print_line(status, err=True)
@@ -87,18 +87,18 @@ def main() -> None:
 
 
 def _report_error(fault: Exception) -> int:
-    """What went wrong, on standard error; gives the exit status."""
-    if hasattr(fault, "format_message"):  # of the command line's parser: a wrong option, a missing argument
+    """Print the error on standard error and return the exit status."""
+    if hasattr(fault, "format_message"):  # from the argument parser: an unknown option, a missing argument
         return _report_usage_error(fault)
     if "--debug" not in sys.argv:
         if isinstance(fault, ToolwiseError):
             print_error(fault)
-            for note in getattr(fault, "__notes__", ()):  # such as the traceback of a reward
+            for note in getattr(fault, "__notes__", ()):  # e.g. the traceback of a reward function
                 print_line(note, err=True)
             return 2
         if isinstance(fault, OSError) and fault.strerror is not None:
             where = f"{fault.filename}: " if fault.filename else ""
-            print_error(f"{where}{fault.strerror}; check path, permissions and free space")
+            print_error(f"{where}{fault.strerror}; check the path, permissions and free space")
             return 2
     print_traceback(fault)
     return 1
@@ -106,7 +106,7 @@ def _report_error(fault: Exception) -> int:
 
 def _report_usage_error(fault: Any) -> int:
     context, message = getattr(fault, "ctx", None), fault.format_message()
-    if message and type(fault).__name__ != "NoArgsIsHelpError":  # which has shown the help
-        usage = f"; {context.get_usage()}; {context.command_path} --help says more" if context is not None else ""
+    if message and type(fault).__name__ != "NoArgsIsHelpError":  # that one has already printed the help
+        usage = f"; {context.get_usage()}; see {context.command_path} --help" if context is not None else ""
         print_error(f"{message.rstrip('.')}{usage}")
     return int(fault.exit_code)

@@ -1,4 +1,4 @@
-"""`toolwise data`: prepare public datasets, and look at what a file of tasks holds."""
+"""`toolwise data`: prepare public datasets, label tasks for the router, and inspect task files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from toolwise.errors import ConfigError
 from toolwise.terminal import print_json, print_line
 
-app = typer.Typer(name="data", help="Prepare datasets and look at them.", no_args_is_help=True)
+app = typer.Typer(name="data", help="Prepare, label and inspect datasets.", no_args_is_help=True)
 
 
 class Dataset(StrEnum):
@@ -21,22 +21,22 @@ class Dataset(StrEnum):
 
 @app.command()
 def prepare(
-    name: Annotated[Dataset, typer.Argument(help="Which dataset SOURCE holds.")],
-    source: Annotated[Path, typer.Argument(help="A file as published, or a folder with train and test files.")],
+    name: Annotated[Dataset, typer.Argument(help="Dataset in SOURCE.")],
+    source: Annotated[Path, typer.Argument(help="The published file, or a folder with train and test files.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="A .parquet or .jsonl file, or a folder. [default: data/NAME]", show_default=False),
+        typer.Option(help="Output .parquet or .jsonl file, or folder (default: data/NAME).", show_default=False),
     ] = None,
     oracle_tool: Annotated[
         bool,
-        typer.Option("--oracle-tool", help="gsm8k: offer the tool that tells whether an answer is right."),
+        typer.Option("--oracle-tool", help="gsm8k only: offer a tool that tells whether an answer is correct."),
     ] = False,
 ) -> None:
-    """Turn a published dataset into rows to train on."""
+    """Convert a published dataset into rows to train on."""
     from toolwise.data.prepare import prepare_gsm8k, prepare_rlla
 
     if oracle_tool and name is not Dataset.GSM8K:
-        raise ConfigError(f"--oracle-tool is for gsm8k; leave it out for {name}")
+        raise ConfigError(f"--oracle-tool applies to gsm8k only; leave it out for {name}")
     target = out if out is not None else Path("data") / name
     if name is Dataset.GSM8K:
         written = prepare_gsm8k(source, target, oracle_tool=oracle_tool)
@@ -48,25 +48,27 @@ def prepare(
 
 @app.command()
 def label(
-    file: Annotated[Path, typer.Argument(help="A .parquet, .jsonl or .json file of tasks.")],
-    base_url: Annotated[str, typer.Option(help="An OpenAI-compatible server, up to and including /v1.")] = "",
-    model: Annotated[str, typer.Option(help="The server's name for the model to ask.")] = "",
-    heuristic: Annotated[bool, typer.Option("--heuristic", help="By rules and ground truths, offline.")] = False,
+    file: Annotated[Path, typer.Argument(help="Task file: .parquet, .jsonl or .json.")],
+    base_url: Annotated[str, typer.Option(help="URL of an OpenAI-compatible server, including /v1.")] = "",
+    model: Annotated[str, typer.Option(help="Name of the model on the server.")] = "",
+    heuristic: Annotated[
+        bool, typer.Option("--heuristic", help="Label offline, from rules and ground truths, without a model.")
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="A .jsonl or .csv beside the data, or a .parquet that has the data too. [default: FILE.labels.jsonl]",
+            help="Output: .jsonl or .csv (labels only), or .parquet (data and labels) (default: FILE.labels.jsonl).",
             show_default=False,
         ),
     ] = None,
-    tools: Annotated[list[str] | None, typer.Option(help="A tool that tasks offer by name; may be repeated.")] = None,
-    api_key_env: Annotated[str, typer.Option(help="The environment variable that holds the server's key.")] = "",
+    tools: Annotated[list[str] | None, typer.Option(help="Tool that tasks refer to by name; repeatable.")] = None,
+    api_key_env: Annotated[str, typer.Option(help="Environment variable that holds the server's API key.")] = "",
     cache: Annotated[
-        Path | None, typer.Option(help="Where answers are kept. [default: OUT.cache.jsonl]", show_default=False)
+        Path | None, typer.Option(help="Cache of the model's answers (default: OUT.cache.jsonl).", show_default=False)
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Questions at once at most.")] = 16,
+    concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent requests.")] = 16,
 ) -> None:
-    """Label tools with families, and rows with the route they want: for a warm start of the router. Never needed."""
+    """Label tools with families and tasks with routes, to warm-start the router. Optional."""
     from toolwise.cli.label import LabelOptions, label_file
 
     label_file(
@@ -79,11 +81,10 @@ def label(
 
 @app.command()
 def stats(
-    file: Annotated[Path, typer.Argument(help="A .parquet, .jsonl or .json file of tasks.")],
+    file: Annotated[Path, typer.Argument(help="Task file: .parquet, .jsonl or .json.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Check every row of a file and show what it holds."""
-
+    """Check every row of a task file and summarize its contents."""
     from toolwise.data.stats import describe_tasks, stats_table
     from toolwise.terminal.display import Console
 

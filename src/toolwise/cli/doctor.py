@@ -1,4 +1,4 @@
-"""`toolwise doctor`: what is installed, what is missing and how to get it, and what this machine can do."""
+"""`toolwise doctor`: installed packages, missing ones and how to install them, and what this machine supports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EXTRAS = {
     "tensorboard": "tensorboard>=2.18",
     "wandb": "wandb>=0.19",
 }
-"""For a checkout that was never installed, which has no metadata to ask; a test holds both to pyproject.toml."""
+"""Fallback for a checkout that was never installed and has no metadata; a test keeps both equal to pyproject.toml."""
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*([^;]*)(?:;(.*))?")
 _PROBE_TIMEOUT_S = 10
@@ -48,7 +48,7 @@ _TORCH_TIMEOUT_S = 120
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One requirement and what is there to meet it."""
+    """A requirement and the installed version, if any."""
 
     name: str
     wanted: str
@@ -63,13 +63,13 @@ class Package:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show what is installed, what is missing and how to get it, and what this machine can do."""
+    """Show installed and missing packages, how to install them, and what this machine supports."""
     packages = inspect_packages()
     machine, troubles = inspect_machine(), missing_core_packages(packages)
     if any(package.name == "torch" and package.installed for package in packages):
-        found, broken = inspect_torch()
-        machine |= found
-        troubles += broken
+        torch_info, torch_troubles = inspect_torch()
+        machine |= torch_info
+        troubles += torch_troubles
     if as_json:
         print_json(_as_json(packages, machine, troubles))
     else:
@@ -79,24 +79,24 @@ def doctor(
 
 
 def inspect_packages(requirements: Sequence[str] | None = None) -> list[Package]:
-    """What Toolwise's own metadata asks for, beside what is installed."""
+    """Toolwise's requirements, from its package metadata, with the installed versions."""
     packages = []
     for line in _requirements() if requirements is None else requirements:
-        found = _REQUIREMENT.match(line)
-        if not found:
+        match = _REQUIREMENT.match(line)
+        if not match:
             continue
-        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", found[3] or "")
-        packages.append(Package(found[1], found[2].strip(), extra[1] if extra else None, _version(found[1])))
+        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", match[3] or "")
+        packages.append(Package(match[1], match[2].strip(), extra[1] if extra else None, _version(match[1])))
     return packages
 
 
 def _requirements() -> list[str]:
     try:
-        told = importlib.metadata.requires("toolwise")
+        requirements = importlib.metadata.requires("toolwise")
     except importlib.metadata.PackageNotFoundError:
-        told = None
+        requirements = None
     extras = [f'{line}; extra == "{extra}"' for extra, lines in EXTRAS.items() for line in lines.split()]
-    return told or [*CORE.split(), *extras]
+    return requirements or [*CORE.split(), *extras]
 
 
 def _version(package: str) -> str | None:
@@ -107,13 +107,13 @@ def _version(package: str) -> str | None:
 
 
 def _satisfies(installed: str, wanted: str) -> bool:
-    """Whether every `>=` of `wanted` holds; other operators are left to pip."""
-    return all(_release(installed) >= _release(least) for least in re.findall(r">=\s*([0-9.]+)", wanted))
+    """Whether every `>=` in `wanted` holds; other operators are left to pip."""
+    return all(_release(installed) >= _release(minimum) for minimum in re.findall(r">=\s*([0-9.]+)", wanted))
 
 
 def _release(version: str) -> tuple[int, ...]:
     numbers = [int(number) for number in re.findall(r"\d+", re.split(r"[^0-9.]", version)[0])]
-    while numbers and numbers[-1] == 0:  # 2.0 is 2
+    while numbers and numbers[-1] == 0:  # 2.0 equals 2
         numbers.pop()
     return tuple(numbers)
 
@@ -127,7 +127,7 @@ def missing_core_packages(packages: Sequence[Package]) -> list[str]:
 
 
 def inspect_machine() -> dict[str, Any]:
-    """What this machine offers, by topic."""
+    """What this machine supports, by topic."""
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -147,7 +147,7 @@ def inspect_machine() -> dict[str, Any]:
 
 
 def _usable_cpus() -> float:
-    """Processors this process may use: its affinity, and the share that a container leaves it."""
+    """CPUs this process may use: its affinity, capped by the container's quota."""
     count: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
     if quota.isdigit() and period.strip().isdigit():
@@ -174,26 +174,26 @@ def _read(path: str) -> str:
 
 
 def inspect_torch() -> tuple[dict[str, Any], list[str]]:
-    """What torch finds here, and what is wrong with torch itself."""
+    """What torch reports about this machine, and problems with torch itself."""
     code = "from toolwise.cli.doctor import probe_torch; probe_torch()"
     path = os.pathsep.join(filter(None, sys.path))
-    done = _run(sys.executable, "-c", code, env={**os.environ, "PYTHONPATH": path}, timeout_s=_TORCH_TIMEOUT_S)
-    found: dict[str, Any] = {"cpu_float32_gflops": None, "cpu_bfloat16_gflops": None}
-    for line in done.stdout.splitlines() if done else []:
-        found |= json.loads(line)
-    if "gpus" in found:
-        return found, []
-    last = done.stderr.strip().splitlines()[-1:] if done else [f"no answer in {_TORCH_TIMEOUT_S} s"]
-    reason = " ".join(last)[:200] or "it ends the process"
-    return found, [f"torch does not load ({reason}): pip install --force-reinstall torch"]
+    process = _run(sys.executable, "-c", code, env={**os.environ, "PYTHONPATH": path}, timeout_s=_TORCH_TIMEOUT_S)
+    info: dict[str, Any] = {"cpu_float32_gflops": None, "cpu_bfloat16_gflops": None}
+    for line in process.stdout.splitlines() if process else []:
+        info |= json.loads(line)
+    if "gpus" in info:
+        return info, []
+    last_line = process.stderr.strip().splitlines()[-1:] if process else [f"no response in {_TORCH_TIMEOUT_S} s"]
+    reason = " ".join(last_line)[:200] or "the process crashed"
+    return info, [f"torch does not load ({reason}): pip install --force-reinstall torch"]
 
 
 def probe_torch() -> None:
-    """Runs in a process of its own: a processor that promises more than it keeps ends it with a signal."""
+    """Runs in a subprocess: a CPU that advertises instructions it does not support kills it with a signal."""
     import torch
 
-    cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    gpus = [{"name": card.name, "memory_gib": round(card.total_memory / 2**30, 1)} for card in cards]
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = [{"name": card.name, "memory_gib": round(card.total_memory / 2**30, 1)} for card in devices]
     bf16 = torch.cuda.is_bf16_supported() if gpus else False
     print(json.dumps({"gpus": gpus, "cuda": torch.version.cuda, "gpu_bf16": bf16}), flush=True)
     size = 256
@@ -221,34 +221,34 @@ def _has_fts5() -> bool:
 def _run(
     *command: str, env: dict[str, str] | None = None, timeout_s: float = _PROBE_TIMEOUT_S
 ) -> subprocess.CompletedProcess[str] | None:
-    nothing = subprocess.DEVNULL
+    devnull = subprocess.DEVNULL
     try:
-        return subprocess.run(command, capture_output=True, text=True, stdin=nothing, env=env, timeout=timeout_s)
+        return subprocess.run(command, capture_output=True, text=True, stdin=devnull, env=env, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
         return None
 
 
 def _first_line(*command: str) -> str | None:
-    done = _run(*command)
-    lines = (done.stdout + done.stderr).strip().splitlines() if done and done.returncode == 0 else []
+    process = _run(*command)
+    lines = (process.stdout + process.stderr).strip().splitlines() if process and process.returncode == 0 else []
     return next((line.strip() for line in lines if not line.startswith("Picked up ")), None)
 
 
 def _bubblewrap() -> str | None:
-    """Its version; being installed is not enough, many containers refuse it the namespaces it needs."""
+    """Bubblewrap's version, and whether it works: many containers deny it the namespaces it needs."""
     version = _first_line("bwrap", "--version")
     if version is None:
         return None
-    tried = _run("bwrap", "--ro-bind", "/", "/", "--unshare-all", "true")
-    return version if tried and tried.returncode == 0 else f"{version}, but it does not work here"
+    trial = _run("bwrap", "--ro-bind", "/", "/", "--unshare-all", "true")
+    return version if trial and trial.returncode == 0 else f"{version}, but it does not work here"
 
 
 def _landlock_abi() -> int:
-    """The kernel's version of Landlock, 0 where there is none."""
+    """The kernel's Landlock ABI version, 0 without Landlock."""
     if sys.platform != "linux":
         return 0
-    create_ruleset, ask_version = 444, 1
-    return max(0, int(ctypes.CDLL(None).syscall(create_ruleset, None, ctypes.c_size_t(0), ask_version)))
+    create_ruleset, version_flag = 444, 1
+    return max(0, int(ctypes.CDLL(None).syscall(create_ruleset, None, ctypes.c_size_t(0), version_flag)))
 
 
 def _extras(packages: Sequence[Package]) -> dict[str, list[Package]]:
@@ -262,18 +262,18 @@ def _extras(packages: Sequence[Package]) -> dict[str, list[Package]]:
 def _as_json(packages: Sequence[Package], machine: dict[str, Any], troubles: list[str]) -> dict[str, Any]:
     from toolwise import __version__
 
-    def told(package: Package) -> dict[str, Any]:
+    def to_json(package: Package) -> dict[str, Any]:
         return {**asdict(package), "ok": package.ok}
 
     return {
         "toolwise": __version__,
         "ok": not troubles,
-        "core": [told(package) for package in packages if package.extra is None],
+        "core": [to_json(package) for package in packages if package.extra is None],
         "extras": {
             extra: {
                 "ok": all(package.ok for package in members),
                 "install": f"pip install 'toolwise[{extra}]'",
-                "packages": [told(package) for package in members],
+                "packages": [to_json(package) for package in members],
             }
             for extra, members in _extras(packages).items()
         },
@@ -289,25 +289,25 @@ def _show(packages: Sequence[Package], machine: dict[str, Any], troubles: list[s
     from toolwise.terminal.display import Console
 
     console = Console()
-    core = Table("package", "wanted", "installed", title=f"toolwise {__version__}: core", title_justify="left")
+    core = Table("package", "required", "installed", title=f"toolwise {__version__}: core", title_justify="left")
     for package in packages:
         if package.extra is None:
             core.add_row(package.name, package.wanted, _state(package))
     extras = Table("extra", "packages", title="extras", title_justify="left")
-    extras.add_column("get it", no_wrap=True)
+    extras.add_column("install", no_wrap=True)
     for extra, members in _extras(packages).items():
-        whole = all(package.ok for package in members)
+        complete = all(package.ok for package in members)
         states = ", ".join(f"{package.name} {_state(package)}" for package in members)
-        extras.add_row(extra, states, "" if whole else f"pip install 'toolwise[{extra}]'")
-    here = Table("what", "here", title="this machine", title_justify="left")
-    for what, told in _machine_rows(machine):
-        here.add_row(what, told)
-    for table in (core, extras, here):
+        extras.add_row(extra, states, "" if complete else f"pip install 'toolwise[{extra}]'")
+    features = Table("feature", "status", title="this machine", title_justify="left")
+    for name, status in _machine_rows(machine):
+        features.add_row(name, status)
+    for table in (core, extras, features):
         console.print(table)
     for trouble in troubles:
         console.print(trouble, style="bold red", soft_wrap=True)
     if not troubles:
-        console.print("Everything needed is here.", style="green")
+        console.print("All required packages are installed.", style="green")
 
 
 def _state(package: Package) -> str:
@@ -320,32 +320,32 @@ def _machine_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:
     memory, load = machine["memory_gib"], machine["load_average"]
     gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in machine.get("gpus", []))
     sizes = ", ".join(f"{size} GiB {name.replace('_', ' ')}" for name, size in memory.items() if size is not None)
-    threads, waiting = machine["omp_num_threads"], machine["omp_wait_policy"]
+    threads, wait_policy = machine["omp_num_threads"], machine["omp_wait_policy"]
     return [
         ("Python", f"{machine['python']} on {machine['system']}"),
         ("processors", f"{machine['cpus']:g}" + (f", load average {load[0]:.1f}" if load else "")),
         ("memory", sizes or "unknown"),
         ("free disk", f"{machine['free_disk_gib']} GiB"),
-        ("GPU", f"{gpus}, CUDA {machine['cuda']}" if gpus else "none: train small models, in float32"),
+        ("GPU", f"{gpus}, CUDA {machine['cuda']}" if gpus else "none: train small models in float32"),
         ("bfloat16", _bf16(machine)),
         ("SQLite FTS5", "yes" if machine["sqlite_fts5"] else "no: the search tool needs it"),
-        ("Java", machine["java"] or "none: TextWorld and ScienceWorld need it"),
+        ("Java", machine["java"] or "not found: TextWorld and ScienceWorld need it"),
         ("bubblewrap", machine["bubblewrap"] or "none"),
         ("Landlock", f"ABI {machine['landlock_abi']}" if machine["landlock_abi"] else "none"),
         ("seccomp", "yes" if machine["seccomp"] else "none"),
-        ("terminal", "yes" if machine["terminal"] else "no: output goes to a file or a pipe"),
-        ("OpenMP", f"OMP_NUM_THREADS={threads or 'unset'}, OMP_WAIT_POLICY={waiting or 'unset'}"),
+        ("terminal", "yes" if machine["terminal"] else "no: output goes to a file or pipe"),
+        ("OpenMP", f"OMP_NUM_THREADS={threads or 'unset'}, OMP_WAIT_POLICY={wait_policy or 'unset'}"),
     ]
 
 
 def _bf16(machine: dict[str, Any]) -> str:
-    """Whether bfloat16 is worth using, from what was measured."""
-    slow, fast = machine.get("cpu_bfloat16_gflops"), machine.get("cpu_float32_gflops")
+    """Whether bfloat16 is worth using, from the measured GFLOPS."""
+    bfloat16, float32 = machine.get("cpu_bfloat16_gflops"), machine.get("cpu_float32_gflops")
     if machine.get("gpu_bf16"):
         return "yes, on the GPU"
-    if fast is None:
+    if float32 is None:
         return "unknown without torch"
-    if slow is None:
-        return "ends the process on this CPU: use float32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
-    told = f"{slow} GFLOPS on the CPU, float32 {fast}"
-    return told if slow > fast else f"{told}: use float32"
+    if bfloat16 is None:
+        return "crashes on this CPU: use float32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
+    speeds = f"{bfloat16} GFLOPS on the CPU, float32 {float32}"
+    return speeds if bfloat16 > float32 else f"{speeds}: use float32"

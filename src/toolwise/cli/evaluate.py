@@ -1,4 +1,4 @@
-"""`toolwise eval`: score a trained run, or any model, on held-out tasks."""
+"""`toolwise eval`: score a trained run or any model on held-out tasks."""
 
 from __future__ import annotations
 
@@ -15,28 +15,32 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    source: Annotated[Path, typer.Argument(help="A run, a checkpoint of one, or a configuration.", show_default=False)],
-    model: Annotated[str | None, typer.Option(help="Another model than the run's latest checkpoint.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Other tasks than data.val.")] = None,
+    source: Annotated[Path, typer.Argument(help="Run folder, checkpoint, or configuration file.", show_default=False)],
+    model: Annotated[str | None, typer.Option(help="Model to use instead of the run's latest checkpoint.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Task file to use instead of data.val.")] = None,
     overrides: OverridesOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
     budgets: Annotated[
-        str, typer.Option(help="Of a run with a router: accuracy against cost at 0,0.1,…,1, beside baselines.")
+        str,
+        typer.Option(help="Evaluate a run's router at these budgets (such as 0,0.1,…,1) and compare it to baselines."),
     ] = "",
-    draws: Annotated[int, typer.Option(min=1, help="--budgets: rollouts of each task under each route.")] = 16,
-    metric: Annotated[str, typer.Option(help='--budgets: what counts. "auto": correct, or the score.')] = "auto",
+    draws: Annotated[int, typer.Option(min=1, help="--budgets: rollouts per task and route.")] = 16,
+    metric: Annotated[
+        str, typer.Option(help='--budgets: metric to plot against cost. "auto": correct if reported, else score.')
+    ] = "auto",
     otc: Annotated[
-        Path | None, typer.Option(help="--budgets: a run trained with a fewest-calls-among-correct reward.")
+        Path | None,
+        typer.Option(help="--budgets: baseline run, trained with a reward for the fewest calls among correct answers."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="--budgets: where its files go. [default: frontier/ beside the checkpoint]")
+        Path | None, typer.Option(help="--budgets: output folder (default: frontier/ beside the checkpoint).")
     ] = None,
     store: Annotated[
-        bool, typer.Option(help="--budgets: put the thresholds that keep to them into the checkpoint.")
+        bool, typer.Option(help="--budgets: store the routing thresholds for these budgets in the checkpoint.")
     ] = True,
-    jobs: Annotated[int, typer.Option(min=1, help="--budgets: processes that roll out, a core each.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="--budgets: number of rollout processes, one core each.")] = 1,
 ) -> None:
-    """Roll out and score, and learn nothing: one rollout a task, or with --budgets a whole frontier."""
+    """Score a model on held-out tasks, one rollout per task; with --budgets, measure accuracy against cost."""
     if budgets:
         from toolwise.cli.frontier import FrontierOptions, show_frontier
 
@@ -47,23 +51,26 @@ def evaluate(
     from toolwise.errors import ConfigError
     from toolwise.training.changes import check_files
 
-    config, found = resolve_model(source, model, overrides or [])
+    config, model_path = resolve_model(source, model, overrides or [])
     if source.is_dir():
         check_files(config, source, *(() if data else ("data.val",)), "reward", "tools", "env")
     file = data or config.data.val
     if file is None:
-        raise ConfigError(f"{source} names no data.val: add --data FILE")
+        raise ConfigError(f"{source} does not set data.val: add --data FILE")
     tasks = load_tasks(file, limit=config.data.val_limit if data is None else None)
-    figures = evaluate_model(found, tasks, config=config)
+    metrics = evaluate_model(model_path, tasks, config=config)
     if as_json:
-        print_json(figures)
+        print_json(metrics)
     else:
-        _show(figures, found)
+        _show(metrics, model_path)
     return None
 
 
 def resolve_model(source: Path, model: str | None, overrides: list[str]) -> tuple[RunConfig, str]:
-    """A run's configuration with its latest or a named checkpoint, or a file's configuration with its model."""
+    """Return the configuration and model path of a run, of one of its checkpoints, or of a configuration file.
+
+    `model` overrides the model; a run folder means its latest checkpoint.
+    """
     from toolwise.config.schema import load_config
     from toolwise.errors import CheckpointError
     from toolwise.training import checkpoint
@@ -71,32 +78,34 @@ def resolve_model(source: Path, model: str | None, overrides: list[str]) -> tupl
     if not source.is_dir():
         config = load_config(source, overrides)
         return config, model or config.model.path
-    named = (source / checkpoint.MANIFEST).is_file()
-    run = source.resolve().parent.parent if named else source
+    is_checkpoint = (source / checkpoint.MANIFEST).is_file()
+    run = source.resolve().parent.parent if is_checkpoint else source
     if not (run / "config.toml").is_file():
-        raise CheckpointError(f"{run} has no config.toml: it is no run's folder; name one, or a configuration file")
+        raise CheckpointError(
+            f"{run} has no config.toml, so it is not a run folder: give a run folder or a configuration file"
+        )
     config = load_config(run / "config.toml", overrides)
     if model is not None:
         return config, model
     damaged: list[str] = []
-    found = checkpoint.load(source) if named else checkpoint.latest(run / "checkpoints", warnings_out=damaged)
-    if damaged:  # figures of an older one would pass for those of the run
+    loaded = checkpoint.load(source) if is_checkpoint else checkpoint.latest(run / "checkpoints", warnings_out=damaged)
+    if damaged:  # an older checkpoint's metrics would be mistaken for those of the run
         raise CheckpointError(f"{damaged[0].removeprefix('passed over: ')}: toolwise eval RUN/checkpoints/step-…")
-    if found is None:
-        raise CheckpointError(f"{source} has no whole checkpoint yet: add --model to name a model")
-    return config, str(found.path / "model")
+    if loaded is None:
+        raise CheckpointError(f"{source} has no complete checkpoint yet: choose a model with --model")
+    return config, str(loaded.path / "model")
 
 
-def _show(figures: dict[str, Any], model: str) -> None:
+def _show(metrics: dict[str, Any], model: str) -> None:
     from rich.table import Table
 
     from toolwise.terminal.display import Console
 
-    parts = {"all": figures, **figures["by_kind"]}
-    table = Table(title=model, caption="one rollout a task")
-    for column in ("tasks", *parts):  # a router reports more figures than fit side by side
+    parts = {"all": metrics, **metrics["by_kind"]}
+    table = Table(title=model, caption="one rollout per task")
+    for column in ("tasks", *parts):  # metrics are rows: a router reports more than fit as columns
         table.add_column(column, justify="left" if column == "tasks" else "right")
-    for name in (name for name in figures if name != "by_kind"):
-        found = [part.get(name, "") for part in parts.values()]
-        table.add_row(name, *(f"{value:.3f}" if isinstance(value, float) else str(value) for value in found))
+    for name in (name for name in metrics if name != "by_kind"):
+        values = [part.get(name, "") for part in parts.values()]
+        table.add_row(name, *(f"{value:.3f}" if isinstance(value, float) else str(value) for value in values))
     Console().print(table)

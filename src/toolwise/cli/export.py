@@ -1,4 +1,4 @@
-"""`toolwise export`: a trained model as a plain Hugging Face folder."""
+"""`toolwise export`: write a trained model as a plain Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolwise.terminal import print_line
 
 
 class Dtype(StrEnum):
-    """As torch spells them."""
+    """Torch dtypes, by torch's names."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -20,22 +20,22 @@ class Dtype(StrEnum):
 
 
 def export(
-    source: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint of one.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="The folder to write; never overwritten.", show_default=False)],
+    source: Annotated[Path, typer.Argument(help="Run folder or checkpoint.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Output folder; must not exist yet.", show_default=False)],
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Another number format than the weights were saved in.", show_default=False)
+        Dtype | None, typer.Option(help="Dtype of the exported weights (default: as saved).", show_default=False)
     ] = None,
     best: Annotated[
         str,
         typer.Option(
-            metavar="FIGURE",
-            help="Not the latest checkpoint but that of the best validation by this figure: score, -cost, …",
+            metavar="METRIC",
+            help="Export the checkpoint with the best validation METRIC (score, -cost, …) instead of the latest.",
             show_default=False,
         ),
     ] = "",
 ) -> None:
-    """Write the model of a run to a folder that plain transformers loads, with a model card."""
+    """Export a run's model to a folder that transformers loads, with a model card."""
     from toolwise.agent.export import export_model
 
-    done = export_model(source, out, dtype=dtype.value if dtype else None, best=best)
-    print_line(f"{done.out}: the model of step {done.checkpoint.step} in {done.dtype}; its card is README.md")
+    exported = export_model(source, out, dtype=dtype.value if dtype else None, best=best)
+    print_line(f"{exported.out}: model of step {exported.checkpoint.step} in {exported.dtype}; model card: README.md")

@@ -1,4 +1,4 @@
-"""`toolwise eval --budgets`: accuracy against cost, beside those who route otherwise."""
+"""`toolwise eval --budgets`: a router's accuracy against cost, compared to baselines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ELLIPSIS = re.compile(r"^(…|\.\.\.)$")
 
 @dataclass(frozen=True, slots=True)
 class FrontierOptions:
-    """What was asked for on the command line."""
+    """Command line options of `--budgets`."""
 
     budgets: str
     draws: int = 16
@@ -35,7 +35,7 @@ class FrontierOptions:
 def show_frontier(
     source: Path, data: Path | None, overrides: Sequence[str], options: FrontierOptions, *, as_json: bool
 ) -> None:
-    """Pool, compare, show, write; the thresholds go into the checkpoint."""
+    """Evaluate the frontier, write and show it, and store the thresholds in the checkpoint."""
     from toolwise.agent.calibration import store_calibration
     from toolwise.agent.loader import find_router, load_router
     from toolwise.concurrency import deadlines
@@ -48,7 +48,7 @@ def show_frontier(
     config, model = find_router(source, overrides)
     file = data or config.data.val
     if file is None:
-        raise ConfigError(f"{source} names no data.val: add --data FILE")
+        raise ConfigError(f"{source} does not set data.val: add --data FILE")
     tasks = load_tasks(file, limit=config.data.val_limit if data is None else None)
     otc = None if options.otc is None else _resolve_run(options.otc)
     folder = options.out or _folder(model)
@@ -71,40 +71,40 @@ def show_frontier(
         )
 
     with Status(Console(stderr=True)) as status:
-        found = deadlines.run(work(status))
-    found.write(folder, str(source))
+        evaluation = deadlines.run(work(status))
+    evaluation.write(folder, str(source))
     if options.store:
-        store_calibration(model, found.calibration)
+        store_calibration(model, evaluation.calibration)
     if as_json:
-        print_json(to_json(found.frontier))
+        print_json(to_json(evaluation.frontier))
         return
-    _show(found, str(source))
-    print_line(f"written: {folder / 'frontier.json'}, {folder / 'frontier.png'}")
+    _show(evaluation, str(source))
+    print_line(f"wrote {folder / 'frontier.json'}, {folder / 'frontier.png'}")
     if options.store:
-        print_line(f"thresholds for these budgets are now in {model}: toolwise run {source} QUESTION --budget B")
+        print_line(f"stored the thresholds for these budgets in {model}: toolwise run {source} QUESTION --budget B")
 
 
-def _show(found: FrontierEvaluation, title: str) -> None:
+def _show(evaluation: FrontierEvaluation, title: str) -> None:
     from toolwise.frontier.report import tables
     from toolwise.terminal.display import Console
 
-    for table in tables(found.frontier, title):
+    for table in tables(evaluation.frontier, title):
         Console().print(table)
-    for note in found.notes:
+    for note in evaluation.notes:
         print_line(note)
-    if found.time is not None:
-        print_line(found.time.describe())
+    if evaluation.time is not None:
+        print_line(evaluation.time.describe())
 
 
 def _folder(model: Path) -> Path:
-    """Beside a run's checkpoints, one for each of them; or beside an exported model."""
+    """Default output folder: in the run, one per checkpoint, or beside an exported model."""
     step = model.resolve().parent
-    sealed = (step / "manifest.json").is_file()
-    return step.parent.parent / "frontier" / step.name if sealed else model.with_name(f"{model.name}-frontier")
+    is_checkpoint = (step / "manifest.json").is_file()
+    return step.parent.parent / "frontier" / step.name if is_checkpoint else model.with_name(f"{model.name}-frontier")
 
 
 def _resolve_run(source: Path) -> tuple[RunConfig, Path]:
-    """Another run's actor: its latest checkpoint, or the one that is named."""
+    """Configuration and model of another run: its latest checkpoint, or `source` if that is a checkpoint."""
     from toolwise.cli.evaluate import resolve_model
 
     config, model = resolve_model(source, None, [])
@@ -112,17 +112,17 @@ def _resolve_run(source: Path) -> tuple[RunConfig, Path]:
 
 
 def read_budgets(text: str) -> list[float]:
-    """Numbers between commas; `0,0.1,…,1` goes on as it began, with `…` or `...`."""
+    """Parse comma-separated numbers; `…` or `...` continues the sequence, as in `0,0.1,…,1`."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    found: list[float] = []
-    for place, part in enumerate(parts):
+    budgets: list[float] = []
+    for index, part in enumerate(parts):
         if _ELLIPSIS.match(part):
-            found += _expand_ellipsis(found, parts[place + 1 :], text)
+            budgets += _expand_ellipsis(budgets, parts[index + 1 :], text)
         else:
-            found.append(_number(part, text))
-    if not found:
-        raise ConfigError(f"--budgets {text!r} names none: write numbers, such as 0,0.1,…,1")
-    return sorted(set(found))
+            budgets.append(_number(part, text))
+    if not budgets:
+        raise ConfigError(f"--budgets {text!r} contains no budgets: write numbers, such as 0,0.1,…,1")
+    return sorted(set(budgets))
 
 
 def _expand_ellipsis(before: Sequence[float], after: Sequence[str], text: str) -> list[float]:
@@ -130,7 +130,7 @@ def _expand_ellipsis(before: Sequence[float], after: Sequence[str], text: str) -
         raise ConfigError(f"--budgets {text!r}: … needs two numbers before it and one after, such as 0,0.1,…,1")
     step, last = before[-1] - before[-2], _number(after[0], text)
     if not step > 0 or last < before[-1] or (last - before[-1]) / step > 10_000:
-        raise ConfigError(f"--budgets {text!r}: … must go upwards to the last number, in steps that lead there")
+        raise ConfigError(f"--budgets {text!r}: the numbers around … must increase, in steps that reach the last one")
     count = round((last - before[-1]) / step)
     return [round(before[-1] + step * k, 12) for k in range(1, count)]
 
@@ -139,7 +139,7 @@ def _number(part: str, text: str) -> float:
     try:
         value = float(part)
     except ValueError:
-        raise ConfigError(f"--budgets {text!r}: {part!r} is no number; write numbers, such as 0,0.1,…,1") from None
+        raise ConfigError(f"--budgets {text!r}: {part!r} is not a number; write numbers, such as 0,0.1,…,1") from None
     if not 0 <= value < float("inf"):
-        raise ConfigError(f"--budgets {text!r}: {part} is no budget; write numbers from 0 up")
+        raise ConfigError(f"--budgets {text!r}: {part} is not a budget; write finite numbers of at least 0")
     return value

@@ -1,4 +1,4 @@
-"""`toolwise data label`: who is asked, what is written, and what is said of it."""
+"""`toolwise data label`: label tasks by a model or by rules, write the labels and report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LabelOptions:
-    """Whom to ask."""
+    """The model to ask, and how."""
 
     base_url: str
     model: str
@@ -31,8 +31,8 @@ class LabelOptions:
     concurrency: int = 16
 
 
-def label_file(file: Path, out: Path, tools: Sequence[str], asked: LabelOptions | None) -> None:
-    """`asked` is None where the rules decide. Ends with status 1 where labels are still missing for want of answers."""
+def label_file(file: Path, out: Path, tools: Sequence[str], options: LabelOptions | None) -> None:
+    """Label `file` by a model, or by rules if `options` is None. Exits with status 1 if questions went unanswered."""
     from toolwise.data import load_tasks
     from toolwise.data.files import read_rows
     from toolwise.routing.labels.label_files import count_routes, write_columns, write_labels
@@ -42,56 +42,60 @@ def label_file(file: Path, out: Path, tools: Sequence[str], asked: LabelOptions 
     if out.suffix.lower() not in (".jsonl", ".csv", ".parquet"):
         raise ConfigError(f"--out {out}: labels are written as .jsonl, .csv or .parquet")
     if os.path.realpath(out) == os.path.realpath(file):
-        raise ConfigError(f"--out {out} is the file itself: give another, nothing is ever overwritten")
+        raise ConfigError(f"--out {out} is the input file: choose another path, the input is never overwritten")
     built = build_tools(tools)
     tasks = load_tasks(file)
-    done = label_by_rules(tasks, built) if asked is None else _ask(tasks, asked, out, built)
+    result = label_by_rules(tasks, built) if options is None else _ask_model(tasks, options, out, built)
     if out.suffix.lower() == ".parquet":
-        write_columns(read_rows(file), done.labels, out)
+        write_columns(read_rows(file), result.labels, out)
     else:
-        write_labels(done.labels, out)
-    counts = ", ".join(f"{route} {count:,}" for route, count in count_routes(done.labels).items())
-    print_line(f"labelled {len(done.labels):,} rows: {counts}; wrote {out}")
-    if asked is not None:
-        print_line(f"asked {done.asked:,} questions, {done.from_cache:,} were answered before")
-    if done.failed:
-        name, reason = done.failed[0]
+        write_labels(result.labels, out)
+    counts = ", ".join(f"{route} {count:,}" for route, count in count_routes(result.labels).items())
+    print_line(f"labelled {len(result.labels):,} rows: {counts}; wrote {out}")
+    if options is not None:
+        print_line(f"asked {result.asked:,} questions, answered {result.from_cache:,} from the cache")
+    if result.failed:
+        name, reason = result.failed[0]
         print_line(
-            f"{len(done.failed):,} questions have no answer, first {name[:80]}: {reason}; run the same again to ask "
-            "only these",
+            f"{len(result.failed):,} questions were not answered, first {name[:80]}: {reason}; run the same command "
+            "again to retry only these",
             err=True,
         )
         raise typer.Exit(1)
 
 
-def _ask(tasks: Sequence[Task], asked: LabelOptions, out: Path, tools: Mapping[str, BaseTool]) -> LabellingResult:
+def _ask_model(
+    tasks: Sequence[Task], options: LabelOptions, out: Path, tools: Mapping[str, BaseTool]
+) -> LabellingResult:
     from toolwise.concurrency import deadlines
     from toolwise.policies.openai.endpoint import Endpoint
     from toolwise.routing.labels.cache import AnswerCache
     from toolwise.routing.labels.labeler import label_by_model
     from toolwise.terminal.display import Console, Status
 
-    if not asked.base_url or not asked.model:
-        raise ConfigError("give --base-url URL and --model NAME, or --heuristic to label without any model")
-    key = os.environ.get(asked.api_key_env) if asked.api_key_env else None
-    if asked.api_key_env and not key:
+    if not options.base_url or not options.model:
+        raise ConfigError("give --base-url URL and --model NAME, or --heuristic to label without a model")
+    key = os.environ.get(options.api_key_env) if options.api_key_env else None
+    if options.api_key_env and not key:
         raise ConfigError(
-            f"there is no key in the environment's {asked.api_key_env}: set it, or leave --api-key-env out"
+            f"the environment variable {options.api_key_env} is not set: set it, or leave --api-key-env out"
         )
-    endpoint = Endpoint(f"{asked.base_url.rstrip('/')}/chat/completions", api_key=key, max_concurrent=asked.concurrency)
-    cache = AnswerCache(asked.cache if asked.cache is not None else out.with_name(f"{out.name}.cache.jsonl"))
+    endpoint = Endpoint(
+        f"{options.base_url.rstrip('/')}/chat/completions", api_key=key, max_concurrent=options.concurrency
+    )
+    cache = AnswerCache(options.cache if options.cache is not None else out.with_name(f"{out.name}.cache.jsonl"))
     answered = 0
 
     async def work() -> LabellingResult:
         with Status(Console(stderr=True)) as status:
 
-            def one_more() -> None:
+            def count_answer() -> None:
                 nonlocal answered
                 answered += 1
                 status.update(f"{answered:,} answers")
 
             try:
-                return await label_by_model(tasks, endpoint, asked.model, cache, tools, on_answer=one_more)
+                return await label_by_model(tasks, endpoint, options.model, cache, tools, on_answer=count_answer)
             finally:
                 await endpoint.aclose()
 

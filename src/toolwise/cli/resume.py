@@ -1,4 +1,4 @@
-"""`toolwise resume`: go on with a run, from its folder alone."""
+"""`toolwise resume`: continue a run from its folder."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from toolwise.cli.train import OverridesOption, run_training
 
 
 def resume(
-    run: Annotated[Path, typer.Argument(help="The run's folder.", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="Run folder.", show_default=False)],
     overrides: OverridesOption = None,
 ) -> None:
-    """Go on with a run from its last checkpoint, under its own settings."""
+    """Resume a run from its last checkpoint, with its own settings."""
     from toolwise.training.changes import check_files, load_run_config
 
     config = load_run_config(run, overrides or [])

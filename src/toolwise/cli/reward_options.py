@@ -1,4 +1,4 @@
-"""Options that `check reward` and `score` share: arguments of the function, and the sandbox that it runs in."""
+"""Options shared by `check reward` and `score`: the function's arguments and its sandbox."""
 
 from __future__ import annotations
 
@@ -12,28 +12,34 @@ if TYPE_CHECKING:
 
 KwargsOption = Annotated[
     list[str] | None,
-    typer.Option("--kwargs", metavar="NAME=VALUE", help="An argument of the function; may be given again."),
+    typer.Option("--kwargs", metavar="NAME=VALUE", help="Keyword argument to pass; repeatable."),
 ]
 TierOption = Annotated[
-    str | None, typer.Option("--tier", help="The sandbox: standard, basic or off.", show_default=False)
+    str | None, typer.Option("--tier", help="Sandbox tier: standard, basic or off.", show_default=False)
 ]
 TimeoutOption = Annotated[
-    float | None, typer.Option("--timeout-s", help="Of one call, in seconds.", show_default=False)
+    float | None, typer.Option("--timeout-s", help="Timeout of one call, in seconds.", show_default=False)
 ]
-MemoryOption = Annotated[int | None, typer.Option("--memory-mb", help="What it may take.", show_default=False)]
-ReadOption = Annotated[list[Path] | None, typer.Option("--read", help="A file or folder that it may read.")]
-AllowOption = Annotated[list[str] | None, typer.Option("--allow", help="A permission: network or subprocess.")]
+MemoryOption = Annotated[
+    int | None, typer.Option("--memory-mb", help="Memory limit of the function, in MB.", show_default=False)
+]
+ReadOption = Annotated[
+    list[Path] | None, typer.Option("--read", help="File or folder the function may read; repeatable.")
+]
+AllowOption = Annotated[
+    list[str] | None, typer.Option("--allow", help="Permission to grant: network or subprocess; repeatable.")
+]
 
 
-def read_kwargs(given: list[str] | None) -> dict[str, Any]:
-    """`NAME=VALUE` as a configuration's `reward.kwargs` would have them."""
+def read_kwargs(options: list[str] | None) -> dict[str, Any]:
+    """Parse `NAME=VALUE` options, values spelled as in a configuration file."""
     from toolwise.config.loader import apply_overrides
     from toolwise.errors import ConfigError
 
-    for one in given or ():
-        if not one.partition("=")[1] or not one.partition("=")[0].strip():
-            raise ConfigError(f"--kwargs {one!r}: write it as name=value")
-    return apply_overrides({}, given or [])
+    for option in options or ():
+        if not option.partition("=")[1] or not option.partition("=")[0].strip():
+            raise ConfigError(f"--kwargs {option!r}: write it as name=value")
+    return apply_overrides({}, options or [])
 
 
 def override_sandbox(
@@ -44,10 +50,10 @@ def override_sandbox(
     read: list[Path] | None,
     allow: list[str] | None,
 ) -> SandboxConfig:
-    """`sandbox` with what was said on the command line."""
+    """`sandbox` with the command line's options applied."""
     from toolwise.config.loader import build_config
     from toolwise.config.schema import SandboxConfig
 
-    said = {"tier": tier, "timeout_s": timeout_s, "memory_mb": memory_mb, "read": read, "permissions": allow}
-    settings = sandbox.model_dump() | {name: value for name, value in said.items() if value}
-    return build_config(SandboxConfig, settings, source="the sandbox's options")
+    options = {"tier": tier, "timeout_s": timeout_s, "memory_mb": memory_mb, "read": read, "permissions": allow}
+    settings = sandbox.model_dump() | {name: value for name, value in options.items() if value}
+    return build_config(SandboxConfig, settings, source="sandbox options")

@@ -1,4 +1,4 @@
-"""`toolwise rollout`: a configuration's tasks rolled out, shown as they happen and written down; nothing is learned."""
+"""`toolwise rollout`: roll out a configuration's tasks without training, show the rollouts and write them to a file."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 MISSING_TOOLS_HINT = (
-    "add them to `tools` in the configuration (--set 'tools=[\"NAME\"]'), or set multi_turn.enable=false to go without "
-    "tools on purpose"
+    "add them to `tools` in the configuration (--set 'tools=[\"NAME\"]'), or set multi_turn.enable=false to run "
+    "without tools"
 )
 
 
@@ -38,37 +38,42 @@ class PolicyKind(StrEnum):
 
 def rollout(
     source: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="A TOML or YAML file, or a run.", show_default=False)
+        Path,
+        typer.Argument(metavar="CONFIG", help="TOML or YAML configuration file, or a run folder.", show_default=False),
     ],
-    count: Annotated[int, typer.Option("-n", "--tasks", min=1, help="So many tasks, from the beginning.")] = 16,
-    each: Annotated[int, typer.Option(min=1, help="Rollouts of each task.")] = 1,
-    policy: Annotated[PolicyKind, typer.Option(help="Who decides.")] = PolicyKind.LOCAL,
-    base_url: Annotated[str, typer.Option(help="An OpenAI-compatible server, up to and including /v1.")] = "",
-    model: Annotated[str, typer.Option(help="The model: a folder, or the server's name for it.")] = "",
-    api_key_env: Annotated[str, typer.Option(help="The environment variable that holds the server's key.")] = "",
+    count: Annotated[
+        int, typer.Option("-n", "--tasks", min=1, help="Number of tasks, taken from the start of the file.")
+    ] = 16,
+    each: Annotated[int, typer.Option(min=1, help="Rollouts per task.")] = 1,
+    policy: Annotated[
+        PolicyKind, typer.Option(help="What generates replies: a local model, a server, or a script.")
+    ] = PolicyKind.LOCAL,
+    base_url: Annotated[str, typer.Option(help="URL of an OpenAI-compatible server, including /v1.")] = "",
+    model: Annotated[str, typer.Option(help="Model folder, or the name of the model on the server.")] = "",
+    api_key_env: Annotated[str, typer.Option(help="Environment variable that holds the server's API key.")] = "",
     script: Annotated[Path | None, typer.Option(help="JSON list of replies, for --policy scripted.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Tasks. [default: data.val, or data.train]")] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder to write to. [default: runs/rollouts-TIME]")] = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token each time.")] = False,
+    data: Annotated[Path | None, typer.Option(help="Task file (default: data.val, or data.train).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder (default: runs/rollouts-TIME).")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Decode greedily instead of sampling.")] = False,
     overrides: OverridesOption = None,
 ) -> None:
-    """Roll out a configuration's tasks, show the rollouts as they happen, and write them down."""
+    """Roll out tasks without training, show the rollouts as they finish, and save them as JSONL."""
     from toolwise.api import new_run_folder
     from toolwise.config.schema import load_config
     from toolwise.training.records import write_records
 
     if source.is_dir() and policy is PolicyKind.LOCAL:
-        found, model = resolve_model(source, model or None, overrides or [])
+        config, model = resolve_model(source, model or None, overrides or [])
     else:
-        found = load_config(source / "config.toml" if source.is_dir() else source, overrides or [])
-    tasks = _tasks(found, data)[:count]
-    tools = _tools(found, tasks, model if policy is PolicyKind.LOCAL else None)
-    deciding = _policy(found, policy, model, base_url, api_key_env, script)
+        config = load_config(source / "config.toml" if source.is_dir() else source, overrides or [])
+    tasks = _tasks(config, data)[:count]
+    tools = _tools(config, tasks, model if policy is PolicyKind.LOCAL else None)
+    agent_policy = _policy(config, policy, model, base_url, api_key_env, script)
     folder = out or new_run_folder("rollouts")
-    scored = _roll_out(found, deciding, tools, tasks, each, do_sample=found.rollout.do_sample and not greedy)
+    scored = _roll_out(config, agent_policy, tools, tasks, each, do_sample=config.rollout.do_sample and not greedy)
     write_records(folder, "rollouts", scored, [])
     _summarize(scored)
-    print_line(f"written: {folder / 'rollouts.jsonl'}")
+    print_line(f"wrote {folder / 'rollouts.jsonl'}")
 
 
 def _tasks(config: RunConfig, data: Path | None) -> list[Task]:
@@ -77,12 +82,12 @@ def _tasks(config: RunConfig, data: Path | None) -> list[Task]:
 
     file = data or config.data.val or config.data.train
     if file is None:
-        raise ConfigError("the configuration names neither data.val nor data.train: add --data FILE")
+        raise ConfigError("the configuration sets neither data.val nor data.train: add --data FILE")
     return load_tasks(file)
 
 
 def _tools(config: RunConfig, tasks: list[Task], model: str | None) -> dict[str, BaseTool]:
-    """Those of the configuration, which must have all that the tasks want and that a `model` of ours knows."""
+    """Build the configured tools; fail if one that a task needs, or that `model` was trained with, is missing."""
     from toolwise.models import locate
     from toolwise.tools.catalog import build_tools
     from toolwise.tools.tool_record import check_recorded_tools
@@ -106,7 +111,7 @@ def _policy(
     if kind is PolicyKind.LOCAL:
         return local_policy(config, model or config.model.path)
     if config.rollout.grammar != GrammarConfig():
-        raise ConfigError(f"rollout.grammar is for --policy local: {kind.value} cannot be held to it")
+        raise ConfigError(f"rollout.grammar works only with --policy local; {kind.value} cannot enforce it")
     if kind is PolicyKind.OPENAI:
         from toolwise.policies import OpenAIAgentPolicy
 
@@ -114,19 +119,19 @@ def _policy(
             raise ConfigError("--policy openai needs --base-url URL and --model NAME")
         key = os.environ.get(api_key_env) if api_key_env else None
         if api_key_env and not key:
-            raise ConfigError(f"there is no key in the environment's {api_key_env}: set it, or leave --api-key-env out")
+            raise ConfigError(f"the environment variable {api_key_env} is not set: set it, or leave --api-key-env out")
         return OpenAIAgentPolicy(base_url, model, api_key=key, sampling=sampling_from_config(config))
     from toolwise.policies.scripted import ScriptedPolicy
 
     if script is None:
-        raise ConfigError("--policy scripted needs --script FILE: a JSON list of replies, one a turn")
+        raise ConfigError("--policy scripted needs --script FILE: a JSON list of replies, one per turn")
     try:
-        lines = json.loads(script.read_text(encoding="utf-8"))
+        replies = json.loads(script.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as fault:
-        raise ConfigError(f"{script} is no JSON: {fault}") from None
-    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise ConfigError(f"{script} must be a JSON list of strings, one reply a turn")
-    return ScriptedPolicy(lines, parser=config.rollout.tool_parser)
+        raise ConfigError(f"{script} is not valid JSON: {fault}") from None
+    if not isinstance(replies, list) or not all(isinstance(reply, str) for reply in replies):
+        raise ConfigError(f"{script} must be a JSON list of strings, one reply per turn")
+    return ScriptedPolicy(replies, parser=config.rollout.tool_parser)
 
 
 def _roll_out(
@@ -146,10 +151,10 @@ def _roll_out(
 
     async def work() -> list[ScoredRollout]:
         with Status(console) as status:
-            watch = _RolloutProgress(console, status, len(tasks) * each)
-            scheduler = replace(build_scheduler(config, policy, tools), on_state=watch.state)
+            progress = _RolloutProgress(console, status, len(tasks) * each)
+            scheduler = replace(build_scheduler(config, policy, tools), on_state=progress.state)
             decisions = DirectRouter(config.seed).decide(tasks, each, 0, label="rollout")
-            rollouts = await scheduler.roll_out(decisions, do_sample=do_sample, on_done=watch.done)
+            rollouts = await scheduler.roll_out(decisions, do_sample=do_sample, on_done=progress.done)
         return await _score_rollouts(scoring, rollouts)
 
     try:
@@ -174,7 +179,7 @@ async def _score_rollouts(scoring: Any, rollouts: list[Rollout]) -> list[ScoredR
 
 
 class _RolloutProgress:
-    """Where all requests stand, in one line, and each rollout as it ends."""
+    """Shows the state of all requests in one status line, and each rollout as it ends."""
 
     def __init__(self, console: Console, status: Status, total: int) -> None:
         self.console, self.status, self.total = console, status, total
@@ -183,8 +188,8 @@ class _RolloutProgress:
     def state(self, request: AsyncRolloutRequest) -> None:
         self.states[request.rollout_id] = request.state.value
         counts = Counter(self.states.values())
-        told = " · ".join(f"{name.replace('_', ' ')} {count}" for name, count in sorted(counts.items()))
-        self.status.update(f"{len(self.states)} of {self.total} begun: {told}")
+        summary = " · ".join(f"{name.replace('_', ' ')} {count}" for name, count in sorted(counts.items()))
+        self.status.update(f"{len(self.states)} of {self.total} started: {summary}")
 
     def done(self, rollout: Rollout) -> None:
         from toolwise.training.records import rollout_record
@@ -201,11 +206,11 @@ def _summarize(scored: list[ScoredRollout]) -> None:
     from toolwise.terminal.display import Console
     from toolwise.training.metrics import summarize
 
-    figures = summarize(scored)
-    table = Table("figure", "value")
-    for name in sorted(figures):
-        table.add_row(name, f"{figures[name]:.4g}")
+    metrics = summarize(scored)
+    table = Table("metric", "value")
+    for name in sorted(metrics):
+        table.add_row(name, f"{metrics[name]:.4g}")
     Console().print(table)
     faults = [s.rollout.fault for s in scored if s.rollout.fault]
     if faults:
-        print_line(f"{len(faults)} of {len(scored)} rollouts met a fault; the first: {faults[0]}")
+        print_line(f"{len(faults)} of {len(scored)} rollouts failed; first error: {faults[0]}")

@@ -1,4 +1,4 @@
-"""`toolwise score`: a run's stored rollouts, scored again after a fix to a reward."""
+"""`toolwise score`: score a run's stored rollouts again, e.g. after fixing a reward."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ if TYPE_CHECKING:
 
 
 def score(
-    run: Annotated[Path, typer.Argument(help="A run, or a file of stored rollouts.", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="Run folder, or file of stored rollouts.", show_default=False)],
     reward: Annotated[
-        str | None, typer.Option(metavar="REF", help="path.py:function or module:function. [default: the run's own]")
+        str | None, typer.Option(metavar="REF", help="path.py:function or module:function (default: the run's reward).")
     ] = None,
     kwargs: KwargsOption = None,
-    step: Annotated[int | None, typer.Option(min=0, help="Only the rollouts of one step.")] = None,
-    validation: Annotated[bool, typer.Option("--validation", help="Those of validation instead of training.")] = False,
+    step: Annotated[int | None, typer.Option(min=0, help="Score only the rollouts of this training step.")] = None,
+    validation: Annotated[
+        bool, typer.Option("--validation", help="Score validation rollouts instead of training rollouts.")
+    ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="The new JSONL file. [default: beside the old ones]", show_default=False)
+        Path | None, typer.Option(help="Output JSONL file (default: beside the stored rollouts).", show_default=False)
     ] = None,
     tier: TierOption = None,
     timeout_s: TimeoutOption = None,
@@ -41,8 +43,7 @@ def score(
     allow: AllowOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Score a run's stored rollouts again, in the sandbox, and show what changed. The old files stay as they are."""
-
+    """Score a run's stored rollouts again, in the sandbox, and show what changed. Existing files are not modified."""
     from toolwise.checks.reward.rescore import load_run_reward, rescore, unused_path, write_rescored
     from toolwise.checks.reward.stored_rollouts import read_rollouts
 
@@ -50,38 +51,38 @@ def score(
     sandbox = override_sandbox(config.sandbox, tier, timeout_s, memory_mb, read, allow)
     config = config.model_copy(update={"sandbox": sandbox})
     if out is not None:
-        unused_path(run, "", out)  # refused before the work, not after it
-    found, rows = rescore(config, read_rollouts(run, step=step, validation=validation))
-    path = unused_path(run, found.reward, out)
+        unused_path(run, "", out)  # fail before scoring, not after it
+    report, rows = rescore(config, read_rollouts(run, step=step, validation=validation))
+    path = unused_path(run, report.reward, out)
     write_rescored(path, rows)
     if as_json:
-        print_json({**found.to_json(), "out": str(path)})
+        print_json({**report.to_json(), "out": str(path)})
     else:
-        _show(found)
+        _show(report)
         print_line(f"wrote {len(rows):,} rollouts to {path}")
 
 
-def _show(found: RescoreReport) -> None:
+def _show(report: RescoreReport) -> None:
     from rich.table import Table
 
     from toolwise.terminal.display import Console
 
     console = Console()
-    table = Table(title=f"{found.reward} on {found.rollouts} stored rollouts")
-    for column in ("", "then", "now"):
+    table = Table(title=f"{report.reward} on {report.rollouts} stored rollouts")
+    for column in ("", "before", "now"):
         table.add_column(column, justify="left" if not column else "right")
-    table.add_row("mean score", _number(found.old_mean), _number(found.new_mean))
-    for kind in sorted({*found.old_errors, *found.new_errors}):
-        table.add_row(f"{kind} errors", str(found.old_errors.get(kind, 0)), str(found.new_errors.get(kind, 0)))
+    table.add_row("mean score", _number(report.old_mean), _number(report.new_mean))
+    for kind in sorted({*report.old_errors, *report.new_errors}):
+        table.add_row(f"{kind} errors", str(report.old_errors.get(kind, 0)), str(report.new_errors.get(kind, 0)))
     console.print(table)
     print_line(
-        f"{found.changed} of {found.rollouts} rollouts have another score; correlation {_number(found.correlation)}"
+        f"{report.changed} of {report.rollouts} rollouts changed score; correlation {_number(report.correlation)}"
     )
-    print_line(f"{found.pairs_turned} of {found.pairs} pairs within a group stand the other way round")
-    if found.not_tried:
-        print_line(f"{found.not_tried} rollouts were not tried after too many timeouts")
-    for moved in found.largest:
-        print_line(f"  {moved['rollout_id']}: {moved['old']:g} → {moved['new']:g}")
+    print_line(f"{report.pairs_turned} of {report.pairs} pairs within a group changed order")
+    if report.not_tried:
+        print_line(f"{report.not_tried} rollouts were skipped after too many timeouts")
+    for change in report.largest:
+        print_line(f"  {change['rollout_id']}: {change['old']:g} → {change['new']:g}")
 
 
 def _number(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""`toolwise sft`: teach a model on conversations before reinforcement learning."""
+"""`toolwise sft`: supervised fine-tuning on conversations before reinforcement learning."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from toolwise.terminal import print_line
 
 def sft(
     data: Annotated[Path, typer.Argument(help="Conversations: JSONL or Parquet with `messages`.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Where to save the model.", show_default=False)],
-    model: Annotated[str, typer.Option(help="The model to start from.")] = "builtin:small",
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 200,
+    out: Annotated[Path, typer.Option(help="Output folder of the model.", show_default=False)],
+    model: Annotated[str, typer.Option(help="Model to start from.")] = "builtin:small",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200,
     lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 1e-4,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens a step.")] = 8192,
-    row_tokens: Annotated[int, typer.Option(min=8, help="Tokens a packed row.")] = 1024,
-    lora_rank: Annotated[int, typer.Option(min=0, help="Teach adapters of this rank and merge them; 0: all.")] = 0,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step.")] = 8192,
+    row_tokens: Annotated[int, typer.Option(min=8, help="Tokens per packed row.")] = 1024,
+    lora_rank: Annotated[
+        int, typer.Option(min=0, help="Train LoRA adapters of this rank and merge them; 0: train all weights.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that the model's folder brings: read it first.")
+        bool, typer.Option("--trust-remote-code", help="Run Python code from the model's folder; read it first.")
     ] = False,
 ) -> None:
-    """Supervised learning: loss on what the assistant wrote, rows packed end to end."""
-    from toolwise.api import sft as teach
+    """Fine-tune a model on conversations: loss on assistant tokens only, conversations packed into rows."""
+    from toolwise.api import sft as fine_tune
 
-    figures = teach(
+    metrics = fine_tune(
         model,
         data,
         out,
@@ -40,4 +42,4 @@ def sft(
         trust_remote_code=trust_remote_code,
         progress=True,
     )
-    print_line(f"{out}: loss {figures['first_loss']:.3f} → {figures['loss']:.3f} over {steps} steps")
+    print_line(f"{out}: loss {metrics['first_loss']:.3f} → {metrics['loss']:.3f} over {steps} steps")

@@ -1,4 +1,4 @@
-"""`toolwise train`: a run from a configuration file."""
+"""`toolwise train`: train from a configuration file."""
 
 from __future__ import annotations
 
@@ -16,41 +16,39 @@ if TYPE_CHECKING:
     from toolwise.training.trainer import RunResult
 
 OverridesOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting; may be given again.")
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a configuration setting; repeatable.")
 ]
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="A TOML or YAML file.", show_default=False)],
+    config: Annotated[Path, typer.Argument(help="TOML or YAML configuration file.", show_default=False)],
     overrides: OverridesOption = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The run's folder. [default: runs/NAME-TIME]", show_default=False)
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Run folder (default: runs/NAME-TIME).", show_default=False)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in --out.")] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Roll out and score two tasks, estimate memory and time; train and write nothing."
+            "--dry-run", help="Roll out and score two tasks, estimate memory and time; do not train or write anything."
         ),
     ] = False,
 ) -> None:
-    """Train as a configuration file says."""
+    """Train an agent as described by a configuration file."""
     from toolwise.config.schema import load_config
     from toolwise.errors import ConfigError
 
     if resume and out is None:
-        raise ConfigError("--resume needs --out DIR: the folder of the run to go on with")
-    found = load_config(config, overrides or [])
+        raise ConfigError("--resume needs --out DIR: the folder of the run to resume")
+    run_config = load_config(config, overrides or [])
     if dry_run:
-        run_dry_run(found, out, resume)
+        run_dry_run(run_config, out, resume)
     else:
         from toolwise.api import new_run_folder
 
-        run_training(found, out or new_run_folder(found.name), resume)
+        run_training(run_config, out or new_run_folder(run_config.name), resume)
 
 
 def run_dry_run(config: RunConfig, out: Path | None, resume: bool) -> None:
-    """A dry run: two tasks for real, and nothing written. Exit status 1 where the configuration has problems."""
+    """Roll out and score two tasks without writing anything. Exits with status 1 if there are problems."""
     from toolwise.training.run import check_learnable
     from toolwise.training.run_files import check_folder
 
@@ -72,7 +70,7 @@ def run_dry_run(config: RunConfig, out: Path | None, resume: bool) -> None:
 
 
 def run_training(config: RunConfig, out: Path, resume: bool) -> None:
-    """Train and show what came of it; whoever stops a run is told how to go on."""
+    """Train and show the result; if the user interrupts, say how to resume."""
     from toolwise.api import train
     from toolwise.training.changes import resume_command
 
@@ -80,15 +78,15 @@ def run_training(config: RunConfig, out: Path, resume: bool) -> None:
         result = train(config, out=out, resume=resume)
     except KeyboardInterrupt:
         sys.stdout.flush()
-        begun = (out / "config.toml").is_file()
-        how = f"go on from the last checkpoint with: {resume_command(out)}" if begun else "nothing had begun yet"
-        print_error(f"stopped at once; {how}")
-        os._exit(130)  # an ordinary exit would wait for the model to finish what it is generating
+        started = (out / "config.toml").is_file()
+        hint = f"resume from the last checkpoint with: {resume_command(out)}" if started else "nothing had started yet"
+        print_error(f"stopped immediately; {hint}")
+        os._exit(130)  # a normal exit would wait for the model to finish generating
     report_result(result)
 
 
 def report_result(result: RunResult) -> None:
-    """The before/after table, and where everything is; an interrupted run says how to go on."""
+    """Print the before/after table, the paths of the results and, after an interrupt, how to resume."""
     from toolwise.terminal.display import Console
     from toolwise.training.changes import resume_command
     from toolwise.training.fault_rates import describe_totals
@@ -102,13 +100,13 @@ def report_result(result: RunResult) -> None:
         console.print(before_after_table(summary))
     steps = "1 step" if summary["steps"] == 1 else f"{summary['steps']} steps"
     console.print(f"{steps} in {summary['seconds']:.0f} s, peak memory {summary['peak_rss_mb']:.0f} MB")
-    if failed := describe_totals(summary.get("faults") or {}):
-        print_line(f"faults: {failed}")
+    if faults := describe_totals(summary.get("faults") or {}):
+        print_line(f"faults: {faults}")
     for line in (f"  {result.out / 'report.html'}", f"  {result.out / 'report.png'}", f"run folder: {result.out}"):
         print_line(line)
     if summary["interrupted"]:
-        print_line(f"stopped after step {summary['steps']}; go on with: {resume_command(result.out)}")
+        print_line(f"stopped after step {summary['steps']}; resume with: {resume_command(result.out)}")
         sys.exit(130)
     if summary["updated"] is False:
-        sys.exit(3)  # it was meant to train its actor, and has not
+        sys.exit(3)  # the actor should have been trained and was not updated
     return None

@@ -1,4 +1,4 @@
-"""The settings of `[algorithm]`: how advantages are computed. Every field is documented here and nowhere else."""
+"""The `[algorithm]` section of a run's configuration: how advantages are computed. Source of docs/settings.md."""
 
 from __future__ import annotations
 
@@ -14,126 +14,146 @@ from toolwise.config.loader import Section
 log = logging.getLogger("toolwise.config.schema")
 
 RENAMED_TERMINAL_SCORES = {"auto": "remainder", "always": "add"}
-"""What old configurations may say, and what it is read as."""
+"""Old names of `terminal_score`, still accepted, and their current names."""
 
 
 class ThinkingBudgetConfig(Section):
-    """A budget of thinking tokens and the price that keeps to it: routing/budget.py."""
+    """A budget of thinking tokens and the dual variable λ that enforces it (routing/budget.py)."""
 
     limit: float | None = Field(default=None, ge=0.0)
-    """Thinking tokens a step, on average; without it the price stays what it is."""
+    """Average number of thinking tokens allowed per step; unset: λ stays at `price`."""
     price: float = Field(default=0.0, ge=0.0)
-    """What a thinking token costs, in the unit of `score`; where there is a limit, what it begins with."""
+    """λ: cost of one thinking token, in units of `score`; with a limit, the initial value."""
     rate: float = Field(default=0.0005, ge=0.0)
-    """How much a token too many adds to the price, a step."""
+    """How much each token over the limit adds to λ per update (integral term)."""
     proportional: float = Field(default=0.002, ge=0.0)
-    """What a token too many adds while it lasts."""
+    """How much each token over the limit adds to λ while the excess lasts (proportional term)."""
     every: PositiveInt = 1
+    """Training steps between updates of λ."""
     cap: PositiveFloat | None = None
+    """Upper bound of λ."""
 
 
 class RlvcrConfig(Section):
-    """Thinking levels: docs/thinking.md."""
+    """Thinking levels and the RLVCR advantage: docs/thinking.md."""
 
     enable: bool = False
-    """Think steps over again at the levels that were not used. Under another estimator than rlvcr: for the metrics."""
+    """Generate and score alternative thoughts at the levels a step did not use. With an estimator other than rlvcr,
+    only for the metrics."""
     step_advantage_w: float = 1.0
+    """Weight of the thinking advantage."""
     thinking_diversity_w: float = Field(default=0.5, ge=0.0)
-    """What a level that nobody uses is worth more than one that all do, falling to 0 over the run."""
+    """Bonus for rarely used levels: an unused level gets this much more than one that every step uses. Annealed to
+    0 over the run."""
     mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm"
+    """Center the scores of a step's levels, or also divide them by their standard deviation."""
     score: Literal["logprob", "confidence", "neg_entropy"] = "logprob"
+    """How an action is scored after each level's thought: mean log-prob of its tokens, exp of that, or minus their mean
+    entropy."""
     gate: Literal["none", "signed", "success"] = "none"
-    """"none" is document 5's form; "signed" rewards confidence in good actions and doubt in bad ones; "success" the
-    first of these alone. With a success_score both also ask for less thought where all succeed."""
+    """"none" adds the thinking advantage to all tokens of the step; "signed" multiplies it by the sign of the rollout's
+    advantage, which rewards confidence in good actions and doubt in bad ones; "success" applies it to successful
+    rollouts only. With a `success_score`, both gates also train shorter thinking where a whole group succeeds."""
     combine: Literal["additive", "reweight"] = "additive"
+    """"additive" adds the thinking advantage; "reweight" (CoPO) trains on the rows of all four levels, weighted by
+    their scores."""
     base: Literal["grpo", "gigpo"] = "grpo"
-    """Where the rollout's own advantage comes from."""
+    """Estimator of the rollout's own advantage."""
     steps: Literal["all", "mixed", "successful"] = "all"
-    """Which may be thought over: all, those of groups whose scores differ, or those of rollouts that succeeded."""
+    """Which steps get alternatives: all, those of groups whose scores differ, or those of successful rollouts."""
     share: float = Field(default=0.34, ge=0.0, le=1.0)
-    """Of those, how many are, drawn at random; 0: none, levels and tokens are counted all the same."""
+    """Share of those steps that do, chosen at random; 0: none, but levels and tokens are still counted."""
     max_added_tokens: float = Field(default=1.0, ge=0.0)
-    """Tokens that may be generated for it, in multiples of what the rollouts took, kept to whatever is written; 0:
-    without bound."""
+    """Hard limit on the tokens generated for alternatives, as a multiple of the tokens sampled in the rollouts; 0: no
+    limit."""
     max_thought_tokens: PositiveInt = 128
+    """Maximum tokens per alternative thought."""
     success_score: float | None = None
-    """A rollout succeeded whose score is this or more; without it, one that beats the mean of its group."""
+    """A rollout with at least this score counts as successful; unset: one that beats the mean of its group."""
     shuffle: bool = False
-    """A control, for experiments: thinking advantages dealt out anew among the steps of a batch."""
+    """Control experiment: shuffle the thinking advantages among the steps of a batch."""
     price_rollouts: bool = False
-    """Under any estimator: credit is given for each score less the price of the rollout's thinking tokens a step."""
+    """With any estimator: subtract λ times the thinking tokens per step from each score before advantages are
+    computed."""
     levels: Path | None = None
-    """A template of your own in place of thinking/levels.toml."""
+    """Template file to use instead of thinking/levels.toml."""
     budget: ThinkingBudgetConfig = ThinkingBudgetConfig()
 
 
 class AlgorithmConfig(Section):
     adv_estimator: Literal["grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus", "rlvcr"] = "grpo"
-    """How credit is given: one file each in advantages/, formula on top. What follows belongs to some of them."""
+    """Advantage estimator; each has one file in advantages/, with its formula at the top. Many settings below apply to
+    some estimators only."""
     norm_adv_by_std: bool = True
+    """grpo: divide advantages by the group's standard deviation."""
     gamma: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Discount of later rewards; the estimator's own where it is not given (gigpo, hgpo 0.95, others 1)."""
+    """Discount factor; unset: the estimator's default (0.95 for gigpo and hgpo, 1 for the others)."""
     lam: float = Field(default=0.95, ge=0.0, le=1.0)
-    """gae: how far beyond the next value to look."""
+    """gae: λ, which trades bias for variance."""
     gae_per: Literal["token", "turn"] = "token"
+    """gae: time steps are sampled tokens, or turns."""
     whiten: bool = True
-    """gae: advantages of the batch to mean 0 and deviation 1."""
+    """gae: normalize the advantages of a batch to mean 0 and standard deviation 1."""
     bootstrap_truncated: bool = False
-    """gae: an episode that was cut short goes on by the critic's word."""
+    """gae: bootstrap truncated episodes from the critic's value."""
     omega: float = Field(default=0.5, ge=0.0, le=1.0)
-    """gigpo, convex: omega of the episode's advantage, the rest of the step's."""
+    """gigpo, convex: weight ω of the episode advantage; the step advantage gets 1 − ω."""
     combine: Literal["convex", "additive"] = "convex"
+    """gigpo: ω·A_episode + (1 − ω)·A_step, or A_episode + w·A_step as in the paper."""
     step_advantage_w: float = 1.0
-    """gigpo, additive: the weight of the step's advantage."""
+    """gigpo, additive: weight w of the step advantage."""
     normalization: Literal["mean_std_norm", "mean_norm"] = "mean_std_norm"
+    """gigpo: center advantages and divide by the standard deviation, or only center them."""
     terminal_score: Literal["remainder", "add", "never"] = "remainder"
-    """What the last step gets. "remainder": the score less the step rewards, so that a rollout's rewards add up to its
-    score. "add": the whole score, where it does not contain the step rewards; every estimator then sees the score and
-    the step rewards together. "never": nothing, returns are made of step rewards alone. Old configurations may say
-    "auto" (now "remainder") or "always" (now "add")."""
+    """Reward of the last step. "remainder": the score minus the step rewards, so that a rollout's rewards sum to its
+    score. "add": the full score, for scores that do not include the step rewards; every estimator then sees the score
+    plus the step rewards. "never": nothing, returns consist of step rewards only. The old names "auto" ("remainder")
+    and "always" ("add") are still accepted."""
     default_step_reward: float = 0.0
-    """The reward of a step that was given none; changes the total of its rollout as well."""
+    """Reward of a step that received none; also added to the rollout's total."""
     invalid_action_penalty: float = Field(default=0.0, ge=0.0)
-    """Taken off the reward of a step whose action was not valid, and off the total of its rollout."""
+    """Subtracted from the reward of a step with an invalid action, and from the rollout's total."""
     state_anchor: str = "auto"
-    """gigpo: what makes two steps the same: state_key, last_observation, last_messages, or a function by reference."""
+    """gigpo: what identifies a state: "auto" (the environment's state key, else the last observation), "state_key",
+    "last_observation", "last_messages", or a function by reference."""
     anchor_messages: PositiveInt = 3
+    """gigpo: number of messages compared by "last_messages"."""
     anchor_similarity: float = Field(default=1.0, gt=0.0, le=1.0)
+    """gigpo: texts at least this similar (difflib ratio) are the same state; 1: only equal texts."""
     anchor_history: int = Field(default=2, ge=0)
-    """hgpo: anchors nested by so many earlier steps."""
+    """hgpo: number of earlier states by which anchors are nested."""
     depth_alpha: float = 1.0
+    """hgpo: exponent α of the weight (d + 1)^α of depth d; 0 weighs all depths equally."""
     zero_std_groups: Literal["drop", "keep", "refill"] = "drop"
-    """Groups whose rewards are all equal teach nothing: leave them out, keep them, or roll out more tasks instead."""
+    """Groups whose rewards are all equal carry no signal: drop them, keep them, or roll out more tasks instead."""
     mask_truncated: bool = False
-    """Learn nothing from rollouts that were cut short (steps, tokens, the world's own limit)."""
+    """Do not train on truncated rollouts (step limit, token limit, or the environment's own limit)."""
     max_refills: PositiveInt = 3
-    """With "refill": further batches of tasks a step at most."""
+    """With "refill": maximum number of additional task batches per step."""
     kl: Literal["none", "reward", "loss"] = "none"
-    """Hold the policy near the model that the run began with: each token costs its distance, or adds it to the loss."""
+    """KL penalty towards the initial model: none, subtracted from the reward of each token, or added to the loss."""
     kl_coef: float = Field(default=0.001, ge=0.0)
-    """The price of a nat; where it is adapted, what it begins with."""
+    """KL coefficient, per nat; with `kl_target`, the initial value."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
-    """Of a KL in the loss: k2 has the right gradient, k3 a biased one, k1 none at all and is refused. In the reward it
-    is always k1, which is right there."""
+    """Estimator of the KL in the loss: k2 has the correct gradient, k3 a biased one; k1 has none and is refused. In the
+    reward, k1 is always used, which is correct there."""
     kl_target: PositiveFloat | None = None
-    """Adapt kl_coef until the policy stands so many nats a token from where it began."""
+    """Adapt kl_coef to hold the KL at this many nats per token."""
     kl_horizon: PositiveInt = 1000
-    """How slowly: five times so many rollouts change kl_coef by a factor of e at most."""
+    """How slowly kl_coef adapts: it changes by at most a factor of e in 5 × kl_horizon rollouts."""
     rlvcr: RlvcrConfig = RlvcrConfig()
 
     @field_validator("terminal_score", mode="before")
     @classmethod
-    def _accept_old_names(cls, given: Any) -> Any:
-        if isinstance(given, str) and given in RENAMED_TERMINAL_SCORES:
-            _warn_renamed(given)
-            return RENAMED_TERMINAL_SCORES[given]
-        return given
+    def _accept_old_names(cls, name: Any) -> Any:
+        if isinstance(name, str) and name in RENAMED_TERMINAL_SCORES:
+            _warn_renamed(name)
+            return RENAMED_TERMINAL_SCORES[name]
+        return name
 
 
 @cache
-def _warn_renamed(given: str) -> None:
-    """Once a process, however often the file is read."""
-    now = RENAMED_TERMINAL_SCORES[given]
-    log.warning(
-        'algorithm.terminal_score = "%s" is an old name and read as "%s", the rule that replaced it', given, now
-    )
+def _warn_renamed(name: str) -> None:
+    """Log once per process, however often the file is read."""
+    new_name = RENAMED_TERMINAL_SCORES[name]
+    log.warning('algorithm.terminal_score = "%s" is an old name for "%s": please use the new one', name, new_name)

@@ -1,4 +1,4 @@
-"""`package.module:name` and `path/to/file.py:name` -> the Python object: how configuration files name code."""
+"""Resolve `package.module:name` and `path/to/file.py:name`, the references to Python code in configuration files."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from toolwise.config.sibling_imports import siblings_of
 from toolwise.errors import ConfigError, RewardError
 
 WORKER_ENV_VAR = "TOOLWISE_WORKER"
-"""Set in the environment of worker processes, which load other people's files again."""
+"""Set in the environment of worker processes, which load user files again."""
 
 GIVEN_IN_PYTHON = "given in Python: "
-"""Begins what a run's config.toml says of a tool or a reward that it cannot name."""
+"""Prefix in a run's config.toml of a tool or reward that was passed as a Python object and has no reference."""
 
 
 class Registration(NamedTuple):
-    """Where the copy of a notebook cell's function or class lies, and which version of it."""
+    """Reference to the saved copy of a notebook cell's function or class, and the version of that file."""
 
     reference: str
     version: str
@@ -37,7 +37,7 @@ _registered: WeakKeyDictionary[Any, Registration] = WeakKeyDictionary()
 
 
 def register(target: Any, reference: str) -> None:
-    """Other processes find `target`, a function or class of a notebook cell, by `reference`."""
+    """Let other processes find `target`, a function or class of a notebook cell, by `reference`."""
     _registered[target] = Registration(reference, file_version(reference.rpartition(":")[0]))
 
 
@@ -48,17 +48,17 @@ def unregister(target: Any) -> None:
 def registration_of(target: Any) -> Registration | None:
     try:
         return _registered.get(target)
-    except TypeError:  # such an object cannot be a key
+    except TypeError:  # not hashable, or not weakly referenceable
         return None
 
 
 def registered_reference(target: Any) -> str | None:
-    found = registration_of(target)
-    return found.reference if found is not None else None
+    registration = registration_of(target)
+    return registration.reference if registration is not None else None
 
 
 def file_version(file: str | Path) -> str:
-    """Changes with the content of a file, so that nothing loaded from an older one is taken for it."""
+    """Hash of a file's content, so that a module loaded from an older version is not reused."""
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
     except OSError:
@@ -66,44 +66,47 @@ def file_version(file: str | Path) -> str:
 
 
 def check_nameable(reference: str, what: str) -> None:
-    """Refuses what a run was given in Python and could not name."""
+    """Raise if `reference` stands for an object that was passed in Python and cannot be loaded by name."""
     if reference.startswith(GIVEN_IN_PYTHON):
         raise ConfigError(
             f"{what}: this run was started from Python with {reference.removeprefix(GIVEN_IN_PYTHON)}, which "
-            f"config.toml cannot "
-            "name: go on from Python, or put it in a file and name that with --set"
+            "config.toml cannot name: resume it from Python, or put the code in a file and set its reference with --set"
         )
 
 
 def in_worker() -> bool:
-    """Whether this process only loads functions for another: whatever starts work by being imported must not."""
+    """Whether this is a worker process, which only loads functions: code must not start work on import there."""
     return os.environ.get(WORKER_ENV_VAR) == "1"
 
 
 def load_reference(reference: str, *, what: str) -> Any:
-    """The object that `reference` names; `what` says in an error what was looked for."""
+    """Load the object that `reference` names; `what` describes it in error messages."""
     check_nameable(reference, what)
     module_ref, colon, name = reference.rpartition(":")
     if not colon or not module_ref or not name:
-        raise ConfigError(f"{what}: {reference!r} names nothing; write package.module:name or path/to/file.py:name")
+        raise ConfigError(
+            f"{what}: {reference!r} is not a reference; write package.module:name or path/to/file.py:name"
+        )
     module = load_module(module_ref, what=what)
-    found: Any = module
+    target: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise ConfigError(f"{what}: {module_ref} has no {name!r}{did_you_mean(name, vars(module))}")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def load_module(module_ref: str, *, what: str) -> ModuleType:
-    """A module by dotted name or by file."""
+    """Load a module by dotted name or by file path."""
     try:
         return _load_file(module_ref, what) if module_ref.endswith(".py") else _import(module_ref)
     except (ConfigError, RewardError):
         raise
     except ModuleNotFoundError as fault:
-        raise ConfigError(f"{what}: cannot import {module_ref!r} ({fault}); or write path/to/file.py:name") from fault
-    except Exception as fault:  # whatever other people's code raises on import is theirs to read, in one line
+        raise ConfigError(
+            f"{what}: cannot import {module_ref!r} ({fault}); for a file, write path/to/file.py:name"
+        ) from fault
+    except Exception as fault:  # user code may raise anything on import: show it in one line
         raise ConfigError(f"{what}: importing {module_ref!r} failed: {type(fault).__name__}: {fault}") from fault
 
 
@@ -117,7 +120,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class _Loader(SourceFileLoader):
-    """Reads the source itself: bytecode in __pycache__ passes for that of any edit of the same second and size."""
+    """Ignores bytecode in __pycache__, which stays valid for edits within the same second that keep the file size."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
@@ -126,8 +129,8 @@ class _Loader(SourceFileLoader):
 def _load_file(source: str, what: str) -> ModuleType:
     path = Path(source).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"{what}: there is no file {source!r}")
-    # Loaded once for each content of a path: two references into one file must see the same module state.
+        raise ConfigError(f"{what}: file {source!r} does not exist")
+    # Loaded once per path and content: two references into one file must share its module state.
     key = hashlib.sha256(f"{path}\n{file_version(path)}".encode()).hexdigest()[:12]
     name = f"toolwise_file_{path.stem}_{key}"
     if name in sys.modules:

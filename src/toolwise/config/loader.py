@@ -1,5 +1,7 @@
-"""The mechanics of typed configuration: a TOML or YAML file, `a.b=c` overrides, a pydantic model of
-both, and every mistake told in one readable line. What the settings of a run are is none of its business."""
+"""Load a pydantic model from a TOML or YAML file and `a.b=c` overrides, with every error as one readable line.
+
+Independent of what the settings are; those of a run are in `schema.py`.
+"""
 
 from __future__ import annotations
 
@@ -30,25 +32,25 @@ MAX_SHOWN_ERRORS = 3
 MAX_SHOWN_KEYS = 8
 MAX_FILE_BYTES = 16 << 20
 MAX_DEPTH = 50
-"""Levels of tables and lists."""
+"""Maximum nesting of tables and lists."""
 
 
 class Section(BaseModel):
-    """A table of a configuration: nothing unknown, nothing changed afterwards."""
+    """Base of a configuration table: unknown keys are errors, instances are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """The table in a `.toml`, `.yaml` or `.yml` file."""
+    """Read the settings in a `.toml`, `.yaml` or `.yml` file."""
     path = Path(path)
     readers = {".toml": _read_toml, ".yaml": _read_yaml, ".yml": _read_yaml}
     read = readers.get(path.suffix.lower())
     try:
         if path.is_dir():
-            raise ConfigError(f"{path} is a folder: name a configuration file in it")
+            raise ConfigError(f"{path} is a folder: give a configuration file")
         if read is None:
-            raise ConfigError(f"{path}: a configuration file ends in .toml, .yaml or .yml")
+            raise ConfigError(f"{path}: a configuration file must end in .toml, .yaml or .yml")
         settings = read(path, _read_regular_file(path).decode("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
@@ -56,21 +58,21 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
-    except ValueError as error:  # a name that no file can have
+    except ValueError as error:  # an impossible file name, e.g. with a null byte
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path} must hold a table of settings (key: value), not {_display_value(settings)}")
+        raise ConfigError(f"{path} must contain a table of settings (key: value), not {_display_value(settings)}")
     return settings
 
 
 def _read_regular_file(path: Path) -> bytes:
-    """Of a regular file of a size that people write; opened without waiting, as a pipe would have it."""
+    """Read a regular file of reasonable size; opened non-blocking, because opening a pipe could wait forever."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ConfigError(f"{path} is a pipe or a device: write the configuration to a file")
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MB: it is no configuration file")
+        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MB, too large for a configuration file")
     return content
 
 
@@ -99,7 +101,7 @@ def _read_yaml(path: Path, text: str) -> Any:
 
 
 def apply_overrides(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A copy of `settings` with each `a.b=c` put in place; tables on the way are made where missing."""
+    """A copy of `settings` with each `a.b=c` applied; missing tables are created."""
     try:
         settings = copy.deepcopy(settings)
     except RecursionError:
@@ -111,19 +113,19 @@ def apply_overrides(settings: dict[str, Any], overrides: Sequence[str]) -> dict[
             raise ConfigError(f"override {truncate_text(repr(override), 200)}: write it as section.key=value")
         table = settings
         for depth, name in enumerate(names[:-1], start=1):
-            below = table.setdefault(name, {})
-            if not isinstance(below, dict):
+            inner = table.setdefault(name, {})
+            if not isinstance(inner, dict):
                 where = ".".join(names[:depth])
                 raise ConfigError(
-                    f"override {truncate_text(repr(override), 200)}: `{where}` is {_display_value(below)}, not a table"
+                    f"override {truncate_text(repr(override), 200)}: `{where}` is {_display_value(inner)}, not a table"
                 )
-            table = below
+            table = inner
         table[names[-1]] = _value(text.strip())
     return settings
 
 
 def _key_names(key: str) -> list[str]:
-    """The names in `a.b.c`, or in `a."b.c".d` where one of them has a dot in it."""
+    """Split `a.b.c` into names; names that contain a dot are quoted: `a."b.c".d`."""
     if '"' not in key:
         return [name.strip() for name in key.split(".")]
     try:
@@ -138,35 +140,35 @@ def _key_names(key: str) -> list[str]:
 
 
 def _value(text: str) -> Any:
-    """A number, a boolean, a quoted string, an array or an inline table as TOML spells it, else the text."""
+    """Parse a TOML number, boolean, quoted string, array or inline table; anything else is plain text."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
     value = parsed["value"]
-    plain = len(parsed) == 1 and isinstance(value, bool | int | float | str | list | dict)
-    return value if plain else text
+    is_value = len(parsed) == 1 and isinstance(value, bool | int | float | str | list | dict)
+    return value if is_value else text
 
 
 def build_config(model: type[Model], settings: dict[str, Any], *, source: str) -> Model:
-    """`settings` as a `model`; whatever is wrong with them is one `ConfigError` that begins with `source`."""
-    if (fault := next(_unrepresentable_values(settings, ()), None)) is not None:
-        raise ConfigError(f"{source}: {fault}")
+    """Validate `settings` as a `model`; errors become one `ConfigError` that starts with `source`."""
+    if (problem := next(_unrepresentable_values(settings, ()), None)) is not None:
+        raise ConfigError(f"{source}: {problem}")
     try:
         return model.model_validate(settings)
     except ValidationError as error:
-        complaints = _error_messages(model, settings, error)
-    rest = len(complaints) - MAX_SHOWN_ERRORS
+        messages = _error_messages(model, settings, error)
+    rest = len(messages) - MAX_SHOWN_ERRORS
     more = f"; and {rest} more" if rest > 0 else ""
-    raise ConfigError(f"{source}: {'; '.join(complaints[:MAX_SHOWN_ERRORS])}{more}")
+    raise ConfigError(f"{source}: {'; '.join(messages[:MAX_SHOWN_ERRORS])}{more}")
 
 
 def _unrepresentable_values(value: Any, location: Location) -> Iterator[str]:
-    """What neither TOML nor a run can hold, though Python can."""
+    """Describe values that Python can hold but TOML cannot."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         yield f"`{_dotted(location)}` is an integer of more than 64 bits"
     elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-        yield f"`{_dotted(location)}` holds half a character: write text"
+        yield f"`{_dotted(location)}` contains half of a surrogate pair: write valid text"
     elif isinstance(value, dict | list) and len(location) >= MAX_DEPTH:
         yield f"`{_dotted(location[:3])}` is nested more than {MAX_DEPTH} levels deep"
     elif isinstance(value, dict | list):
@@ -176,41 +178,41 @@ def _unrepresentable_values(value: Any, location: Location) -> Iterator[str]:
 
 
 def _error_messages(model: type[BaseModel], settings: dict[str, Any], error: ValidationError) -> list[str]:
-    """One sentence a setting. Unknown keys come first: a key that is spelt wrong is missing elsewhere."""
+    """One message per setting. Unknown keys come first: a misspelled key also shows up as a missing one."""
     unknown: dict[Location, str] = {}
-    told: dict[Location, str] = {}
-    wanted: dict[Location, list[str]] = {}
+    invalid: dict[Location, str] = {}
+    expectations: dict[Location, list[str]] = {}
     for item in error.errors(include_url=False):
-        kind, context, given = item["type"], item.get("ctx", {}), item["input"]
+        kind, context, value = item["type"], item.get("ctx", {}), item["input"]
         location = _location(item["loc"], settings, missing=kind == "missing")
-        if "discriminator" in context:  # pydantic blames the table for what one of its keys says
-            location, given = (*location, context["discriminator"].strip("'")), context.get("tag")
-        path = f"`{_dotted(location)}`" if location else "the whole"
-        shown = "" if isinstance(given, dict) else f", given {_display_value(given)}"
+        if "discriminator" in context:  # pydantic reports the table, not the key in it that is wrong
+            location, value = (*location, context["discriminator"].strip("'")), context.get("tag")
+        path = f"`{_dotted(location)}`" if location else "the configuration"
+        shown = "" if isinstance(value, dict) else f", got {_display_value(value)}"
         expected = context.get("expected") or context.get("expected_tags")
         need = "a table" if kind in ("model_type", "dict_type") else expected or _expected_input(item["msg"])
         if kind == "extra_forbidden":
             unknown[location] = f"unknown key {path} ({_suggest_key(model, location)})"
         elif kind in ("missing", "union_tag_not_found"):
-            told[location] = f"{path} is required: add it"
-        elif need:  # the members of a union each have their own need
-            needs = wanted.setdefault(location, [])
+            invalid[location] = f"{path} is required: add it"
+        elif need:  # each member of a union has its own expectation
+            needs = expectations.setdefault(location, [])
             needs.append(need)
-            told[location] = f"{path} must be {' or '.join(needs)}{shown}{_suggest_value(expected, given)}"
+            invalid[location] = f"{path} must be {' or '.join(needs)}{shown}{_suggest_value(expected, value)}"
         else:
             reason = re.sub("^(Value|Assertion) error, ", "", item["msg"])
-            told[location] = f"{path}: {reason}{shown}" if location else reason
-    return [_one_line(sentence) for sentence in [*unknown.values(), *told.values()]]
+            invalid[location] = f"{path}: {reason}{shown}" if location else reason
+    return [_one_line(message) for message in [*unknown.values(), *invalid.values()]]
 
 
 def _expected_input(message: str) -> str:
-    """What pydantic asks for, without how it failed to get it; empty where the message is of another kind."""
-    found = re.match("Input should be (.*?)(, unable to .*)?$", message)
-    return found[1] if found else ""
+    """The expectation in a pydantic message, without the reason it failed; empty for other kinds of message."""
+    match = re.match("Input should be (.*?)(, unable to .*)?$", message)
+    return match[1] if match else ""
 
 
 def _location(raw: Location, settings: Any, *, missing: bool) -> Location:
-    """`raw` without what pydantic puts between the keys, such as the name of a member of a union."""
+    """`raw` without what pydantic inserts between the keys, such as the names of union members."""
     location: list[int | str] = []
     for name in raw:
         inside = name in settings if isinstance(settings, dict) else isinstance(settings, list)
@@ -221,7 +223,7 @@ def _location(raw: Location, settings: Any, *, missing: bool) -> Location:
 
 
 def _dotted(location: Location) -> str:
-    """As an override names it, in one line: a key may be any text."""
+    """Format a location as an override would name it, in one line, since a key can be any text."""
     names = (
         f"[{name}]" if isinstance(name, int) else f".{truncate_text(_one_line(str(name)), 80)}" for name in location
     )
@@ -241,14 +243,14 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _suggest_value(expected: str | None, given: Any) -> str:
-    near = difflib.get_close_matches(str(given), re.findall(r"'([^']*)'", expected or ""), n=1)
+def _suggest_value(expected: str | None, value: Any) -> str:
+    near = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", expected or ""), n=1)
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 
 def _suggest_key(model: type[BaseModel], location: Location) -> str:
     section, key = location[:-1], str(location[-1])
-    siblings = [name for found in _models_at(model, section) for name in _fields(found)]
+    siblings = [name for parent in _models_at(model, section) for name in _fields(parent)]
     guesses = [_dotted((*section, near)) for near in difflib.get_close_matches(key, siblings, n=1)]
     everywhere = dict(_walk(model, "", ()))
     guesses += [path for path in everywhere if path.rpartition(".")[2] == key][:2]
@@ -258,15 +260,15 @@ def _suggest_key(model: type[BaseModel], location: Location) -> str:
     if guesses:
         return f"did you mean {' or '.join(f'`{guess}`' for guess in dict.fromkeys(guesses))}?"
     known = ", ".join(siblings[:MAX_SHOWN_KEYS]) + (", …" if len(siblings) > MAX_SHOWN_KEYS else "")
-    return f"known here: {known}" if siblings else "no keys are known here"
+    return f"known keys: {known}" if siblings else "this table has no keys"
 
 
 def _models_at(model: type[BaseModel], location: Location) -> list[type[BaseModel]]:
-    """The models that may stand at `location`, lists and tables of models included."""
+    """The models that can occur at `location`, including those inside lists and tables."""
     models = [model]
     for name in location:
-        fields = [_fields(found)[name] for found in models if name in _fields(found)]
-        if fields:  # otherwise an index or the key of a free table: the models are those already found
+        fields = [_fields(parent)[name] for parent in models if name in _fields(parent)]
+        if fields:  # otherwise a list index or a key of a free-form table: the models stay the same
             models = [inner for field in fields for inner in _models_in(field.annotation, containers=True)]
     return models
 
@@ -286,35 +288,37 @@ def _models_in(annotation: Any, *, containers: bool = False) -> Iterator[type[Ba
 
 
 def setting_keys(model: type[BaseModel]) -> list[str]:
-    """Every setting there is, dotted: the leaves of the tree of models."""
+    """The dotted name of every setting: the leaves of the tree of models."""
     return [path for path, leaf in _walk(model, "", ()) if leaf]
 
 
 def _walk(model: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...]) -> Iterator[tuple[str, bool]]:
     for name, field in _fields(model).items():
-        inner = [found for found in _models_in(field.annotation) if found not in (*above, model)]
+        inner = [child for child in _models_in(field.annotation) if child not in (*above, model)]
         others = [kind for kind in get_args(field.annotation) if kind is not NoneType and not [*_models_in(kind)]]
         yield f"{prefix}{name}", not inner or bool(others)
         seen = set()
-        for found in inner:
-            for path, leaf in _walk(found, f"{prefix}{name}.", (*above, model)):
+        for child in inner:
+            for path, leaf in _walk(child, f"{prefix}{name}.", (*above, model)):
                 if path not in seen:
                     seen.add(path)
                     yield path, leaf
 
 
 def to_toml(model: BaseModel, *, changed_only: bool = False) -> str:
-    """All settings as TOML, which `read_settings` and `build_config` turn into an equal model; None is left out.
+    """All settings as TOML, which `read_settings` and `build_config` turn back into an equal model. None is omitted.
 
-    `changed_only` leaves out settings that have their default value.
+    `changed_only` omits settings that have their default value.
     """
-    if lost := next(_unwritable_nones(model, ()), None):
-        raise ConfigError(f"`{_dotted(lost)}` is null, which TOML cannot say: leave it out or give it a value")
+    if location := next(_unwritable_nones(model, ()), None):
+        raise ConfigError(
+            f"`{_dotted(location)}` is null, which TOML cannot represent: leave it out or give it a value"
+        )
     return tomli_w.dumps(_to_toml_value(model.model_dump(by_alias=True, exclude_defaults=changed_only)))
 
 
 def _unwritable_nones(value: Any, location: Location) -> Iterator[Location]:
-    """Where leaving a None out would bring something else back."""
+    """Locations of None values that would not survive a round trip, because omitting them restores another value."""
     items: list[tuple[int | str, Any, bool]] = []
     if isinstance(value, BaseModel):
         for name, field in type(value).model_fields.items():
@@ -332,7 +336,7 @@ def _unwritable_nones(value: Any, location: Location) -> Iterator[Location]:
 
 
 def _to_toml_value(value: Any) -> Any:
-    """`value` in TOML's types; pydantic's own JSON form would make a free infinity null."""
+    """`value` in TOML types; pydantic's JSON form would turn an infinity in a free-form table into null."""
     if isinstance(value, dict):
         return {str(to_jsonable_python(k)): _to_toml_value(item) for k, item in value.items() if item is not None}
     if isinstance(value, list | tuple | set | frozenset):

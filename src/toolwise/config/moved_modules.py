@@ -1,4 +1,4 @@
-"""Where modules of earlier versions are now, so that references in stored configurations still resolve."""
+"""New names of modules that have moved, so that references in stored configurations still resolve."""
 
 from __future__ import annotations
 
@@ -191,11 +191,11 @@ MOVED = {
     "waiting": "concurrency.deadlines",
     "weight_sharing": "models.weight_sharing",
 }
-"""Old name to new name, both within the package; a package stands for all its modules."""
+"""Old to new names, relative to the package; an entry for a package covers all its modules."""
 
 
 def current_module(name: str) -> str:
-    """The present name of one of our modules; any other name is returned as it is."""
+    """The current name of a toolwise module; other names are returned unchanged."""
     package, _, inner = name.partition(".")
     if package != "toolwise" or not inner:
         return name

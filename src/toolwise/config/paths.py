@@ -1,4 +1,4 @@
-"""Paths in a configuration file are relative to that file: which settings are paths, and what becomes of them."""
+"""Resolve the paths in a configuration file, which are relative to that file."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ PathRule = Callable[[Any, Path], Any]
 
 
 def resolve_paths(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """`settings` with files, folders and references to Python files taken from `folder`.
+    """`settings` with files, folders and references to Python files resolved against `folder`.
 
-    What is no path, or of a wrong type, is left for others to judge.
+    Values that are not paths or have the wrong type are left for validation.
     """
-    placed: dict[str, Any] = copy.deepcopy(dict(settings))
-    for pattern, place in _PATH_RULES.items():
-        _apply(placed, pattern.split("."), place, folder)
-    return placed
+    resolved: dict[str, Any] = copy.deepcopy(dict(settings))
+    for pattern, rule in _PATH_RULES.items():
+        _apply(resolved, pattern.split("."), rule, folder)
+    return resolved
 
 
-def _apply(value: Any, keys: list[str], place: PathRule, folder: Path) -> None:
-    key, deeper = keys[0], keys[1:]
-    found: list[Any] = [key] if isinstance(value, dict) and key in value else []
+def _apply(value: Any, keys: list[str], rule: PathRule, folder: Path) -> None:
+    key, rest = keys[0], keys[1:]
+    matches: list[Any] = [key] if isinstance(value, dict) and key in value else []
     if key == "*":
-        found = list(range(len(value))) if isinstance(value, list) else []
-    for where in found:
-        if deeper:
-            _apply(value[where], deeper, place, folder)
+        matches = list(range(len(value))) if isinstance(value, list) else []
+    for match in matches:
+        if rest:
+            _apply(value[match], rest, rule, folder)
         else:
-            value[where] = place(value[where], folder)
+            value[match] = rule(value[match], folder)
 
 
 def _path(value: Any, folder: Path) -> Any:
@@ -38,9 +38,9 @@ def _path(value: Any, folder: Path) -> Any:
 
 
 def _existing_folder(value: Any, folder: Path) -> Any:
-    """Anything else may be a hub's name."""
-    placed = _path(value, folder)
-    return placed if isinstance(value, str) and value and Path(placed).is_dir() else value
+    """Resolve existing folders only: anything else may be a hub name."""
+    resolved = _path(value, folder)
+    return resolved if isinstance(value, str) and value and Path(resolved).is_dir() else value
 
 
 def _wording(value: Any, folder: Path) -> Any:
@@ -55,12 +55,12 @@ def _reference(value: Any, folder: Path) -> Any:
 
 
 def _tool(value: Any, folder: Path) -> Any:
-    """A tool by its name, or by a table; of the tools of others nobody knows which options are paths."""
+    """A tool given by name or as a table. Which options of user-defined tools are paths is unknown."""
     if not isinstance(value, dict):
         return _reference(value, folder)
     paths = _TOOL_PATHS.get(str(value.get("name")), ())
-    placed = {key: _path(option, folder) if key in paths else option for key, option in value.items()}
-    return placed | ({"name": _reference(value["name"], folder)} if "name" in value else {})
+    resolved = {key: _path(option, folder) if key in paths else option for key, option in value.items()}
+    return resolved | ({"name": _reference(value["name"], folder)} if "name" in value else {})
 
 
 _TOOL_PATHS = {"search": ("folder", "file", "cache", "wordnet"), "mcp": ("cwd",)}

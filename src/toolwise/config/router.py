@@ -1,4 +1,4 @@
-"""The `[router]` section of a run's configuration. Every field is documented here and nowhere else."""
+"""The `[router]` section of a run's configuration. Source of docs/settings.md."""
 
 from __future__ import annotations
 
@@ -11,96 +11,111 @@ from toolwise.config.loader import Section
 
 
 class BudgetConfig(Section):
-    """What may be spent of one unit, and how its price λ is found: routing/budget.py."""
+    """A cost budget in one unit, and how its dual variable λ is updated (routing/budget.py)."""
 
     limit: float = Field(ge=0.0)
-    """B: the mean cost allowed."""
+    """B: mean cost allowed."""
     unit: str = "cost"
-    """"cost", or "search", "calculate", "other" (a family's part of it), or a unit of `prices`."""
+    """"cost" (total), "search", "calculate" or "other" (the part of one tool family), or a unit of `prices`."""
     initial: float = Field(default=0.0, ge=0.0)
-    """λ at the beginning."""
+    """Initial λ."""
     rate: float = Field(default=0.1, ge=0.0)
-    """η: what an overspending of 1 adds to λ, a dual step."""
+    """η: how much an overspend of 1 adds to λ per dual step (integral term)."""
     proportional: float = Field(default=1.0, ge=0.0)
-    """What it adds while it lasts; 0 is the plain rule."""
+    """How much an overspend of 1 adds to λ while it lasts (proportional term); 0: plain dual ascent."""
     derivative: float = Field(default=0.0, ge=0.0)
+    """How much a rise of the mean cost by 1 since the last dual step adds to λ (derivative term)."""
     every: PositiveInt = 1
-    """K: steps between dual steps."""
+    """K: training steps per dual step."""
     cap: PositiveFloat | None = None
+    """Upper bound of λ; too low a bound can make the budget unreachable."""
 
 
 class RouterConfig(Section):
-    """When to answer, when to search, when to calculate: docs/routing.md."""
+    """When to answer directly, search or calculate: docs/routing.md."""
 
     enable: bool = False
+    """Train and use the router."""
     mode: Literal["policy", "value"] = "policy"
-    """Learn which route to take, or what each route earns and costs: one checkpoint then serves every budget."""
+    """Learn a policy over routes, or the value and cost of each route; with values, one checkpoint serves every
+    budget."""
     routes: Literal["one", "independent", "stratified"] = "stratified"
-    """Of a prompt's rollouts: one route for all, one drawn for each, or all three tried alike."""
+    """Routes of the rollouts of one prompt: one route for all, one sampled per rollout, or all three equally often."""
     train_actor: bool = True
-    """False: the language model stays as it is, bit for bit, and no update of it is computed."""
+    """False: train only the router; the language model is not updated at all."""
     backbone: Literal["frozen", "top", "full"] = "frozen"
-    """What the router's own loss moves beside its head: nothing, the top layers, or the whole trunk."""
+    """What the router loss trains besides the head: nothing, the top layers, or the whole backbone."""
     top_layers: PositiveInt = 1
+    """Number of layers trained by backbone = "top"."""
     pool: Literal["last", "mean"] = "last"
-    """What stands for a prompt: the state of its last token, or the mean of all."""
+    """Input of the head: the hidden state of the last prompt token, or the mean over all tokens."""
     hidden: int = Field(default=64, ge=0)
-    """Width of a layer within the head; 0: linear."""
+    """Width of the head's hidden layer; 0: linear head."""
     layers: list[int] = Field(default_factory=lambda: [-1], min_length=1)
-    """Whose states, side by side: -1 the last one, 0 the first."""
+    """Layers whose hidden states are concatenated: -1 is the last, 0 the first."""
     temperature: PositiveFloat = 0.05
-    """value: how sharply the better route is preferred where routes are drawn."""
+    """value: softmax temperature when routes are sampled; lower prefers the better route more strongly."""
     optimizer: Literal["own", "actor"] = "own"
-    """Its own, with what follows, or the actor's with its schedule."""
+    """A separate optimizer with the settings below, or the actor's optimizer and schedule."""
     lr: PositiveFloat = 3e-3
+    """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Schedule after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up."""
     min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
+    """Final learning rate, as a share of the peak."""
     weight_decay: float = Field(default=0.0, ge=0.0)
+    """Weight decay of the optimizer."""
     max_grad_norm: PositiveFloat = 1.0
+    """Gradient clipping norm."""
     epochs: PositiveInt = 1
-    """Optimiser steps a batch; with several, PPO's clip holds them back."""
+    """Optimizer steps per batch; with more than one, PPO clipping applies."""
     clip_ratio: PositiveFloat = 0.2
+    """PPO clip range of the router loss."""
     entropy_coef: float = Field(default=0.3, ge=0.0)
-    """Of the bonus that keeps every route tried, in units of reward: a reward of another scale wants another one."""
+    """Coefficient of the entropy bonus, which keeps every route explored; in units of reward, so adjust it to the scale
+    of the rewards."""
     entropy_final: float | None = Field(default=None, ge=0.0)
-    """What the bonus has become by the end of the run: a tenth where this is not given."""
+    """Coefficient at the end of the run; unset: a tenth of `entropy_coef`."""
     average_last: float = Field(default=0.25, ge=0.0, le=1.0)
-    """The share of the run, at its end, whose heads are averaged into the one that validates and is saved: a head of
-    one step swings about the budget, their mean does not. 0: the last one."""
+    """Average the heads of this last share of the run for validation and saving: the head of a single step oscillates
+    around the budget, the average does not. 0: use the last head."""
     label_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the cross-entropy on rows that have a label and are not MIXED."""
+    """Weight of the cross-entropy loss on labelled rows; rows labelled MIXED are skipped."""
     labels: Path | None = None
-    """A file that `toolwise data label` wrote, joined by row id; columns of the data serve as well."""
+    """Labels written by `toolwise data label`, joined by row id; label columns in the data work too."""
     warm_start_epochs: int = Field(default=0, ge=0)
     """Passes over the labelled tasks before the first step."""
     cost: Literal["any", "family", "calls", "prices", "tools"] = "tools"
-    """What tools cost: once if any, once a family, each call, by a table of `prices`, or what the tools themselves say
-    that a call costs."""
+    """What tools cost: "any": once if any tool is called; "family": once per tool family; "calls": per call; "prices":
+    by the table `prices` in `cost_kwargs`; "tools": the price each tool declares per call."""
     cost_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """price; c_search, c_calc, c_other; prices = { usd = { search = 0.01 } }"""
+    """Options of the cost: price; c_search, c_calc, c_other; prices = { usd = { search = 0.01 } }"""
     usage: Literal["auto", "executed", "text"] = "auto"
-    """Where calls are counted: those made, or, where nothing executes, those written."""
+    """Which calls count: those executed, or those written in the text, for runs without tool execution."""
     budgets: list[BudgetConfig] = Field(default_factory=list)
-    """[[router.budgets]] tables, one a unit; none: routes are chosen by reward alone."""
+    """[[router.budgets]] tables, one per unit; none: routes are chosen by reward alone."""
     standardize_by_kind: bool = False
-    """r_task to mean 0 and deviation 1 within each kind of row; changes which rows a short budget sacrifices."""
+    """Normalize task rewards to mean 0 and standard deviation 1 within each kind of row; changes which rows lose out
+    when the budget is tight."""
     divide_by_std_as_a_control: bool = False
-    """For experiments, to be seen to fail: it makes the router blind to λ."""
+    """Control experiment, expected to fail: makes the router blind to λ."""
     conditioning: Literal["rewrite", "append"] = "rewrite"
-    """Change the prompt for the route, or add words behind it alone, so that its cache can be used again."""
+    """Rewrite the prompt for the route, or only append to it, so that its KV cache can be reused."""
     style: Literal["auto", "rlla", "chat"] = "auto"
+    """Prompt format: "rlla", "chat", or detected from the prompt ("auto")."""
     hard: bool = True
-    """The other family's tools are not to be had, instead of discouraged."""
+    """Remove the other families' tools instead of discouraging their use."""
     wording: str = ""
-    """A file in the form of routing/wording.toml in its place; "silent": tools are hidden without a word."""
+    """File in the format of routing/wording.toml to use instead; "silent": hide tools without mentioning it."""
     families: dict[str, str] = Field(default_factory=dict)
-    """tool = "SEARCH", "CALCULATE" or "OTHER", over what else is said of it."""
+    """tool = "SEARCH", "CALCULATE" or "OTHER"; overrides any other source of the tool's family."""
     evaluate: Literal["sample", "argmax"] = "sample"
-    """How validation chooses routes; drawing them keeps to the budget."""
+    """How validation chooses routes; sampling keeps to the budget."""
 
     @model_validator(mode="after")
     def _check_something_learns(self) -> RouterConfig:
         if not self.train_actor and not self.enable:
-            raise ValueError("train_actor is false and enable too: nothing would learn")
+            raise ValueError("train_actor and enable are both false: nothing would be trained")
         return self

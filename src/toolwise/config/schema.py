@@ -1,4 +1,4 @@
-"""A run, typed: what a configuration file may say. Every field is documented here and nowhere else."""
+"""The typed configuration of a run. The field docstrings are the source of docs/settings.md."""
 
 from __future__ import annotations
 
@@ -16,295 +16,342 @@ from toolwise.config.router import RouterConfig
 
 class ModelConfig(Section):
     path: str = "builtin:small"
-    """A folder in Hugging Face's form, a hub name, or "builtin:small", the model that ships."""
+    """Hugging Face model folder, hub name, or "builtin:small", the bundled model."""
     device: str = "auto"
-    """"auto" takes a GPU where there is one."""
+    """"auto": a GPU if there is one, else the CPU."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights."""
     trust_remote_code: bool = False
-    """Let Python code of the model's folder run, in this process and with all its rights: read it first."""
+    """Run Python code from the model's folder, in this process and with all its permissions; read it first."""
     threads: PositiveInt | None = None
-    """Of a CPU; by default one for a model under 4 million weights, for whom waking others costs more than it saves."""
+    """CPU threads; unset: one for models under 4 million weights, where waking other threads costs more than it
+    saves."""
 
 
 class DataConfig(Section):
     train: Path | None = None
-    """Parquet or JSONL of tasks to learn from."""
+    """Training tasks: a Parquet or JSONL file."""
     val: Path | None = None
-    """Held-out tasks, never learned from."""
+    """Held-out validation tasks; never trained on."""
     batch_size: PositiveInt = 16
-    """Tasks a step."""
+    """Tasks per step."""
     shuffle: bool = True
+    """Shuffle the tasks in every epoch."""
     drop_last: bool = True
+    """Drop the last, incomplete batch of an epoch."""
     limit: PositiveInt | None = None
-    """Read only the first so many training rows."""
+    """Use only the first `limit` training rows."""
     val_limit: PositiveInt | None = None
+    """Use only the first `val_limit` validation rows."""
 
 
 class VllmConfig(Section):
-    """The server of `rollout.engine = "vllm"`: docs/engine.md."""
+    """The server used by `rollout.engine = "vllm"`: docs/engine.md."""
 
     base_url: str = ""
-    """Of one that runs: http://localhost:8000/v1. Without it one is started here, and ended with the run."""
+    """URL of a running server, such as http://localhost:8000/v1; empty: start one and stop it when the run ends."""
     command: list[str] = Field(default_factory=lambda: ["vllm", "serve"], min_length=1)
-    """What starts it, with any options of yours; the model, the port and what training needs are added."""
+    """Command that starts the server, with your own options; the model, the port and what training needs are added."""
     model: str = ""
-    """The name that it serves the model under; the first that it lists, where none is given."""
+    """Name of the model on the server; empty: the first one it lists."""
     api_key_env: str = ""
-    """The environment's variable that holds its key, where it wants one."""
+    """Environment variable that holds the server's API key, if it needs one."""
     weights_dir: Path | None = None
-    """A folder that this process writes and the server reads; a temporary one where none is given."""
+    """Folder for weight transfer: this process writes it, the server reads it; unset: a temporary folder."""
     start_s: PositiveFloat = 600.0
-    """How long a server may take to start."""
+    """Time limit for the server to start, in seconds."""
     timeout_s: PositiveFloat = 600.0
-    """Of one request, or of one step of a weight transfer."""
+    """Timeout of one request or of one step of a weight transfer, in seconds."""
 
 
 class GrammarConfig(Section):
-    """What every turn of a rollout must follow, one of these: pip install 'toolwise[grammar]'. What is drawn so is not
-    what the model would have drawn, which training does not correct for: docs/engine.md."""
+    """A grammar that every reply must follow; set at most one field. Needs pip install 'toolwise[grammar]'. Constrained
+    samples differ from the model's own distribution, and training does not correct for that: docs/engine.md."""
 
     json_schema: Path | None = None
+    """JSON schema file."""
     regex: str = ""
+    """Regular expression."""
     lark: Path | None = None
+    """Lark grammar file."""
     tool_calls: bool = False
-    """Anything, but a tool call has a tool's name and arguments as its schema says; for the parsers hermes and qwen."""
+    """Free text, but tool calls must name an existing tool and match its schema; for the parsers hermes and qwen."""
 
     @model_validator(mode="after")
     def _check_one_given(self) -> GrammarConfig:
         if sum(map(bool, (self.json_schema, self.regex, self.lark, self.tool_calls))) > 1:
-            raise ValueError("a turn follows one grammar: give json_schema, regex, lark or tool_calls")
+            raise ValueError("set only one of json_schema, regex, lark and tool_calls")
         return self
 
 
 class RolloutConfig(Section):
     n: PositiveInt = 8
-    """Rollouts a task: the group that advantages are compared within."""
+    """Rollouts per task: the group within which advantages are compared."""
     engine: Literal["toolwise", "transformers", "vllm"] = "toolwise"
-    """What generates: our engine over the learner's own weights; transformers' forward pass in batches, which takes any
-    model; or a vLLM server."""
+    """What generates: "toolwise", the engine on the learner's weights; "transformers", batched forward passes of
+    transformers, for any model; or "vllm", a vLLM server."""
     vllm: VllmConfig = VllmConfig()
     do_sample: bool = True
+    """Sample tokens; false: decode greedily."""
     temperature: PositiveFloat = 1.0
+    """Sampling temperature."""
     max_new_tokens: PositiveInt = 256
-    """Tokens a turn at most."""
+    """Maximum tokens per turn."""
     tool_parser: Literal["auto", "hermes", "qwen", "llama3", "mistral", "rlla", "action", "openai", "none"] = "hermes"
-    """How calls are read from what the model writes. "auto" goes by the chat template, else by each text; "openai"
-    leaves it to the server; "none" leaves text as it is (RLLA: nothing executes)."""
+    """How tool calls are parsed from the model's text. "auto" follows the chat template, or each text if the template
+    is not recognized; "openai" leaves parsing to the server; "none" leaves the text as is (RLLA: no tools run)."""
     tool_prompt: Literal["auto", "template", "system"] = "auto"
-    """Who tells the model of its tools: its chat template, or we in the system message, in the form that `tool_parser`
-    reads. "auto" leaves it to a template that shows them, and does it for one that ignores them."""
+    """Who describes the tools to the model: its chat template, or Toolwise in the system message, in the format that
+    `tool_parser` reads. "auto" uses the template if it shows tools, and the system message if it ignores them."""
     grammar: GrammarConfig = GrammarConfig()
     on_template_change: Literal["append", "fork"] = "append"
-    """Where a template would write earlier turns otherwise (drop thoughts): go on after what was sampled, one row a
-    rollout; or begin a new row as the template has it."""
+    """When a chat template would render earlier turns differently (e.g. drop thoughts): "append" continues after the
+    sampled tokens, one row per rollout; "fork" starts a new row as the template renders it."""
     cache_mb: PositiveInt | None = None
-    """Memory of the engine's cache; where it is not given, half of what a GPU has free when the run begins (training
-    needs its share too), or up to 4 GiB on a CPU."""
+    """Memory of the KV cache in MB; unset: on a GPU half of what is free when the run starts (training needs its
+    share), on a CPU up to 4 GiB."""
     max_batch: PositiveInt = 256
-    """Requests that generate together at most."""
+    """Maximum number of requests that generate together."""
     max_concurrent: PositiveInt = 1024
-    """Episodes at once at most."""
+    """Maximum number of concurrent episodes."""
     max_concurrent_requests: PositiveInt | None = None
-    """Of them, how many may wait for the model; as many as there are, where it is not given."""
+    """How many of them may wait for the model; unset: all."""
     max_concurrent_envs: PositiveInt | None = None
-    """Of them, how many may be in their world's `reset` or `step`."""
+    """How many of them may be in the environment's `reset` or `step`; unset: all."""
     deadline_s: PositiveFloat = 600.0
-    """Wall-clock time an episode may take, tools, waiting and all."""
+    """Wall-clock limit of an episode in seconds, including tools and waiting."""
     max_episode_tokens: PositiveInt | None = None
-    """Tokens sampled over a whole episode at most."""
+    """Maximum tokens sampled per episode."""
 
 
 class MultiTurnConfig(Section):
     enable: bool = True
-    """False: one reply a rollout, and no tools."""
+    """False: one reply per rollout, and no tools."""
     max_turns: PositiveInt = 10
+    """Maximum turns per episode."""
     tool_timeout_s: PositiveFloat = 30.0
+    """Timeout of one tool call, in seconds."""
     max_concurrent_calls: PositiveInt | None = None
-    """Calls of one tool at once at most; a tool's own `max_concurrent` comes first."""
+    """Maximum concurrent calls per tool; a tool's own `max_concurrent` takes precedence."""
     max_result_chars: PositiveInt = 4000
-    """What a tool says is cut after so many characters, and says how many are missing."""
+    """Tool results are cut to this many characters, with a note on how many are missing."""
     max_invalid_in_a_row: PositiveInt = 3
-    """An episode ends after so many invalid actions in a row."""
+    """An episode ends after this many invalid actions in a row."""
     held_out_tools: list[str] = Field(default_factory=list)
-    """Tools that training never offers; validation does, and reports the tasks that name one of them apart."""
+    """Tools that training never offers; validation does, and reports the tasks that name one of them separately."""
 
 
 class EnvConfig(Section):
-    """The world of an episode: docs/environments.md."""
+    """The environment of an episode: docs/environments.md."""
 
     name: str = "tools"
-    """"tools", "gsm8k", "gymnasium:ID", or a class as package.module:Class or path/to/file.py:Class"""
+    """"tools", "gsm8k", "gymnasium:ID", or a class as package.module:Class or path/to/file.py:Class."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Its options; a task's own, in `extra_info.env_kwargs`, come over them."""
+    """Options of the environment; a task's `extra_info.env_kwargs` override them."""
     interaction: str = ""
-    """Who answers when the agent speaks: nobody, "scripted", or a class or function by reference."""
+    """Simulated user who replies when the agent speaks: none (empty), "scripted", or a class or function by
+    reference."""
     interaction_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Options of the simulated user; a task's `interaction_kwargs` override them."""
     max_user_turns: PositiveInt = 10
+    """Maximum replies of the simulated user per episode."""
 
 
 class RewardPart(Section):
     function: str
+    """As in `reward.function`."""
     name: str = Field(default="", pattern=r"^[\w.:+-]*$")
-    """What metrics, records and the report call it; the function's name where it is not given."""
+    """Name in metrics, records and the report; empty: the function's name."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
     weight: float = 1.0
+    """Weight in the combined score."""
 
 
 class SandboxConfig(Section):
     """Where reward functions run: docs/security.md."""
 
     tier: Literal["off", "basic", "standard", "namespaced"] = "standard"
-    """"off" runs them in the trainer's own process, where they can do all that you can."""
+    """Isolation level; "off" runs them in the trainer's process, with all your permissions."""
     timeout_s: PositiveFloat = 30.0
-    """Of one call of a function, its import included."""
+    """Timeout of one call, including the import, in seconds."""
     memory_mb: PositiveInt = 1024
-    """What a function may take beyond what its worker has anyway."""
+    """Memory limit in MB, beyond what the worker process itself uses."""
     read: list[Path] = Field(default_factory=list)
-    """Files and folders that functions may read besides their own file, the modules beside it that they import and
+    """Files and folders that functions may read besides their own file, the modules they import from its folder, and
     the installed packages."""
     permissions: list[Literal["network", "subprocess"]] = Field(default_factory=list)
+    """Additional permissions of the functions."""
     require: bool = False
-    """Refuse to run where this machine gives less than the tier asks for."""
+    """Refuse to run if this machine cannot provide the full tier."""
     workers: PositiveInt | None = None
-    """Worker processes at most; as many as there are cores, up to 8, where it is not given."""
+    """Maximum number of worker processes; unset: the number of cores, up to 8."""
     trusted: list[str] = Field(default_factory=lambda: ["toolwise.rewards.library.judge"])
-    """Modules whose rewards run in the trainer's own process: the judge, which asks a server and keeps a cache."""
+    """Modules whose rewards run in the trainer's process: by default the judge, which queries a server and keeps a
+    cache."""
 
 
 class RewardConfig(Section):
     function: str = ""
-    """package.module:function, path/to/file.py:function, or a module or file with one function marked as a reward;
-    "env" and "tools" are what an episode's steps and its tools' calc_reward earned"""
+    """package.module:function, path/to/file.py:function, or a module or file with a single function marked as a reward;
+    "env" and "tools" use the rewards of the environment's steps and of the tools' calc_reward."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
     parts: list[RewardPart] = Field(default_factory=list)
-    """Several rewards in place of `function`: [[reward.parts]] tables of function, name, weight and kwargs."""
+    """Several rewards instead of `function`: [[reward.parts]] tables with function, name, weight and kwargs."""
     combine: Literal["sum", "normalize"] = "sum"
-    """Add the parts by weight as they are, or each normalised within its group first."""
+    """Weighted sum of the parts as they are, or each normalized within its group first."""
     sandbox: SandboxConfig = SandboxConfig()
     max_error_rate: float = Field(default=0.2, ge=0.0, le=1.0)
-    """The run stops when more than this share of a step's rollouts could not be scored."""
+    """Stop the run when more than this share of a step's rollouts could not be scored."""
 
 
 class FaultsConfig(Section):
-    """How much may fail before a run stops, with a checkpoint: docs/diagnosis.md. Each is a share of the latest
-    rollouts or tool calls, `window` of them or more; 1 never stops. For rewards there is `reward.max_error_rate`."""
+    """Error rates at which a run stops, with a checkpoint: docs/diagnosis.md. Each is a share of at least the last
+    `window` rollouts or tool calls; 1 never stops. Reward errors have `reward.max_error_rate`."""
 
     policy: float = Field(default=0.5, ge=0.0, le=1.0)
-    """Rollouts that ended by a fault of the policy: token ids that the model does not have, a server that is gone."""
+    """Rollouts ended by a policy error: invalid token ids, an unreachable server."""
     env: float = Field(default=0.5, ge=0.0, le=1.0)
-    """Rollouts that ended by a fault of the environment, or of a tool when it was created or asked for its reward."""
+    """Rollouts ended by an environment error, or by a tool error in create or calc_reward."""
     deadline: float = Field(default=0.5, ge=0.0, le=1.0)
-    """Rollouts that passed `rollout.deadline_s`."""
+    """Rollouts that exceeded `rollout.deadline_s`."""
     infrastructure: float = Field(default=0.5, ge=0.0, le=1.0)
     """Rollouts in which something behind a tool was down: a server, a worker process."""
     tool: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Tool calls that raised or were late. Many tools fail often for good reasons: without a bound by default."""
+    """Tool calls that raised or timed out. Off by default: many tools fail often for good reasons."""
     parse: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Tool calls that could not be read. A model may have that still to learn: without a bound by default."""
+    """Tool calls that could not be parsed. Off by default: the model may still have to learn the format."""
     window: PositiveInt = 64
-    """Rollouts, or calls, that are judged together: those of the latest steps until there are so many."""
+    """Minimum number of rollouts or calls a rate is computed over: those of the latest steps until there are this
+    many."""
 
 
 class LoraConfig(Section):
-    """Adapters in place of the whole model: pip install 'toolwise[peft]'."""
+    """Train LoRA adapters instead of the full model. Needs pip install 'toolwise[peft]'."""
 
     rank: int = Field(default=0, ge=0)
-    """0: no adapters, the whole model learns."""
+    """0: no adapters, train the full model."""
     alpha: PositiveFloat = 32.0
+    """LoRA scaling factor α."""
     target_modules: list[str] = Field(default_factory=list)
-    """Names of layers; none: all linear ones but the head."""
+    """Names of the layers to adapt; empty: all linear layers except the head."""
 
 
 class ActorConfig(Section):
     lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up."""
+    """Schedule after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps of warm-up."""
     schedule_steps: PositiveInt | None = None
-    """When a falling rate has fallen; the end of the run where it is not given."""
+    """Step at which a decaying learning rate reaches its minimum; unset: the end of the run."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """What is left of the rate then."""
+    """Minimum learning rate, as a share of the peak."""
     weight_decay: float = Field(default=0.0, ge=0.0)
+    """Weight decay of the optimizer."""
     max_grad_norm: PositiveFloat = 1.0
+    """Gradient clipping norm."""
     spike_factor: float = Field(default=20.0, ge=0.0)
-    """Skip a step whose gradient is more than max_grad_norm and so many times the running median; 0: never."""
+    """Skip a step whose gradient norm exceeds max_grad_norm and this many times its running median; 0: never skip."""
     clip_ratio_low: PositiveFloat = 0.2
+    """PPO clip range: ratios below 1 − clip_ratio_low are clipped."""
     clip_ratio_high: PositiveFloat = 0.2
+    """Ratios above 1 + clip_ratio_high are clipped."""
     dual_clip: float = Field(default=3.0, ge=0.0)
-    """A bad token that has become likelier counts so many times its advantage at most; 0: without bound."""
+    """Dual-clip PPO: a token with a negative advantage counts at most this many times its advantage, however much
+    likelier it has become; 0: no bound."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
+    """Coefficient of the entropy bonus."""
     ppo_epochs: PositiveInt = 1
+    """Passes over each batch."""
     mini_batches: PositiveInt = 1
-    """Optimiser steps an epoch."""
+    """Optimizer steps per epoch."""
     loss_aggregation: Literal["token", "step", "rollout", "constant"] = "token"
-    """What weighs the same: each token, each decision, each rollout; "constant" divides all by loss_length."""
+    """What gets equal weight: each token, each step, each rollout; "constant" divides all by loss_length."""
     loss_length: PositiveInt | None = None
-    """Tokens that a rollout is divided by under "constant" (Dr. GRPO): as many as it may have."""
+    """Divisor under "constant" (Dr. GRPO): the maximum tokens of a rollout."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
-    """What ratios are taken against: the log-probs that tokens were drawn with, or the learner's own of the same
-    weights, with what is between the two as a bounded weight."""
+    """Reference of the PPO ratios: the log-probs recorded at sampling, or the learner's recomputed ones, with the ratio
+    of the two as a bounded importance weight."""
     importance_cap: PositiveFloat = 2.0
-    """The bound of that weight."""
+    """Upper bound of that importance weight."""
     micro_batch_tokens: PositiveInt = 16_384
-    """Tokens in memory at a time; changes speed and memory, never the result."""
+    """Tokens per forward and backward pass; affects speed and memory, never the result."""
     share_prefixes: bool = True
-    """Compute what rows have in common once."""
+    """Compute prefixes shared by several rows once."""
     logit_chunk_tokens: PositiveInt | None = None
-    """Tokens whose logits exist at a time; by default 1,024, on a GPU as many as half a GiB has room for."""
+    """Tokens whose logits are materialized at a time; unset: 1,024, on a GPU as many as fit in half a GiB."""
     activation_checkpointing: bool = False
-    """Compute layers again in the backward pass instead of keeping what they gave."""
+    """Recompute activations in the backward pass instead of storing them."""
     canary: Literal["stop", "warn", "off"] = "stop"
-    """When policy and learner disagree on the log-probs of the same tokens under the same weights."""
+    """Mismatch check: what to do when policy and learner disagree on the log-probs of the same tokens under the same
+    weights."""
     lora: LoraConfig = LoraConfig()
 
 
 class CriticConfig(Section):
-    """Who foresees returns, for an estimator that needs values (gae)."""
+    """The value model, for estimators that need values (gae)."""
 
     path: str = ""
-    """A model with the same tokens, a smaller one for example; a copy of the policy's where it is not given."""
+    """Model with the same tokenizer, for example a smaller one; empty: a copy of the policy."""
     lr: PositiveFloat = 1e-5
+    """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps of warm-up."""
     weight_decay: float = Field(default=0.0, ge=0.0)
+    """Weight decay of the optimizer."""
     max_grad_norm: PositiveFloat = 1.0
+    """Gradient clipping norm."""
     value_clip: float = Field(default=0.2, ge=0.0)
-    """How far a value may move in one update before it stops counting; 0: without bound."""
+    """Clip range of a value's change in one update; 0: no clipping."""
     epochs: PositiveInt = 1
+    """Passes over each batch."""
     mini_batches: PositiveInt = 1
-    """Optimiser steps an epoch."""
+    """Optimizer steps per epoch."""
 
 
 class ValidationConfig(Section):
     do_sample: bool = False
+    """Sample tokens; false: decode greedily."""
     every: int = Field(default=0, ge=0)
-    """Validate every so many steps; 0: only before and after."""
+    """Validate every `every` steps; 0: only before and after training."""
     before: bool = True
+    """Validate before training."""
 
 
 class TrainerConfig(Section):
     total_steps: PositiveInt = 100
+    """Number of training steps."""
     save_every: PositiveInt = 10
+    """Steps between checkpoints."""
     keep_checkpoints: PositiveInt = 2
+    """Number of latest checkpoints to keep."""
     keep_best: bool = True
-    """Keep the checkpoint of the best validation as well, and save one whenever a validation is the best so far. With
-    router.budgets, one that keeps within them (up to 5 % over) is better than any that does not."""
+    """Also keep the checkpoint with the best validation, and save one at each new best. With router.budgets, a
+    validation within them (up to 5 % over) beats any that is not."""
     best_metric: str = "score"
-    """The figure of a validation that this goes by: "correct", "lookup/score", …; "-cost": the lowest is the best."""
+    """Validation metric that decides: "correct", "lookup/score", …; "-cost": lower is better."""
     console: bool = True
+    """Show progress on the console."""
 
 
 class RunConfig(Section):
     """One training run."""
 
     name: str = "run"
+    """Name of the run and of its default folder."""
     seed: int = Field(default=0, ge=0)
+    """Random seed."""
     deterministic: bool = False
-    """One thread, all rollouts turn by turn in a fixed order: the same run again gives the same figures."""
+    """One thread, and rollouts in lock step in a fixed order: the same run gives the same numbers again."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     tools: list[str | dict[str, Any]] = Field(default_factory=list)
-    """Built-in names, references, or tables {name = …, price = …, …}."""
+    """Tools: built-in names, references, or tables {name = …, price = …, …}."""
     env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
@@ -330,18 +377,18 @@ INFERENCE_FIELDS: dict[str, Any] = {
     },
     "multi_turn": {"enable", "max_turns", "tool_timeout_s", "max_result_chars", "max_invalid_in_a_row"},
 }
-"""Settings that a trained agent needs wherever it is used: neither paths nor what only a machine or training needs."""
+"""Settings that a trained agent needs at inference: no paths, nothing specific to a machine or to training."""
 
 
 def inference_settings(config: RunConfig) -> dict[str, Any]:
-    """What is recorded beside an agent's weights, as a configuration says it."""
+    """The `INFERENCE_FIELDS` of a configuration, stored beside an agent's weights."""
     return config.model_dump(mode="json", include=INFERENCE_FIELDS, exclude_none=True)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """A run from a TOML or YAML file and `a.b=c` overrides.
+    """Load a configuration from a TOML or YAML file and `a.b=c` overrides.
 
-    Paths in the file are relative to the file, those of the overrides to the working directory.
+    Paths in the file are relative to the file, paths in overrides to the working directory.
     """
     settings = resolve_paths(read_settings(path), Path(path).resolve().parent)
     return build_config(RunConfig, apply_overrides(settings, overrides), source=str(path))

@@ -1,4 +1,4 @@
-"""Values that look like secrets: by the name they go under, and by how such values begin."""
+"""Detect and mask values that look like secrets, by their name and by known prefixes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SECRET_NAME = re.compile(
     r"|secrets?$|passw(or)?d$|passphrase$|passwd$|pwd$|credentials?$|authorization$"
 )
 _AMBIGUOUS_NAME = re.compile(r"(^|_)(key|token)$")
-"""Such names often hold no secret at all: the key of a dictionary, a tokenizer's token."""
+"""Names that often hold no secret: the key of a dictionary, a tokenizer's token."""
 _SECRET_VALUE = re.compile(
     r"(sk-|sk_live_|sk_test_|rk_live_|hf_|ghp_|gho_|ghs_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza|eyJ)[\w.+/=-]{8,}$"
 )
@@ -21,7 +21,7 @@ _RANDOM_VALUE = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.+/=-]{16,}$")
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Whether a text under this name should not be written where others may read it."""
+    """Whether `value`, stored under `name`, looks like a secret that must not be written where others can read it."""
     if not isinstance(value, str) or not value:
         return False
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_")
@@ -31,22 +31,22 @@ def is_secret(name: str, value: Any) -> bool:
 
 
 def secret_keys(table: Any, path: str = "", key: str = "") -> Iterator[str]:
-    """The dotted names of such values in nested tables and lists."""
+    """The dotted names of secrets in nested tables and lists."""
     if isinstance(table, Mapping):
         pairs = [(str(name), f"{path}.{name}" if path else str(name), value) for name, value in table.items()]
     elif isinstance(table, list | tuple):
         pairs = [(key, f"{path}[{index}]", value) for index, value in enumerate(table)]
     else:
         return
-    for name, where, value in pairs:
+    for name, location, value in pairs:
         if is_secret(name, value):
-            yield where
+            yield location
         else:
-            yield from secret_keys(value, where, name)
+            yield from secret_keys(value, location, name)
 
 
 def mask_secrets(table: Any, key: str = "") -> Any:
-    """The same nested tables and lists with a mask in place of such values."""
+    """A copy of nested tables and lists with secrets replaced by a mask."""
     if isinstance(table, Mapping):
         return {name: mask_secrets(value, str(name)) for name, value in table.items()}
     if isinstance(table, list | tuple):
@@ -55,19 +55,19 @@ def mask_secrets(table: Any, key: str = "") -> Any:
 
 
 def find_secret(source: str) -> str | None:
-    """The name of the first text in Python source that looks like a secret; how it begins where it has no name."""
+    """The name of the first string in Python source that looks like a secret; its first characters if unnamed."""
     tree = ast.parse(source)
     for name, node in _named_values(tree):
         if isinstance(node, ast.Constant) and is_secret(name, node.value):
             return name
     constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
     texts = (value for value in constants if isinstance(value, str))
-    found = next((text for text in texts if is_secret("", text)), None)
-    return f"{found[:4]!r}…" if found is not None else None
+    secret = next((text for text in texts if is_secret("", text)), None)
+    return f"{secret[:4]!r}…" if secret is not None else None
 
 
 def _named_values(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
-    """Expressions that go under a name: assigned, passed by keyword, in a dictionary, as a default."""
+    """Expressions with a name: assignments, keyword arguments, dictionary values, parameter defaults."""
     for node in ast.walk(tree):
         match node:
             case ast.Assign(targets=targets, value=value):

@@ -1,8 +1,8 @@
-"""`import helpers` in a file that is loaded by its path: the modules that lie beside the file.
+"""Make `import helpers` work in a file that is loaded by its path, for modules in the same folder.
 
-Each folder's modules have names of their own in `sys.modules`, so two files in two folders that each have a
-`helpers.py` do not get each other's, and nothing is added to `sys.path`. The standard library and toolwise come first;
-a module beside the file comes before an installed one, as it does for a script.
+Each folder's modules get their own names in `sys.modules`, so that files in two folders that both have a `helpers.py`
+do not see each other's; nothing is added to `sys.path`. The standard library and toolwise come first; a module beside
+the file comes before an installed one, as it does for a script.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Any
 PREFIX = "toolwise_file_folder_"
 _NEVER_SIBLINGS = frozenset({"toolwise", *sys.stdlib_module_names})
 _MAX_SOURCE_BYTES = 4 << 20
-"""Bytes of a file that is still searched for imports."""
+"""Larger files are not searched for imports."""
 
 ModulePath = tuple[str, ...]
 
 
 class Siblings:
-    """The modules of one folder, as the files in it import them."""
+    """The modules of one folder, importable by the files in it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.package = f"{PREFIX}{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
         self.builtins = {**vars(builtins), "__import__": self._import}
-        """What `__builtins__` must be in a module whose import statements look beside it."""
+        """The `__builtins__` of a module whose import statements should also find its siblings."""
         self._private_cache: dict[str, bool] = {}
         root = ModuleType(self.package)
         root.__path__ = [str(folder)]
@@ -51,42 +51,44 @@ class Siblings:
         top = name.partition(".")[0]
         if level or not self._is_private(top):
             return builtins.__import__(name, globals, locals, fromlist or (), level)
-        own = f"{self.package}.{name}"
+        qualified = f"{self.package}.{name}"
         if fromlist:
-            return builtins.__import__(own, globals, locals, fromlist)
-        importlib.import_module(own)
+            return builtins.__import__(qualified, globals, locals, fromlist)
+        importlib.import_module(qualified)
         return sys.modules[f"{self.package}.{top}"]
 
     def _is_private(self, top: str) -> bool:
-        """Whether `top` is a module beside the file that an ordinary import would not find."""
+        """Whether `top` is a module in the folder that an ordinary import would not find."""
         if top not in self._private_cache:
             self._private_cache[top] = self._find_private(top)
         return self._private_cache[top]
 
     def _find_private(self, top: str) -> bool:
-        place = self.folder / top
-        if not top or top in _NEVER_SIBLINGS or not (place.is_dir() or _file_of(place)):
+        base = self.folder / top
+        if not top or top in _NEVER_SIBLINGS or not (base.is_dir() or _file_of(base)):
             return False
         try:
             spec = importlib.util.find_spec(top)
         except (ImportError, ValueError, AttributeError):
             spec = None
-        file = _file_of(place)
-        if spec is None or file is None:  # a folder without __init__.py gives way to whatever else has its name
+        file = _file_of(base)
+        if spec is None or file is None:  # a folder without __init__.py yields to any other module of that name
             return spec is None
         return spec.origin is None or Path(spec.origin).resolve() != file.resolve()
 
     def spec_of(self, name: str, parts: ModulePath) -> ModuleSpec | None:
-        place = self.folder.joinpath(*parts)
-        file = _file_of(place)
+        base = self.folder.joinpath(*parts)
+        file = _file_of(base)
         if file is not None:
-            inside = [str(place)] if file.name == "__init__.py" else None
+            search_locations = [str(base)] if file.name == "__init__.py" else None
             loader = _Loader(name, str(file), self)
-            return importlib.util.spec_from_file_location(name, file, loader=loader, submodule_search_locations=inside)
-        if not place.is_dir():
+            return importlib.util.spec_from_file_location(
+                name, file, loader=loader, submodule_search_locations=search_locations
+            )
+        if not base.is_dir():
             return None
         spec = ModuleSpec(name, None, is_package=True)
-        spec.submodule_search_locations = [str(place)]
+        spec.submodule_search_locations = [str(base)]
         return spec
 
 
@@ -101,7 +103,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder:
-    """Finds what is imported under a folder's own name; never lists a folder, which a sandbox forbids."""
+    """Finds modules under a folder's package name. Never lists a folder: a sandbox forbids that."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -114,58 +116,58 @@ _siblings_by_package: dict[str, Siblings] = {}
 
 
 def siblings_of(file: Path) -> Siblings:
-    """Of the folder in which `file` lies."""
+    """The `Siblings` of the folder of `file`."""
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
-    found = next((siblings for siblings in _siblings_by_package.values() if siblings.folder == file.parent), None)
-    if found is None:
-        found = Siblings(file.parent)
-        _siblings_by_package[found.package] = found
-    return found
+    siblings = next((known for known in _siblings_by_package.values() if known.folder == file.parent), None)
+    if siblings is None:
+        siblings = Siblings(file.parent)
+        _siblings_by_package[siblings.package] = siblings
+    return siblings
 
 
-def _file_of(place: Path) -> Path | None:
-    """The file of the module that `place`, a path without a suffix, stands for."""
-    ways = (place / "__init__.py", place.parent / f"{place.name}.py")
-    return next((way for way in ways if way.is_file()), None)
+def _file_of(base: Path) -> Path | None:
+    """The file of the module at `base`, a path without a suffix."""
+    candidates = (base / "__init__.py", base.parent / f"{base.name}.py")
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def imported_siblings(file: Path) -> list[Path]:
-    """The files beside `file` that it imports, directly or through each other, found without running any of them.
+    """The files beside `file` that it imports, directly or indirectly, found without running any of them.
 
-    Imports that only show when the code runs (`importlib.import_module(name)`) are not found. Nor are links that lead
-    out of the folder, or to something else than a .py file: a sandbox opens to its worker whatever is found here.
+    Dynamic imports (`importlib.import_module(name)`) are not found. Neither are symlinks that lead out of the folder or
+    to anything but a .py file, because the sandbox lets its worker read every file returned here.
     """
     root = file.parent.resolve()
-    found: dict[Path, ModulePath] = {file: ()}
-    waiting = [file]
-    while waiting:
-        source = waiting.pop()
-        for parts in _imports(source, found[source]):
+    packages: dict[Path, ModulePath] = {file: ()}
+    pending = [file]
+    while pending:
+        source = pending.pop()
+        for parts in _imports(source, packages[source]):
             for path, package in _modules(file.parent, parts):
-                if path not in found and _lies_in(root, path):
-                    found[path] = package
-                    waiting.append(path)
-    return [path for path in found if path != file]
+                if path not in packages and _is_python_file_in(root, path):
+                    packages[path] = package
+                    pending.append(path)
+    return [path for path in packages if path != file]
 
 
-def _lies_in(root: Path, path: Path) -> bool:
-    """Whether `path`, its links followed, is a Python file in `root`."""
+def _is_python_file_in(root: Path, path: Path) -> bool:
+    """Whether `path`, with symlinks resolved, is a Python file in `root`."""
     try:
         real = path.resolve(strict=True)
-    except (OSError, RuntimeError):  # gone meanwhile; links in a circle
+    except (OSError, RuntimeError):  # deleted meanwhile; a symlink loop
         return False
     return real.suffix == ".py" and real.is_relative_to(root)
 
 
 def _imports(source: Path, package: ModulePath) -> Iterator[ModulePath]:
-    """The dotted names that `source`, a module of `package`, may import; names taken from a module are among them."""
+    """The dotted names that `source`, a module of `package`, may import, including names imported from a module."""
     try:
         if source.stat().st_size > _MAX_SOURCE_BYTES:
             return
         tree = ast.parse(source.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return  # whoever loads it is told
+        return  # loading the file reports the error
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names)
@@ -177,7 +179,7 @@ def _imports(source: Path, package: ModulePath) -> Iterator[ModulePath]:
 
 
 def _modules(root: Path, parts: ModulePath) -> Iterator[tuple[Path, ModulePath]]:
-    """The files that importing `parts` loads, each with the package that its relative imports start from."""
+    """The files that importing `parts` loads, each with the package its relative imports start from."""
     if not parts or parts[0] in _NEVER_SIBLINGS:
         return
     for count in range(1, len(parts) + 1):

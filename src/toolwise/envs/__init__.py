@@ -1,1 +1,1 @@
-"""What agents act in."""
+"""Environments: what agents act in."""

@@ -1,4 +1,4 @@
-"""What an agent acts in. An environment is used for one episode and then closed."""
+"""The base class of environments. An environment is used for one episode and then closed."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ Phase = Literal["tool", "interaction"]
 
 
 class BaseEnv(ABC):
-    """One episode's world.
+    """The environment of one episode.
 
-    `reset` gives what the agent first sees beyond the task's prompt ("" for nothing). `step` gives (observation,
-    reward, done, info); an episode cut short says so with `info["truncated"]`. A plain string becomes a user message.
+    `reset` returns what the agent sees first, besides the task's prompt ("" for nothing). `step` returns (observation,
+    reward, done, info); `info["truncated"]` marks an episode that was cut short. A string observation becomes a user
+    message.
     """
 
     structured_actions: ClassVar[bool] = False
-    """False: `step` gets the text the agent wrote. True: it gets the whole action dictionary."""
+    """False: `step` receives the agent's text. True: it receives the full action dictionary."""
     keeps_deadlines: ClassVar[bool] = False
-    """True: `final_rewards` and `close` end by themselves in time, so that nobody need watch them."""
+    """True: `final_rewards` and `close` enforce their own timeouts, so the caller need not."""
 
-    def __init_subclass__(cls, **more: Any) -> None:
-        super().__init_subclass__(**more)
-        # A promise about two methods is not inherited by whoever writes one of them anew.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A subclass that overrides either method must state again that it keeps deadlines.
         if "keeps_deadlines" not in vars(cls) and {"final_rewards", "close"} & set(vars(cls)):
             cls.keeps_deadlines = False
 
     def set_seed(self, seed: int) -> None:
-        """Called once before `reset`, with the same seed for all rollouts of a task; a world without chance need
-        not heed it."""
+        """Called once before `reset`, with the same seed for all rollouts of a task; deterministic environments can
+        ignore it."""
         return
 
     @abstractmethod
@@ -42,36 +43,36 @@ class BaseEnv(ABC):
     async def step(self, action: Any) -> tuple[Observation, float | None, bool, dict[str, Any]]: ...
 
     async def final_rewards(self) -> dict[str, float]:
-        """Named rewards for the whole episode, asked for once after its last step."""
+        """Named rewards for the whole episode; called once, after the last step."""
         return {}
 
     async def close(self) -> None:
-        """Free what the episode took; called exactly once."""
+        """Release the episode's resources; called exactly once."""
         return
 
     @property
     def state_key(self) -> str | None:
-        """Names the state the agent is in, the same wherever it is the same: what step-level credit anchors on."""
+        """Key of the current state, equal for equal states; step-level advantages compare steps with equal keys."""
         return None
 
     def tool_specs(self) -> list[dict[str, Any]] | None:
-        """The tools on offer this turn, in OpenAI's form; None where the agent acts by text alone."""
+        """The tools available this turn, in OpenAI's format; None if the agent acts by text only."""
         return None
 
     def unread_calls(self, action: Any) -> dict[str, Any]:
-        """`calls`, `failed_calls` and `cost`, as in the info of `step`, of the calls in `action` that nobody can read:
-        for an action that ends the episode before `step` sees it."""
+        """`calls`, `failed_calls` and `cost`, as in the info of `step`, of the unparsable calls in `action`: for an
+        action that ends the episode before `step` sees it."""
         return {}
 
     def phase_of(self, action: Any) -> Phase:
-        """What `step` is about to do with `action`: work with tools or the world, or let a simulated user speak."""
+        """What `step` will do with `action`: run tools or the environment, or let a simulated user reply."""
         return "tool"
 
     def gold_actions(self) -> Sequence[Any] | None:
-        """Actions that reach the goal from the start of this episode, where the world knows them. Asked for after
-        `reset`, by checkers and tests; never shown to an agent."""
+        """Actions that reach the goal from the start of this episode, if the environment has them. Called after
+        `reset` by checkers and tests; never shown to an agent."""
         return None
 
     def example_actions(self) -> Sequence[Any]:
-        """A few actions that are valid after `reset`: what a checker tries where it cannot tell by itself."""
+        """A few actions that are valid after `reset`, for checkers that cannot derive any."""
         return ()

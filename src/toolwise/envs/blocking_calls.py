@@ -1,4 +1,4 @@
-"""Worlds that block: their calls run off the event loop, and one that never comes back is left behind."""
+"""Run an environment's blocking calls in threads, off the event loop, and abandon calls that never return."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class BlockingCalls:
-    """The calls of one object that blocks, such as a game or a database handle. Deadlines are the caller's.
+    """Blocking calls of one object, such as a game or a database handle. The caller enforces timeouts.
 
-    A call whose caller is gone (it was late, or the episode was cancelled) cannot be ended. Its object is then in a
-    state nobody knows, so further calls are refused, and closing is left to the thread that is still inside.
+    A call whose caller is gone (after a timeout or a cancelled episode) cannot be stopped. Its object is then in an
+    unknown state, so further calls are refused, and the thread that is still in the call closes the object.
     """
 
     def __init__(self, what: str) -> None:
@@ -29,22 +29,22 @@ class BlockingCalls:
         self._lock = threading.Lock()
 
     async def call(self, work: Callable[[], T]) -> T:
-        """What `work` gives, or raises; what would end the whole program ends only the call."""
+        """Return the result of `work` or raise its exception; one that would end the program ends only the call."""
         if self.has_hung_call or self._closed:
             raise RuntimeError(f"{self.what} cannot go on: an earlier call did not come back, or it is closed")
-        came_back = False
+        returned = False
         try:
             value = await self._run_off_loop(partial(self._run, work))
-            came_back = True
+            returned = True
         except Exception:
-            came_back = True
+            returned = True
             raise
         finally:
-            self.has_hung_call = self.has_hung_call or not came_back
+            self.has_hung_call = self.has_hung_call or not returned
         return value
 
     async def end(self, closing: Callable[[], object]) -> None:
-        """Run `closing`, once; where a call is still inside, its thread does so when it comes back."""
+        """Run `closing` once; if a call is still running, its thread does so when the call returns."""
         with self._lock:
             if self._closed:
                 return
@@ -59,7 +59,7 @@ class BlockingCalls:
 
     def _run(self, work: Callable[[], T]) -> T:
         with self._lock:
-            if self._closed:  # given up before this thread came to run
+            if self._closed:  # abandoned before this thread started
                 raise RuntimeError(f"{self.what} is closed")
             self._running = True
         try:

@@ -1,4 +1,4 @@
-"""GSM8K as document 4 has it: a question, a tool that checks answers, and an episode that ends with the answer."""
+"""GSM8K as an environment: a question, a tool that checks answers, and an episode that ends with the answer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from toolwise.types import Task
 class Gsm8kEnv(ToolEnv):
     """One problem. `sample` has its `question` and `answer`; `tool` is created with the answer.
 
-    Text ends the episode: the tool checks it, and the step's reward is its verdict, 1 or 0. The tool is an oracle, so
-    an agent may call it only with `oracle=True`; `tools` are others on offer, such as a calculator.
+    Text ends the episode: the tool checks it, and the step's reward is 1 or 0. The tool is an oracle, so the agent can
+    call it only with `oracle=True`; `tools` are other tools to offer, such as a calculator.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Gsm8kEnv(ToolEnv):
         checker = {"create_kwargs": {"ground_truth": sample["answer"]}}
         task = Task(task_id="gsm8k", prompt=[], tools_kwargs={tool.name: checker})
         others = {name: other for name, other in (tools or {}).items() if name != tool.name}
-        mine = {tool.name: tool}
+        oracle_tool = {tool.name: tool}
         super().__init__(
             task,
-            others | mine if oracle else others,
-            unseen=None if oracle else mine,
+            others | oracle_tool if oracle else others,
+            unseen=None if oracle else oracle_tool,
             tool_timeout_s=tool_timeout_s,
             gates=gates,
         )
@@ -58,13 +58,13 @@ class Gsm8kEnv(ToolEnv):
         tool_timeout_s: float = 30.0,
         gates: Mapping[str, Gate] | None = None,
     ) -> Gsm8kEnv:
-        """The problem of a dataset's row, whose prompt has the question already."""
+        """The problem of a dataset row, whose prompt already contains the question."""
         tool = tool if tool is not None else Gsm8kTool()
         created = task.tools_kwargs.get(tool.name, {}).get("create_kwargs", {})
         answers = (created.get("ground_truth"), task.ground_truth, task.interaction_kwargs.get("ground_truth"))
-        answer = next((given for given in answers if given is not None), None)
+        answer = next((answer for answer in answers if answer is not None), None)
         if answer is None:
-            raise DataError(f"gsm8k: task {task.task_id} has no ground truth; give its row reward_model.ground_truth")
+            raise DataError(f"gsm8k: task {task.task_id} has no ground truth; add reward_model.ground_truth to its row")
         sample = {"question": "", "answer": answer}
         return cls(tool, sample, tools=tools, oracle=oracle, tool_timeout_s=tool_timeout_s, gates=gates)
 
@@ -79,5 +79,5 @@ class Gsm8kEnv(ToolEnv):
         _, reward, info = await self._with_timeout(
             self.tool.execute(self._instances[self.tool.name], {"answer": answer})
         )
-        verdict = info.get("reward", reward)  # `reward` alone has only the price of asking again
+        verdict = info.get("reward", reward)  # `reward` itself is only the penalty for asking again
         return [], validate_reward(verdict), True, {**info, "is_action_valid": True}

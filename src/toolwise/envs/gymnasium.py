@@ -1,4 +1,4 @@
-"""Any Gymnasium world as an environment: it is read as text and acted in by text (extra `worlds`)."""
+"""Any Gymnasium environment, with observations and actions as text (extra `worlds`)."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from toolwise.errors import ConfigError, MissingExtraError
 
 T = TypeVar("T")
 SEED_MODULUS = 2**31
-"""Gymnasium takes no negative seed, and some worlds none that a C integer cannot hold."""
+"""Gymnasium accepts no negative seeds, and some environments none that do not fit in a C integer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What the agent sees at one moment, and the state's name."""
+    """The current observation as text, and the state key."""
 
     text: str
     key: str
 
 
 class GymnasiumEnv(BaseEnv):
-    """One episode of a Gymnasium world.
+    """One episode of a Gymnasium environment.
 
-    `world` is a registered id, or a function that makes the world. Of the options:
-    `actions` names a discrete space's actions; `parse_action(text)` reads an action in your own way and raises
-    ValueError, in words for the model, where there is none; `format_observation(observation)` puts one in your words;
-    `state_of(world, observation)` names the state, by default a hash of the observation; `draw` adds what the world
-    renders as text (`make_kwargs = {"render_mode": "ansi"}`); `describe` lists the actions at the start;
-    `seed` fixes where the episode begins, whatever the group's seed.
+    `world` is a registered id, or a function that builds the environment. `actions` names the actions of a discrete
+    space; `parse_action(text)` replaces the built-in parser and raises ValueError, with a message for the model, if
+    there is no action; `format_observation(observation)` turns an observation into text; `state_of(world, observation)`
+    returns the state key, by default a hash of the observation; `draw` adds the text rendering
+    (`make_kwargs = {"render_mode": "ansi"}`); `describe` lists the actions in the first observation; `seed` fixes the
+    start of the episode, whatever the group's seed.
     """
 
     keeps_deadlines: ClassVar[bool] = True
@@ -65,12 +65,12 @@ class GymnasiumEnv(BaseEnv):
         self._own_seed = seed
         self._group_seed: int | None = None
         self._timeout_s = timeout_s
-        self._calls = BlockingCalls(f"the world {world}" if isinstance(world, str) else "the world")
+        self._calls = BlockingCalls(f"the environment {world}" if isinstance(world, str) else "the environment")
         self._world: Any = None
         self._reader: ActionReader | None = None
         self._key: str | None = None
         self._truncated_at_end: bool | None = None
-        """None while the episode goes on; after it, whether it was truncated."""
+        """None while the episode runs; afterwards, whether it was truncated."""
 
     def set_seed(self, seed: int) -> None:
         self._group_seed = seed
@@ -83,10 +83,10 @@ class GymnasiumEnv(BaseEnv):
         return self._reader.examples() if self._reader is not None and self._parse_action is None else ()
 
     async def reset(self) -> str:
-        scene = await self._with_timeout(self._calls.call(self._reset_world), "reset")
-        self._key, self._truncated_at_end = scene.key, None
+        snapshot = await self._with_timeout(self._calls.call(self._reset_world), "reset")
+        self._key, self._truncated_at_end = snapshot.key, None
         menu = self._reader.menu() if self._reader is not None and self._parse_action is None else ""
-        return f"{scene.text}\n\n{menu[:1].upper()}{menu[1:]}." if menu and self._describe else scene.text
+        return f"{snapshot.text}\n\n{menu[:1].upper()}{menu[1:]}." if menu and self._describe else snapshot.text
 
     async def step(self, action: Any) -> tuple[str, float | None, bool, dict[str, Any]]:
         if self._reader is None:
@@ -98,24 +98,24 @@ class GymnasiumEnv(BaseEnv):
                 True,
                 {"is_action_valid": False, "truncated": self._truncated_at_end},
             )
-        read = self._parse_action or self._reader.read
+        parse = self._parse_action or self._reader.read
         try:
-            move = read(action if isinstance(action, str) else str((action or {}).get("content") or ""))
-        except ValueError as misread:
-            return f"error: {misread}", None, False, {"is_action_valid": False}
-        scene, reward, terminated, truncated, told = await self._with_timeout(
+            move = parse(action if isinstance(action, str) else str((action or {}).get("content") or ""))
+        except ValueError as error:
+            return f"error: {error}", None, False, {"is_action_valid": False}
+        snapshot, reward, terminated, truncated, env_info = await self._with_timeout(
             self._calls.call(partial(self._step_world, move)), "step"
         )
-        self._key = scene.key
-        truncated = truncated and not terminated  # an end that is really one is no cut
+        self._key = snapshot.key
+        truncated = truncated and not terminated  # termination takes precedence over truncation
         if terminated or truncated:
             self._truncated_at_end = truncated
-        # The world's own notes stay apart: its "cost" or "calls" are not ours.
-        info: dict[str, Any] = {"is_action_valid": True, "truncated": truncated, "gymnasium": to_jsonable(told)}
-        success = told.get("is_success", told.get("success"))
+        # Keep Gymnasium's info separate: its "cost" or "calls" do not mean ours.
+        info: dict[str, Any] = {"is_action_valid": True, "truncated": truncated, "gymnasium": to_jsonable(env_info)}
+        success = env_info.get("is_success", env_info.get("success"))
         if success is not None:
             info["success"] = bool(success)
-        return scene.text, reward, terminated or truncated, info
+        return snapshot.text, reward, terminated or truncated, info
 
     async def close(self) -> None:
         await self._with_timeout(self._calls.end(self._close_world), "close")
@@ -124,22 +124,22 @@ class GymnasiumEnv(BaseEnv):
         if self._world is None:
             self._world = self._make()
             if self._draw and getattr(self._world, "render_mode", None) != "ansi":
-                raise ConfigError('env: draw = true needs a world that draws text: make_kwargs.render_mode = "ansi"')
+                raise ConfigError('env: draw = true needs text rendering: set make_kwargs.render_mode = "ansi"')
             self._reader = ActionReader(self._world.action_space, self._names)
         seed = self._own_seed if self._own_seed is not None else self._group_seed
         observation, _ = self._world.reset(seed=None if seed is None else seed % SEED_MODULUS)
         return self._snapshot(observation)
 
     def _step_world(self, move: Any) -> tuple[_Snapshot, float, bool, bool, Mapping[str, Any]]:
-        observation, reward, terminated, truncated, told = self._world.step(move)
-        return self._snapshot(observation), float(reward), bool(terminated), bool(truncated), told
+        observation, reward, terminated, truncated, env_info = self._world.step(move)
+        return self._snapshot(observation), float(reward), bool(terminated), bool(truncated), env_info
 
     def _snapshot(self, observation: Any) -> _Snapshot:
         text = self._format(observation)
         if self._draw:
             text = f"{text}\n{rendered_text(self._world.render())}".strip()
-        given = self._state_of(self._world, observation) if self._state_of is not None else state_digest(observation)
-        return _Snapshot(text, str(given))
+        key = self._state_of(self._world, observation) if self._state_of is not None else state_digest(observation)
+        return _Snapshot(text, str(key))
 
     def _close_world(self) -> None:
         if self._world is not None:
@@ -150,20 +150,20 @@ class GymnasiumEnv(BaseEnv):
         return await run_with_deadline(self._timeout_s, work, late)
 
 
-def check_world(world: str) -> None:
-    """Refuses an id that no world is registered under, before a run begins."""
+def check_registered(world: str) -> None:
+    """Raise if no environment is registered under this id, before the run starts."""
     gymnasium = _gymnasium()
     try:
         gymnasium.spec(world)
     except (gymnasium.error.Error, ImportError) as fault:
         reason = re.sub(r"\x1b\[[0-9;]*m", "", " ".join(str(fault).split()))
-        raise ConfigError(f"env: gymnasium has no world {world!r}: {reason}") from fault
+        raise ConfigError(f"env: gymnasium has no environment {world!r}: {reason}") from fault
 
 
 def _world_factory(world: str | Callable[[], Any], make_kwargs: Mapping[str, Any]) -> Callable[[], Any]:
     if callable(world):
         return partial(world, **make_kwargs)
-    # Our own reader sees to it that actions fit their space; the passive checker would print warnings each step.
+    # ActionReader already checks that actions fit the space; the passive checker would print warnings at every step.
     return partial(_gymnasium().make, world, disable_env_checker=True, **make_kwargs)
 
 

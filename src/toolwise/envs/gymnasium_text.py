@@ -1,4 +1,4 @@
-"""Between a Gymnasium world and an agent that reads and writes: observations as text, actions from text."""
+"""Gymnasium observations as text, and actions parsed from text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from toolwise.errors import ConfigError
 from toolwise.rewards.transcript import split_thought
 
 MAX_NUMBERS = 1000
-"""An observation of more numbers than this is a picture, and no text."""
+"""Observations with more numbers are images or the like, and are not turned into text."""
 MAX_LISTED = 50
-"""Actions that are written out in a menu or an error; of more only the range is told."""
+"""Maximum number of actions listed in a menu or an error."""
 
 _OPENING, _CLOSING = "<action>", "</action>"
 _HIGHLIGHT = re.compile(r"\x1b\[(?!0m)[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
@@ -22,12 +22,14 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def observation_text(value: Any) -> str:
-    """An observation as a model can read it: text as it is, tables a line a key, numbers in few digits."""
+    """An observation as text for the model: dictionaries one line per key, numbers with few digits."""
     if isinstance(value, str):
         return value
     flat = to_jsonable(value)
     if _count(flat) > MAX_NUMBERS:
-        raise ConfigError(f"the observation has over {MAX_NUMBERS} numbers: give format_observation to put it in words")
+        raise ConfigError(
+            f"the observation has over {MAX_NUMBERS} numbers: set format_observation to turn it into text"
+        )
     if isinstance(value, Mapping):
         return "\n".join(f"{key}: {_format_value(item)}" for key, item in flat.items())
     rows = isinstance(flat, list) and flat and all(isinstance(row, list) for row in flat)
@@ -35,9 +37,11 @@ def observation_text(value: Any) -> str:
 
 
 def rendered_text(drawing: Any) -> str:
-    """What `render` gives in the mode "ansi": marked characters in brackets, and no escape codes."""
+    """The output of `render` in mode "ansi", with highlighted characters in brackets and without escape codes."""
     if not isinstance(drawing, str):
-        raise ConfigError(f"env: draw = true, but the world draws {type(drawing).__name__} and no text; leave it out")
+        raise ConfigError(
+            f"env: draw = true, but the environment renders {type(drawing).__name__}, not text; leave it out"
+        )
     return _ESCAPE.sub("", _HIGHLIGHT.sub(r"[\1]", drawing)).strip("\n")
 
 
@@ -58,16 +62,16 @@ def _format_value(value: Any) -> str:
 
 
 def extract_action(text: str) -> str:
-    """The action in what an agent wrote: its last `<action>` block, or everything after its thought."""
+    """The action in the agent's text: its last `<action>` block, or everything after its thought."""
     text = split_thought(text)[1]
-    action, at = text, 0
-    while (begin := text.find(_OPENING, at)) >= 0 and (end := text.find(_CLOSING, begin)) >= 0:
-        action, at = text[begin + len(_OPENING) : end], end + len(_CLOSING)
+    action, position = text, 0
+    while (begin := text.find(_OPENING, position)) >= 0 and (end := text.find(_CLOSING, begin)) >= 0:
+        action, position = text[begin + len(_OPENING) : end], end + len(_CLOSING)
     return action.strip()
 
 
 class ActionReader:
-    """Reads actions of one action space. `names` are the words for a discrete space's numbers, in their order."""
+    """Parses actions of one action space. `names` are the names of a discrete space's actions, in order."""
 
     def __init__(self, space: Any, names: Sequence[str] | None = None) -> None:
         from gymnasium import spaces
@@ -81,23 +85,23 @@ class ActionReader:
         if self.names is None:
             return
         if not self._discrete:
-            raise ConfigError(f"actions: only a Discrete space has names for its actions, this one is {space}")
+            raise ConfigError(f"actions: only the actions of a Discrete space can be named, not those of {space}")
         if len(self.names) != self._count or len(self._numbers) != self._count:
             raise ConfigError(f"actions: {space} needs {self._count} different names, got {self.names}")
 
     def read(self, text: str) -> Any:
-        """The action that `text` means; ValueError, in words for the model, where it means none."""
-        wanted = extract_action(text)
+        """Parse the action in `text`; raises ValueError, with a message for the model, if there is none."""
+        written = extract_action(text)
         if self._text:
-            return self._read_text(text, wanted)
-        if not wanted:
+            return self._read_text(text, written)
+        if not written:
             raise ValueError(f"you wrote no action; {self.menu()}")
         if self._discrete:
-            return self._read_discrete(wanted)
-        return self._read_json(wanted)
+            return self._read_discrete(written)
+        return self._read_json(written)
 
     def menu(self) -> str:
-        """What may be written, in one line."""
+        """The valid actions, in one line for the model."""
         if self._discrete:
             last = self._first + self._count - 1
             numbers = range(self._first, self._first + min(self._count, MAX_LISTED))
@@ -110,7 +114,7 @@ class ActionReader:
         return f"actions: JSON that fits {self.space}"
 
     def examples(self) -> list[str]:
-        """A few valid actions, written as an agent would."""
+        """A few valid actions, as an agent would write them."""
         if self._discrete:
             last = min(self._count, MAX_LISTED)
             return self.names[:last] if self.names is not None else [str(self._first + i) for i in range(last)]
@@ -118,33 +122,33 @@ class ActionReader:
         samples = [self.space.sample() for _ in range(3)]
         return [sample if self._text else json.dumps(to_jsonable(sample)) for sample in samples]
 
-    def _read_text(self, text: str, wanted: str) -> str:
-        for candidate in (wanted, text):
+    def _read_text(self, text: str, written: str) -> str:
+        for candidate in (written, text):
             if self.space.contains(candidate):
                 return candidate
-        raise ValueError(f"{_quote(wanted)} is no action here; {self.menu()}")
+        raise ValueError(f"{_quote(written)} is no action here; {self.menu()}")
 
-    def _read_discrete(self, wanted: str) -> int:
-        number = self._numbers.get(_normalize_name(wanted))
-        if number is None and re.fullmatch(r"[+-]?[0-9]{1,18}", wanted):
-            number = int(wanted)
+    def _read_discrete(self, written: str) -> int:
+        number = self._numbers.get(_normalize_name(written))
+        if number is None and re.fullmatch(r"[+-]?[0-9]{1,18}", written):
+            number = int(written)
         if number is None or not self._first <= number < self._first + self._count:
-            raise ValueError(f"{_quote(wanted)} is no action here; {self.menu()}")
+            raise ValueError(f"{_quote(written)} is no action here; {self.menu()}")
         return number
 
-    def _read_json(self, wanted: str) -> Any:
+    def _read_json(self, written: str) -> Any:
         try:
-            action = _from_json(self.space, json.loads(wanted))
+            action = _from_json(self.space, json.loads(written))
             fits = self.space.contains(action)
-        except Exception:  # a space meets JSON of the wrong shape with whatever exception comes first
+        except Exception:  # spaces raise all kinds of exceptions for JSON of the wrong shape
             fits = False
         if not fits:
-            raise ValueError(f"{_quote(wanted)} is no action here; {self.menu()}")
+            raise ValueError(f"{_quote(written)} is no action here; {self.menu()}")
         return action
 
 
 def _from_json(space: Any, value: Any) -> Any:
-    """One sample; a space's own `from_jsonable` wants tuples and tables as columns of many."""
+    """One sample from JSON; `Space.from_jsonable` expects tuples and dictionaries as columns of a batch."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Tuple):

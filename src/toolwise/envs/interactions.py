@@ -1,4 +1,4 @@
-"""Simulated users: whoever speaks when the assistant has answered. `InteractiveEnv` lets one into an episode."""
+"""Simulated users, who reply when the assistant answers in plain text. `InteractiveEnv` adds one to an episode."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from toolwise.protocols import AgentPolicy, SessionPolicy
 from toolwise.rewards.transcript import split_thought
 
 Reply = tuple[str, bool, float | None, dict[str, Any]]
-"""What the user says, whether that ends the conversation, a reward for the assistant's turn, and notes."""
+"""The user's text, whether the conversation ends, a reward for the assistant's turn, and extra info."""
 
 STOP_MARKER = "###STOP###"
 
 
 class BaseInteraction(ABC):
-    """One conversation's user. One object an episode: `start` once, `respond` a turn, `finish` once."""
+    """The simulated user of one episode: `start` is called once, `respond` every turn, `finish` once."""
 
     def set_seed(self, seed: int) -> None:
         """Called once before `start`, with the same seed for all rollouts of a task."""
         return
 
     async def start(self, **interaction_kwargs: Any) -> str | None:
-        """Begin, with what the task says in `interaction_kwargs`; gives what the user says first beyond the prompt."""
+        """Start with the task's `interaction_kwargs`; returns the user's first message besides the prompt, if any."""
         return None
 
     @abstractmethod
     async def respond(self, messages: Sequence[Message]) -> Reply:
-        """Answer the assistant, whose words are the last of `messages`."""
+        """Reply to the assistant, whose message is the last of `messages`."""
 
     async def finish(self) -> None:
-        """Free what the conversation took; called exactly once."""
+        """Release the conversation's resources; called exactly once."""
         return
 
 
 class ScriptedInteraction(BaseInteraction):
-    """Says its lines in turn, and is done after the last; a task may bring its own as `interaction_kwargs.lines`."""
+    """Says its lines in order and is done after the last; a task can set its own as `interaction_kwargs.lines`."""
 
     def __init__(self, lines: Sequence[str] = ()) -> None:
         self._lines = _as_lines(lines, ConfigError)
@@ -60,9 +60,10 @@ class ScriptedInteraction(BaseInteraction):
 
 
 class FunctionInteraction(BaseInteraction):
-    """A function of the messages (and, where it takes them, of the task's interaction_kwargs) is the user.
+    """A user implemented by a function of the messages and, if it takes them, the task's interaction_kwargs.
 
-    It gives what the user says, None to end the conversation, or a whole `Reply`. It may be async; it may block.
+    The function returns the user's text, None to end the conversation, or a full `Reply`. It may be async, and may
+    block.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -77,16 +78,17 @@ class FunctionInteraction(BaseInteraction):
 
     async def respond(self, messages: Sequence[Message]) -> Reply:
         if inspect.iscoroutinefunction(self._function):
-            given = await self._function(messages, **self._kwargs)
+            value = await self._function(messages, **self._kwargs)
         else:
-            given = await call_in_thread(lambda: self._function(messages, **self._kwargs))
-        return as_reply(given)
+            value = await call_in_thread(lambda: self._function(messages, **self._kwargs))
+        return as_reply(value)
 
 
 class PolicyInteraction(BaseInteraction):
-    """Any policy plays the user, by a system prompt in which `$name` stands for the task's interaction_kwargs.
+    """A user played by any policy, with a system prompt in which `$name` stands for the task's interaction_kwargs.
 
-    It sees the conversation with the roles exchanged, without tools and what they said, and ends it by writing `stop`.
+    The policy sees the conversation with the roles swapped, without tool calls and results, and ends it by writing
+    `stop`.
     """
 
     def __init__(
@@ -126,29 +128,31 @@ class PolicyInteraction(BaseInteraction):
         other = {"user": "assistant", "assistant": "user"}
         spoken = [(other[m.role], _spoken_text(m)) for m in messages if m.role in other]
         flipped = [Message.model_validate({"role": role, "content": text}) for role, text in spoken if text]
-        # Chat templates want the other side to speak first.
+        # Chat templates expect a user message first.
         opening = [Message(role="user", content=self._greeting)] if flipped and flipped[0].role == "assistant" else []
         return [Message(role="system", content=self._system_prompt), *opening, *flipped]
 
 
 def _spoken_text(message: Message) -> str:
-    """What a message says to the other side: no user hears what an assistant thinks."""
+    """The part of a message the other side sees: an assistant's thoughts are removed."""
     text = message.content or ""
     return split_thought(text)[1].strip() if message.role == "assistant" else text
 
 
-def as_reply(given: Any) -> Reply:
-    """A `Reply` of what a user function gave."""
-    if given is None:
+def as_reply(value: Any) -> Reply:
+    """Convert the result of a user function to a `Reply`."""
+    if value is None:
         return "", True, None, {}
-    if isinstance(given, str):
-        return given, False, None, {}
-    if isinstance(given, tuple) and len(given) == 4:
-        text, done, reward, info = given
+    if isinstance(value, str):
+        return value, False, None, {}
+    if isinstance(value, tuple) and len(value) == 4:
+        text, done, reward, info = value
         numeric = reward is None or isinstance(reward, int | float)
         if isinstance(text, str) and isinstance(done, bool) and numeric and isinstance(info, dict):
             return text, done, None if reward is None else float(reward), info
-    raise TypeError(f"the user said {given!r:.80}: give a string, None to end, or (text, done, reward, info)")
+    raise TypeError(
+        f"the simulated user returned {value!r:.80}: return a string, None to end, or (text, done, reward, info)"
+    )
 
 
 def _as_lines(lines: Any, error: type[ConfigError | DataError]) -> list[str]:

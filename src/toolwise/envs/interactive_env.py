@@ -1,4 +1,4 @@
-"""Tools and a simulated user in one episode: an answer in plain text is not the end, the user speaks next."""
+"""Tools and a simulated user in one episode: plain text does not end it, the user replies next."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from toolwise.types import Task
 
 
 class InteractiveEnv(BaseEnv):
-    """`env` carries out tool calls, `interaction` answers plain text, until it is done or has had its turns.
+    """`env` runs tool calls, `interaction` replies to plain text, until it is done or out of turns.
 
-    A user who fails or is late is the world's fault, never the agent's: `step` raises, and the rollout is left out of
-    the update. An episode that runs out of user turns is truncated.
+    A user that fails or times out is an environment error, never the agent's: `step` raises, and the rollout is left
+    out of the update. An episode that runs out of user turns is truncated.
     """
 
     structured_actions: ClassVar[bool] = True
@@ -36,8 +36,8 @@ class InteractiveEnv(BaseEnv):
     ) -> None:
         if not env.structured_actions:
             raise ConfigError(
-                f"interaction: {type(env).__name__} takes every text as an action, so no user could be spoken to; "
-                "use an environment with tools"
+                f"interaction: {type(env).__name__} takes every text as an action, so the agent could not talk to a "
+                "user; use an environment with tools"
             )
         self.env = env
         self.interaction = interaction
@@ -53,13 +53,13 @@ class InteractiveEnv(BaseEnv):
         self.interaction.set_seed(seed)
 
     async def reset(self) -> list[Message]:
-        seen = _to_messages(await self.env.reset())
+        messages = _to_messages(await self.env.reset())
         self._started = True
         opening = await self._with_timeout(self.interaction.start(**self._kwargs), "start")
         if opening:
-            seen.append(Message(role="user", content=opening))
-        self._messages.extend(seen)
-        return seen
+            messages.append(Message(role="user", content=opening))
+        self._messages.extend(messages)
+        return messages
 
     async def step(self, action: Any) -> tuple[list[Message], float | None, bool, dict[str, Any]]:
         calls = action.get("tool_calls") or None
@@ -67,24 +67,27 @@ class InteractiveEnv(BaseEnv):
         if calls is None:
             return await self._user_turn()
         observation, reward, done, info = await self.env.step(action)
-        seen = _to_messages(observation)
-        self._messages.extend(seen)
-        return seen, reward, done, info
+        messages = _to_messages(observation)
+        self._messages.extend(messages)
+        return messages, reward, done, info
 
     async def final_rewards(self) -> dict[str, float]:
         return await self.env.final_rewards()
 
     async def close(self) -> None:
-        began, self._started = self._started, False
-        works = [self.env.close(), *([self._with_timeout(self.interaction.finish(), "finish")] if began else [])]
-        await gather_all(works)
+        was_started, self._started = self._started, False
+        closing = [
+            self.env.close(),
+            *([self._with_timeout(self.interaction.finish(), "finish")] if was_started else []),
+        ]
+        await gather_all(closing)
 
     @property
     def state_key(self) -> str | None:
-        """The world's state and what the user has asked for; without the former there is none to be told."""
+        """The state of `env` and the user's last request; None if `env` has no state key."""
         key = self.env.state_key
-        asked = next((m.content for m in reversed(self._messages) if m.role == "user"), "")
-        return None if key is None else f"{key}/{self.user_turns}/{state_digest(asked)}"
+        request = next((m.content for m in reversed(self._messages) if m.role == "user"), "")
+        return None if key is None else f"{key}/{self.user_turns}/{state_digest(request)}"
 
     def tool_specs(self) -> list[dict[str, Any]] | None:
         return self.env.tool_specs()
@@ -104,15 +107,15 @@ class InteractiveEnv(BaseEnv):
     async def _user_turn(self) -> tuple[list[Message], float | None, bool, dict[str, Any]]:
         if self.user_turns >= self.max_user_turns:
             return [], None, True, {"is_action_valid": True, "truncated": True, "user_turns": self.user_turns}
-        given = await self._with_timeout(self.interaction.respond(tuple(self._messages)), "respond")
-        text, done, reward, told = as_reply(given)
+        reply = await self._with_timeout(self.interaction.respond(tuple(self._messages)), "respond")
+        text, done, reward, reply_info = as_reply(reply)
         self.user_turns += 1
-        seen = [Message(role="user", content=text)] if text else []
+        messages = [Message(role="user", content=text)] if text else []
         if not text and not done:
-            raise ValueError("the simulated user said nothing and is not done")
-        self._messages.extend(seen)
-        info = {"is_action_valid": True, "user_turns": self.user_turns, "interaction": told}
-        return seen, validate_reward(reward), done, info
+            raise ValueError("the simulated user returned no text and is not done")
+        self._messages.extend(messages)
+        info = {"is_action_valid": True, "user_turns": self.user_turns, "interaction": reply_info}
+        return messages, validate_reward(reward), done, info
 
     async def _with_timeout(self, work: Any, what: str) -> Any:
         late = TimeoutError(f"the simulated user: {what} took longer than {self._timeout_s:g} s")

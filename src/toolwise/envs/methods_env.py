@@ -1,4 +1,4 @@
-"""A plain class as a world: its public methods are the tools, one object lives as long as the episode."""
+"""A plain class as an environment: its public methods are the tools, with one object per episode."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from toolwise.types import Task
 from toolwise.untrusted import user_code
 
 RESERVED_NAMES = frozenset({"reset", "reward", "done", "close", "state_key", "gold_actions"})
-"""Names with a meaning of their own: never tools."""
+"""Methods with a special meaning, which are never tools."""
 _UNBOUND = object()
 
 
 class MethodTool(FunctionTool[..., Any]):
-    """One public method: a schema made once a class, bound to an object each episode."""
+    """One public method: the schema is built once per class, the method is bound to a new object per episode."""
 
     def __init__(self, name: str, method: FunctionType | staticmethod[..., Any]) -> None:
         self._static_function = method.__func__ if isinstance(method, staticmethod) else None
         self._method = method if isinstance(method, FunctionType) else None
-        # Bound to nobody, so that `self` is none of the arguments.
+        # Bound to a placeholder, so that `self` is not an argument.
         super().__init__(self._static_function or MethodType(method, _UNBOUND), name=name, isolate=False)
 
     def bind(self, target: object, calls: BlockingCalls) -> MethodTool:
@@ -49,7 +49,7 @@ class MethodTool(FunctionTool[..., Any]):
             self.function, **self._parse_arguments(parameters, {**self._create_kwargs.get(instance_id, {}), **kwargs})
         )
         if not inspect.iscoroutinefunction(self.function):
-            # The result is put in words in the same thread: it may be large, or an object with a will of its own.
+            # Convert the result in the same thread: it may be large, or run user code.
             return await self._calls.call(lambda: self._result(work()))
         return self._result(await work())
 
@@ -60,12 +60,12 @@ class MethodTool(FunctionTool[..., Any]):
 
 
 class MethodsEnv(ToolEnv):
-    """An episode with an object of `kinds`, a class or several; `make(kind)` makes one, by default `kind(**kwargs)`.
+    """An episode with one object per class in `kinds`; `make(kind)` creates it, by default `kind(**kwargs)`.
 
-    Tools are the public methods that the class or its bases define, each parameter annotated; nothing else can be
-    reached. Calls of one turn run one after another, as they share the object. A class may also have:
-    `reset()` or `reset(seed=…)`, which gives what the agent first sees; `done` and `reward`, methods or attributes:
-    whether the world is done, and a reward for the whole episode; `state_key`; `close()`; `gold_actions()`.
+    Tools are the public methods that the class or its bases define, with all parameters annotated; nothing else can be
+    called. Calls of one turn run one after another, because they share the object. A class may also have `reset()` or
+    `reset(seed=…)`, which returns the first observation; `done` and `reward`, methods or attributes: whether the
+    episode is done, and a reward for the whole episode; `state_key`; `close()`; `gold_actions()`.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class MethodsEnv(ToolEnv):
             assert isinstance(tool, MethodTool)
             self.tools[name] = self._episode_tools[name] = tool.bind(self._objects[self._owners[name]], self._calls)
         await super().reset()
-        seen = [await self._hook_value(target, "reset") for target in self._objects]
-        return "\n".join(str(text) for text in seen if text is not None)
+        observations = [await self._hook_value(target, "reset") for target in self._objects]
+        return "\n".join(str(text) for text in observations if text is not None)
 
     async def step(self, action: Any) -> tuple[list[Message], float | None, bool, dict[str, Any]]:
         messages, reward, done, info = await super().step(action)
-        # An object that a call is still inside of cannot be asked; the model reads of that in its next results.
+        # While a call hangs, the object cannot be queried; the next tool results tell the model.
         if not done and not self._calls.has_hung_call:
             done = any([bool(await self._hook_value(target, "done")) for target in self._objects])
         return messages, reward, done, info
@@ -127,12 +127,12 @@ class MethodsEnv(ToolEnv):
 
     async def close(self) -> None:
         closers = [] if self._closed else list(_closers(self._objects))
-        works = [close() for close in closers if inspect.iscoroutinefunction(close)]
-        works.append(self._calls.end(self._close_blocking))
-        await gather_all([super().close(), *map(self._with_timeout, works)])
+        closing = [close() for close in closers if inspect.iscoroutinefunction(close)]
+        closing.append(self._calls.end(self._close_blocking))
+        await gather_all([super().close(), *map(self._with_timeout, closing)])
 
     def _close_blocking(self) -> None:
-        """Looks for objects only now: a constructor that was late may have made one since."""
+        """Collects objects only now: a constructor that timed out may have created one since."""
         _run_all([close for close in _closers(self._objects) if not inspect.iscoroutinefunction(close)])
 
     @property
@@ -144,35 +144,35 @@ class MethodsEnv(ToolEnv):
         return "+".join(_state_key(target) for target in self._objects)
 
     def gold_actions(self) -> Sequence[Any] | None:
-        given = [target.gold_actions() for target in self._objects if hasattr(target, "gold_actions")]
-        return given[0] if given else None
+        actions = [target.gold_actions() for target in self._objects if hasattr(target, "gold_actions")]
+        return actions[0] if actions else None
 
     def _make_all(self) -> None:
-        for kind in self.kinds:  # noted one by one: those made before one fails are closed all the same
+        for kind in self.kinds:  # appended one by one: if one fails, those before it are still closed
             self._objects.append(self._make(kind))
 
     async def _call_all(self, calls: Sequence[ToolCall]) -> list[CallOutcome]:
         return [await self._call(call) for call in calls]
 
     async def _hook_value(self, target: object, name: str) -> Any:
-        """What `target` has under one of the conventional names: an attribute, or what its method gives."""
+        """The value of an optional hook such as `done` or `reward`: an attribute, or the result of a method."""
         if getattr(type(target), name, None) is None and name not in getattr(target, "__dict__", ()):
             return None
         return await self._with_timeout(self._call_hook(target, name))
 
     async def _call_hook(self, target: object, name: str) -> Any:
-        found = await self._calls.call(lambda: getattr(target, name))
-        if not callable(found):
-            return found
-        seeded = name == "reset" and self._seed is not None and "seed" in inspect.signature(found).parameters
-        asked = partial(found, seed=self._seed) if seeded else found
-        return await asked() if inspect.iscoroutinefunction(found) else await self._calls.call(asked)
+        hook = await self._calls.call(lambda: getattr(target, name))
+        if not callable(hook):
+            return hook
+        seeded = name == "reset" and self._seed is not None and "seed" in inspect.signature(hook).parameters
+        work = partial(hook, seed=self._seed) if seeded else hook
+        return await work() if inspect.iscoroutinefunction(hook) else await self._calls.call(work)
 
 
 def choose_methods(
     kinds: Sequence[type], methods: Sequence[str] | None, exclude: Collection[str]
 ) -> tuple[dict[str, int], dict[str, MethodTool]]:
-    """For each tool's name the index of the class that has it, and the tool."""
+    """Select the methods to offer; returns, by tool name, the index of the class and the tool."""
     owners: dict[str, int] = {}
     tools: dict[str, MethodTool] = {}
     for index, kind in enumerate(kinds):
@@ -190,30 +190,30 @@ def choose_methods(
             f"env: {names} has no public method {', '.join(missing)}; it has {', '.join(known) or 'none'}"
         )
     if not tools:
-        raise ConfigError(f"env: {names} has no public method to call; write some, or look at methods and exclude")
+        raise ConfigError(f"env: {names} has no public methods to call; add some, or check `methods` and `exclude`")
     return owners, tools
 
 
 @lru_cache(maxsize=256)
 def method_tools(kind: type) -> Mapping[str, MethodTool]:
-    """A tool for each public method that `kind` or a base of it (other than `object`) defines, in their order."""
-    found: dict[str, MethodTool] = {}
+    """A tool per public method that `kind` or one of its bases (other than `object`) defines, in order."""
+    tools: dict[str, MethodTool] = {}
     for base in reversed(kind.__mro__[:-1]):
         for name in vars(base):
             if name.startswith("_") or name in RESERVED_NAMES:
                 continue
-            # As it stands in the class: no property is run, and an override that is no method hides the method.
+            # Static lookup: properties do not run, and an override that is not a method hides the method.
             member = inspect.getattr_static(kind, name)
-            if isinstance(member, FunctionType | staticmethod) and name not in found:
-                found[name] = MethodTool(name, member)
-    return found
+            if isinstance(member, FunctionType | staticmethod) and name not in tools:
+                tools[name] = MethodTool(name, member)
+    return tools
 
 
 def _state_key(target: object) -> str:
     for name in ("state_key", "__state__"):
         if hasattr(type(target), name):
-            given = getattr(target, name)
-            return str(given() if callable(given) else given)
+            value = getattr(target, name)
+            return str(value() if callable(value) else value)
     return state_digest(public_state(target))
 
 
@@ -224,12 +224,12 @@ def _closers(objects: Sequence[object]) -> Iterator[Callable[[], Any]]:
             yield close
 
 
-def _run_all(works: Sequence[Callable[[], object]]) -> None:
-    """Each of them, even if one fails; the first fault is raised after."""
+def _run_all(functions: Sequence[Callable[[], object]]) -> None:
+    """Call each function, even if one fails; the first exception is raised afterwards."""
     faults = []
-    for work in works:
+    for function in functions:
         try:
-            user_code.call_user_code(work)
+            user_code.call_user_code(function)
         except Exception as fault:
             faults.append(fault)
     if faults:

@@ -1,4 +1,4 @@
-"""Any object -> a plain value and a short name for it: what makes two states of a world comparable."""
+"""Convert any object to JSON values and hash them, so that states of an environment can be compared."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ _STRING_TYPES = (Decimal, Fraction, PurePath, UUID, date, time, timedelta, compl
 
 
 def state_digest(value: Any) -> str:
-    """The same 16 characters wherever `to_jsonable(value)` is the same."""
+    """A hash of 16 characters, equal for equal `to_jsonable(value)`."""
     text = json.dumps(to_jsonable(value), ensure_ascii=True, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def to_jsonable(value: Any) -> Any:
-    """`value` as JSON can hold it. Objects are their type and public attributes, sets are sorted, what refers to
-    itself is cut there, and nothing that could differ between two equal worlds (an address, an order) is left in."""
+    """`value` as JSON values. Objects become their type and public attributes, sets are sorted, and cycles are cut.
+
+    Nothing that could differ between equal states, such as an address or an order, remains.
+    """
     return _JsonableConverter().to_jsonable(value, ())
 
 
@@ -37,7 +39,7 @@ class _JsonableConverter:
     def __init__(self) -> None:
         self.values = 0
 
-    def to_jsonable(self, value: Any, above: tuple[int, ...]) -> Any:
+    def to_jsonable(self, value: Any, ancestors: tuple[int, ...]) -> Any:
         self.values += 1
         if isinstance(value, Enum):
             return f"{type(value).__name__}.{value.name}"
@@ -49,39 +51,39 @@ class _JsonableConverter:
             return str(value)
         if isinstance(value, bytes | bytearray):
             return bytes(value).hex()
-        if id(value) in above:
+        if id(value) in ancestors:
             return "<itself>"
-        if len(above) >= MAX_DEPTH or self.values > MAX_VALUES:
+        if len(ancestors) >= MAX_DEPTH or self.values > MAX_VALUES:
             return "…"
-        return self._convert_object(value, (*above, id(value)))
+        return self._convert_object(value, (*ancestors, id(value)))
 
-    def _convert_object(self, value: Any, above: tuple[int, ...]) -> Any:
-        if callable(getattr(value, "tolist", None)):  # numpy's arrays and numbers, without importing numpy
-            return self.to_jsonable(value.tolist(), above)
+    def _convert_object(self, value: Any, ancestors: tuple[int, ...]) -> Any:
+        if callable(getattr(value, "tolist", None)):  # numpy arrays and scalars, without importing numpy
+            return self.to_jsonable(value.tolist(), ancestors)
         if isinstance(value, Mapping):
-            return self._table(value.items(), above)
+            return self._table(value.items(), ancestors)
         if isinstance(value, Set):
             return sorted(
-                (self.to_jsonable(item, above) for item in value), key=lambda item: json.dumps(item, sort_keys=True)
+                (self.to_jsonable(item, ancestors) for item in value), key=lambda item: json.dumps(item, sort_keys=True)
             )
         if isinstance(value, list | tuple | deque):
-            return [self.to_jsonable(item, above) for item in value]
+            return [self.to_jsonable(item, ancestors) for item in value]
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if isinstance(value, Iterator) or callable(value) or isinstance(value, type):
             return f"<{kind}>"
         state = public_state(value)
-        return {"": kind, **self._table(state.items(), above)} if state else f"<{kind}>"
+        return {"": kind, **self._table(state.items(), ancestors)} if state else f"<{kind}>"
 
-    def _table(self, items: Any, above: tuple[int, ...]) -> dict[str, Any]:
-        return {key if isinstance(key, str) else repr(key): self.to_jsonable(item, above) for key, item in items}
+    def _table(self, items: Any, ancestors: tuple[int, ...]) -> dict[str, Any]:
+        return {key if isinstance(key, str) else repr(key): self.to_jsonable(item, ancestors) for key, item in items}
 
 
 def public_state(value: object) -> dict[str, Any]:
-    """The attributes of `value` whose names do not begin with an underscore, in the order of their names."""
+    """The attributes of `value` whose names do not start with an underscore, sorted by name."""
     if dataclasses.is_dataclass(value):
         names = {field.name for field in dataclasses.fields(value)}
     else:
         slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
-        names = {name for given in slots for name in ([given] if isinstance(given, str) else given)}
+        names = {name for slot in slots for name in ([slot] if isinstance(slot, str) else slot)}
     names |= set(getattr(value, "__dict__", ()))
     return {name: getattr(value, name) for name in sorted(names) if name[:1] != "_" and hasattr(value, name)}

@@ -1,4 +1,4 @@
-"""The world of tools: an agent calls them, reads what they say, and is done when it answers in plain text."""
+"""The tool environment: the agent calls tools, reads their results, and is done when it answers in plain text."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from toolwise.untrusted.bounds import MAX_SCORE, in_bounds
 T = TypeVar("T")
 
 
-@dataclass(slots=True)  # not frozen: one is made every turn, and freezing triples its cost
+@dataclass(slots=True)  # not frozen: created every turn, and freezing triples the cost
 class CallOutcome:
-    """What one call came to. `failure` names the kind where it came to nothing; the model reads `text` either way."""
+    """The outcome of one call. `failure` is the kind of failure, if any; the model reads `text` either way."""
 
     text: str
     reward: float | None = None
     failure: str | None = None
     info: dict[str, Any] = field(default_factory=dict)
     infrastructure: bool = False
-    """What failed stands behind the tool: neither the tool's fault nor the model's."""
+    """Something behind the tool failed: neither the tool's nor the model's error."""
     queue_s: float = 0.0
-    """How long it waited for a worker or a place, which counts towards no tool's deadline."""
+    """Time spent waiting for a worker or a free slot, which does not count towards the tool's timeout."""
 
 
 class ToolEnv(BaseEnv):
-    """Tools live as long as the episode: created at `reset`, released at `close`, once each, whatever happened."""
+    """Tools live as long as the episode: created in `reset`, released in `close`, exactly once, whatever happens."""
 
     structured_actions: ClassVar[bool] = True
     keeps_deadlines: ClassVar[bool] = True
@@ -60,14 +60,14 @@ class ToolEnv(BaseEnv):
         names = offered if offered is not None else task.tools if task.tools is not None else list(tools)
         self.task = task
         self.tools = {name: tools[name] for name in names if name in tools}
-        # Those that the route took away: calls of them are refused, and are not the model's mistake.
-        own = task.tools if task.tools is not None else tools
-        self._removed_tools = frozenset(own).difference(self.tools)
-        # What a call costs that nobody can carry out: never less than one that is written as it should be.
+        # Tools that the route removed: calls to them are refused without counting as the model's mistake.
+        task_tools = task.tools if task.tools is not None else tools
+        self._removed_tools = frozenset(task_tools).difference(self.tools)
+        # Cost of a malformed call: never less than that of a well-formed one.
         self._malformed_price = max((tool.price for tool in tools.values()), default=BaseTool.price)
-        # Those that live with the episode, though the agent can neither see nor call them.
+        # Includes tools that live with the episode but that the agent can neither see nor call.
         self._episode_tools = {**self.tools, **(unseen or {})}
-        # Those that the agent can see and not call: a route that leaves the prompt as it was.
+        # Tools that the agent can see but not call: the route leaves the prompt unchanged.
         self._forbidden = frozenset(forbidden)
         self.tool_timeout_s = tool_timeout_s
         self._timeout_text = f"took longer than {tool_timeout_s:g} s"
@@ -76,7 +76,7 @@ class ToolEnv(BaseEnv):
         self._instances: dict[str, str] = {}
         self._closed = False
         self._episode = uuid4().hex
-        """One id for all: tools that share something for the length of an episode know each other by it."""
+        """Shared by all tools of the episode, so that they can share state."""
 
     def tool_specs(self) -> list[dict[str, Any]]:
         return [tool_spec(tool, self.task) for tool in self.tools.values()]
@@ -87,9 +87,9 @@ class ToolEnv(BaseEnv):
         return ""
 
     async def _create(self, name: str) -> None:
-        # Noted in the same breath: an episode cancelled right now must still know what to release.
+        # Recorded right after the await: an episode cancelled at this point must still release the instance.
         instance = await self._episode_tools[name].create(self._episode, **self._kwargs(name, "create_kwargs"))
-        if self._closed:  # it was given up for lost, and the episode is over
+        if self._closed:  # creation timed out earlier, and the episode has ended
             await self._with_timeout(self._end(name, "release", instance))
         else:
             self._instances[name] = instance
@@ -113,34 +113,34 @@ class ToolEnv(BaseEnv):
         }
         if any(o.queue_s for o in outcomes):
             info["queue_s"] = [o.queue_s for o in outcomes]
-        down = [o.text for o in outcomes if o.infrastructure]
-        if down:
-            info["infrastructure_fault"] = down[0]
+        outages = [o.text for o in outcomes if o.infrastructure]
+        if outages:
+            info["infrastructure_fault"] = outages[0]
         return messages, sum(rewards) if rewards else None, False, info
 
     def unread_calls(self, action: Any) -> dict[str, Any]:
-        unread = [call for call in action.get("tool_calls") or () if isinstance(call.arguments, str)]
+        unparsed = [call for call in action.get("tool_calls") or () if isinstance(call.arguments, str)]
         return {
-            "calls": count_names(call.name or "unreadable" for call in unread),
-            "failed_calls": count_names("bad_json" for _ in unread),
-            "cost": sum(map(self._price, unread)),
+            "calls": count_names(call.name or "unreadable" for call in unparsed),
+            "failed_calls": count_names("bad_json" for _ in unparsed),
+            "cost": sum(map(self._price, unparsed)),
         }
 
     async def final_rewards(self) -> dict[str, float]:
-        """Asks every tool that was created, even if one of them fails; the first fault is raised after."""
-        asked = {
+        """Ask every created tool for its reward, even if one fails; the first exception is raised afterwards."""
+        instances = {
             name: instance
             for name, instance in self._instances.items()
             if type(self._episode_tools[name]).calc_reward is not BaseTool.calc_reward
         }
-        given = await gather_all(
-            self._with_timeout(self._end(name, "calc_reward", instance)) for name, instance in asked.items()
+        values = await gather_all(
+            self._with_timeout(self._end(name, "calc_reward", instance)) for name, instance in instances.items()
         )
-        rewards = zip(asked, map(validate_reward, given), strict=True)
+        rewards = zip(instances, map(validate_reward, values), strict=True)
         return {name: reward for name, reward in rewards if reward is not None}
 
     async def close(self) -> None:
-        """Release every tool that was created, even if one of them fails to go; the first fault is raised after."""
+        """Release every created tool, even if one fails; the first exception is raised afterwards."""
         self._closed = True
         instances, self._instances = self._instances, {}
         await gather_all(
@@ -151,7 +151,7 @@ class ToolEnv(BaseEnv):
         return await getattr(self._episode_tools[name], verb)(instance, **self._kwargs(name, f"{verb}_kwargs"))
 
     async def _call_all(self, calls: Sequence[ToolCall]) -> list[CallOutcome]:
-        """The calls of one turn, together."""
+        """Run the calls of one turn concurrently."""
         return await gather_all(self._call(call) for call in calls)
 
     async def _call(self, call: ToolCall) -> CallOutcome:
@@ -178,9 +178,9 @@ class ToolEnv(BaseEnv):
         late, gate = TimeoutError(self._timeout_text), self.gates.get(tool.name, UNLIMITED)
         try:
             if gate.limit is not None:
-                asked = asyncio.get_running_loop().time()
+                queued_at = asyncio.get_running_loop().time()
                 await gate.enter()
-                clock.queue_s += asyncio.get_running_loop().time() - asked
+                clock.queue_s += asyncio.get_running_loop().time() - queued_at
             try:
                 work = user_code.call_user_code(tool.execute, self._instances[tool.name], arguments, **kwargs)
                 text, reward, info = await run_with_deadline(self.tool_timeout_s, work, late, clock)
@@ -188,7 +188,7 @@ class ToolEnv(BaseEnv):
                 gate.leave()
             failure = "tool_error" if info.get("ok") is False else None
             return CallOutcome(self._shorten(text), validate_reward(reward), failure, info)
-        except Exception as fault:  # a tool's fault is the model's to read and ours to count
+        except Exception as fault:  # the model reads a tool's error, and the metrics count it
             if isinstance(fault, ToolCallError):
                 text = self._shorten(f"error: {fault}")
                 return CallOutcome(text, failure=fault.failure, infrastructure=fault.infrastructure)
@@ -198,8 +198,8 @@ class ToolEnv(BaseEnv):
             return CallOutcome(self._shorten(text), failure="exception")
 
     def _price(self, call: ToolCall) -> float:
-        """A call costs what its tool costs, carried out or not. One that names no tool costs as much as the dearest:
-        garbling a call must not be a way to save its price. One that the route refuses costs nothing."""
+        """A call costs its tool's price, executed or not. A call to an unknown tool costs as much as the most expensive
+        tool, so that garbling a call saves nothing. A call that the route refuses is free."""
         if self._may_call(call.name):
             return self.tools[call.name].price
         refused = call.name in self._forbidden or call.name in self._removed_tools
@@ -215,32 +215,32 @@ class ToolEnv(BaseEnv):
         return await run_with_deadline(self.tool_timeout_s, work, TimeoutError(self._timeout_text), WorkClock())
 
     def _shorten(self, text: str) -> str:
-        more = len(text) - self.max_result_chars
-        text = text[: self.max_result_chars]  # first: a copy of a gigabyte is a gigabyte
-        text = text.encode("utf-8", "replace").decode()  # half a character is no text, and no tokenizer takes it
-        return text if more <= 0 else f"{text}… ({more} more characters)"
+        excess = len(text) - self.max_result_chars
+        text = text[: self.max_result_chars]  # before encoding: the text may be gigabytes
+        text = text.encode("utf-8", "replace").decode()  # tokenizers reject lone surrogates
+        return text if excess <= 0 else f"{text}… ({excess} more characters)"
 
 
 _specs: dict[int, tuple[weakref.ref[OpenAIFunctionToolSchema], dict[str, Any]]] = {}
 
 
 def schema_for(tool: BaseTool, task: Task | None) -> OpenAIFunctionToolSchema:
-    """What the model is told of a tool: of a function, without the arguments that the task gives itself."""
-    given = task.tools_kwargs.get(tool.name) if task is not None else None
-    if given and isinstance(tool, FunctionTool):
-        return tool.schema_without({**(given.get("create_kwargs") or {}), **(given.get("execute_kwargs") or {})})
+    """The schema shown to the model; for a function tool, without the arguments that the task supplies."""
+    kwargs = task.tools_kwargs.get(tool.name) if task is not None else None
+    if kwargs and isinstance(tool, FunctionTool):
+        return tool.schema_without({**(kwargs.get("create_kwargs") or {}), **(kwargs.get("execute_kwargs") or {})})
     return tool.get_openai_tool_schema()
 
 
 def tool_spec(tool: BaseTool, task: Task | None = None) -> dict[str, Any]:
-    """A tool in OpenAI's form, as the model is told of it; one dictionary for all rollouts with the same schema."""
+    """A tool in OpenAI's format, as shown to the model; one dictionary for all rollouts with the same schema."""
     schema = schema_for(tool, task)
     key = id(schema)
-    known = _specs.get(key)
-    if known is None or known[0]() is not schema:
-        forgotten = weakref.ref(schema, lambda _: _specs.pop(key, None))
-        known = _specs[key] = (forgotten, schema.model_dump())
-    return known[1]
+    cached = _specs.get(key)
+    if cached is None or cached[0]() is not schema:
+        reference = weakref.ref(schema, lambda _: _specs.pop(key, None))
+        cached = _specs[key] = (reference, schema.model_dump())
+    return cached[1]
 
 
 def count_names(names: Iterable[str]) -> dict[str, int]:
@@ -251,13 +251,13 @@ def count_names(names: Iterable[str]) -> dict[str, int]:
 
 
 def add_counts(counts: dict[str, int], more: Mapping[str, int]) -> None:
-    """What `Counter.update` does; a turn has none or one, and is worth the difference."""
+    """Like `Counter.update`, but faster for the zero or one names of a typical turn."""
     for name, count in more.items():
         counts[name] = counts.get(name, 0) + count
 
 
 def validate_reward(value: Any) -> float | None:
-    """A step's or a tool's reward, refused where it is none: a NaN would spoil its whole group in silence."""
+    """Convert the reward of a step or a tool; a NaN is refused because it would silently spoil its whole group."""
     reward = None if value is None else float(value)
     if reward is not None and not in_bounds(reward):
         what = f"does not lie between ±{MAX_SCORE:g}" if math.isfinite(reward) else "is no finite number"

@@ -1,5 +1,7 @@
-"""Whoever decides: a model in this process, a server, or a script. Names are imported on use: a server's client must
-not wait for torch."""
+"""Policies: a model in this process, a server, or a script.
+
+Names are imported lazily, so that the client of a server does not import torch.
+"""
 
 from __future__ import annotations
 

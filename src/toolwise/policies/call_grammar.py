@@ -1,6 +1,6 @@
-"""Tool calls that cannot be malformed: free text, and calls of the tools on offer with arguments as their schemas say.
+"""A grammar for replies with well-formed tool calls: free text, and calls to available tools that match their schemas.
 
-For the form of hermes and Qwen (and of the model that ships): <tool_call>{"name": …, "arguments": {…}}</tool_call>.
+For the format of hermes, Qwen and the bundled model: <tool_call>{"name": …, "arguments": {…}}</tool_call>.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 from toolwise.engine.grammar import WHITE_SPACE, Grammar
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-# What a schema asks beyond what llguidance can hold a reply to is left to the tool, which checks its arguments anyway.
+# Lenient: what llguidance cannot enforce of a schema is left to the tool, which validates its arguments anyway.
 _OPTIONS = {"whitespace_pattern": WHITE_SPACE, "lenient": True}
 
 
 def calls_grammar(tokenizer: Any, specs: Sequence[dict[str, Any]]) -> Grammar:
-    """Tools as OpenAI describes them -> a Lark grammar. Text may hold anything but the beginning of another call."""
+    """Build a Lark grammar from tools in OpenAI's format. Text may contain anything but the start of another call."""
     added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
-    # Tags such as <think> are tokens and no text for llguidance; those that only a template writes are left out.
+    # llguidance treats tags such as <think> as tokens, not text; tokens that only a template writes are left out.
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     tags = [
         f"<[{number}]>" for text, number in added.items() if number not in special and text not in (OPENING, CLOSING)
@@ -42,5 +42,5 @@ def calls_grammar(tokenizer: Any, specs: Sequence[dict[str, Any]]) -> Grammar:
 
 def _call(function: dict[str, Any]) -> str:
     schema = {"type": "object", "x-guidance": _OPTIONS, **(function.get("parameters") or {})}
-    before = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
-    return f'{json.dumps(before, ensure_ascii=False)} %json {json.dumps(schema)} "}}"'
+    prefix = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
+    return f'{json.dumps(prefix, ensure_ascii=False)} %json {json.dumps(schema)} "}}"'

@@ -1,4 +1,4 @@
-"""The policy in this process: an engine over the learner's own model, and an episode's tokens kept as they were."""
+"""The in-process policy: an engine on the learner's model, and sessions that keep an episode's tokens as sampled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("toolwise.policies")
 
 
 class GenerationEngine(Protocol):
-    """What draws the tokens: our engine, transformers' batches, or a vLLM server."""
+    """What samples the tokens: the Toolwise engine, batched transformers, or a vLLM server."""
 
     version: int
 
@@ -33,7 +33,7 @@ class GenerationEngine(Protocol):
 
 
 class LocalPolicy:
-    """`generate` over tokens; `session` for an episode over messages. `version` counts weight updates."""
+    """`generate` works on tokens, `session` on the messages of an episode. `version` counts weight updates."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class LocalPolicy:
         grammar: Grammar | Literal["tool_calls"] | None = None,
         tool_prompt: ToolPromptMode = "auto",
     ) -> None:
-        """`engine` "transformers" takes any model, in batches that end together; `deterministic` makes what "toolwise"
-        gives a request the same to the bit whatever else runs, `cache_mb` is the size of its cache. Any other generator
-        must draw from `model`'s weights. `grammar` is what every turn of a session must follow;
-        "tool_calls" holds the calls of a turn to the tools on offer."""
+        """`engine` "transformers" runs any model, in batches that end together. For "toolwise", `deterministic` makes a
+        request's result bit-identical whatever else runs, and `cache_mb` is the size of its KV cache. Any other engine
+        must sample from `model`'s weights. Every turn of a session follows `grammar`; "tool_calls" restricts calls to
+        the available tools and their schemas."""
         self.model = model
         self.chat = chat
         self.sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or (chat.end_id,))
@@ -69,9 +69,9 @@ class LocalPolicy:
         )
         self._grammar = grammar
         self._grammar_vocabulary = None if grammar is None else self._build_vocabulary()
-        self.constraint()  # what is wrong with the grammar is told now
-        room = (getattr(model.config, "max_position_embeddings", 0), getattr(self.engine, "max_context", 0))
-        self.max_context = min((int(tokens) for tokens in room if tokens), default=1 << 30)
+        self.constraint()  # report errors in the grammar now
+        limits = (getattr(model.config, "max_position_embeddings", 0), getattr(self.engine, "max_context", 0))
+        self.max_context = min((int(tokens) for tokens in limits if tokens), default=1 << 30)
 
     @property
     def version(self) -> int:
@@ -84,12 +84,12 @@ class LocalPolicy:
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, constraint: Constraint | None = None
     ) -> Generation:
-        token_ids = list(token_ids)  # gone through several times from here on, which a prefix of a buffer makes slow
+        token_ids = list(token_ids)  # iterated several times below, which is slow on a buffer prefix
         self._check(token_ids, sampling)
         if len(token_ids) + sampling.max_new_tokens > self.max_context:
             raise ContextFullError(
                 f"a prompt of {len(token_ids)} tokens and {sampling.max_new_tokens} new ones do not fit the model's "
-                f"{self.max_context}: shorten the prompt or lower rollout.max_new_tokens"
+                f"context of {self.max_context}: shorten the prompt or lower rollout.max_new_tokens"
             )
         if constraint is None:
             return await self.engine.generate(token_ids, sampling)
@@ -97,7 +97,7 @@ class LocalPolicy:
         return await self.engine.generate(token_ids, sampling, logits_mask=constraint.mask(sampling))
 
     def constraint(self, tools: Sequence[dict[str, Any]] | None = None) -> Constraint | None:
-        """What a turn with these tools must follow."""
+        """The constraint on a turn with these tools, if any."""
         grammar = self._grammar
         if grammar == "tool_calls":
             grammar = calls_grammar(self.chat.tokenizer, tools) if tools else None
@@ -108,20 +108,21 @@ class LocalPolicy:
     def _build_vocabulary(self) -> Vocabulary:
         if not isinstance(self.engine, Engine):
             raise PolicyError(
-                f"a grammar needs our own engine, and {type(self.engine).__name__} generates: leave it out, or "
-                'set rollout.engine = "toolwise" with a model that it can run'
+                f"a grammar needs the Toolwise engine, but this policy uses {type(self.engine).__name__}: leave it "
+                'out, or set rollout.engine = "toolwise" with a model that it supports'
             )
         if self._grammar == "tool_calls" and self.parse is not PARSERS["hermes"]:
-            raise PolicyError('a grammar of tool calls is for the form of hermes: set rollout.tool_parser = "hermes"')
+            raise PolicyError('a grammar of tool calls needs the hermes format: set rollout.tool_parser = "hermes"')
         return Vocabulary(self.chat.tokenizer, self.vocabulary)
 
     def _check(self, token_ids: Sequence[int], sampling: Sampling) -> None:
-        """Refuse alone what would bring down the whole batch it is in."""
+        """Refuse a request that would make its whole batch fail."""
         if not token_ids:
-            raise PolicyError("a prompt of no tokens: give at least one message, or prompt_ids that are not empty")
+            raise PolicyError("the prompt is empty: give at least one message, or non-empty prompt_ids")
         if not 0 <= min(token_ids) <= max(token_ids) < self.vocabulary:
             raise PolicyError(
-                f"prompt_ids name tokens outside the model's {self.vocabulary}: are they another model's?"
+                f"prompt_ids contain ids outside the model's vocabulary of {self.vocabulary}: are they from another "
+                "model?"
             )
         if sampling.max_new_tokens < 1 or not sampling.temperature > 0:
             raise PolicyError("max_new_tokens must be at least 1 and temperature above 0 (do_sample=False is greedy)")
@@ -132,16 +133,16 @@ class LocalPolicy:
     async def get_action(
         self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None
     ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
-        """One decision without an episode around it."""
+        """A single decision, outside of an episode."""
         session = self.session(seed=self.sampling.seed, do_sample=self.sampling.do_sample)
         return await session.get_action(observation, available_tools_specs)
 
     def metrics(self) -> Metrics:
-        own: Metrics = self.engine.metrics() if hasattr(self.engine, "metrics") else {}
-        return {"policy/version": float(self.version)} | own
+        engine_metrics: Metrics = self.engine.metrics() if hasattr(self.engine, "metrics") else {}
+        return {"policy/version": float(self.version)} | engine_metrics
 
     def close(self) -> None:
-        """Ends what the engine has started outside this process."""
+        """Close the engine, which may run outside this process."""
         if hasattr(self.engine, "close"):
             self.engine.close()
 
@@ -154,21 +155,21 @@ def _build_engine(
             model, memory_mb=cache_mb, max_requests=max_batch, deterministic=deterministic, decode=chat.decode
         )
     if name == "toolwise":
-        log.warning("%s cannot run in the engine: generating with transformers", type(model).__name__)
+        log.warning("%s is not supported by the engine: generating with transformers", type(model).__name__)
     return BatchGenerator(model, chat.pad_id, max_batch)
 
 
 def _find_parser(name: str, chat: ChatTokenizer) -> Callable[[str], ParsedReply]:
-    """How to read what the model writes; `auto` asks its chat template."""
+    """The tool-call parser by name; `auto` detects it from the chat template."""
     if name == "auto":
         name = detect_parser(chat.tokenizer.chat_template, chat.controls.texts)
     if name not in PARSERS:
-        raise PolicyError(f"there is no tool parser {name!r}; there is: {', '.join(sorted(PARSERS))}")
+        raise PolicyError(f"there is no tool parser {name!r}; choose one of {', '.join(sorted(PARSERS))}")
     return PARSERS[name]
 
 
 class LocalSession:
-    """One episode: what the policy sampled, kept as it was sampled. A turn that failed can be asked for again."""
+    """One episode, whose tokens are kept exactly as sampled. A turn that failed can be requested again."""
 
     def __init__(self, policy: LocalPolicy, sampling: Sampling, prompt_ids: Sequence[int] | None) -> None:
         self.policy = policy
@@ -180,11 +181,11 @@ class LocalSession:
         self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None
     ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
         prompt = self.tokens.prompt(observation, available_tools_specs)
-        # A seed of its own for each turn: positions begin anew with each generation.
+        # One seed per turn: positions restart at 0 with each generation.
         sampling = replace(self.sampling, seed=(self.sampling.seed * 1_000_003 + self._turn) & 0x7FFF_FFFF_FFFF_FFFF)
         constraint = self.policy.constraint(available_tools_specs)
-        held = {} if constraint is None else {"constraint": constraint}
-        result = await self.policy.generate(prompt, sampling, **held)
+        extra = {} if constraint is None else {"constraint": constraint}
+        result = await self.policy.generate(prompt, sampling, **extra)
         stops = sampling.stop_token_ids
         alignment = self.tokens.add(result.token_ids, closed=bool(result.token_ids) and result.token_ids[-1] in stops)
         self._turn += 1

@@ -1,4 +1,4 @@
-"""A policy that plays a script: what makes rollouts testable without a model."""
+"""A policy that follows a script, to test rollouts without a model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Script = Sequence[str] | Callable[[Sequence[Message]], str]
 
 
 class ScriptedPolicy:
-    """Says the script's next line each turn, by the number of assistant messages it sees, or what a function of the
-    messages gives. Lines are read by a tool-call parser like any model's text."""
+    """Replies with the script's next line, counted by the assistant messages it sees, or with the result of a function
+    of the messages. Lines go through a tool-call parser like any model's text."""
 
     def __init__(self, script: Script, *, parser: str = "hermes") -> None:
         self.script = script
@@ -30,5 +30,5 @@ class ScriptedPolicy:
         assert not callable(self.script)
         turn = sum(m.role == "assistant" for m in observation)
         if turn >= len(self.script):
-            raise PolicyError(f"the script has {len(self.script)} lines and was asked for line {turn + 1}")
+            raise PolicyError(f"the script has {len(self.script)} lines, but line {turn + 1} was requested")
         return self.script[turn]

@@ -1,6 +1,7 @@
-"""Batched generation over any `transformers` model, as it is: prefill each distinct prompt once, decode together.
+"""Batched generation with any unmodified `transformers` model: prefill each distinct prompt once, decode together.
 
-For models that the engine cannot run, and `rollout.engine = "transformers"`. Tokens are drawn as the engine draws them.
+For models that the engine does not support, and for `rollout.engine = "transformers"`. Tokens are sampled as in the
+engine.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _PendingRequest = tuple[Sequence[int], Sampling, "asyncio.Future[Generation]"]
 
 
 class BatchGenerator:
-    """Requests that wait at the same time become one batch; those that come meanwhile wait for the next. They may come
-    from any event loop: a thread of its own serves them all."""
+    """Requests that wait at the same time become one batch; later ones wait for the next. Requests may come from any
+    event loop: a single thread serves them all."""
 
     def __init__(self, model: Any, pad_id: int, max_batch: int) -> None:
         self.model, self.pad_id, self.max_batch = model, pad_id, max_batch
@@ -39,7 +40,7 @@ class BatchGenerator:
         self._waiting: list[_PendingRequest] = []
         self._lock = threading.Lock()
         self._working = False
-        # A thread of its own: tools that hang in the loop's shared ones must not keep the model from working.
+        # A separate thread: tools that hang in the loop's default executor must not block generation.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="toolwise-generate")
 
     def weights_changed(self, version: int) -> None:
@@ -49,19 +50,19 @@ class BatchGenerator:
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         with self._lock:
             self._waiting.append((token_ids, sampling, future))
-            begin, self._working = not self._working, True
-        if begin:
+            start, self._working = not self._working, True
+        if start:
             self._thread.submit(self._serve)
         return await future
 
     def _serve(self) -> None:
-        """Take whoever waits, as one batch, until nobody does."""
+        """Process waiting requests in batches until there are none."""
         while batch := self._next_batch():
             prompts, samplings, futures = zip(*batch, strict=True)
             settings = {"pad_id": self.pad_id, "policy_version": self.version}
             try:
                 results = generate_batch(self.model, prompts, samplings, **settings)
-            except BaseException as fault:  # every requester hears of it; none waits for ever
+            except BaseException as fault:  # fail every request of the batch; none may wait forever
                 error = PolicyError(f"generation failed: {describe(fault)}")
                 for future in futures:
                     _deliver(future, error)
@@ -70,20 +71,20 @@ class BatchGenerator:
                 _deliver(future, result)
 
     def _next_batch(self) -> list[_PendingRequest]:
-        """Lets everyone who is about to ask do so: waits while more keep coming. A batch costs far more than this."""
+        """Wait while more requests keep arriving, then take a batch. Generating it takes far longer than the wait."""
         count = -1
         while count < len(self._waiting) < self.max_batch:
             count = len(self._waiting)
             time.sleep(self.batch_wait_s)
         with self._lock:
-            waiting = [w for w in self._waiting if not w[2].done()]
+            waiting = [request for request in self._waiting if not request[2].done()]
             batch, self._waiting = waiting[: self.max_batch], waiting[self.max_batch :]
             self._working = bool(batch)
         return batch
 
 
 def _deliver(future: asyncio.Future[Generation], result: Generation | PolicyError) -> None:
-    """In the event loop that waits for it."""
+    """Set the result in the event loop that awaits it."""
 
     def resolve() -> None:
         if future.done():
@@ -93,16 +94,15 @@ def _deliver(future: asyncio.Future[Generation], result: Generation | PolicyErro
         else:
             future.set_result(result)
 
-    with suppress(RuntimeError):  # the loop is closed, and nobody waits there any more
+    with suppress(RuntimeError):  # the loop is closed: nothing awaits the result any more
         future.get_loop().call_soon_threadsafe(resolve)
 
 
 class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """A cache layer with room to grow: a new token is written into place instead of copying all that came before.
+    """A cache layer with spare capacity: a new token is written in place instead of copying the whole cache.
 
-    `_buffers` hold the room, `keys` and `values` what is in use of it. Whoever selects, reorders or crops rows gives
-    the
-    layer other `keys`: the stores are then stale, whatever their shape, and are filled anew from what the layer holds.
+    `_buffers` hold the allocated memory, `keys` and `values` are views of the part in use. Selecting, reordering or
+    cropping rows gives the layer other `keys`: the buffers are then stale, whatever their shape, and are refilled.
     """
 
     spare_tokens = 64
@@ -115,21 +115,21 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is 
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
             self._buffers: list[torch.Tensor] = [self.keys, self.values]
             self._in_use = self.keys
-        held = self.keys.shape[2]
-        length = held + key_states.shape[2]
+        used = self.keys.shape[2]
+        length = used + key_states.shape[2]
         if length > self._buffers[0].shape[2] or self.keys is not self._in_use:
-            self._buffers = [self._grown(held_states, length) for held_states in (self.keys, self.values)]
-        for store, new in zip(self._buffers, (key_states, value_states), strict=True):
-            store[:, :, held:length] = new
-        self.keys, self.values = (store[:, :, :length] for store in self._buffers)
+            self._buffers = [self._grow(states, length) for states in (self.keys, self.values)]
+        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, used:length] = new
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
         self._in_use = self.keys
         return self.keys, self.values
 
-    def _grown(self, states: torch.Tensor, length: int) -> torch.Tensor:
-        rows, heads, held, size = states.shape
-        store = states.new_empty(rows, heads, length + self.spare_tokens, size)
-        store[:, :, :held] = states
-        return store
+    def _grow(self, states: torch.Tensor, length: int) -> torch.Tensor:
+        rows, heads, used, size = states.shape
+        buffer = states.new_empty(rows, heads, length + self.spare_tokens, size)
+        buffer[:, :, :used] = states
+        return buffer
 
 
 def preallocated_cache(layers: int) -> DynamicCache:
@@ -139,7 +139,7 @@ def preallocated_cache(layers: int) -> DynamicCache:
 
 
 def draw(logits: torch.Tensor, samplings: Sequence[Sampling], position: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token a row, all at the same position of their replies, and its log-prob after temperature."""
+    """Sample one token per row, all at the same position of their replies, with its log-prob after temperature."""
     return sampler.draw(logits, samplings, [position] * len(samplings))
 
 
@@ -152,7 +152,7 @@ def generate_batch(
     pad_id: int,
     policy_version: int,
 ) -> list[Generation]:
-    """Continue every prompt until its stop token or its length; rows that are done leave the batch."""
+    """Continue every prompt until a stop token or its maximum length; finished rows leave the batch."""
     cache, mask, logits = _prefill(model, prompts, pad_id)
     device = logits.device
     ids = [array("i") for _ in prompts]
@@ -163,22 +163,24 @@ def generate_batch(
     while active:
         tokens, chosen = draw(logits, [samplings[i] for i in active], position)
         position += 1
-        kept = []
+        remaining = []
         for row, (i, token, logprob) in enumerate(zip(active, tokens.tolist(), chosen.tolist(), strict=True)):
             if math.isnan(logprob):
-                raise PolicyError("the model gives NaN: its weights are broken, go back to an earlier checkpoint")
+                raise PolicyError(
+                    "the model's log-probs are NaN: its weights are broken, go back to an earlier checkpoint"
+                )
             ids[i].append(token)
             logprobs[i].append(logprob)
             stopped[i] = token in samplings[i].stop_token_ids
             if not stopped[i] and position < samplings[i].max_new_tokens:
-                kept.append(row)
-        if not kept:
+                remaining.append(row)
+        if not remaining:
             break
-        if len(kept) < len(active):
-            index = torch.tensor(kept, device=device)
+        if len(remaining) < len(active):
+            index = torch.tensor(remaining, device=device)
             cache.batch_select_indices(index)
             mask, tokens = mask[index], tokens[index]
-            active = [active[row] for row in kept]
+            active = [active[row] for row in remaining]
         mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
         out = model(
             input_ids=tokens[:, None],
@@ -196,7 +198,7 @@ def generate_batch(
 def _prefill(
     model: Any, prompts: Sequence[Sequence[int]], pad_id: int
 ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor]:
-    """Run each distinct prompt once, left-padded, and lay the result out for every request."""
+    """Run each distinct prompt once, left-padded, and expand the result to one row per request."""
     distinct = list(dict.fromkeys(tuple(p) for p in prompts))
     width = max(map(len, distinct))
     device = next(model.parameters()).device

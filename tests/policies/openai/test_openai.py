@@ -1,4 +1,4 @@
-"""The policy over HTTP, for real: the shipped model behind our own server, and a server that does everything wrong."""
+"""The OpenAI policy over real HTTP: the bundled model behind our own server, and a server that misbehaves."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def assert_same_tokens(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert (one["finish_reason"], one["policy_version"]) == (other["finish_reason"], other["policy_version"])
 
 
-# The shipped model behind the real server.
+# The bundled model behind the real server.
 
 
 def test_it_is_a_policy_with_sessions() -> None:
@@ -214,7 +214,7 @@ def test_a_prompt_of_token_ids_is_refused_and_not_replaced() -> None:
 
 
 def test_an_unknown_parser_is_refused() -> None:
-    with pytest.raises(PolicyError, match="there is: openai, "):
+    with pytest.raises(PolicyError, match="choose one of openai, "):
         OpenAIAgentPolicy("http://localhost:1/v1", "m", parser="hermeneutic")
 
 
@@ -231,7 +231,7 @@ def test_the_policies_room_has_these_names_and_no_others() -> None:
         _ = toolwise.policies.no_such_policy
 
 
-# A server that does everything wrong.
+# A server that misbehaves in every way.
 
 Writer = asyncio.StreamWriter
 Behaviour = Callable[[Writer], Awaitable[None]]
@@ -241,7 +241,7 @@ FINE = json.dumps({"choices": [{"message": {"content": "fine"}, "finish_reason":
 def answer(status: int, body: bytes = FINE, *, length: int | None = None, **headers: str) -> Behaviour:
     async def behave(writer: Writer) -> None:
         given = {"content-type": "application/json", "content-length": str(len(body) if length is None else length)}
-        given["connection"] = "close"  # said, because it is done: else the client would use it again
+        given["connection"] = "close"  # announced, or the client would reuse the connection
         given |= {name.replace("_", "-"): value for name, value in headers.items()}
         lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
         writer.write(f"HTTP/1.1 {status} X\r\n{lines}\r\n".encode() + body)
@@ -282,7 +282,7 @@ half = answer(200, FINE[:20], length=len(FINE))
 
 
 class FaultyServer:
-    """Behaves by `choose`, which sees the text of the question and how often it was asked before."""
+    """Behaves as `choose` says, given the text of the request and how often it came before."""
 
     def __init__(self, choose: Callable[[str, int], Behaviour]) -> None:
         self.choose = choose
@@ -324,7 +324,7 @@ def impatient(url: str, **more: Any) -> OpenAIAgentPolicy:
 
 
 def ask_faulty(behaviours: Sequence[Behaviour], **more: Any) -> tuple[Any, dict[str, float], float]:
-    """The outcome against a server that behaves like this, one after the other, and then well; counts; seconds."""
+    """The outcome, counts and seconds with a server that misbehaves in these ways in turn, and then behaves."""
 
     async def work() -> tuple[Any, dict[str, float], float]:
         script = dict(enumerate(behaviours))

@@ -1,4 +1,4 @@
-"""Asking again, in simulated time: hours of a server's trouble in milliseconds, on the loop's own clock."""
+"""Retries in simulated time: hours of server failures in milliseconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Answer = Callable[[httpx.Request], Awaitable[httpx.Response]]
 
 
 class Leaping(selectors.DefaultSelector):
-    """Where a loop would wait for its next timer, time leaps there instead."""
+    """Jumps to the next timer instead of waiting for it."""
 
     now = 0.0
 
@@ -33,7 +33,7 @@ class Leaping(selectors.DefaultSelector):
 
 
 def simulate(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
-    """What `work` gives, and how long it took by the simulated clock."""
+    """The result of `work`, and how long it took in simulated time."""
     selector = Leaping()
 
     def make() -> asyncio.AbstractEventLoop:
@@ -190,7 +190,7 @@ def test_a_wait_beyond_the_deadline_is_not_begun() -> None:
 def test_one_attempt_has_its_time_and_all_of_them_theirs() -> None:
     fault, took_s = refused(endpoint([stall] * 99, timeout_s=10, deadline_s=25, max_retries=99))
     assert took_s <= 25
-    assert "no whole reply" in str(fault)
+    assert "no complete reply" in str(fault)
 
 
 def test_the_deadline_holds_for_whoever_waits_for_a_place() -> None:
@@ -223,7 +223,7 @@ def test_no_more_at_once_than_allowed_and_none_of_them_while_pausing() -> None:
     answers, took_s = simulate(crowd())
     assert answers == [{"said": 200}] * 12
     assert most == 3
-    assert took_s <= 4 + 1  # four rounds of a second; the pauses pass while others are asking
+    assert took_s <= 4 + 1  # four rounds of a second; delays overlap with other requests
 
 
 def test_what_the_reader_makes_of_a_reply_may_be_asked_again_too() -> None:

@@ -1,4 +1,4 @@
-"""What a server's refusal is to us: by status, and by what the server says."""
+"""Classification of server errors, by status and by message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat completions as different servers write them, whole and broken."""
+"""Chat completions of different servers, valid and broken."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A stand-in for a vLLM server: the shipped model behind the fields and endpoints of vLLM's that toolwise speaks. The
-weights it is told of it really loads; `tests/policies/vllm/test_vllm_real.py` holds it against vLLM itself."""
+"""A stand-in for a vLLM server: the bundled model behind the vLLM endpoints that toolwise uses. It really loads the
+weights it is sent; `tests/policies/vllm/test_vllm_real.py` tests against vLLM itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 
 @dataclass
 class StandIn:
-    """What it does wrong is for a test to say."""
+    """A stand-in server; tests choose how it misbehaves."""
 
     model: Any
     chat: Any
@@ -35,16 +35,16 @@ class StandIn:
     logprobs_mode: str = "processed_logprobs"
     dtype: str = "torch.float32"
     keeps_head: bool = False
-    """The head of a tied model stays as it is when weights come."""
+    """The head of a tied model is not updated with new weights."""
     ignores_weights: bool = False
     ignores_after: int | None = None
-    """So many loads are taken, and none after them."""
+    """Number of weight loads accepted before all others are ignored."""
     resets: bool = True
     refuses_weights: bool = False
     faults: list[int] = field(default_factory=list)
-    """Statuses that the next completions are answered with."""
+    """HTTP statuses of the next completions."""
     aborts: int = 0
-    """So many completions are broken off."""
+    """Number of completions that are cut off."""
     asked: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     version: str = ""
@@ -167,7 +167,7 @@ def teacher_forced() -> Any:
 @pytest.fixture
 def stand_in(loaded: tuple[Any, Any]) -> Iterator[StandIn]:
     model, chat = loaded
-    # Its head is a tensor of its own, so that the one can be kept while the other changes.
+    # The head is a separate tensor, so that it can stay while the embeddings change.
     apart = copy.deepcopy(model)
     apart.lm_head.weight = torch.nn.Parameter(apart.lm_head.weight.detach().clone())
     made = StandIn(apart, chat)

@@ -1,4 +1,4 @@
-"""From a configuration to a run that trains over a server."""
+"""From a configuration to a run that trains through a vLLM server."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def test_two_steps_of_training_pass_the_canary(
     assert len(gaps) == 2
     assert max(gaps) < 1e-3
     assert stand_in.version == "2"
-    assert stand_in.asked.count("collective_rpc") == 4  # alike, the model's own, and after each update
+    assert stand_in.asked.count("collective_rpc") == 4  # uniform weights, the model's own, and one per update
 
 
 @pytest.mark.parametrize(
     ("fault", "told"),
-    [({"ignores_weights": True}, "keeps the output head"), ({"ignores_after": 2}, "disagree on the log-probs")],
+    [({"ignores_weights": True}, "not update the output head"), ({"ignores_after": 2}, "disagree on the log-probs")],
     ids=["from the beginning", "after the first update"],
 )
 def test_weights_that_do_not_arrive_stop_the_run(
     tmp_path: Path, cli: Cli, make_config: MakeConfig, stand_in: Any, fault: dict[str, Any], told: str
 ) -> None:
-    """Found before the first rollout, or by the canary."""
+    """Found before the first rollout, or by the mismatch check."""
     for name, value in fault.items():
         setattr(stand_in, name, value)
     rollout = {"engine": "vllm", "vllm": {"base_url": stand_in.url}, "n": 4, "max_new_tokens": 32}
@@ -63,12 +63,12 @@ def test_a_server_is_refused_before_any_weight_is_sent(stand_in: Any, loaded: An
 
 def test_a_key_is_taken_from_the_environment(stand_in: Any, loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_KEY", raising=False)
-    with pytest.raises(ConfigError, match=r"rollout\.vllm\.api_key_env: the environment has no VLLM_KEY"):
+    with pytest.raises(ConfigError, match=r"rollout\.vllm\.api_key_env: the environment variable VLLM_KEY is not set"):
         build_vllm(config(base_url=stand_in.url, api_key_env="VLLM_KEY"), loaded[0], "unused")
 
 
 def test_no_server_leaves_nothing_behind(loaded: Any, tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match=r"there is no vLLM at http://127\.0\.0\.1:9"):
+    with pytest.raises(PolicyError, match=r"there is no vLLM server at http://127\.0\.0\.1:9"):
         build_vllm(config(base_url="http://127.0.0.1:9/v1", weights_dir=tmp_path / "w"), loaded[0], "unused")
     assert list((tmp_path / "w").iterdir()) == []
 

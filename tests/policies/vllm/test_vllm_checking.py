@@ -1,4 +1,4 @@
-"""Servers that a model cannot be trained with are found before the first rollout."""
+"""Servers that cannot be used for training are rejected before the first rollout."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_server_started_with_other_settings(loaded: Any, model_info: ModelInfo
 def test_another_vocabulary(control: VllmControlClient, loaded: Any, change: int, told: str) -> None:
     model = copy.deepcopy(loaded[0])
     model.config.vocab_size += change
-    with pytest.raises(PolicyError, match=f"serves another model .small.: it knows {told} tokens"):
+    with pytest.raises(PolicyError, match=f"serves another model .small., with {told} tokens"):
         check_vocabulary(control, SERVED, model)
 
 
@@ -66,7 +66,7 @@ def test_a_head_that_stays_behind(
     stand_in: Any, control: VllmControlClient, loaded: Any, weights: WeightsFolder
 ) -> None:
     stand_in.keeps_head = True
-    with pytest.raises(PolicyError, match="keeps the output head of a model with tied embeddings"):
+    with pytest.raises(PolicyError, match="does not update the output head of a model with tied embeddings"):
         check_tied_head(control, SERVED, loaded[0], weights)
 
 
@@ -78,7 +78,7 @@ def test_weights_that_were_not_taken(
         changed.model.norm.weight.mul_(1.5)
     stand_in.ignores_weights = True
     control.load(weights.write(changed), 0)
-    with pytest.raises(PolicyError, match=r"disagree on log-probs by .* did not take the weights"):
+    with pytest.raises(PolicyError, match=r"disagree on log-probs by .* did not load the weights"):
         check_logprobs(control, SERVED, changed)
 
 

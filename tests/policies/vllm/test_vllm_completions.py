@@ -1,4 +1,4 @@
-"""The wire form of a generation: what is asked, and replies that are not what they should be."""
+"""Completion requests, and replies that are invalid."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_a_reply_is_read_to_the_token() -> None:
         (reply(finish_reason="abort"), "finish_reason 'abort'", True),
         (reply(token_ids=None), "no token_ids", False),
         (reply(prompt_token_ids=None), "no prompt_token_ids", False),
-        (reply(token_ids=[1, -1]), "no list of token ids", False),
-        (reply(prompt_token_ids=[5]), "another prompt", False),
+        (reply(token_ids=[1, -1]), "not a list of token ids", False),
+        (reply(prompt_token_ids=[5]), "a different prompt", False),
         (reply(token_ids=[7]), "1 token ids and 2 log-probs", False),
         (reply(token_ids=[], logprobs={"token_logprobs": []}), "0 token ids", False),
         (reply(logprobs=None), "2 token ids and 0 log-probs", False),
-        (reply(logprobs={"token_logprobs": [None, -1.0]}), "no list of numbers", False),
+        (reply(logprobs={"token_logprobs": [None, -1.0]}), "not a list of numbers", False),
         (reply(logprobs={"token_logprobs": [float("nan"), -1.0]}), "NaN", False),
     ],
 )

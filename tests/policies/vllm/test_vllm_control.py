@@ -1,4 +1,4 @@
-"""A server's other endpoints: what it serves, how weights get there, and one line for each way in which it fails."""
+"""Control endpoints: model info, weight transfer, and one-line errors for each failure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_no_server() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         port = nobody.getsockname()[1]
-        with pytest.raises(PolicyError, match=f"there is no vLLM at http://127.0.0.1:{port} ") as fault:
+        with pytest.raises(PolicyError, match=f"there is no vLLM server at http://127.0.0.1:{port} ") as fault:
             VllmControlClient(f"http://127.0.0.1:{port}/v1", timeout_s=5).model_info()
     assert "rollout.vllm.base_url" in one_line(fault)
 
@@ -59,10 +59,10 @@ def test_another_name(stand_in: Any) -> None:
 def test_no_transfer_api(stand_in: Any) -> None:
     stand_in.development = False
     control = VllmControlClient(stand_in.url, timeout_s=5)
-    with pytest.raises(PolicyError, match="takes no new weights: start it with VLLM_SERVER_DEV_MODE=1") as fault:
+    with pytest.raises(PolicyError, match="does not accept new weights: start it with VLLM_SERVER_DEV_MODE=1") as fault:
         control.model_info()
     one_line(fault)
-    with pytest.raises(PolicyError, match="takes no new weights"):
+    with pytest.raises(PolicyError, match="does not accept new weights"):
         control.load(Path("/nowhere"), 1)
 
 
@@ -78,7 +78,7 @@ def test_a_cache_that_is_not_forgotten(stand_in: Any, loaded: Any) -> None:
     stand_in.resets = False
     weights = WeightsFolder()
     try:
-        with pytest.raises(PolicyError, match="did not forget its cached prefixes"):
+        with pytest.raises(PolicyError, match="did not reset its prefix cache"):
             VllmControlClient(stand_in.url, timeout_s=5).load(weights.write(loaded[0]), 1)
     finally:
         weights.close()

@@ -1,4 +1,4 @@
-"""The engine over a server: the tokens and log-probs of the model, before and after its weights change."""
+"""The engine on a server: the model's tokens and log-probs, before and after its weights change."""
 
 from __future__ import annotations
 

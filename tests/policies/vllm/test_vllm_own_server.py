@@ -1,4 +1,4 @@
-"""Servers that toolwise starts: asked with what training needs, and gone with whoever started them."""
+"""Servers that toolwise starts: with the options training needs, and stopped with their parent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVER = """
 import json, os, subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-child = subprocess.Popen(["sleep", "600"])  # vLLM's engine is a process of its own
+child = subprocess.Popen(["sleep", "600"])  # vLLM's engine is a separate process
 
 class Answer(BaseHTTPRequestHandler):
     def do_GET(self):
@@ -76,7 +76,7 @@ def test_it_is_started_with_what_training_needs_and_ended_whole(tmp_path: Path) 
     assert all(alive(pid) for pid in told["pids"])
     server.close()
     wait_until_gone(told["pids"])
-    server.close()  # once more does nothing
+    server.close()  # closing twice is harmless
 
 
 def test_the_model_is_the_first_word_after_serve(tmp_path: Path) -> None:
@@ -113,12 +113,12 @@ def test_a_program_that_is_not_there() -> None:
 
 def test_one_that_ends_at_once_has_the_last_word(tmp_path: Path) -> None:
     text = "import sys; print('ValueError: no such model'); print('bye'); sys.exit(3)"
-    with pytest.raises(PolicyError, match="ended with status 3 before it served: ValueError: no such model"):
+    with pytest.raises(PolicyError, match="exited with status 3 before it was ready: ValueError: no such model"):
         start(command(tmp_path, text))
 
 
 def test_one_that_never_answers_is_ended(tmp_path: Path) -> None:
     text = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    with pytest.raises(PolicyError, match=r"did not answer within 1\.5 s: raise rollout\.vllm\.start_s"):
+    with pytest.raises(PolicyError, match=r"was not ready within 1\.5 s: raise rollout\.vllm\.start_s"):
         start(command(tmp_path, text), start_s=1.5)
     wait_until_gone([int((tmp_path / "pid").read_text())])

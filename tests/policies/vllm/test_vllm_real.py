@@ -1,6 +1,6 @@
-"""vLLM itself, started by toolwise: what it draws is what the model says, before and after its weights change.
+"""A real vLLM server, started by toolwise: its log-probs match the model, before and after a weight change.
 
-`make vllm-env` makes the environment that vLLM needs for itself; without it these tests are skipped.
+`make vllm-env` creates the separate environment that vLLM needs; without it these tests are skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.long
 T = TypeVar("T")
 Forced = Callable[[Any, list[int], list[int], float], list[float]]
 PYTHON = Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"
-# Its own command asks for the version of a package "vllm", which the CPU build is not called.
+# The `vllm` command looks up the version of a package "vllm", but the CPU build has another name.
 COMMAND = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--max-num-seqs", "32"]
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 QUESTIONS = ["What is 531 * 77?", "How many bridges does Alder have?", "Hello there", "4512 + 309 = ?"]
@@ -97,7 +97,7 @@ def test_it_says_what_the_model_says(engine: VllmEngine, model: Any, loaded: Any
 def test_after_an_update_it_says_what_the_new_weights_say(
     engine: VllmEngine, model: Any, loaded: Any, teacher_forced: Forced
 ) -> None:
-    """Each kind of weight by itself, and all of them: a part that stays behind must show."""
+    """Each kind of weight alone, and all together: a part that is not updated must show."""
     chat, before = loaded[1], {name: weight.detach().clone() for name, weight in model.named_parameters()}
     torch.manual_seed(0)
     for part in ("embed_tokens", "self_attn", "mlp", "norm", ""):

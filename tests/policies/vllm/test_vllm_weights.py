@@ -1,4 +1,4 @@
-"""The folder that weights travel in: a plain checkpoint whose head is a tensor of its own."""
+"""The weights folder: a plain checkpoint with the head as a separate tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`toolwise check`: looks at what people wrote before a run trusts it. One small module a kind of thing."""
+"""`toolwise check`: check user-written rewards, environments and tools before a run. One module per command."""
 
 from __future__ import annotations
 

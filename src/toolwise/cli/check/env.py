@@ -1,4 +1,4 @@
-"""`toolwise check env`: an environment tried out against what rollouts rely on."""
+"""`toolwise check env`: test an environment against what rollouts rely on."""
 
 from __future__ import annotations
 
@@ -23,35 +23,39 @@ def check_env(
     ],
     kwargs: KwargsOption = None,
     data: Annotated[
-        Path | None, typer.Option(help="A file of tasks; the environment is made for one of them.", show_default=False)
+        Path | None, typer.Option(help="Task file; the environment is built for one of its tasks.", show_default=False)
     ] = None,
-    row: Annotated[int, typer.Option(min=0, help="Which task of --data, from 0.")] = 0,
-    tool: Annotated[list[str] | None, typer.Option(help="A tool on offer; repeatable.", show_default=False)] = None,
+    row: Annotated[int, typer.Option(min=0, help="Index of the task in --data, starting at 0.")] = 0,
+    tool: Annotated[
+        list[str] | None, typer.Option(help="Tool the environment offers; repeatable.", show_default=False)
+    ] = None,
     action: Annotated[
         list[str] | None,
-        typer.Option(help="A valid action to try: text, or a call as JSON; repeatable.", show_default=False),
+        typer.Option(help="Valid action to try: text, or a tool call as JSON; repeatable.", show_default=False),
     ] = None,
     gold: Annotated[
         Path | None,
-        typer.Option(help="Actions that reach the goal: a JSON list, or one action a line.", show_default=False),
+        typer.Option(
+            help="File of actions that reach the goal: a JSON list, or one action per line.", show_default=False
+        ),
     ] = None,
     gold_reward: Annotated[
-        float | None, typer.Option(help="What gold actions earn at least. [default: more than 0]", show_default=False)
+        float | None,
+        typer.Option(help="Minimum reward the gold actions must earn (default: more than 0).", show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The seed of the episodes.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of an episode at most.")] = 20,
-    timeout_s: Annotated[float, typer.Option(min=0.01, help="How long one reset, step or close may take.")] = 10.0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the episodes.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Maximum number of steps per episode.")] = 20,
+    timeout_s: Annotated[float, typer.Option(min=0.01, help="Timeout of one reset, step or close, in seconds.")] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Try an environment out: life cycle, types, determinism, states, endings, invalid and gold actions, deadlines."""
-
+    """Test an environment: life cycle, types, determinism, state keys, endings, invalid and gold actions, timeouts."""
     from toolwise.checks.env.check import check_env as check
     from toolwise.envs.catalog import build_env_factory
     from toolwise.tools import build_tools
 
     factory = build_env_factory(reference, read_kwargs(kwargs), tools=build_tools(tool or []))
     task = _task(data, row)
-    found = check(
+    result = check(
         lambda: factory(task),
         name=reference,
         actions=[_read_action(text, "--action") for text in action or ()],
@@ -62,10 +66,10 @@ def check_env(
         step_timeout_s=timeout_s,
     )
     if as_json:
-        print_json(found.to_json())
+        print_json(result.to_json())
     else:
-        _show(found)
-    if not found.ok:
+        _show(result)
+    if not result.ok:
         raise typer.Exit(1)
 
 
@@ -78,12 +82,12 @@ def _task(data: Path | None, row: int) -> Task:
 
     tasks = load_tasks(data, limit=row + 1)
     if row >= len(tasks):
-        raise DataError(f"{data} has {len(tasks)} rows, and row {row} (from 0) is not one of them")
+        raise DataError(f"{data} has {len(tasks)} rows, so there is no row {row} (rows are counted from 0)")
     return tasks[row]
 
 
 def _read_gold(path: Path) -> list[Any]:
-    """A JSON list, or an action a line: JSON where it is an object or a list, else the text itself."""
+    """Read a JSON list, or one action per line: JSON if the line is an object or a list, plain text otherwise."""
     import json
 
     text = path.read_text(encoding="utf-8")
@@ -91,37 +95,37 @@ def _read_gold(path: Path) -> list[Any]:
         try:
             actions = json.loads(text)
         except (ValueError, RecursionError) as fault:
-            raise DataError(f"{path} is no JSON: {fault}") from None
+            raise DataError(f"{path} is not valid JSON: {fault}") from None
         if not isinstance(actions, list):
-            raise DataError(f"{path} must hold a list of actions")
+            raise DataError(f"{path} must contain a JSON list of actions")
     else:
         actions = [line.strip() for line in text.splitlines() if line.strip()]
     if not actions:
-        raise DataError(f"{path} has no actions in it")
+        raise DataError(f"{path} contains no actions")
     return [_read_action(action, f"{path}, action {i}") for i, action in enumerate(actions)]
 
 
-def _read_action(given: Any, where: str) -> Any:
+def _read_action(action: Any, where: str) -> Any:
     import json
 
     from pydantic import ValidationError
 
     from toolwise.checks.env.env_trial import as_action
 
-    if isinstance(given, str):
-        if given[:1] not in ("{", "["):
-            return given
+    if isinstance(action, str):
+        if action[:1] not in ("{", "["):
+            return action
         try:
-            given = json.loads(given)
+            action = json.loads(action)
         except (ValueError, RecursionError):
-            return given
-    calls = given if isinstance(given, list) else [given]
+            return action
+    calls = action if isinstance(action, list) else [action]
     if not all(isinstance(call, dict) for call in calls):
-        raise ConfigError(f'{where}: {given!r:.60} is no action; write text, or {{"name": …, "arguments": {{…}}}}')
+        raise ConfigError(f'{where}: {action!r:.60} is not an action; write text, or {{"name": …, "arguments": {{…}}}}')
     try:
-        return as_action(given)
+        return as_action(action)
     except ValidationError as fault:
-        raise ConfigError(f"{where}: {given!r:.60} is no call: {fault.errors()[0]['msg']}") from None
+        raise ConfigError(f"{where}: {action!r:.60} is not a tool call: {fault.errors()[0]['msg']}") from None
 
 
 def _show(check: EnvCheck) -> None:
@@ -130,10 +134,10 @@ def _show(check: EnvCheck) -> None:
     from toolwise.terminal.display import Console
 
     table = Table(title=check.env)
-    for column in ("", "", "what was seen"):
+    for column in ("", "", "details"):
         table.add_column(column)
     for finding in check.findings:
         table.add_row(finding.name, verdict_text(finding.verdict), finding.says)
     Console().print(table)
     wrong = [finding.name for finding in check.findings if finding.verdict == "wrong"]
-    print_line(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")
+    print_line(f"wrong: {', '.join(wrong)}" if wrong else "no problems found")

@@ -1,4 +1,4 @@
-"""How a verdict looks in a table."""
+"""Styling of a check's verdict in a table."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ _STYLES = {"ok": "green", "warning": "yellow", "wrong": "red", "skipped": "dim"}
 def verdict_text(verdict: str) -> Text:
     from rich.text import Text
 
-    return Text("look" if verdict == "warning" else verdict, style=_STYLES[verdict])
+    return Text(verdict, style=_STYLES[verdict])

@@ -1,4 +1,4 @@
-"""`toolwise check reward`: a reward in its sandbox over stored rollouts, with what is wrong with it."""
+"""`toolwise check reward`: run a reward in its sandbox over stored rollouts and report problems."""
 
 from __future__ import annotations
 
@@ -28,16 +28,20 @@ if TYPE_CHECKING:
 def check_reward(
     reference: Annotated[str, typer.Argument(metavar="REF", help="path.py:function or module:function.")],
     rollouts: Annotated[
-        Path, typer.Option(help="A run, a file of its rollouts, or rows with `messages`.", show_default=False)
+        Path,
+        typer.Option(help="Run folder, file of stored rollouts, or file of rows with `messages`.", show_default=False),
     ],
     kwargs: KwargsOption = None,
-    step: Annotated[int | None, typer.Option(min=0, help="Only the rollouts of one step.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Rollouts to look at, at most.")] = 512,
+    step: Annotated[int | None, typer.Option(min=0, help="Check only the rollouts of this training step.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of rollouts to check.")] = 512,
     gold: Annotated[
-        bool, typer.Option("--gold/--no-gold", help="Whether gold answers must score best; not so for mere shaping.")
+        bool, typer.Option("--gold/--no-gold", help="Check that gold answers score best; skip for shaping rewards.")
     ] = True,
     gold_form: Annotated[
-        str | None, typer.Option(help="How to say a bare ground truth, such as 'Answer: {}'.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Template that turns a bare ground truth into an answer, such as 'Answer: {}'.", show_default=False
+        ),
     ] = None,
     tier: TierOption = None,
     timeout_s: TimeoutOption = None,
@@ -46,23 +50,22 @@ def check_reward(
     allow: AllowOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Run a reward in the sandbox over stored rollouts: results, determinism, speed, spread, steps and gold answers."""
-
+    """Check a reward on stored rollouts, in its sandbox: results, determinism, speed, spread, steps, gold answers."""
     from toolwise.checks.reward.check import check_reward as check
     from toolwise.checks.reward.stored_rollouts import read_rollouts
     from toolwise.config.schema import RewardConfig, SandboxConfig
     from toolwise.errors import ConfigError
 
     if gold_form is not None and "{}" not in gold_form:
-        raise ConfigError(f"--gold-form {gold_form!r}: put {{}} where the ground truth goes, as in 'Answer: {{}}'")
+        raise ConfigError(f"--gold-form {gold_form!r}: mark the place of the ground truth with {{}}: 'Answer: {{}}'")
     sandbox = override_sandbox(SandboxConfig(), tier, timeout_s, memory_mb, read, allow)
     config = RewardConfig(function=reference, kwargs=read_kwargs(kwargs), sandbox=sandbox)
-    found = check(config, read_rollouts(rollouts, step=step, limit=limit), gold=gold, gold_form=gold_form)
+    result = check(config, read_rollouts(rollouts, step=step, limit=limit), gold=gold, gold_form=gold_form)
     if as_json:
-        print_json(found.to_json())
+        print_json(result.to_json())
     else:
-        _show(found)
-    if not found.ok:
+        _show(result)
+    if not result.ok:
         raise typer.Exit(1)
 
 
@@ -73,7 +76,7 @@ def _show(check: RewardCheck) -> None:
 
     console = Console()
     table = Table(title=f"{check.reward} ({check.mode}) on {check.rollouts} rollouts of {check.tasks} tasks")
-    for column in ("", "", "what was seen"):
+    for column in ("", "", "details"):
         table.add_column(column)
     for finding in check.findings:
         table.add_row(finding.name, verdict_text(finding.verdict), finding.says)
@@ -81,15 +84,15 @@ def _show(check: RewardCheck) -> None:
     for finding in check.findings:
         _show_details(finding)
     if check.printed:
-        more = f"  … and {check.printed_more:,} lines more" if check.printed_more else ""
-        print_line("\n".join(["\nit printed:", *(f"  {line}" for line in check.printed), more]))
+        more = f"  … and {check.printed_more:,} more lines" if check.printed_more else ""
+        print_line("\n".join(["\noutput of the reward:", *(f"  {line}" for line in check.printed), more]))
     print_line(check.sandbox)
     wrong = [finding.name for finding in check.findings if finding.verdict == "wrong"]
-    print_line(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")
+    print_line(f"wrong: {', '.join(wrong)}" if wrong else "no problems found")
 
 
 def _show_details(finding: Finding) -> None:
-    """As plain text: a traceback is for reading and copying, not for wrapping."""
+    """Print details as plain text, so that tracebacks are not wrapped and can be copied."""
     if finding.details:
         print_line(f"\n{finding.name}:")
         for detail in finding.details:

@@ -1,4 +1,4 @@
-"""`toolwise check tool`: a tool tried out against what rollouts rely on."""
+"""`toolwise check tool`: test a tool against what rollouts rely on."""
 
 from __future__ import annotations
 
@@ -16,46 +16,45 @@ if TYPE_CHECKING:
 
 def check_tool(
     reference: Annotated[
-        str, typer.Argument(metavar="REF", help="path.py:name, module:name, or a tool that Toolwise brings.")
+        str, typer.Argument(metavar="REF", help="path.py:name, module:name, or the name of a built-in tool.")
     ],
     config: Annotated[
-        str, typer.Option(help="The tool's configuration as JSON, as beside its name in a run's tools.")
+        str, typer.Option(help="Options of the tool as JSON, as in the `tools` of a configuration file.")
     ] = "{}",
     call: Annotated[
         list[str] | None,
-        typer.Option(help="Arguments of a call to try, as JSON; repeatable.", show_default=False),
+        typer.Option(help="Arguments of a call to try, as a JSON object; repeatable.", show_default=False),
     ] = None,
-    create: Annotated[str, typer.Option(help="What a task gives to create (create_kwargs), as JSON.")] = "{}",
-    timeout_s: Annotated[float, typer.Option(min=0.01, help="How long one call may take.")] = 10.0,
+    create: Annotated[str, typer.Option(help="A task's create_kwargs for this tool, as JSON.")] = "{}",
+    timeout_s: Annotated[float, typer.Option(min=0.01, help="Timeout of one call, in seconds.")] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Try a tool out: schema, life cycle, results, instances, odd and bad arguments, cancelling, the event loop."""
-
+    """Test a tool: schema, life cycle, results, instances, odd and bad arguments, cancellation, event loop blocking."""
     from toolwise.checks.tool.check import check_tool as check
     from toolwise.tools.catalog import build_tools
 
-    calls = [_object(text, "--call") for text in call or ()]
-    create_kwargs = _object(create, "--create")
-    tools = build_tools([{"name": reference, **_object(config, "--config")}])
-    found = [check(tool, calls=calls, create_kwargs=create_kwargs, timeout_s=timeout_s) for tool in tools.values()]
+    calls = [_read_object(text, "--call") for text in call or ()]
+    create_kwargs = _read_object(create, "--create")
+    tools = build_tools([{"name": reference, **_read_object(config, "--config")}])
+    results = [check(tool, calls=calls, create_kwargs=create_kwargs, timeout_s=timeout_s) for tool in tools.values()]
     if as_json:
-        print_json([one.to_json() for one in found])
+        print_json([result.to_json() for result in results])
     else:
-        for one in found:
-            _show(one)
-    if not all(one.ok for one in found):
+        for result in results:
+            _show(result)
+    if not all(result.ok for result in results):
         raise typer.Exit(1)
 
 
-def _object(text: str, option: str) -> dict[str, Any]:
+def _read_object(text: str, option: str) -> dict[str, Any]:
     import json
 
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as fault:
-        raise ConfigError(f"{option} {text!r:.80} is no JSON ({fault})") from None
+        raise ConfigError(f"{option} {text!r:.80} is not valid JSON ({fault})") from None
     if not isinstance(value, dict):
-        raise ConfigError(f'{option} {text!r:.80} is no JSON object; write {{"argument": value}}')
+        raise ConfigError(f'{option} {text!r:.80} is not a JSON object; write {{"argument": value}}')
     return value
 
 
@@ -65,10 +64,10 @@ def _show(check: ToolCheck) -> None:
     from toolwise.terminal.display import Console
 
     table = Table(title=check.tool)
-    for column in ("", "", "what was seen"):
+    for column in ("", "", "details"):
         table.add_column(column)
     for finding in check.findings:
         table.add_row(finding.name, verdict_text(finding.verdict), finding.says)
     Console().print(table)
     wrong = [finding.name for finding in check.findings if finding.verdict == "wrong"]
-    print_line(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")
+    print_line(f"wrong: {', '.join(wrong)}" if wrong else "no problems found")

@@ -1,4 +1,4 @@
-"""`toolwise init`: files to begin with. One small module a kind of thing."""
+"""`toolwise init`: write starter files. One module per command."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import typer
 
 from toolwise.cli.init import reward
 
-app = typer.Typer(name="init", help="Write files to begin with.", no_args_is_help=True)
+app = typer.Typer(name="init", help="Write starter files.", no_args_is_help=True)
 app.command("reward")(reward.init_reward)

@@ -1,4 +1,4 @@
-"""`toolwise init reward`: a reward to begin with, and a few rollouts to try it on."""
+"""`toolwise init reward`: write a starter reward and a few rollouts to try it on."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class RewardMode(StrEnum):
 
 
 def init_reward(
-    name: Annotated[str, typer.Argument(help="The function's name, and the file's.")] = "my_reward",
+    name: Annotated[str, typer.Argument(help="Name of the function and of its file.")] = "my_reward",
     mode: Annotated[
-        RewardMode, typer.Option(help="One rollout a call, all of a step, or all of a task.")
+        RewardMode, typer.Option(help="What one call scores: one rollout, all of a step, or all of a task.")
     ] = RewardMode.POINTWISE,
-    folder: Annotated[Path, typer.Option(help="Where to write.", show_default=False)] = Path(),
+    folder: Annotated[Path, typer.Option(help="Folder to write to (default: .).", show_default=False)] = Path(),
 ) -> None:
-    """Write a reward that works, with comments, beside a small sample of rollouts that it passes its check on."""
+    """Write a working, commented reward and a small sample of rollouts to check it on."""
     from toolwise.checks.reward.starter import create_reward_files
 
     code, rollouts = create_reward_files(folder, name, mode.value)
-    print_line(f"wrote {code} and {rollouts}; look at it with:")
+    print_line(f"wrote {code} and {rollouts}; check the reward with:")
     print_line(f"  toolwise check reward {code} --rollouts {rollouts}")

@@ -1,1 +1,1 @@
-"""The policy behind any OpenAI-compatible chat server."""
+"""The policy for OpenAI-compatible chat servers."""

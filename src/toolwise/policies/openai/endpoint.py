@@ -1,6 +1,6 @@
-"""One question to an OpenAI-compatible server: asked again while that may help, within one deadline, and counted.
+"""Requests to an OpenAI-compatible server, with retries within one deadline, and metrics.
 
-Time and chance come from outside (`sleep`, `clock`, `seed`, `client`), so that a test can run hours of trouble at once.
+Time and randomness are injected (`sleep`, `clock`, `seed`, `client`), so that tests can simulate hours of failures.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _JSON = {"Content-Type": "application/json", "Accept": "application/json"}
 
 
 def loop_time() -> float:
-    """The running loop's own clock: the one that its timeouts go by, real or simulated."""
+    """The running loop's clock, which its timeouts use, real or simulated."""
     return asyncio.get_running_loop().time()
 
 
 class Endpoint:
-    """POSTs to `url`. `timeout_s` is for one attempt, from the first byte sent to the last byte read; `deadline_s` for
-    everything: waiting for a free place, all attempts, and the pauses between them."""
+    """POSTs to `url`. `timeout_s` limits one attempt, from the first byte sent to the last byte read; `deadline_s`
+    limits everything: waiting for a free slot, all attempts, and the delays between them."""
 
     def __init__(
         self,
@@ -69,51 +69,51 @@ class Endpoint:
         self._counts: Counter[str] = Counter()
 
     async def ask(self, body: Mapping[str, Any], read: Callable[[Any, Mapping[str, str]], T]) -> T:
-        """What `read` makes of the reply's JSON and headers. `read` may raise a `ServerError` too: a server that
-        answered nonsense once may not do so again."""
-        content = json.dumps(body).encode()  # in ASCII: half a character in a rollout must not stop us here
-        ends = self._clock() + self.deadline_s
-        tried = 0
+        """Send `body` and return `read(json, headers)` of the reply. `read` may raise a retryable `ServerError`: a
+        server that returned nonsense once may not do so again."""
+        content = json.dumps(body).encode()  # as ASCII: a lone surrogate in a rollout must not fail here
+        deadline = self._clock() + self.deadline_s
+        attempts = 0
         while True:
-            tried += 1
+            attempts += 1
             self._counts["requests"] += 1
             try:
-                raw, headers = await self._send_once(content, ends)
+                raw, headers = await self._send_once(content, deadline)
                 return read(_parse_json(raw, headers), headers)
             except ContextFullError as full:
                 self._counts["context_full"] += 1
-                raise ContextFullError(self._error_message(str(full), tried)) from None
+                raise ContextFullError(self._error_message(str(full), attempts)) from None
             except ServerError as fault:
-                pause_s = self._retry_delay_s(tried, fault.wait_s)
-                if not fault.retryable or tried > self.max_retries or self._clock() + pause_s >= ends:
+                pause_s = self._retry_delay_s(attempts, fault.wait_s)
+                if not fault.retryable or attempts > self.max_retries or self._clock() + pause_s >= deadline:
                     self._counts[f"failures/{fault.kind}"] += 1
-                    raise ServerError(fault.kind, self._error_message(str(fault), tried)) from fault
+                    raise ServerError(fault.kind, self._error_message(str(fault), attempts)) from fault
                 self._counts[f"retries/{fault.kind}"] += 1
             await self._sleep(pause_s)
 
-    async def _send_once(self, content: bytes, ends: float) -> tuple[bytes, Mapping[str, str]]:
+    async def _send_once(self, content: bytes, deadline: float) -> tuple[bytes, Mapping[str, str]]:
         import httpx
 
-        client, places = self._connections()
-        left_s = max(0.0, ends - self._clock())
+        client, slots = self._connections()
+        left_s = max(0.0, deadline - self._clock())
         try:
-            # Around everything: httpx's own timeouts begin anew with each byte that a slow server drips.
+            # Around everything: httpx's own timeouts restart with each byte from a slow server.
             async with (
                 asyncio.timeout(left_s),
-                places,
+                slots,
                 asyncio.timeout(self.timeout_s),
                 client.stream("POST", self.url, content=content, headers=self._headers) as response,
             ):
                 raw = await self._read(response)
         except (TimeoutError, httpx.TimeoutException):
             raise ServerError(
-                "timeout", f"no whole reply within {min(left_s, self.timeout_s):g} s", retryable=True
+                "timeout", f"no complete reply within {min(left_s, self.timeout_s):g} s", retryable=True
             ) from None
         except httpx.ConnectError as fault:
             raise ServerError("connect", f"no connection: {_describe_error(fault)}", retryable=True) from fault
         except httpx.DecodingError as fault:
             raise ServerError(
-                "bad_reply", f"the reply cannot be unpacked: {_describe_error(fault)}", retryable=True
+                "bad_reply", f"the reply cannot be decompressed: {_describe_error(fault)}", retryable=True
             ) from fault
         except httpx.HTTPError as fault:  # reset, or closed in the middle of a body
             raise ServerError("dropped", f"the connection broke: {_describe_error(fault)}", retryable=True) from fault
@@ -132,7 +132,7 @@ class Endpoint:
         return bytes(raw)
 
     def _connections(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
-        """Connections and places belong to a loop: those of one that is over are of no use to the next."""
+        """Connections and semaphores belong to an event loop, so a new loop gets new ones."""
         import httpx
 
         loop = asyncio.get_running_loop()
@@ -144,27 +144,27 @@ class Endpoint:
             self._open = loop, client, asyncio.Semaphore(self.max_concurrent)
         return self._open[1], self._open[2]
 
-    def _retry_delay_s(self, tried: int, server_delay_s: float | None) -> float:
-        """Twice as long each time, up to a limit, with chance in it, so that requests that failed together do not come
-        back together. Never shorter than what the server asked for."""
-        backoff_s = min(self.backoff_s * 2.0 ** (tried - 1), self.max_backoff_s) * self._rng.uniform(0.5, 1.0)
+    def _retry_delay_s(self, attempts: int, server_delay_s: float | None) -> float:
+        """Exponential backoff up to a limit, with jitter, so that requests that failed together do not retry together.
+        Never shorter than the server requested."""
+        backoff_s = min(self.backoff_s * 2.0 ** (attempts - 1), self.max_backoff_s) * self._rng.uniform(0.5, 1.0)
         return backoff_s if server_delay_s is None else server_delay_s + min(backoff_s, self.backoff_s)
 
-    def _error_message(self, problem: str, tried: int) -> str:
+    def _error_message(self, problem: str, attempts: int) -> str:
         if self._api_key:
-            problem = problem.replace(self._api_key, "…")  # some servers repeat the key they refuse
-        return f"server at {self.url}: {problem}" + (f" ({tried} attempts)" if tried > 1 else "")
+            problem = problem.replace(self._api_key, "…")  # some servers echo the key they reject
+        return f"server at {self.url}: {problem}" + (f" ({attempts} attempts)" if attempts > 1 else "")
 
     def metrics(self) -> Metrics:
-        """Counts since the beginning: requests (attempts), retries and failures, also by kind, full contexts."""
+        """Total counts: requests (attempts), retries and failures, also by kind, and full contexts."""
         totals = {
-            f"policy/{what}": float(sum(n for name, n in self._counts.items() if name.startswith(f"{what}/")))
-            for what in ("retries", "failures")
+            f"policy/{event}": float(sum(n for name, n in self._counts.items() if name.startswith(f"{event}/")))
+            for event in ("retries", "failures")
         }
         return totals | {f"policy/{name}": float(self._counts[name]) for name in ("requests", *self._counts)}
 
     async def aclose(self) -> None:
-        """Close the connections that are ours to close."""
+        """Close the connections, unless the client was given by the caller."""
         opened, self._open = self._open, None
         if opened is not None and self._external_client is None and opened[0] is asyncio.get_running_loop():
             await opened[1].aclose()
@@ -173,7 +173,7 @@ class Endpoint:
 def _parse_json(raw: bytes, headers: Mapping[str, str]) -> Any:
     try:
         return json.loads(raw)
-    except (ValueError, RecursionError):  # what was cut off or mixed up may well be whole the next time
+    except (ValueError, RecursionError):  # a truncated or garbled reply may be complete the next time
         kind = headers.get("content-type", "no content type")
         raise ServerError("bad_reply", f"the reply ({kind}) is not JSON: {raw[:80]!r}", retryable=True) from None
 
@@ -188,9 +188,9 @@ def _validate_url(url: str) -> str:
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as fault:
-        raise PolicyError(f"base_url {url!r} is no URL ({fault}); give one like http://localhost:8000/v1") from None
+        raise PolicyError(f"base_url {url!r} is not a URL ({fault}); give one like http://localhost:8000/v1") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise PolicyError(f"base_url {url!r} is no http URL; give one like http://localhost:8000/v1")
+        raise PolicyError(f"base_url {url!r} is not an http URL; give one like http://localhost:8000/v1")
     return url
 
 
@@ -198,5 +198,7 @@ def _authorization(api_key: str | None) -> dict[str, str]:
     if api_key is None:
         return {}
     if not api_key.isascii() or not api_key.isprintable() or api_key != api_key.strip() or not api_key:
-        raise PolicyError("api_key has characters that no HTTP header can hold: is there a newline at its end?")
+        raise PolicyError(
+            "api_key contains characters that are not allowed in an HTTP header: does it end in a newline?"
+        )
     return {"Authorization": f"Bearer {api_key}"}

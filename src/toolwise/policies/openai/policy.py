@@ -1,5 +1,5 @@
-"""A policy behind any OpenAI-compatible chat server (vLLM, SGLang, llama.cpp, `toolwise.serve`): messages in, a
-decision out, with token ids and log-probs where the server tells them."""
+"""A policy on any OpenAI-compatible chat server (vLLM, SGLang, llama.cpp, `toolwise.serve`), with token ids and
+log-probs if the server returns them."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     import httpx
 
 _SERVER_PARSER = "openai"
-# Servers take top-k, min-p and penalties from the model's folder or have defaults of their own; log-probs to learn
-# from are those of the whole distribution.
+# Servers take top-k, min-p and penalties from the model's folder or have their own defaults; training needs log-probs
+# of the full distribution.
 _NEUTRAL_SAMPLING = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class OpenAIAgentPolicy:
-    """Asks `model` at `base_url` (…/v1).
+    """Queries `model` at `base_url` (…/v1).
 
-    `parser`: "openai" leaves tool calls to the server; any other name finds them in the text here. Tools are shown to
-    the model in both cases: the latter asks with `tool_choice="none"`, which to vLLM means "show, do not parse"; for a
-    server that then hides them (SGLang), give `extra_body={"tool_choice": "auto"}`.
+    `parser`: "openai" leaves parsing tool calls to the server; any other name parses them from the text here. The model
+    sees its tools in both cases: the latter requests `tool_choice="none"`, which to vLLM means "show, do not parse";
+    for a server that then hides them (SGLang), set `extra_body={"tool_choice": "auto"}`.
 
-    `return_token_ids` asks for ids, and for an unshaped distribution, in fields that vLLM and SGLang know and that
-    OpenAI's own server refuses. Log-probs count as taken after temperature: start vLLM with
-    `--logprobs-mode processed_logprobs` to train at any temperature but 1. Without ids a step's log-probs are a
-    `TextLogprobs`: such rollouts can be evaluated, not learned from. `extra_body` wins over all other fields.
+    `return_token_ids` requests ids and an unmodified distribution, in fields that vLLM and SGLang accept and OpenAI's
+    own server rejects. Log-probs are taken to be after temperature: start vLLM with
+    `--logprobs-mode processed_logprobs` to train at a temperature other than 1. Without ids, a step's log-probs are
+    `TextLogprobs`: such rollouts can be evaluated, but not trained on. `extra_body` overrides all other fields.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class OpenAIAgentPolicy:
     ) -> None:
         if parser != _SERVER_PARSER and parser not in PARSERS:
             raise PolicyError(
-                f"there is no parser {parser!r}; there is: {', '.join(dict.fromkeys([_SERVER_PARSER, *PARSERS]))}"
+                f"there is no parser {parser!r}; choose one of {', '.join(dict.fromkeys([_SERVER_PARSER, *PARSERS]))}"
             )
         self.model = model
         self.sampling = sampling or Sampling()
@@ -88,7 +88,7 @@ class OpenAIAgentPolicy:
     def session(self, *, seed: int, do_sample: bool, prompt_ids: Sequence[int] | None = None) -> OpenAISession:
         if prompt_ids is not None:
             raise PolicyError(
-                "the task's prompt came as token ids, and a chat server takes messages: give the task a prompt of "
+                "the task's prompt is given as token ids, but a chat server takes messages: give the task a prompt of "
                 "messages without prompt_ids, or use the local policy"
             )
         return OpenAISession(self, replace(self.sampling, seed=seed, do_sample=do_sample))
@@ -96,7 +96,7 @@ class OpenAIAgentPolicy:
     async def get_action(
         self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None
     ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
-        """One decision without an episode around it."""
+        """A single decision, outside of an episode."""
         reply = await self.ask(observation, available_tools_specs, self.sampling)
         return (
             to_action(reply.content, reply.calls, reply.reasoning),
@@ -112,10 +112,10 @@ class OpenAIAgentPolicy:
         sampling: Sampling,
         raw_replies: Mapping[int, str] | None = None,
     ) -> Reply:
-        """`raw_replies`: places of messages that go as these texts instead."""
+        """`raw_replies`: texts to send instead of the messages at these indices."""
         body = self._body(messages, tools, sampling)
-        for place, text in (raw_replies or {}).items():
-            body["messages"][place] = {"role": "assistant", "content": text}
+        for index, text in (raw_replies or {}).items():
+            body["messages"][index] = {"role": "assistant", "content": text}
         reply = await self.endpoint.ask(body, lambda value, headers: read_reply(value, headers, self.parse))
         self._without_ids += "token_ids" not in reply.logprobs
         return reply
@@ -151,8 +151,8 @@ class OpenAIAgentPolicy:
 
 
 class OpenAISession:
-    """One episode: a seed of its own for each turn, and one buffer that the turns' prompts share as far as the server
-    renders each as an extension of the last."""
+    """One episode: one seed per turn, and one token buffer that the turns' prompts share as long as the server renders
+    each as an extension of the last."""
 
     def __init__(self, policy: OpenAIAgentPolicy, sampling: Sampling) -> None:
         self.policy = policy
@@ -169,7 +169,7 @@ class OpenAISession:
         reply = await self.policy.ask(observation, available_tools_specs, sampling, self._raw_replies)
         self._turn += 1
         if self.policy.parse is not None and any(isinstance(call.arguments, str) for call in reply.calls):
-            # A server can make nothing of such a call, or drops it: the model is to see what it wrote.
+            # A server rejects or drops such a call: send the raw text, so that the model sees what it wrote.
             self._raw_replies[len(observation)] = reply.raw
         logprobs = cast("dict[str, Any]", reply.logprobs)
         if "token_ids" in logprobs:
@@ -178,20 +178,20 @@ class OpenAISession:
         return to_action(reply.content, reply.calls, reply.reasoning), reply.raw, logprobs, None
 
     def _share_prefix(self, prompt_ids: array[int]) -> Prefix[int]:
-        """The prompt as a prefix of the episode's buffer: memory grows with the turns, not with their square."""
-        held = len(self._tokens)
-        if prompt_ids[:held] == self._tokens:
-            self._tokens.extend(prompt_ids[held:])
+        """The prompt as a prefix of the episode's buffer, so that memory grows linearly with the turns."""
+        length = len(self._tokens)
+        if prompt_ids[:length] == self._tokens:
+            self._tokens.extend(prompt_ids[length:])
         else:
             self._tokens = prompt_ids
         return Prefix(self._tokens)
 
 
 def _request_message(message: Message) -> dict[str, Any]:
-    """The OpenAI form. Arguments that the model wrote as no JSON object go as a JSON string: servers read arguments as
-    JSON, and refuse the whole conversation where they cannot."""
-    plain = message.to_openai()
-    for call, sent in zip(message.tool_calls or (), plain.get("tool_calls", ()), strict=True):
+    """A message in OpenAI's format. Arguments that are not a JSON object are sent as a JSON string: servers parse
+    arguments as JSON, and reject the whole conversation if they cannot."""
+    body = message.to_openai()
+    for call, call_body in zip(message.tool_calls or (), body.get("tool_calls", ()), strict=True):
         if isinstance(call.arguments, str):
-            sent["function"]["arguments"] = json.dumps(call.arguments)
-    return plain
+            call_body["function"]["arguments"] = json.dumps(call.arguments)
+    return body

@@ -1,4 +1,4 @@
-"""A chat completion as OpenAI, vLLM, SGLang and llama.cpp write it -> what a policy decided, with its tokens."""
+"""Parse chat completions of OpenAI, vLLM, SGLang and llama.cpp, with their tokens."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _TOKEN_ID = "token_id:"
 
 
 class TextLogprobs(TypedDict):
-    """What a server that tells no token ids says of its sample: enough to evaluate, not to learn from."""
+    """Log-probs from a server that returns no token ids: enough to evaluate, not to train."""
 
     tokens: Sequence[str]
     token_logprobs: Sequence[float]
-    """One a token; both are empty where the server gave none."""
+    """One per token; both are empty if the server returned none."""
     finish_reason: FinishReason
     policy_version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a server answered, read and found whole."""
+    """A parsed and validated reply."""
 
     content: str
     calls: list[ToolCall]
     raw: str
-    """The text as far as the server gives it: calls that it took out of the text are not in there."""
+    """The text as the server returns it, without tool calls that the server parsed out of it."""
     logprobs: TokenLogprobs | TextLogprobs
     reasoning: str = ""
-    """Thoughts that the server gives beside the text; they go back to it in later turns."""
+    """Thoughts that the server returns separately from the text; sent back to it in later turns."""
 
 
 def read_reply(body: Any, headers: Mapping[str, str], parse: Parse | None) -> Reply:
-    """`parse` finds the calls in the text; None leaves that to the server."""
+    """Parse a reply. `parse` extracts tool calls from the text; None uses those parsed by the server."""
     choice = _choice(body)
     message, reasoning = _message(choice)
     text = message.content or ""
@@ -55,7 +55,7 @@ def read_reply(body: Any, headers: Mapping[str, str], parse: Parse | None) -> Re
     prompt_ids = _ids(body.get("prompt_token_ids") or choice.get("prompt_token_ids"), "prompt_token_ids")
     token_ids = _token_ids(choice, tokens)
     if not (text or calls or reasoning or token_ids or tokens or _completion_tokens(body)):
-        raise ServerError("bad_reply", "the reply is empty: no text, no tool call, no token", retryable=True)
+        raise ServerError("bad_reply", "the reply is empty: no text, tool calls or tokens", retryable=True)
     version = _policy_version(body, headers)
     raw = f"<think>{reasoning}</think>{text}" if reasoning else text
     if prompt_ids is None or token_ids is None or logprobs is None:
@@ -88,7 +88,7 @@ def _choice(body: Any) -> dict[str, Any]:
 
 
 def _message(choice: dict[str, Any]) -> tuple[Message, str]:
-    """The message, and the thoughts that a server with a reasoning parser puts beside it."""
+    """The message, and the thoughts that a server with a reasoning parser returns separately."""
     value = choice.get("message")
     if not isinstance(value, dict):
         raise ServerError("bad_reply", "the reply has no choices[0].message", retryable=True)
@@ -96,7 +96,7 @@ def _message(choice: dict[str, Any]) -> tuple[Message, str]:
         message = Message.model_validate({**value, "role": "assistant", "reasoning_content": None})
     except (ValidationError, RecursionError) as fault:
         reason = fault.errors()[0]["msg"] if isinstance(fault, ValidationError) else "nested too deeply"
-        raise ServerError("bad_reply", f"choices[0].message cannot be read: {reason}", retryable=True) from None
+        raise ServerError("bad_reply", f"choices[0].message is invalid: {reason}", retryable=True) from None
     reasoning = value.get("reasoning_content") or value.get("reasoning")
     return message, reasoning if isinstance(reasoning, str) else ""
 
@@ -106,13 +106,13 @@ def _with_call_ids(calls: Sequence[ToolCall]) -> list[ToolCall]:
 
 
 def _finish_reason(choice: dict[str, Any], has_calls: bool) -> FinishReason:
-    given = choice.get("finish_reason")
-    if given == "length":
+    reason = choice.get("finish_reason")
+    if reason == "length":
         return "length"
-    if given in ("abort", "error"):  # the server gave up in the middle: not the model's word
-        raise ServerError("bad_reply", f"the server ended the reply with finish_reason {given!r}", retryable=True)
-    if given == "content_filter":
-        raise ServerError("refused", "the server's content filter held the reply back")
+    if reason in ("abort", "error"):  # the server gave up midway: not the model's decision
+        raise ServerError("bad_reply", f"the server ended the reply with finish_reason {reason!r}", retryable=True)
+    if reason == "content_filter":
+        raise ServerError("refused", "the server's content filter blocked the reply")
     return "tool_calls" if has_calls else "stop"
 
 
@@ -125,9 +125,9 @@ def _logprobs(choice: dict[str, Any]) -> tuple[list[str], array[float] | None]:
         tokens = [str(entry["token"]) for entry in content]
         values = array("f", [float(entry["logprob"]) for entry in content])
     except (TypeError, KeyError, ValueError):
-        raise ServerError("bad_reply", "choices[0].logprobs.content is no list of tokens and log-probs") from None
+        raise ServerError("bad_reply", "choices[0].logprobs.content is not a list of tokens and log-probs") from None
     if any(math.isnan(value) for value in values):
-        raise ServerError("bad_reply", "the reply has log-probs that are NaN: are the server's weights broken?")
+        raise ServerError("bad_reply", "the reply has NaN log-probs: are the server's weights broken?")
     return tokens, values
 
 
@@ -142,9 +142,9 @@ def _token_ids(choice: dict[str, Any], tokens: Sequence[str]) -> array[int] | No
 def _ids(value: Any, name: str) -> array[int] | None:
     if value is None:
         return None
-    whole = isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)
-    if not whole:
-        raise ServerError("bad_reply", f"{name} is no list of token ids")
+    valid = isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)
+    if not valid:
+        raise ServerError("bad_reply", f"{name} is not a list of token ids")
     return array("i", value)
 
 
@@ -155,7 +155,7 @@ def _completion_tokens(body: dict[str, Any]) -> int:
 
 
 def _policy_version(body: dict[str, Any], headers: Mapping[str, str]) -> int:
-    """Which weights answered, where the server says so; else 0."""
-    given = body.get("policy_version", headers.get("x-policy-version"))
-    text = str(given)
+    """Version of the weights that replied, if the server reports it, else 0."""
+    version = body.get("policy_version", headers.get("x-policy-version"))
+    text = str(version)
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0

@@ -1,4 +1,4 @@
-"""What goes wrong with an OpenAI-compatible server, by kind: whether to ask again is decided by these."""
+"""Errors of an OpenAI-compatible server, by kind, and whether to retry them."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from toolwise.errors import ContextFullError, PolicyError
 from toolwise.rewards.library.judge_endpoint import retry_after_s
 
 MAX_ERROR_CHARS = 300
-"""Characters of a server's own words that go into an error."""
+"""Maximum characters of a server's message in an error."""
 
-# vLLM, SGLang and llama.cpp word it each in their own way, and change the wording; OpenAI has a code for it.
+# vLLM, SGLang and llama.cpp each word this differently, and change the wording; OpenAI has an error code for it.
 _CONTEXT_FULL = re.compile(
     r"context_length_exceeded|exceed_context_size|(?:context|model)(?:'s)? (?:length|size)|max_model_len", re.IGNORECASE
 )
 
 
 class ServerError(PolicyError):
-    """A server that gave no answer to use. `kind` is what is counted: rate_limited, server_error, connect, dropped,
-    timeout, bad_reply, too_big, redirect or refused."""
+    """The server returned no usable reply. Metrics count errors by `kind`: rate_limited, server_error, connect,
+    dropped, timeout, bad_reply, too_big, redirect or refused."""
 
     def __init__(self, kind: str, message: str, *, retryable: bool = False, wait_s: float | None = None) -> None:
         super().__init__(message)
         self.kind = kind
         self.retryable = retryable
-        """Whether asking once more may help."""
+        """Whether retrying may help."""
         self.wait_s = wait_s
-        """How long the server asked us to wait."""
+        """Delay that the server requested before a retry."""
 
 
 def error_from_response(status: int, headers: Mapping[str, str], raw: bytes) -> PolicyError:
-    """What an answer other than 2xx is to us."""
-    said, code = parse_error_body(raw)
-    message = f"HTTP {status}" + (f": {said}" if said else "")
+    """The error for a response other than 2xx."""
+    detail, code = parse_error_body(raw)
+    message = f"HTTP {status}" + (f": {detail}" if detail else "")
     if 300 <= status < 400:
-        place = headers.get("location", "elsewhere")[:MAX_ERROR_CHARS]
-        return ServerError("redirect", f"{message}; it redirects to {place}: give that as base_url if you trust it")
-    if status in (400, 413, 422) and _CONTEXT_FULL.search(f"{code} {said}"):
+        location = headers.get("location", "elsewhere")[:MAX_ERROR_CHARS]
+        return ServerError("redirect", f"{message}; it redirects to {location}: use that as base_url if you trust it")
+    if status in (400, 413, 422) and _CONTEXT_FULL.search(f"{code} {detail}"):
         return ContextFullError(message)
     wait_s = retry_after_s(headers.get("retry-after"))
     if status == 429:
@@ -52,7 +52,7 @@ def error_from_response(status: int, headers: Mapping[str, str], raw: bytes) -> 
 
 
 def parse_error_body(raw: bytes) -> tuple[str, str]:
-    """The server's own message, on one line, and its code. Servers nest it differently; some send a page."""
+    """The server's message, on one line, and its error code. Servers nest it differently; some send an HTML page."""
     text = raw.decode(errors="replace")
     code = ""
     try:

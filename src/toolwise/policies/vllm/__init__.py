@@ -1,1 +1,1 @@
-"""A vLLM server as the policy's engine: completions over token ids, and the learner's weights sent after an update."""
+"""A vLLM server as the policy's engine: completions over token ids, and weight transfer after each update."""

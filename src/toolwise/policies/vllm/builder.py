@@ -1,4 +1,4 @@
-"""The vLLM engine of a run, from its configuration: a server found or started, checked, and given the weights."""
+"""Build a run's vLLM engine from its configuration: connect to or start a server, check it, and send the weights."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from toolwise.policies.vllm.weights import WeightsFolder
 
 
 def build_vllm(config: RunConfig, model: Any, folder: str) -> VllmEngine:
-    """`folder` is where `model` came from: a server of our own takes its tokenizer from there."""
+    """`folder` is where `model` was loaded from; a server that is started here takes its tokenizer from there."""
     settings, rollout = config.rollout.vllm, config.rollout
     key = os.environ.get(settings.api_key_env) if settings.api_key_env else None
     if settings.api_key_env and not key:
-        raise ConfigError(f"rollout.vllm.api_key_env: the environment has no {settings.api_key_env}: set it")
-    with ExitStack() as undo:
+        raise ConfigError(f"rollout.vllm.api_key_env: the environment variable {settings.api_key_env} is not set")
+    with ExitStack() as cleanup:
         weights = WeightsFolder(settings.weights_dir)
-        undo.callback(weights.close)
+        cleanup.callback(weights.close)
         server = None
         if not settings.base_url:
             server = VllmServer(
@@ -34,7 +34,7 @@ def build_vllm(config: RunConfig, model: Any, folder: str) -> VllmEngine:
                 dtype=config.model.dtype,
                 start_s=settings.start_s,
             )
-            undo.callback(server.close)
+            cleanup.callback(server.close)
         url = server.base_url if server is not None else settings.base_url
         endpoint = Endpoint(
             f"{url.rstrip('/')}/completions",
@@ -45,7 +45,7 @@ def build_vllm(config: RunConfig, model: Any, folder: str) -> VllmEngine:
             seed=config.seed,
         )
         control = VllmControlClient(url, api_key=key, timeout_s=settings.timeout_s)
-        undo.callback(control.close)
+        cleanup.callback(control.close)
         model_info = control.model_info(settings.model)
         check_settings(model_info, model, control.root)
         check_vocabulary(control, model_info, model)
@@ -53,5 +53,5 @@ def build_vllm(config: RunConfig, model: Any, folder: str) -> VllmEngine:
         engine = VllmEngine(model, model_info, control=control, endpoint=endpoint, weights=weights, server=server)
         engine.weights_changed(0)
         check_logprobs(control, model_info, model)
-        undo.pop_all()
+        cleanup.pop_all()
     return engine

@@ -1,4 +1,4 @@
-"""One request to `/v1/completions` over token ids, and its reply read back to the token: `generate` on the wire."""
+"""Requests to `/v1/completions` over token ids, and parsing of their replies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Literal
 from toolwise.policies.openai.server_errors import ServerError
 from toolwise.protocols import Sampling
 
-# Servers have defaults of their own for these, and take some from the model's folder; log-probs to learn from are those
-# of the whole distribution.
+# Servers have their own defaults for these, and take some from the model's folder; training needs log-probs of the full
+# distribution.
 _NEUTRAL_SAMPLING = {
     "top_p": 1.0,
     "top_k": -1,
@@ -25,7 +25,7 @@ _NEUTRAL_SAMPLING = {
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What was sampled after a prompt."""
+    """The tokens sampled after a prompt."""
 
     token_ids: array[int]
     logprobs: array[float]
@@ -33,33 +33,35 @@ class Completion:
 
 
 def completion_body(model: str, token_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-    """A server has no log-probs at another temperature for greedy draws: theirs are those of temperature 1."""
+    """The request body. Log-probs of greedy decoding are always at temperature 1: servers offer no others."""
     return _NEUTRAL_SAMPLING | {
         "model": model,
         "prompt": list(token_ids),
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature if sampling.do_sample else 0.0,
         "seed": sampling.seed & 0x7FFF_FFFF_FFFF_FFFF,
-        "logprobs": 0,  # of the sampled token, and of no other
+        "logprobs": 0,  # of the sampled token only
         "return_token_ids": True,
-        # Where a reply ends is ours to say; a stop token stays in `token_ids`.
+        # Only `stop_token_ids` end a reply; the stop token stays in `token_ids`.
         "ignore_eos": True,
         "stop_token_ids": list(sampling.stop_token_ids),
     }
 
 
 def read_completion(body: Any, prompt: Sequence[int]) -> Completion:
-    """The reply to a `completion_body` of `prompt`; a `ServerError` where it is not that."""
+    """Parse the reply to `completion_body(…, prompt, …)`; raises `ServerError` if it is invalid."""
     choices = body.get("choices") if isinstance(body, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise ServerError("bad_reply", f"the reply has no choices: {str(body)[:80]!r}", retryable=True)
     choice = choices[0]
     finish = choice.get("finish_reason")
-    if finish not in ("stop", "length"):  # "abort": the server gave up in the middle, which is not the model's word
+    if finish not in ("stop", "length"):  # "abort": the server gave up midway, which is not the model's decision
         raise ServerError("bad_reply", f"the server ended the reply with finish_reason {finish!r}", retryable=True)
     ids = _ids(choice, "token_ids")
     if _ids(choice, "prompt_token_ids") != array("i", prompt):
-        raise ServerError("bad_reply", "the server read another prompt than the one it was given: does it cut prompts?")
+        raise ServerError(
+            "bad_reply", "the server reports a different prompt than the one sent: does it truncate prompts?"
+        )
     logprobs = _logprobs(choice)
     if not ids or len(ids) != len(logprobs):
         raise ServerError("bad_reply", f"the reply has {len(ids)} token ids and {len(logprobs)} log-probs")
@@ -69,9 +71,11 @@ def read_completion(body: Any, prompt: Sequence[int]) -> Completion:
 def _ids(choice: dict[str, Any], name: str) -> array[int]:
     value = choice.get(name)
     if value is None:
-        raise ServerError("bad_reply", f"the reply has no {name}: vLLM 0.20 or later gives them, other servers do not")
+        raise ServerError(
+            "bad_reply", f"the reply has no {name}: vLLM 0.20 or later returns them, other servers do not"
+        )
     if not isinstance(value, list) or not all(type(i) is int and 0 <= i < 2**31 for i in value):
-        raise ServerError("bad_reply", f"{name} is no list of token ids")
+        raise ServerError("bad_reply", f"{name} is not a list of token ids")
     return array("i", value)
 
 
@@ -79,9 +83,9 @@ def _logprobs(choice: dict[str, Any]) -> array[float]:
     logprobs = choice.get("logprobs")
     values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
     try:
-        found = array("f", values or ())
+        result = array("f", values or ())
     except TypeError:
-        raise ServerError("bad_reply", "choices[0].logprobs.token_logprobs is no list of numbers") from None
-    if any(math.isnan(value) for value in found):
-        raise ServerError("bad_reply", "the reply has log-probs that are NaN: are the server's weights broken?")
-    return found
+        raise ServerError("bad_reply", "choices[0].logprobs.token_logprobs is not a list of numbers") from None
+    if any(math.isnan(value) for value in result):
+        raise ServerError("bad_reply", "the reply has NaN log-probs: are the server's weights broken?")
+    return result

@@ -1,4 +1,4 @@
-"""vLLM in the place of the engine: `generate` asks the server, `weights_changed` sends it the learner's weights."""
+"""A vLLM server as the engine: `generate` queries it, `weights_changed` sends it the learner's weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolwise.protocols import Generation, Metrics, Sampling
 
 
 class VllmEngine:
-    """Draws from a server that holds a copy of `model`'s weights, those of the last `weights_changed`."""
+    """Samples from a server that holds a copy of `model`'s weights, as of the last `weights_changed`."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class VllmEngine:
         weights: WeightsFolder,
         server: VllmServer | None = None,
     ) -> None:
-        """`endpoint` is that of /v1/completions. All of them, and `server`, are closed with this engine."""
+        """`endpoint` is that of /v1/completions. `control`, `weights` and `server` are closed with this engine."""
         self.model = model
         self.model_info = model_info
         self.control = control
@@ -40,27 +40,27 @@ class VllmEngine:
         self._transfer_s = 0.0
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
-        # Of before the request: should weights change on the way, the oldest is what counts.
+        # The version before the request: if weights change meanwhile, the oldest version counts.
         version = self.version
         body = completion_body(self.model_info.name, token_ids, sampling)
-        found = await self.endpoint.ask(body, lambda value, _: read_completion(value, token_ids))
-        return Generation(found.token_ids, found.logprobs, found.finish_reason, version)
+        completion = await self.endpoint.ask(body, lambda value, _: read_completion(value, token_ids))
+        return Generation(completion.token_ids, completion.logprobs, completion.finish_reason, version)
 
     def weights_changed(self, version: int) -> None:
-        """Blocks until the server has them: a token drawn after this is drawn from the new weights."""
-        began = time.perf_counter()
+        """Blocks until the server has the weights: every later token is sampled from the new ones."""
+        start = time.perf_counter()
         self.control.load(self.weights.write(self.model), version)
         self.weights.delete_old()
         self.version = version
         self._transfers += 1
-        self._transfer_s += time.perf_counter() - began
+        self._transfer_s += time.perf_counter() - start
 
     def metrics(self) -> Metrics:
         transfers = {"policy/transfers": float(self._transfers), "policy/transfer_s": self._transfer_s}
         return self.endpoint.metrics() | transfers
 
     def close(self) -> None:
-        """The connections, the folder of weights, and the server where it is ours."""
+        """Close the connections, remove the weights folder, and stop the server if it was started here."""
         self.control.close()
         self.weights.close()
         if self.server is not None:

@@ -1,4 +1,4 @@
-"""A vLLM server of our own: started with what training needs, watched until it answers, and gone when we are."""
+"""Start a vLLM server with the options that training needs, wait until it is healthy, and stop it with this process."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pathlib import Path
 from toolwise.errors import ConfigError, PolicyError
 
 SERVED_MODEL_NAME = "policy"
-"""What the model is called there."""
+"""Name of the model on the server."""
 _SHUTDOWN_TIMEOUT_S = 20.0
-# vLLM is several processes. This one ends them all when its input closes, which it does however we end.
+# vLLM runs several processes. This script kills them all when its stdin closes, which happens however we exit.
 _WATCHDOG_SCRIPT = 'read -r _; kill -s TERM -- "-$0"; sleep 5; kill -s KILL -- "-$0"'
 
 
 class VllmServer:
-    """`command` starts it, as ["vllm", "serve"] with any options; the model, the port and what exact log-probs and
-    weight transfer need are added."""
+    """`command` starts the server, such as ["vllm", "serve"] with any options; the model, the port, and what exact
+    log-probs and weight transfer need are added."""
 
     def __init__(self, command: Sequence[str], model: Path, *, tokenizer: str, dtype: str, start_s: float) -> None:
         self._log = Path(tempfile.mkdtemp(prefix="toolwise-vllm-")) / "server.log"
@@ -40,33 +40,33 @@ class VllmServer:
             "--host": "127.0.0.1",
             "--port": str(port),
         }
-        own = {"VLLM_SERVER_DEV_MODE": "1"}
-        usual = {"VLLM_NO_USAGE_STATS": "1"}
-        words = [*_serve_command(command, str(model)), *(part for pair in options.items() for part in pair)]
+        required_env = {"VLLM_SERVER_DEV_MODE": "1"}
+        default_env = {"VLLM_NO_USAGE_STATS": "1"}
+        arguments = [*_serve_command(command, str(model)), *(part for pair in options.items() for part in pair)]
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    words,
+                    arguments,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=usual | os.environ | own,
-                    start_new_session=True,  # Ctrl-C is ours to answer: the step ends first
+                    env=default_env | os.environ | required_env,
+                    start_new_session=True,  # the trainer handles Ctrl-C: it finishes the step first
                 )
         except OSError as fault:
             shutil.rmtree(self._log.parent, ignore_errors=True)
             raise ConfigError(
                 f"rollout.vllm.command: {command[0]!r} cannot be started ({fault.strerror}): install vLLM in an "
-                "environment of its own and name its program, or give rollout.vllm.base_url"
+                "separate environment and give the path of its program, or set rollout.vllm.base_url"
             ) from None
-        watch = subprocess.Popen(
+        watchdog = subprocess.Popen(
             ["sh", "-c", _WATCHDOG_SCRIPT, str(self._process.pid)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._end = weakref.finalize(self, _end, self._process, watch, self._log.parent)
+        self._end = weakref.finalize(self, _end, self._process, watchdog, self._log.parent)
         try:
             self._wait_until_healthy(start_s)
         except BaseException:
@@ -79,10 +79,10 @@ class VllmServer:
     def _wait_until_healthy(self, start_s: float) -> None:
         import httpx
 
-        ends = time.monotonic() + start_s
-        while time.monotonic() < ends:
+        deadline = time.monotonic() + start_s
+        while time.monotonic() < deadline:
             if (status := self._process.poll()) is not None:
-                raise PolicyError(f"vLLM ended with status {status} before it served: {self._last_log_line()}")
+                raise PolicyError(f"vLLM exited with status {status} before it was ready: {self._last_log_line()}")
             try:
                 if httpx.get(f"{self.base_url.removesuffix('/v1')}/health", timeout=5.0).is_success:
                     return
@@ -90,35 +90,35 @@ class VllmServer:
                 pass
             time.sleep(0.5)
         raise PolicyError(
-            f"vLLM did not answer within {start_s:g} s: raise rollout.vllm.start_s ({self._last_log_line()})"
+            f"vLLM was not ready within {start_s:g} s: raise rollout.vllm.start_s ({self._last_log_line()})"
         )
 
     def _last_log_line(self) -> str:
-        """The last line of its log that tells of an error, else the last line."""
+        """The last line of the log that mentions an error, else the last line."""
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line or "error:" in line]
-        return (errors or lines or ["it said nothing"])[-1][:300]
+        return (errors or lines or ["its log is empty"])[-1][:300]
 
 
-def _end(process: subprocess.Popen[bytes], watch: subprocess.Popen[bytes], place: Path) -> None:
-    """Politely, then not: the whole group, since vLLM's engine is a process beside its server."""
+def _end(process: subprocess.Popen[bytes], watchdog: subprocess.Popen[bytes], log_folder: Path) -> None:
+    """SIGTERM, then SIGKILL to the whole process group, because vLLM's engine is a separate process."""
     with suppress(subprocess.TimeoutExpired):
         process.terminate()
         process.wait(_SHUTDOWN_TIMEOUT_S)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    watch.kill()
-    watch.communicate()
-    shutil.rmtree(place, ignore_errors=True)
+    watchdog.kill()
+    watchdog.communicate()
+    shutil.rmtree(log_folder, ignore_errors=True)
 
 
 def _serve_command(command: Sequence[str], model: str) -> list[str]:
-    """`vllm serve` takes the model as its first word, `python -m vllm.entrypoints.openai.api_server` as an option."""
+    """`vllm serve` takes the model as an argument, `python -m vllm.entrypoints.openai.api_server` as an option."""
     if "serve" not in command:
         return [*command, "--model", model]
-    place = list(command).index("serve") + 1
-    return [*command[:place], model, *command[place:]]
+    index = list(command).index("serve") + 1
+    return [*command[:index], model, *command[index:]]
 
 
 def _free_port() -> int:

@@ -1,5 +1,4 @@
-"""Before the first rollout: is the server behind the URL one that this model can be trained with? One line for each way
-in which it is not."""
+"""Checks before the first rollout that the vLLM server can be used to train this model."""
 
 from __future__ import annotations
 
@@ -21,30 +20,29 @@ _PROBE_TOKENS = 16
 
 
 def check_settings(model_info: ModelInfo, model: Any, url: str) -> None:
-    """What the server was started with."""
-    own = str(model.dtype).removeprefix("torch.")
-    if model_info.dtype and model_info.dtype != own:
+    """Check the options that the server was started with."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    if model_info.dtype and model_info.dtype != dtype:
         raise PolicyError(
-            f"vLLM at {url} computes in {model_info.dtype} and the learner in {own}: start it with --dtype {own}"
+            f"vLLM at {url} computes in {model_info.dtype} and the learner in {dtype}: start it with --dtype {dtype}"
         )
     if model_info.logprobs_mode and model_info.logprobs_mode != "processed_logprobs":
         raise PolicyError(
-            f"vLLM at {url} gives log-probs before temperature ({model_info.logprobs_mode}): start it with "
+            f"vLLM at {url} returns log-probs before temperature ({model_info.logprobs_mode}): start it with "
             "--logprobs-mode processed_logprobs"
         )
 
 
 def check_vocabulary(control: VllmControlClient, model_info: ModelInfo, model: Any) -> None:
-    """Its last token is known there, and the one after it is not. Asked before any weight is sent: vLLM's engine ends
-    where weights do not fit it."""
+    """Check that the server accepts the model's last token id and not the one after it. Done before any weights are
+    sent, because vLLM's engine dies if they do not fit."""
     size = int(model.config.vocab_size)
     known = _accepts_token(control, model_info, size - 1), _accepts_token(control, model_info, size)
     if known != (True, False):
-        more = "more" if known[1] else "fewer"
+        comparison = "more" if known[1] else "fewer"
         raise PolicyError(
-            f"vLLM at {control.root} serves another model ({model_info.name}): it knows {more} tokens than the "
-            f"learner's "
-            f"{size}; serve the model at model.path"
+            f"vLLM at {control.root} serves another model ({model_info.name}), with {comparison} tokens than the "
+            f"learner's {size}: serve the model at model.path"
         )
 
 
@@ -59,35 +57,35 @@ def _accepts_token(control: VllmControlClient, model_info: ModelInfo, token: int
 
 
 def check_tied_head(control: VllmControlClient, model_info: ModelInfo, model: Any, weights: WeightsFolder) -> None:
-    """Whether a head that shares the embeddings is renewed with them; that of a tied model in vLLM's CPU build is not,
-    and nothing says so. Weights are sent under which all tokens look alike: every draw must be a fair one."""
+    """Check that a head tied to the embeddings is updated with them; vLLM's CPU build silently keeps the old one. Sends
+    weights under which all tokens look alike, so that every token must have the same probability."""
     if (tied := tied_names(model)) is None:
         return
     state = checkpoint_state(model)
-    alike = state[tied[0]][:1].expand_as(state[tied[0]])
-    control.load(weights.write(model, state | {tied[0]: alike.clone(), tied[1]: alike.clone()}), 0)
-    drawn = _sample_completion(control, model_info, [1], Sampling(max_new_tokens=4))
-    if any(abs(logprob + math.log(alike.shape[0])) > 0.01 for logprob in drawn.logprobs):
+    uniform = state[tied[0]][:1].expand_as(state[tied[0]])
+    control.load(weights.write(model, state | {tied[0]: uniform.clone(), tied[1]: uniform.clone()}), 0)
+    completion = _sample_completion(control, model_info, [1], Sampling(max_new_tokens=4))
+    if any(abs(logprob + math.log(uniform.shape[0])) > 0.01 for logprob in completion.logprobs):
         raise PolicyError(
-            f"vLLM at {control.root} keeps the output head of a model with tied embeddings when new weights come: let "
-            "toolwise start it (leave rollout.vllm.base_url out), or serve a folder with an lm_head of its own"
+            f"vLLM at {control.root} does not update the output head of a model with tied embeddings: let toolwise "
+            "start the server (leave rollout.vllm.base_url out), or serve a folder with a separate lm_head"
         )
 
 
 def check_logprobs(control: VllmControlClient, model_info: ModelInfo, model: Any) -> None:
-    """A few tokens drawn from the weights that were sent, at a temperature other than 1: do both give them the same?"""
+    """Check that server and learner agree on the log-probs of a few tokens, sampled at a temperature other than 1."""
     size = int(model.config.vocab_size)
     prompt = [(7 * i + 1) % size for i in range(_PROBE_TOKENS)]
     sampling = Sampling(temperature=2.0, max_new_tokens=_PROBE_TOKENS)
-    drawn = _sample_completion(control, model_info, prompt, sampling)
-    gap = _logprob_gap(model, prompt, drawn, sampling.temperature)
+    completion = _sample_completion(control, model_info, prompt, sampling)
+    gap = _logprob_gap(model, prompt, completion, sampling.temperature)
     bound = MAX_GAP_FP32 if torch.finfo(model.dtype).bits >= 32 else MEAN_GAP_HALF
     if not gap <= bound:
-        raw = _logprob_gap(model, prompt, drawn, 1.0) <= bound
+        raw = _logprob_gap(model, prompt, completion, 1.0) <= bound
         why = (
-            "they are those before temperature, start it with --logprobs-mode processed_logprobs"
+            "the server's are before temperature, start it with --logprobs-mode processed_logprobs"
             if raw
-            else "it holds another model, or did not take the weights it was sent"
+            else "the server holds another model, or did not load the weights it was sent"
         )
         raise PolicyError(
             f"vLLM at {control.root} and the learner disagree on log-probs by {gap:.3g} (bound {bound:g}): {why}"
@@ -104,10 +102,10 @@ def _sample_completion(
 
 
 @torch.inference_mode()
-def _logprob_gap(model: Any, prompt: list[int], drawn: Completion, temperature: float) -> float:
-    tokens = list(drawn.token_ids)
+def _logprob_gap(model: Any, prompt: list[int], completion: Completion, temperature: float) -> float:
+    tokens = list(completion.token_ids)
     ids = torch.tensor([prompt + tokens], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     expected = torch.log_softmax(logits / temperature, dim=-1)[range(len(tokens)), tokens]
-    gaps = (expected.cpu() - torch.tensor(list(drawn.logprobs))).abs()
+    gaps = (expected.cpu() - torch.tensor(list(completion.logprobs))).abs()
     return float(gaps.max() if torch.finfo(model.dtype).bits >= 32 else gaps.mean())

@@ -1,5 +1,5 @@
-"""The learner's weights as a folder that vLLM reads: written whole under a fresh name, so that a server that is still
-reading the last ones is not disturbed."""
+"""Write the learner's weights to a folder that vLLM reads, each time under a new name, so that a server that is still
+reading the previous ones is not disturbed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from toolwise.serialization.json_text import json_text
 
 
 class WeightsFolder:
-    """`parent` is a place that both processes see; a temporary one where it is None."""
+    """`parent` is a folder that both processes can access; None: a temporary folder."""
 
     def __init__(self, parent: Path | None = None) -> None:
         try:
@@ -28,12 +28,12 @@ class WeightsFolder:
             self.path = Path(tempfile.mkdtemp(prefix="toolwise-weights-", dir=parent))
         except OSError as fault:
             raise PolicyError(f"rollout.vllm.weights_dir: {fault}") from fault
-        self.path.chmod(0o755)  # a server under another account reads here too
+        self.path.chmod(0o755)  # the server may run under another account
         self._written: list[Path] = []
         self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def write(self, model: Any, state: Mapping[str, torch.Tensor] | None = None) -> Path:
-        """`state` takes the place of the model's own."""
+        """Write `state`, by default the model's own, and return its folder."""
         folder = self.path / f"{len(self._written)}"
         self._written.append(folder)
         try:
@@ -43,12 +43,12 @@ class WeightsFolder:
             if not isinstance(fault, OSError) and disk_fault(fault) is None:
                 raise
             raise PolicyError(
-                f"the weights for vLLM cannot be written ({fault}): see rollout.vllm.weights_dir"
+                f"the weights for vLLM cannot be written ({fault}): check rollout.vllm.weights_dir"
             ) from fault
         return folder
 
     def delete_old(self) -> None:
-        """Those that the server has read stay: a worker of its that starts anew looks for them."""
+        """Delete all but the latest weights, which a restarting worker of the server reads again."""
         for folder in self._written[:-1]:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -58,14 +58,14 @@ class WeightsFolder:
 
 @torch.no_grad()
 def checkpoint_state(model: Any) -> dict[str, torch.Tensor]:
-    """The model's tensors under the names of a plain checkpoint: LoRA adapters, where there are any, added in, and a
-    head that shares the embeddings as a tensor of its own."""
+    """The model's tensors under the names of a plain checkpoint, with LoRA adapters merged and a tied head as its own
+    tensor."""
     state: dict[str, torch.Tensor] = {}
     adapted = {name: m for name, m in model.named_modules() if hasattr(m, "get_delta_weight")}
     for name, tensor in model.state_dict().items():
         owner, _, inner = name.partition(".base_layer.")
         if not inner and any(name.startswith(f"{layer}.") for layer in adapted):
-            continue  # an adapter's own
+            continue  # a tensor of the adapter itself
         value = tensor.detach()
         if inner == "weight":
             layer = adapted[owner]
@@ -77,16 +77,16 @@ def checkpoint_state(model: Any) -> dict[str, torch.Tensor]:
 
 
 def tied_names(model: Any) -> tuple[str, str] | None:
-    """What the embeddings and the head are called, where the two are one tensor."""
+    """The names of the embedding and head weights, if the two are one tensor."""
     names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    if any(end is None for end in ends) or ends[0].weight is not ends[1].weight:
+    embeddings = model.get_input_embeddings(), model.get_output_embeddings()
+    if any(embedding is None for embedding in embeddings) or embeddings[0].weight is not embeddings[1].weight:
         return None
-    return names[id(ends[0])], names[id(ends[1])]
+    return names[id(embeddings[0])], names[id(embeddings[1])]
 
 
 def _untie(config: Path) -> None:
-    """vLLM's CPU build packs a tied head once, and keeps that copy when the embeddings change; a head that is loaded
-    by itself is packed anew."""
+    """Mark the head as untied: vLLM's CPU build packs a tied head once and keeps that copy when the embeddings change;
+    a head that is loaded separately is packed again."""
     settings = json.loads(config.read_text(encoding="utf-8"))
     config.write_text(json_text(settings | {"tie_word_embeddings": False}, indent=2), encoding="utf-8")

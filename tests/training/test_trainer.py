@@ -74,7 +74,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     ended = cli("train", config, "--out", run)
     assert ended.status == 130
-    assert "SIGTERM: finishing this step and saving; once more to stop at once" in ended.err
+    assert "SIGTERM: finishing this step and saving; repeat to stop immediately" in ended.err
     assert f"stopped after step 2; resume with: toolwise resume {run}" in ended.out
     assert "Traceback" not in ended.err
     assert checkpoints_of(run) == ["step-000000", "step-000002"]
@@ -118,7 +118,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, make_config: MakeConfig
     command = [sys.executable, "-m", "toolwise", "train", str(config), "--out", str(run)]
     ended = subprocess.run(command, env={**os.environ, **told}, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 130
-    assert "once more to stop at once" in ended.stderr
+    assert "repeat to stop immediately" in ended.stderr
     assert f"stopped immediately; resume from the last checkpoint with: toolwise resume {run}" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert steps_of(run) == [0, 1]

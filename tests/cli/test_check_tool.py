@@ -67,6 +67,7 @@ def test_what_was_found_as_json(tools: Path) -> None:
     assert {"name": "terms", "verdict": "ok", "says": "family OTHER, price 2"} in found["findings"]
 
 
+@pytest.mark.long
 def test_every_tool_of_an_mcp_server_is_checked() -> None:
     config = json.dumps({"command": ["mcp-server-time"], "include": ["get_current_time"]})
     done = check("mcp", "--config", config, "--call", '{"timezone": "Etc/UTC"}', "--json")

@@ -34,6 +34,7 @@ def test_without_a_target_the_rows_go_to_a_folder_of_their_name(
     assert (tmp_path / "data" / "gsm8k" / "gsm8k.parquet").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("option", "tool"), [([], "calculator"), (["--oracle-tool"], "calc_gsm8k_reward")])
 def test_prepared_rows_make_a_run(
     option: list[str], tool: str, tmp_path: Path, cli: Cli, make_config: Callable[..., Path]

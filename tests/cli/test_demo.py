@@ -85,6 +85,7 @@ def test_interrupting_the_frontier_shows_how_to_continue(demo: Path, cli: Cli, m
     assert "to evaluate it: toolwise eval first --budgets" in ended.err
 
 
+@pytest.mark.long
 def test_the_folder_can_be_moved_and_still_be_evaluated_and_resumed(
     demo: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def test_json_has_it_all(requirements: list[str]) -> None:
     assert isinstance(machine["sqlite_fts5"], bool)
 
 
+@pytest.mark.long
 def test_torch_is_asked_in_a_process_of_its_own() -> None:
     found, troubles = doctor.inspect_torch()
     assert troubles == []

@@ -44,6 +44,7 @@ def test_any_checkpoint_can_be_named(tiny_run: Path, summary: dict[str, Any], cl
     assert earlier == figures(cli, tiny_run, "--model", tiny_run / "checkpoints" / "step-000001" / "model")
 
 
+@pytest.mark.long
 def test_other_tasks_can_be_named(tiny_run: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = (tiny_run.parent / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)

@@ -25,6 +25,7 @@ def test_a_run_is_exported_in_the_format_asked_for(tiny_run: Path, tmp_path: Pat
     assert "after step 2" in card
 
 
+@pytest.mark.long
 def test_a_checkpoint_can_be_named_and_a_run_begin_with_it(
     tiny_run: Path, tmp_path: Path, cli: Cli, make_config: Callable[..., Path]
 ) -> None:

@@ -58,6 +58,7 @@ def test_the_heuristic_writes_a_sidecar_beside_the_file(tmp_path: Path) -> None:
     assert len(read_labels(tmp_path / "rows.labels.jsonl")) == 80
 
 
+@pytest.mark.long
 def test_a_models_answers_are_cached(tmp_path: Path, base_url: str) -> None:
     out = tmp_path / "labels.csv"
     for _ in range(2):

@@ -88,6 +88,7 @@ def test_the_configuration_file_alone_is_another_run_and_the_way_out_is_named(be
     assert ended.err.count("\n") == 1
 
 
+@pytest.mark.long
 def test_rate_schedule_batch_and_deadlines_may_change_and_it_is_recorded(run: Path, cli: Cli) -> None:
     new = {
         "actor.lr": 5e-4,
@@ -117,6 +118,7 @@ def test_rate_schedule_batch_and_deadlines_may_change_and_it_is_recorded(run: Pa
     assert "step 2: actor.lr: 0.0001 → 0.0005" in (run / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_a_change_that_died_before_its_checkpoint_is_not_recorded_twice(run: Path, cli: Cli) -> None:
     """A change made by hand in the run folder's config.toml is kept, too."""
     for more in (["--set", "trainer.save_every=7", "--set", "trainer.total_steps=3"], []):
@@ -136,6 +138,7 @@ def test_what_may_not_change_is_refused_here_too(run: Path, cli: Cli) -> None:
     assert "rollout.n: 2 → 4" in ended.err
 
 
+@pytest.mark.long
 def test_files_of_a_project_that_was_moved_are_named_with_the_way_out(run: Path, tmp_path: Path, cli: Cli) -> None:
     config, old = load_config(run / "config.toml"), tmp_path / "old"
     text = (run / "config.toml").read_text(encoding="utf-8")

@@ -125,6 +125,7 @@ def test_two_processes_make_the_same_pool_as_one(run_folder: Path) -> None:
     assert cells[0] == cells[1]
 
 
+@pytest.mark.long
 def test_an_otc_run_is_a_baseline(run_folder: Path) -> None:
     out = run_folder / "with-otc"
     result = call(

@@ -50,6 +50,7 @@ def test_a_changed_reward_is_shown_beside_the_old(run: Path, tmp_path: Path, cli
     assert "new.jsonl is there already; give another --out" in again.err
 
 
+@pytest.mark.long
 def test_faults_that_went_away_are_counted(run: Path, tmp_path: Path, cli: Cli) -> None:
     judge = tmp_path / "judge.py"
     judge.write_text("def judge(messages, ground_truth):\n    raise ValueError('not yet')\n")

@@ -32,6 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, cli: Cli) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_it_is_made_of_the_last_checkpoint_and_kept(run: Path, cli: Cli) -> None:
     seen: list[tuple[int, int]] = []
     found = asyncio.run(evaluate_small_frontier(run, SIZE, lambda what, done, of: seen.append((done, of))))

@@ -94,6 +94,7 @@ def test_the_same_run_twice(straight: Path, config: Path, cli: Cli) -> None:
     assert_same(train(cli, config, config.parent / "twice"), straight)
 
 
+@pytest.mark.long
 def test_a_run_that_ended_earlier_and_goes_on(straight: Path, config: Path, cli: Cli) -> None:
     out = config.parent / "pieces"
     train(cli, config, out, "--set", "trainer.total_steps=2")

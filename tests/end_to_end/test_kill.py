@@ -118,13 +118,10 @@ class Victim:
         assert (self.out / "report.html").is_file()
 
 
-def test_a_run_survives_two_kills(tmp_path: Path) -> None:
-    """One in the step after its second checkpoint, one in the middle of writing the third."""
-    victim = Victim(tmp_path / "run", steps=6)
-    rng = random.Random(1)
-    victim.live([("step-000002", rng.uniform(0, 0.3)), (SAVING, rng.uniform(0, 0.05))])
-    assert victim.kills == 2
-    assert victim.kept_step >= 2
+def test_a_run_survives_a_kill_while_it_writes_a_checkpoint(tmp_path: Path) -> None:
+    victim = Victim(tmp_path / "run", steps=4)
+    victim.live([(r"step-000002\.tmp-.*", random.Random(1).uniform(0, 0.05))])
+    assert victim.kills == 1
     victim.check_whole()
 
 

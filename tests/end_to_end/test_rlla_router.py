@@ -89,6 +89,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.long
 def test_the_whole_way(folder: Path) -> None:
     run = assemble(few_steps(folder))
     before = [w.detach().clone() for w in run.learner.model.parameters()]

@@ -118,6 +118,7 @@ def long_rows(file: Path, every: int = 1) -> Path:
     return file
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_prompt_that_the_router_cannot_read_is_a_typed_outcome(tmp_path: Path, every: int) -> None:
     rows = str(long_rows(tmp_path / "long.jsonl", every))
@@ -158,6 +159,7 @@ def test_labels_of_a_file_are_joined_to_the_tasks(tmp_path: Path, caplog: pytest
     assert families["calculator"] is Family.CALCULATE
 
 
+@pytest.mark.long
 def test_an_actors_advantage_does_not_depend_on_what_other_routes_earned(tmp_path: Path) -> None:
     """Two runs that differ only in what ANSWER earns: the router learns otherwise, rollouts with tools do not."""
 

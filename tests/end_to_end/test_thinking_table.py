@@ -46,6 +46,7 @@ def test_thought_is_causal_where_it_decides_hard_steps_alone(change: dict[str, f
     assert ("NOT" in script.show(table(**change))) is not causal
 
 
+@pytest.mark.long
 def test_a_model_that_was_taught_nothing_does_nothing_right() -> None:
     found = script.forced_table("builtin:small", houses=1)
     assert set(found["cells"]) == {f"{level}/{kind}" for level in "1234" for kind in ("easy", "hard")}

@@ -65,6 +65,7 @@ def leave(payload, number, of):
 """
 
 
+@pytest.mark.long
 def test_every_process_has_its_number_and_failures_are_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -266,6 +266,7 @@ def test_the_first_loss_is_the_mean_over_assistant_tokens(small: tuple[Any, Chat
     assert figures["tokens"] == count
 
 
+@pytest.mark.long
 def test_two_conversations_are_learned_by_heart(small: tuple[Any, ChatTokenizer]) -> None:
     model, chat = fresh_model(), small[1]
     said = {"What is the word?": "xylophone 99182", "Which colour?": "turquoise, no doubt"}

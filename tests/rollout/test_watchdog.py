@@ -76,6 +76,7 @@ def test_a_blocking_async_tool_is_named_by_its_line(caplog: pytest.LogCaptureFix
     assert caplog.text.count(f" s by {RUDE}\n") == 1
 
 
+@pytest.mark.long
 def test_code_in_c_that_holds_the_interpreter_is_named_too() -> None:
     letters, took = 16, 0.0
     while took < 0.5:  # long enough on this machine; one more letter doubles it

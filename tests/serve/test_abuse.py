@@ -447,6 +447,7 @@ class Wordy:
         return Generation(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="length", policy_version=0)
 
 
+@pytest.mark.long
 def test_a_client_that_never_reads_is_let_go() -> None:
     served = ServedModel("small", Wordy(), chat(), Sampling(), max_context=4096)
     body = json.dumps(HELLO | {"n": 32, "logprobs": True, "return_tokens_as_token_ids": True}).encode()

@@ -49,6 +49,7 @@ def body(megabytes: float) -> bytes:
     return json.dumps({"model": "small", "messages": [{"role": "user", "content": text}]}).encode()
 
 
+@pytest.mark.long
 def test_large_bodies_are_refused_at_once_memory_is_flat_and_others_are_answered(server: tuple[int, int]) -> None:
     pid, port = server
     assert say(port, request(body(0.001))).status == 200

@@ -101,6 +101,7 @@ def test_work_that_was_never_begun_does_not_complain() -> None:
     assert [str(w.message) for w in caught if w.category is RuntimeWarning] == []  # not sockets of other tests
 
 
+@pytest.mark.long
 def test_a_fault_in_the_very_instant_of_a_cancellation_is_heard() -> None:
     async def fail() -> None:
         await asyncio.sleep(1.0)

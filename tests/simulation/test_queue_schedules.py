@@ -42,6 +42,7 @@ def test_the_same_seed_is_the_same_run(seed: int) -> None:
     assert play_queue(QueuePlan.of(seed)).events == play_queue(QueuePlan.of(seed)).events
 
 
+@pytest.mark.long
 def test_the_seeds_reach_the_bounds() -> None:
     """A bound that is never reached is never tried."""
     oldest: dict[int, int] = {}

@@ -65,6 +65,7 @@ def test_a_group_of_nobody_is_complete_at_once(lock_step: bool) -> None:
     assert sorted(len(group) for group in run.groups) == [0, 0, 2]
 
 
+@pytest.mark.long
 def test_the_seeds_reach_every_corner() -> None:
     """What no seed does, no invariant watches over."""
     moods: set[tuple[str, Mood]] = set()

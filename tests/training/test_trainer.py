@@ -112,6 +112,7 @@ def test_a_validation_of_an_earlier_step_is_not_the_final_one(
     assert "at step 1" in page
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_it_at_once(tmp_path: Path, make_config: MakeConfig) -> None:
     config, run = make_signalled(tmp_path, make_config, total_steps=6, save_every=1), tmp_path / "run"
     told = {"SIGNALS": "SIGINT SIGINT", "AT_STEP": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -275,6 +276,7 @@ def test_what_lies_in_the_folder_is_written_relative_to_it(tmp_path: Path, monke
     assert portable_config(RunConfig(), Path("run")) == RunConfig()
 
 
+@pytest.mark.long
 def test_another_best_metric_is_not_compared_with_the_old_one(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)

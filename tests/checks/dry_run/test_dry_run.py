@@ -90,6 +90,7 @@ def test_it_estimates_memory_and_time_and_says_from_what(shown: str) -> None:
     assert "from 2 tasks × 3 rollouts: the shorter time if" in shown
 
 
+@pytest.mark.long
 def test_it_writes_nothing_and_leaves_no_process(tmp_path: Path, make_config: Callable[..., Path]) -> None:
     config = make_config(tmp_path)
     before = sorted(tmp_path.rglob("*"))

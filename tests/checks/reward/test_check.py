@@ -160,6 +160,7 @@ def test_a_reward_that_depends_on_the_order_is_found(make_stored: MakeStored, ma
     assert determinism.figures["differ_elsewhere"] == 12
 
 
+@pytest.mark.long
 def test_a_reward_that_hangs_ends_before_long(make_stored: MakeStored, make_reward: MakeReward) -> None:
     found = check(
         make_reward("def judge(messages, ground_truth):\n    while True:\n        pass"), make_stored(), timeout_s=0.5

@@ -36,6 +36,7 @@ def test_two_steps_of_training_pass_the_canary(
     assert stand_in.asked.count("collective_rpc") == 4  # uniform weights, the model's own, and one per update
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "told"),
     [({"ignores_weights": True}, "not update the output head"), ({"ignores_after": 2}, "disagree on the log-probs")],

@@ -109,6 +109,7 @@ def test_a_process_that_is_gone_counts() -> None:
     assert CpuUsage(process.pid).is_computing(0.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["child", "naps"])
 def test_such_calls_do_not_crowd_each_other(tmp_path: Path, name: str) -> None:
     (tmp_path / "tools.py").write_text(TOOLS)

@@ -81,6 +81,7 @@ def test_a_worker_that_was_killed_or_stopped_while_it_waited_costs_a_moment(
     assert pool.killed == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_so_does_a_zygote(pool: Pool, tmp_path: Path, number: int) -> None:
     (tmp_path / "t.py").write_text(SOURCE.format(top=""))

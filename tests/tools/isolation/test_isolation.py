@@ -346,6 +346,7 @@ def test_a_module_that_hangs_in_a_worker_keeps_nobody_waiting_twice(
     assert "took longer than 0.5 s to load in a worker process" in warnings[0]
 
 
+@pytest.mark.long
 def test_starting_a_run_while_a_worker_loads_is_refused(tmp_path: Path) -> None:
     before = "import toolwise\n    if __name__ != '__main__': toolwise.train()"
     done = script(tmp_path, before=before, call='if __name__ == "__main__": main()')

@@ -70,6 +70,7 @@ def pool() -> Iterator[Pool]:
     made.close()
 
 
+@pytest.mark.long
 def test_sixty_four_calls_of_a_tool_that_blocks_for_a_second(tmp_path: Path) -> None:
     """On two cores, in less than 3 s: with 8 workers at a time they would take 8, and 54 would be late at 5."""
     tools = build_tools([f"{write(tmp_path)}:nap"])
@@ -124,6 +125,7 @@ def test_a_call_that_waits_for_a_worker_is_not_late(tmp_path: Path, monkeypatch:
     isolation.close()
 
 
+@pytest.mark.long
 def test_calls_that_compute_do_not_crowd_each_other(tmp_path: Path, pool: Pool) -> None:
     spins = target(write(tmp_path), "spin")
 

@@ -54,6 +54,7 @@ def test_each_worker_draws_its_own_numbers_unless_the_module_gave_a_seed(pool: P
         assert parents != {str(os.getpid())}  # and they still share their memory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("made", ["default_rng()", "RandomState()"])
 def test_a_module_that_keeps_a_generator_of_numpys_is_loaded_by_each_worker(
     pool: Pool, tmp_path: Path, made: str

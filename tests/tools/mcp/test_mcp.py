@@ -170,6 +170,7 @@ def test_include_prefix_and_strange_names() -> None:
 # --- results and failures, over both transports
 
 
+@pytest.mark.long
 def test_two_hundred_calls_run_together(odd: dict[str, Any]) -> None:
     async def run() -> list[Any]:
         return await asyncio.gather(*(odd["echo"].execute("i", {"text": f"{n}", "wait_s": 0.2}) for n in range(200)))
@@ -271,6 +272,7 @@ def test_a_server_killed_between_calls_costs_nobody_a_call() -> None:
     assert int(call(tools["pid"])) != pid
 
 
+@pytest.mark.long
 def test_a_server_that_hangs_altogether_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_session, "PROBE_S", 0.5)
     tools = by_name(mcp_tools({**STDIO, "timeout_s": 1}))
@@ -282,6 +284,7 @@ def test_a_server_that_hangs_altogether_is_replaced(monkeypatch: pytest.MonkeyPa
     until(lambda: not is_running(pid))
 
 
+@pytest.mark.long
 def test_an_http_server_that_dies_fails_in_time_and_is_found_again() -> None:
     with http_server() as (url, kill):
         tools = by_name(mcp_tools({"url": url, "timeout_s": 20}))
@@ -343,6 +346,7 @@ def test_an_episode_notes_that_the_infrastructure_failed_and_not_the_model() -> 
 # --- one server per rollout
 
 
+@pytest.mark.long
 def test_rollouts_with_servers_of_their_own_do_not_share_state() -> None:
     tools = by_name(mcp_tools({**STDIO, "scope": "rollout"}))
 

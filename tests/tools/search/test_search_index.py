@@ -76,6 +76,7 @@ def test_a_damaged_index_is_built_again(tmp_path: Path, damage: bytes) -> None:
     assert search(open_index([FACTS], tmp_path), "alps") == ["The Alps rise."]
 
 
+@pytest.mark.long
 def test_two_processes_that_build_at_once_end_with_one_index(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
@@ -110,6 +111,7 @@ def test_where_indexes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder() == Path("/y/search")
 
 
+@pytest.mark.long
 def test_many_searches_at_once_do_not_mix(large: CorpusIndex) -> None:
     async def run() -> list[int]:
         founds = [large.search(f"w{n % 7}", 1, snippet_words=5, timeout_s=60) for n in range(100)]

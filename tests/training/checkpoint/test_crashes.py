@@ -482,6 +482,7 @@ def test_a_save_that_dies_anywhere_leaves_a_valid_checkpoint(name: str, tmp_path
     assert states > 2 * len(log)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["next", "again after a crash", "the best stays"])
 def test_a_crash_while_recovering_from_a_crash_loses_nothing_either(name: str, tmp_path: Path) -> None:
     """The save after a crash is killed in its turn, wherever that may be."""

@@ -69,7 +69,7 @@ TINY: dict[str, Any] = {
     "tools": ["calculator", "search"],
     "rollout": {"n": 2, "max_new_tokens": 32},
     "multi_turn": {"max_turns": 3},
-    "reward": {"function": "toolwise.demo.reward:small_world_reward", "sandbox": {"tier": "off"}},
+    "reward": {"function": "toolwise.demo.reward:small_world_reward", "sandbox": {"trusted": ["toolwise.demo.reward"]}},
     "actor": {"lr": 1e-4},
     "trainer": {"total_steps": 2, "save_every": 1},
 }

@@ -1,12 +1,13 @@
-"""The engine on a GPU beside `transformers.generate`, in one run: tokens a second, and the share of what is possible.
+"""Benchmark the engine on a GPU against `transformers.generate`: tokens per second, and the share of the roofline.
 
-    python benchmarks/engine.py                 all of it, about three minutes on an H200
+    python benchmarks/engine.py                 all parts, about three minutes on an H200
     python benchmarks/engine.py 135m 1.6b       256 requests of 512 + 128 tokens, distinct prompts, cold cache
     python benchmarks/engine.py groups          32 groups of 8 that share a prompt of 1,024 tokens, 128 new ones
-    python benchmarks/engine.py tails           the same, each prompt with one more token of its own
+    python benchmarks/engine.py tails           the same, each prompt with one more token that is not shared
 
-Random weights in bf16, EOS ignored, log-probs on, prefill included. Roofline: the prompts' products at the matmul rate
-measured here and, for each decode step, weights and caches read once at the copy rate measured here.
+Random weights in bf16, EOS ignored, log-probs on, prefill included. The roofline is the
+prompts' products at the matmul rate measured here and, for each decode step, weights and caches read once at the copy
+rate measured here.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
 
 
 def ask(engine: Engine, asked: list[list[int]], new: int) -> float:
-    """Seconds until the last has its tokens."""
+    """Seconds until the last request is finished."""
 
     async def all_of_them() -> None:
         samplings = (Sampling(max_new_tokens=new, seed=n) for n in range(len(asked)))
@@ -76,7 +77,7 @@ def ask(engine: Engine, asked: list[list[int]], new: int) -> float:
 
 
 class Stopwatch:
-    """Time spent decoding ahead, and the tokens that came of it."""
+    """Time spent in multi-step decoding, and the tokens it produced."""
 
     def __init__(self, engine: Engine) -> None:
         assert isinstance(engine.runner, CudaRunner)
@@ -111,7 +112,7 @@ def seconds(work: Any, times: int = 10) -> float:
 
 
 def rooflines(model: Any, flops: float, bandwidth: float) -> tuple[float, float]:
-    """Tokens a second: end to end, and of decoding alone."""
+    """Tokens per second: end to end, and decoding only."""
     config = model.config
     weights = sum(p.numel() for p in model.parameters())
     layers, kv_heads, size = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
@@ -124,7 +125,7 @@ def rooflines(model: Any, flops: float, bandwidth: float) -> tuple[float, float]
 
 
 def generate_s(model: Any) -> float:
-    """Seconds of transformers' own, with log-probs."""
+    """Seconds that `transformers.generate` takes, with log-probs."""
     ids = torch.tensor(prompts(REQUESTS, PROMPT, 2), device="cuda")
     settings = {"min_new_tokens": NEW, "max_new_tokens": NEW, "do_sample": True, "top_k": 0, "pad_token_id": 0}
     settings |= {"return_dict_in_generate": True, "output_scores": True, "eos_token_id": None}
@@ -139,10 +140,10 @@ def generate_s(model: Any) -> float:
 def against_generate(shape: str, flops: float, bandwidth: float) -> None:
     model = make(shape)
     engine = Engine(model, memory_mb=24_000)
-    ask(engine, prompts(REQUESTS, PROMPT, 1), NEW)  # kernels are compiled and steps captured
+    ask(engine, prompts(REQUESTS, PROMPT, 1), NEW)  # compiles kernels and captures CUDA graphs
     figures = []
     for attempt in range(3):
-        engine.weights_changed(attempt)  # nothing cached
+        engine.weights_changed(attempt)  # empties the prefix cache
         watch = Stopwatch(engine)
         took = ask(engine, prompts(REQUESTS, PROMPT, 2), NEW)
         figures.append((took, watch.seconds, watch.tokens))

@@ -1,14 +1,14 @@
-"""The engine on a CPU: multi-turn requests of mixed lengths beside batched `generate`, and what a later turn costs.
+"""Benchmark the engine on a CPU against batched `generate` on multi-turn requests, and time later turns.
 
     python benchmarks/engine_cpu.py                      the model that ships, two threads, about two minutes
-    python benchmarks/engine_cpu.py --model FOLDER       another one, such as SmolLM2 in Hugging Face's form
-    python benchmarks/engine_cpu.py --part turns         one part alone: mixed, turns
+    python benchmarks/engine_cpu.py --model FOLDER       another model, such as a SmolLM2 folder
+    python benchmarks/engine_cpu.py --part turns         one part only: mixed, turns
 
-mixed: 64 conversations of four turns; what is said and how long the replies are differs from turn to turn. All replies
-of a turn come before the next is asked for, because `generate` can do no better. Both draw every reply to its full
-length; `generate` draws all to the longest, and is not asked for log-probs.
-turns: one conversation, and 64 at once, of ten turns of 24 + 24 tokens: the time of each turn, and that no token was
-computed twice.
+mixed: 64 conversations of four turns with user messages and replies of varying lengths. All replies of a turn finish
+before the next turn starts, because `generate` can do no better. Both sample every reply to its full length; `generate`
+samples all to the longest, and does not compute log-probs.
+turns: one conversation, and 64 at once, of ten turns of 24 + 24 tokens: the time of each turn, and a check that no
+token was computed twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONVERSATIONS, TURNS, LATER_TURNS = 64, 4, 10
 SAID, REPLIES = (8, 96), (4, 96)
 Talk = list[list[int]]
 Turn = list[tuple[list[int], int]]
-"""What is said in each conversation, and how long the reply is to be."""
+"""The user message of each conversation, and the length of its reply."""
 
 
 def mixed_turns(vocabulary: int, seed: int) -> list[Turn]:
@@ -105,7 +105,7 @@ def mixed(model: Any, repeats: int) -> None:
     turns = mixed_turns(model.config.vocab_size, 0)
     tokens = sum(new for turn in turns for _, new in turn)
     ours, theirs = [], []
-    for _ in range(repeats):  # in turn, so that what others do on the machine meets both
+    for _ in range(repeats):  # alternate, so that other load affects both
         seconds, metrics = with_engine(model, turns)
         ours.append(sum(seconds))
         print(f"        engine {ours[-1]:.2f} s", end="", flush=True)
@@ -139,14 +139,14 @@ def load() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="builtin:small")
-    parser.add_argument("--part", choices=["mixed", "turns"])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", default="builtin:small", help="model folder")
+    parser.add_argument("--part", choices=["mixed", "turns"], help="run only this part")
+    parser.add_argument("--threads", type=int, default=2, help="threads of both sides")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions; the best counts")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     model, _ = load_model(given.model, device="cpu")
-    with_engine(model, [[([1, 2, 3], 2)] * CONVERSATIONS])  # the first call of anything is slow
+    with_engine(model, [[([1, 2, 3], 2)] * CONVERSATIONS])  # warm up
     if given.part != "turns":
         mixed(model, given.repeats)
     if given.part != "mixed":

@@ -1,10 +1,11 @@
-"""The engine's GPU kernels: checked against plain torch, then timed in CUDA graphs, then a whole decode step.
+"""Check the engine's GPU kernels against plain torch, time them in CUDA graphs, then time a whole decode step.
 
 `python benchmarks/engine_kernels.py` on a CUDA GPU (bf16, 256 requests of 512 to 640 keys, random weights); `--shape
-135m` or `1.6b` for one shape, `--tune` to try other tiles. Roofline: bytes each call must move at 4.3 TB/s.
+135m` or `1.6b` for one shape, `--tune` to try other tiles. The roofline is the bytes that each call must
+move, at 4.3 TB/s.
 """
 
-# ruff: noqa: B023  (every lambda is used up before its loop goes on)
+# ruff: noqa: B023  (every lambda is used before its loop continues)
 from __future__ import annotations
 
 import argparse
@@ -45,17 +46,17 @@ def say(*words: Any) -> None:
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    """One part's failure must not cost the others' figures: device time is short."""
+    """A failed part does not stop the others: device time is scarce."""
     began = time.monotonic()
     try:
         yield
-    except Exception as problem:  # a benchmark reports and goes on
+    except Exception as problem:  # report and continue
         say(f"{name}: FAILED {type(problem).__name__}: {str(problem)[:600]}")
     say(f"  ({name}: {time.monotonic() - began:.1f} s, {time.monotonic() - STARTED:.0f} s in all)")
 
 
 def graph_us(call: Callable[[int], Any], count: int, *, repeats: int = 5) -> float:
-    """Microseconds of one call(i), i = 0..count-1 captured one after the other."""
+    """Microseconds per call(i); the graph captures i = 0..count-1 in sequence."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -95,7 +96,7 @@ def ints(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 class Batch:
-    """`batch` requests of `low`..`high` keys in blocks dealt at random, for one layer shape."""
+    """`batch` requests of `low`..`high` keys in randomly assigned blocks, for one layer shape."""
 
     def __init__(self, shape: dict[str, Any], batch: int, low: int, high: int) -> None:
         self.heads, self.kv_heads, self.dim = (
@@ -283,7 +284,7 @@ def time_attention(shape: dict[str, Any], batch: int, tuned: bool) -> None:
 def time_shared(
     b: Batch, caches: list[tuple[torch.Tensor, torch.Tensor]], q: torch.Tensor, layers: int, real: int
 ) -> None:
-    """32 groups of 8 that share 512 keys, tails of 1..128 against the same keys read by each."""
+    """32 groups of 8 with 512 shared keys and tails of 1..128, against every request reading all its keys."""
     groups, prefix = b.batch // 8, 512
     tails = (b.lengths - prefix).clamp(min=1)
     tables = b.tables.view(groups, 8, -1)[:, 0, : prefix // BLOCK].contiguous()
@@ -356,7 +357,7 @@ def build(shape: dict[str, Any]) -> Any:
 def stock_step(
     model: Any, b: Batch, cache: PagedCache, ids: torch.Tensor, positions: torch.Tensor
 ) -> Callable[[int], Any]:
-    """The model's own forward with the attention kernel alone under transformers' attention interface."""
+    """The model's stock forward, with only our attention kernel plugged into transformers' attention interface."""
     from transformers import AttentionInterface
 
     store, decode = kernel("store_kv", DEVICE), kernel("paged_attention_decode", DEVICE)
@@ -398,7 +399,7 @@ def time_step(shape: dict[str, Any], batch: int) -> None:
         return decoder.logits(decoder.forward_decode(ids, positions, cache, b.slots, b.tables, b.lengths))
 
     exact = exactly(model, b, cache, ids, positions)
-    # A model in bf16 is off by what its layers round: the fused forward may not be off by more than the stock one.
+    # bf16 layers round: the fused forward may not be further off than the stock one.
     check("fused logits against fp32", fused(0), exact, 1.25 * error(stock(0), exact))
     del exact
     row("step: stock forward, our attention", graph_us(stock, 1), moved)
@@ -418,10 +419,10 @@ def time_step(shape: dict[str, Any], batch: int) -> None:
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=[*SHAPES, "both"], default="both")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--shape", choices=[*SHAPES, "both"], default="both", help="model shape")
+    parser.add_argument("--batch", type=int, default=256, help="requests per decode step")
+    parser.add_argument("--tune", action="store_true", help="try other tile sizes")
+    parser.add_argument("--skip-checks", action="store_true", help="skip the comparison with plain torch")
     args = parser.parse_args()
     import triton
 

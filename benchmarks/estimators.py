@@ -1,13 +1,13 @@
-"""How fast credit is given, beside a pandas group-by and verl's own loop.
+"""Time the advantage estimators against a pandas group-by and verl's loop.
 
-    python benchmarks/estimators.py           all of it, about two minutes
-    python benchmarks/estimators.py gigpo     the array core on 10 k, 100 k and 1 M steps, beside pandas on the same
-    python benchmarks/estimators.py steps     what the form over StepData costs beyond the arrays, for each step
-    python benchmarks/estimators.py grpo      2,048 samples, beside verl's default (a loop) and its vectorised form
+    python benchmarks/estimators.py           all parts, about two minutes
+    python benchmarks/estimators.py gigpo     the array core on 10 k, 100 k and 1 M steps, against pandas
+    python benchmarks/estimators.py steps     cost per step of the form over StepData, beyond the arrays
+    python benchmarks/estimators.py grpo      2,048 samples, against verl's default (a loop) and its vectorized form
 
 pandas and verl run in their own environment (`make bench-env`, .venv-bench), on the same arrays, one thread each, and
-must come to the same numbers. Times are processor time, the least of several runs, because the machine may be busy; its
-load average is printed.
+must give the same numbers. Times are CPU time, the minimum of several runs, because the machine may be busy; its load
+average is printed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def best(work: Callable[[], Any], repeats: int = REPEATS) -> tuple[float, Any]:
 
 
 def peer(script: str, arrays: dict[str, Any], repeats: int) -> tuple[Any, Any]:
-    """What `script` says in the peers' environment, and the numbers it came to."""
+    """What `script` prints in the peers' environment, and the array it saves."""
     if not PEERS.exists():
         sys.exit(f"{PEERS} is missing: make bench-env")
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +115,7 @@ def peer(script: str, arrays: dict[str, Any], repeats: int) -> tuple[Any, Any]:
 
 
 def episodes(steps: int, seed: int = 0) -> tuple[Episodes, Any]:
-    """Rollouts of 5 to 20 steps, eight a group, in worlds of 60 states of which a few are met often."""
+    """Rollouts of 5 to 20 steps, eight per group, in environments of 60 states of which a few are visited often."""
     rng = np.random.default_rng(seed)
     count = max(1, steps // STEPS_A_GROUP) * ROLLOUTS_A_GROUP
     lengths = rng.integers(5, 21, count)
@@ -131,7 +131,7 @@ def episodes(steps: int, seed: int = 0) -> tuple[Episodes, Any]:
 
 
 def gigpo() -> None:
-    print(f"{'steps':>10} {'groups':>8} {'anchors':>9} {'ours':>10} {'a step':>9} {'pandas':>10} {'ratio':>7}   apart")
+    print(f"{'steps':>10} {'groups':>8} {'anchors':>9} {'ours':>10} {'/ step':>9} {'pandas':>10} {'ratio':>7}   apart")
     for anchors_as in ("small numbers", "64-bit hashes"):
         for size in SIZES:
             batch, anchors = episodes(size)
@@ -166,7 +166,7 @@ def steps() -> None:
             [s.advantage for r in found for s in r], credit.advantages, rtol=0, atol=1e-12
         )
         print(
-            f"{total:,} StepData by {name:<17} {whole / total * 1e6:6.2f} µs a step, "
+            f"{total:,} StepData by {name:<17} {whole / total * 1e6:6.2f} µs per step, "
             f"{(whole - core) / total * 1e6:.2f} of it beyond the arrays' {core / total * 1e6:.2f}; same: {same}"
         )
 

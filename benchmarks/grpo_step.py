@@ -1,18 +1,17 @@
-"""The whole GRPO step beside TRL 1.16's: generate, reward, log-probs, loss, backward, optimiser; CPU, fp32.
+"""Benchmark a whole GRPO step against TRL 1.16: generate, reward, log-probs, loss, backward, optimizer; CPU, fp32.
 
     make bench-env                                                TRL in .venv-bench, once
     python benchmarks/grpo_step.py                                a random Llama of 0.9 M parameters
-    python benchmarks/grpo_step.py --model FOLDER --rounds 1 --steps 1 --warm-up 0      SmolLM2, a matter of minutes:
+    python benchmarks/grpo_step.py --model FOLDER --rounds 1 --steps 1 --warm-up 0      SmolLM2, takes minutes:
                                                                   scripts/make_smollm2.py makes the folder
     python benchmarks/grpo_step.py --only ours
 
-8 prompts of about 140 tokens, 4 rollouts each of 64 tokens; the end of turn is never drawn, so both do the same work.
-The same model folder, prompts, reward, clip, learning rate and loss (a mean over tokens, no KL, one epoch); no step
-leaves a group out. Ours is `toolwise.training.loop.train_step` on an assembled run, reward sandbox and canary on;
-theirs is
-`GRPOTrainer.train` (grpo_step_trl.py). Each in a process of its own, one after the other, in turn for `--rounds`, of
-which the first `--warm-up` steps do not count. Memory is the peak of the process over what it had after its imports;
-ours with what the sandbox's processes hold beside it.
+8 prompts of about 140 tokens, 4 rollouts each of 64 tokens; the end of turn is never sampled, so both do the same work.
+Both sides use the same model folder, prompts, reward, clip, learning rate and loss (a mean over tokens, no KL, one
+epoch); no step drops a group. Ours is `toolwise.training.loop.train_step` on an assembled run, with reward sandbox and
+mismatch check; theirs is `GRPOTrainer.train` (grpo_step_trl.py). Each runs in a separate process, alternating for
+`--rounds`; the first `--warm-up` steps of each do not count. Memory is the peak of the process above what it had after
+its imports; ours includes the sandbox's processes.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ WORDS = ["the", "price", "of", "apples", "and", "pears", "in", "seven", "towns",
 
 
 def score(text: str) -> float:
-    """Something that differs from one sample to the next."""
+    """A reward that differs between samples."""
     return len(set(text)) / 64
 
 
@@ -58,13 +57,13 @@ def reward(messages: list[Any], ground_truth: Any = None) -> float:
 
 
 def memory_mb(field: str) -> float:
-    """`VmRSS`, what the process holds, or `VmHWM`, the most it ever held."""
+    """`VmRSS`, the resident memory of this process, or `VmHWM`, its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
 def children_mb() -> float:
-    """What the processes under this one hold, pages that they share counted once."""
+    """Memory of the child processes, shared pages counted once."""
     found, ids = 0.0, [os.getpid()]
     for parent in ids:
         for task in Path(f"/proc/{parent}/task").iterdir():
@@ -76,7 +75,7 @@ def children_mb() -> float:
 
 
 def make_model(folder: Path) -> None:
-    """Random weights under the tokenizer that ships."""
+    """Random weights with the tokenizer that ships."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -127,7 +126,7 @@ def settings(job: dict[str, Any]) -> dict[str, Any]:
 def ours(job: dict[str, Any]) -> dict[str, Any]:
 
     for name in ("transformers.models.llama.modeling_llama", "toolwise.learner.builder", "toolwise.policies.local"):
-        import_module(name)  # what assembling a run would import: none of it is the step's memory
+        import_module(name)  # imported before measuring: not part of the step's memory
     from toolwise.messages import Message
     from toolwise.training.loop import train_step
     from toolwise.training.run import RunConfig, assemble
@@ -136,7 +135,7 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
     imports = memory_mb("VmRSS")
     tasks = [Task(task_id=str(i), prompt=[Message(role="user", content=text)]) for i, text in enumerate(job["prompts"])]
     run = assemble(RunConfig.model_validate(settings(job)), tasks=tasks, reward=f"{__file__}:reward")
-    run.policy.sampling = replace(run.policy.sampling, stop_token_ids=(-1,))  # no token: nothing ends early
+    run.policy.sampling = replace(run.policy.sampling, stop_token_ids=(-1,))  # not a token: nothing ends early
     steps = []
 
     async def go() -> None:
@@ -163,7 +162,7 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(side: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """One side in a process of its own; what it says besides goes to stderr."""
+    """Run one side in a separate process; its other output goes to stderr."""
     file = folder / "job.json"
     file.write_text(json.dumps(job))
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
@@ -192,8 +191,8 @@ def report(side: str, rounds: list[dict[str, Any]], warm_up: int) -> dict[str, f
     beside = max(found.get("beside_mb", 0.0) for found in rounds)
     norm = statistics.median(step["grad_norm"] for step in steps)
     print(
-        f"{side:5}  best {figures['best']:.2f} s  median {figures['median']:.2f} s  processor {figures['cpu']:.2f} s  "
-        f"generate {figures['generate']:.2f} s  peak over imports {figures['peak']:.0f} MiB ({beside:.0f} of it the "
+        f"{side:5}  best {figures['best']:.2f} s  median {figures['median']:.2f} s  CPU {figures['cpu']:.2f} s  "
+        f"generate {figures['generate']:.2f} s  peak above imports {figures['peak']:.0f} MiB ({beside:.0f} of it the "
         f"sandbox's)  imports {rounds[0]['imports_mb']:.0f} MiB  gradient {norm:.3g}",
         flush=True,
     )
@@ -236,22 +235,22 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a folder in Hugging Face's form")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--warm-up", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2, help="of TRL's side")
-    parser.add_argument("--own-threads", type=int, help="of ours, in place of what it chooses")
-    parser.add_argument("--micro-batch", type=int, default=1024, help="tokens that ours computes at a time")
-    parser.add_argument("--trl-batch", type=int, default=PROMPTS * GROUP, help="rows that TRL computes at a time")
-    parser.add_argument("--only", choices=("ours", "trl"))
+    parser.add_argument("--model", type=Path, help="model folder; a random Llama by default")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps per round")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps before them that do not count")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds, alternating between the sides")
+    parser.add_argument("--threads", type=int, default=2, help="threads of TRL's side")
+    parser.add_argument("--own-threads", type=int, help="threads of our side, instead of its own choice")
+    parser.add_argument("--micro-batch", type=int, default=1024, help="tokens per micro-batch of our side")
+    parser.add_argument("--trl-batch", type=int, default=PROMPTS * GROUP, help="rows per micro-batch of TRL's side")
+    parser.add_argument("--only", choices=("ours", "trl"), help="run only this side")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job is not None:
         print(json.dumps(ours(json.loads(options.job.read_text()))))
         return
     if options.only != "ours" and not (BENCH_ENV / ".ready").exists():
-        sys.exit("TRL is not here: make bench-env first, or --only ours")
+        sys.exit("TRL is not installed: run `make bench-env`, or use --only ours")
     with tempfile.TemporaryDirectory() as folder:
         compare(options, Path(folder))
 

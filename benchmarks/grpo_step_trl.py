@@ -1,7 +1,7 @@
-"""TRL 1.16's side of grpo_step.py, which runs it in .venv-bench: its own `GRPOTrainer.train`, a clock around each step.
+"""TRL 1.16's side of grpo_step.py, run in .venv-bench: `GRPOTrainer.train` with a clock around each step.
 
-Its settings are its defaults but for what must be the same on both sides, and two that only cost it time on a CPU:
-activation checkpointing is off, and all rows of a step are computed at once unless `--trl-batch` says fewer.
+It uses TRL's defaults except for what must be the same on both sides, and two settings that only cost time on a CPU:
+activation checkpointing is off, and all rows of a step are computed at once unless `--trl-batch` is smaller.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):
-    """From the beginning of a step to after the optimiser's."""
+    """Times each step, from its start to after the optimizer step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -112,7 +112,7 @@ def theirs(job: dict[str, Any], folder: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--job", type=Path, required=True)
+    parser.add_argument("--job", type=Path, required=True, help="JSON file written by grpo_step.py")
     job = json.loads(parser.parse_args().job.read_text())
     transformers.logging.set_verbosity_error()
     with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,7 @@
-"""What a process of its own costs a tool: calls a second, and what a kill takes. `python benchmarks/isolation.py`."""
+"""Cost of running a tool in a worker process: calls per second, and the time to kill one.
+
+python benchmarks/isolation.py
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ CALLS = 2_000
 
 
 async def rate(call: Callable[[], Awaitable[object]], at_once: int, calls: int) -> float:
-    """Calls a second with `at_once` callers."""
+    """Calls per second with `at_once` concurrent callers."""
 
     async def caller() -> None:
         for _ in range(calls // at_once):
@@ -66,7 +69,7 @@ async def throughput(workers: int, target: ObjectRef, sleeps: ObjectRef) -> None
 
 
 async def blocking(sleeps: ObjectRef) -> None:
-    """64 calls at once of a tool that blocks for 1 s: how long they take, and what their workers do."""
+    """Time and worker memory of 64 concurrent calls of a tool that blocks for 1 s."""
     pool = Pool()
     await pool.run(sleeps, {"seconds": 0.0})
     began = time.perf_counter()
@@ -82,7 +85,7 @@ async def blocking(sleeps: ObjectRef) -> None:
 
 
 def own_memory_mb(pid: int) -> float:
-    """What a process does not share with others."""
+    """Private memory of a process."""
     return memory_mb(pid, "Private")
 
 
@@ -92,7 +95,7 @@ def memory_mb(pid: int, kind: str) -> float:
 
 
 async def kills(target: ObjectRef) -> None:
-    """A call that hangs is cancelled: until its caller goes on, until its process is gone, until the next is warm."""
+    """Cancel a hanging call: time until its caller continues, its process is gone, and the next worker is warm."""
     pool = Pool(limit=1)
     await pool.run(target, {"seconds": 0.0})
     freed, gone, warm = [], [], []

@@ -1,13 +1,13 @@
-"""How well rollouts overlap, what a turn costs without model and tool, and what a rollout holds in memory.
+"""Benchmark rollouts: how well they overlap, the overhead per turn, and the memory per rollout.
 
-    python benchmarks/rollouts.py            all of it, about three minutes
-    python benchmarks/rollouts.py overlap    one 0.1 s tool call in each of N rollouts, beside bare asyncio
+    python benchmarks/rollouts.py            all parts, about three minutes
+    python benchmarks/rollouts.py overlap    one 0.1 s tool call in each of N rollouts, against bare asyncio
     python benchmarks/rollouts.py faults     the same with 1 % of the tools hanging and 1 % raising
-    python benchmarks/rollouts.py turns      the time of one turn beside bare asyncio's
+    python benchmarks/rollouts.py turns      the time of one turn without model and tool, against bare asyncio
     python benchmarks/rollouts.py memory     4,096 rollouts of 10 turns
     python benchmarks/rollouts.py trl        the overlap of TRL's GRPOTrainer (rollouts_trl.py; `make bench-env` first)
 
-Each part runs in a process of its own, TRL's in an environment of its own too.
+Each part runs in a separate process, TRL's also in a separate environment.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BENCH_ENV = Path(__file__).parents[1] / ".venv-bench"
 
 
 class WaitTool(BaseTool):
-    """Waits; its first instances hang, the next raise."""
+    """Waits; the first instances hang, the next ones raise."""
 
     def __init__(self, seconds: float, *, hanging: int = 0, raising: int = 0, says: str = "done") -> None:
         super().__init__({}, OpenAIFunctionToolSchema(function=FunctionSchema(name="wait", description="Waits.")))
@@ -91,7 +91,7 @@ async def bare(count: int) -> float:
 
 
 def overlap(count: int) -> dict[str, Any]:
-    """The best of a few: what others do on the machine only ever adds."""
+    """The best of a few runs: other load only adds time."""
     policy = ScriptedPolicy([CALL, "done"])
     ours, theirs = [], []
     for _ in range(REPEATS):
@@ -126,7 +126,7 @@ def faults(count: int) -> dict[str, Any]:
 
 
 class TurnPolicy:
-    """Calls a tool that says something at once, every turn but the last, with tokens like a model's."""
+    """Calls a tool that answers at once in every turn but the last, with tokens like a model's."""
 
     def __init__(self, turns: int, *, tokens: int = 0) -> None:
         self.turns, self.tokens = turns, tokens
@@ -146,7 +146,7 @@ class TurnSession:
     async def get_action(self, observation: Sequence[Message], available_tools_specs: Any = None) -> Any:
         self.turn += 1
         logprobs, text = None, "x"
-        if self.policy.tokens:  # what a model would hold in memory: text and tokens of its own each turn
+        if self.policy.tokens:  # as a model would: new text and tokens in each turn
             text = f"{self.turn:x>{CHARACTERS}}"
             ids = array("i", range(self.policy.tokens))
             logprobs = {
@@ -184,8 +184,8 @@ async def bare_turns(count: int, turns: int) -> float:
 
 
 async def limited_turns(count: int, turns: int) -> float:
-    """What somebody would write by hand for the same guarantees: limits on the model and the tool, the calls of a turn
-    together, a deadline for each call and for the episode."""
+    """The same guarantees written by hand: limits on the model and the tool, concurrent calls within a turn, a deadline
+    for each call and for the episode."""
     model, tools = asyncio.Semaphore(count), asyncio.Semaphore(count)
 
     async def policy(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ async def limited_turns(count: int, turns: int) -> float:
 
 
 def turns(count: int) -> dict[str, Any]:
-    """In the processor time of this process: nothing waits here, and what others do on the machine does not count."""
+    """CPU time of this process: nothing waits here, and other load does not count."""
     rounds = range(max(3, 4096 // count))
     framework = {"max_episode_steps": 99, "clock": time.process_time}
     ours = [asyncio.run(rolled_out(count, WaitTool(0.0), TurnPolicy(TURNS), **framework))[0] for _ in rounds]
@@ -243,7 +243,7 @@ def rss_kb() -> int:
 
 
 def trl(count: int) -> dict[str, Any]:
-    """The same measure of TRL's tool loop; what it says besides goes to stderr."""
+    """The same measurement of TRL's tool loop; its other output goes to stderr."""
     script = Path(__file__).with_name("rollouts_trl.py")
     done = subprocess.run([BENCH_ENV / "bin" / "python", script, str(count)], stdout=subprocess.PIPE, text=True)
     if done.returncode:

@@ -1,13 +1,13 @@
-"""How TRL 1.16's GRPOTrainer overlaps one 0.1 s async tool call in each of N rollouts: rollouts.py's peer.
+"""TRL 1.16's side of rollouts.py: how GRPOTrainer overlaps one 0.1 s async tool call in each of N rollouts.
 
     make bench-env
-    .venv-bench/bin/python benchmarks/rollouts_trl.py [N …]      N = 32 and 128 unless given; a line of JSON each
+    .venv-bench/bin/python benchmarks/rollouts_trl.py [N …]      N = 32 and 128 by default; one line of JSON each
 
 Everything is TRL's own code, reached through `trainer.train()`: prompts through the chat template, response parsing,
-the tool loop, rewards, loss and optimiser, on the model that ships with Toolwise. Replaced is `model.generate` alone: a
-row with no tool result in it yet gets the call, the others the answer. The time is that of `GRPOTrainer._generate`,
-from a batch of prompts to finished conversations; rewards, log-probs, loss and update come after it and are not in it.
-`most_at_once` is the largest number of tool calls that were under way together.
+the tool loop, rewards, loss and optimizer, on the model that ships with Toolwise. Only `model.generate` is replaced: a
+row without a tool result gets the call, the others the answer. The time is that of `GRPOTrainer._generate`, from a
+batch of prompts to finished conversations, without rewards, log-probs, loss and update. `most_at_once` is the largest
+number of concurrent tool calls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GROUP = 8
 
 
 class WaitTool:
-    """Waits, and keeps count of how many calls were under way at once."""
+    """Waits, and counts concurrent calls."""
 
     def __init__(self) -> None:
         self.calls = self.running = self.most_at_once = 0
@@ -68,8 +68,8 @@ class TimedTrainer(GRPOTrainer):
 
 def parts() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     tokenizer = AutoTokenizer.from_pretrained(MODEL, trust_remote_code=False)
-    # TRL asks for a schema where it does not know the chat template: this is its own for the same call format, with our
-    # end of turn for Qwen's.
+    # TRL requires a schema for an unknown chat template: this is TRL's own for the same call format, with our end of
+    # turn instead of Qwen's.
     schema = copy.deepcopy(qwen3_schema)
     schema["x-regex"] = schema["x-regex"].replace(r"<\|im_end\|>", r"<\|end\|>")
     tokenizer.response_schema = schema
@@ -87,7 +87,7 @@ def parts() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def all_finished(completions: list[list[dict[str, Any]]], **_: Any) -> list[float]:
-    """The reward, and the check that every rollout called, was answered and ended."""
+    """The reward; also checks that every rollout called the tool, got its result and ended."""
     for completion in completions:
         told = [(m["role"], m["content"], bool(m.get("tool_calls"))) for m in completion]
         assert told == [("assistant", "", True), ("tool", "done", False), ("assistant", "done", False)], told
@@ -95,7 +95,7 @@ def all_finished(completions: list[list[dict[str, Any]]], **_: Any) -> list[floa
 
 
 def overlap(count: int) -> dict[str, Any]:
-    """The best of a few, as rollouts.py has it."""
+    """The best of a few runs, as in rollouts.py."""
     model, tokenizer = parts()
     tool = WaitTool()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,7 @@
-"""How much a sandbox costs: prints ratios, and the figures that they come from. `python benchmarks/sandbox.py`."""
+"""Benchmark the reward sandbox against in-process calls and fresh subprocesses.
+
+python benchmarks/sandbox.py [CALLS]        CALLS: calls of the memory-growth part; 20,000 by default
+"""
 
 from __future__ import annotations
 
@@ -42,14 +45,14 @@ def best_of(work: Callable[[], object], times: int = 7) -> float:
 
 
 def in_process(batch: Callable[..., Any], rollouts: list[Any], truths: list[Any]) -> None:
-    """The same function called here, with the JSON that any border would need, both ways."""
+    """Call the same function in this process, with JSON encoding and decoding of arguments and results."""
     given, answers = json.loads(json.dumps([rollouts, truths]))
     results = read_results(batch([[Message.model_validate(m) for m in r] for r in given], answers), len(answers))
     json.loads(json.dumps([result.model_dump_json() for result in results]))
 
 
 def taken_by(pids: list[int]) -> tuple[int, int]:
-    """Resident KiB and open descriptors of processes, together."""
+    """Total resident KiB and open descriptors of some processes."""
     pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
     return pages * os.sysconf("SC_PAGE_SIZE") // 1024, sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
 
@@ -84,7 +87,7 @@ def main(calls: int) -> None:
 
 
 def growth(reference: str, messages: list[dict[str, Any]], calls: int) -> None:
-    """Of the trainer and of workers that are never replaced, over `calls` calls after a start of 5,000."""
+    """Memory growth of the trainer and of workers never replaced, over `calls` calls after a warm-up of 5,000."""
     with Sandbox(timeout_s=30, max_calls=10 * calls + 10_000) as sandbox:
 
         def call(count: int) -> None:

@@ -1,11 +1,11 @@
-"""What it costs to think steps over again at the other levels: docs/thinking.md has the figures.
+"""Cost of thinking steps over at the other levels, with and without the prefix cache. Numbers: docs/thinking.md.
 
     python benchmarks/thinking.py                       the model that ships, on this machine
     python benchmarks/thinking.py --layers 24 --width 1024 --device cuda --dtype bfloat16
 
-Steps of several rollouts with histories of some hundred tokens: three thoughts each from the history with the level
-forced, then the step's action scored after all four, by the stage's own writer and scorer over the engine. Once with
-the engine's prefix cache, once without it; the work is the same. Thoughts are as long as they may be, and closed.
+For steps of several rollouts with histories of a few hundred tokens, write three thoughts from the history with the
+level forced, then score the step's action after all four, using the thinking stage's writer and scorer on the engine.
+The work is the same with and without the engine's prefix cache. Thoughts have the maximum length, and are closed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OBSERVATION = "You are in a hall with doors to the left and to the right."
 
 
 class Closing(EngineModel):
-    """The engine, whose thoughts all end: an untaught model's do not, and then there would be nothing to score."""
+    """The engine, with every thought closed: an untrained model's never end, which would leave nothing to score."""
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
         found = await self.engine.generate(token_ids, replace(sampling, stop_token_ids=()))
@@ -50,7 +50,7 @@ CHAT: Any = None
 
 
 def make_steps(rollouts: int, turns: int, tokens_a_turn: int) -> list[ParsedStep]:
-    """Each rollout's history grows turn by turn, as in an episode; those of different rollouts begin alike."""
+    """Steps whose histories grow turn by turn, as in an episode; all rollouts share the beginning."""
     reply = CHAT.encode(REPLY)
     words = CHAT.encode(OBSERVATION)
     reading = parse_reply(REPLY)
@@ -68,7 +68,7 @@ def make_steps(rollouts: int, turns: int, tokens_a_turn: int) -> list[ParsedStep
 
 
 def think(engine: Any, steps: Sequence[ParsedStep], thought_tokens: int) -> tuple[float, float]:
-    """Seconds for writing and for scoring."""
+    """Seconds spent writing and scoring."""
     model = Closing(engine)
     writer = AlternativeWriter(model, CHAT, DEFAULT_LEVELS, Sampling(max_new_tokens=thought_tokens))
 
@@ -84,7 +84,7 @@ def think(engine: Any, steps: Sequence[ParsedStep], thought_tokens: int) -> tupl
 
 
 def warm(engine: Any, steps: Sequence[ParsedStep]) -> None:
-    """What the rollouts themselves have left in the cache: each episode's last history, and all before it."""
+    """Fill the cache as the rollouts would: with each episode's last history and all its prefixes."""
     last = {step.rollout_id: step for step in steps}
 
     async def work() -> None:
@@ -119,15 +119,15 @@ def build(args: argparse.Namespace) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rollouts", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--tokens-a-turn", type=int, default=96)
-    parser.add_argument("--thought-tokens", type=int, default=24)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=0, help="a random Llama in place of the model that ships")
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rollouts", type=int, default=8, help="number of rollouts")
+    parser.add_argument("--turns", type=int, default=6, help="turns per rollout")
+    parser.add_argument("--tokens-a-turn", type=int, default=96, help="tokens that each turn adds to the history")
+    parser.add_argument("--thought-tokens", type=int, default=24, help="tokens per thought")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions; the median counts")
+    parser.add_argument("--layers", type=int, default=0, help="layers of a random Llama; 0: the model that ships")
+    parser.add_argument("--width", type=int, default=1024, help="hidden size of the random Llama")
+    parser.add_argument("--device", default="cpu", help="torch device")
+    parser.add_argument("--dtype", default="float32", help="torch dtype")
     args = parser.parse_args()
     model = build(args)
     from toolwise.engine import Engine
@@ -150,7 +150,7 @@ def main() -> None:
     whole = statistics.median(seconds["not shared"])
     for name, found in seconds.items():
         print(f"{name}: {statistics.median(found):.2f} s, {statistics.median(found) / whole:.0%} of not shared")
-    # Histories of one rollout are beginnings of each other, and those of one task's rollouts share their first turn.
+    # Histories of one rollout are prefixes of each other, and rollouts of one task share their first turn.
     distinct = len({step.history[: n + 1] for step in steps for n in range(len(step.history))})
     print(f"distinct history tokens {distinct:,}; with two thoughts and four contexts each, {6 * histories:,}")
     print(f"load {os.getloadavg()[0]:.1f}")

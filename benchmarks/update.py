@@ -1,7 +1,7 @@
-"""What computing shared prefixes once is worth: forward and backward of one update, against packed rows computed whole.
+"""Benchmark shared prefixes: forward and backward of one update, against packed rows computed in full.
 
-`python benchmarks/update.py`: the model that ships, on the CPU. With `--device cuda --dtype bfloat16 --shape 135m
---groups 64 --prompt 1024 --response 256` on a GPU. Needs torch, transformers and numpy, and `src` on the path.
+`python benchmarks/update.py` runs the model that ships on the CPU; on a GPU use `--device cuda --dtype bfloat16 --shape
+135m --groups 64 --prompt 1024 --response 256`. Needs torch, transformers and numpy, and `src` on the path.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 FORMS = {"stock": False, "flat": False, "shared": True}
-"""Whether prompts are shared. "stock": flat, with transformers' own norms and activations also on a GPU."""
+"""Form -> whether prompts are shared. "stock" is flat with transformers' own norms and activations, also on a GPU."""
 
 COMPARED = ("flat", "shared")
-"""Whose gradients."""
+"""Forms whose gradients are compared."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def make_rows(options: argparse.Namespace, vocabulary: int) -> list[Row]:
 
 @dataclass(frozen=True)
 class Known:
-    """What the loss asks of each row, as it stands in a learner's batch."""
+    """What the loss needs of each row, as in a learner's batch."""
 
     old: torch.Tensor
     """[rows, longest]"""
@@ -107,13 +107,13 @@ def clipped_loss(known: Known, packed: Packed, logprobs: torch.Tensor, count: in
 
 @dataclass
 class Measured:
-    """One pass over all rows, or as much of it as the time allowed."""
+    """One pass over all rows, or the part that the time limit allowed."""
 
     seconds: float = 0.0
     computed: int = 0
     sampled: int = 0
     predicting: int = 0
-    """Tokens whose logits were computed: one that several sampled tokens follow counts once."""
+    """Tokens whose logits were computed; a token followed by several sampled tokens counts once."""
     micro_batches: int = 0
     loss: float = 0.0
     timed_out: bool = False
@@ -169,7 +169,7 @@ def peak_mib(device: str) -> float:
 
 
 def matmul_peak(device: str, dtype: torch.dtype, limit_s: float = 5.0) -> float:
-    """FLOP a second of a large matrix product, the best of what fits into the time."""
+    """FLOP/s of a large matrix product, the best within the time limit."""
     size = 8192 if device != "cpu" else 1536
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best, stop = float("inf"), now(device) + limit_s
@@ -183,9 +183,9 @@ def matmul_peak(device: str, dtype: torch.dtype, limit_s: float = 5.0) -> float:
 
 
 def measure(model: Any, rows: list[Row], form: str, options: argparse.Namespace, gradients: Path) -> dict[str, Any]:
-    """The best of several passes after one that warms up, all within the time of one part.
+    """The best of several passes after a warm-up pass, within the time limit of one part.
 
-    The gradient goes to a file, where it does not count as memory of the next part.
+    The gradient goes to a file, so that it does not count as memory of the next part.
     """
     deadline = now(options.device) + options.limit_s
     known = Known.of(rows, options.device)
@@ -205,7 +205,7 @@ def measure(model: Any, rows: list[Row], form: str, options: argparse.Namespace,
 
 
 def agreement(model: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """A few short rows, ours against the model as transformers runs it, padded, in the same precision."""
+    """Compare a few short rows with the model as transformers runs it, padded, in the same precision."""
     sizes = {"groups": 2, "group_size": 3, "prompt": 40, "system": 8, "response": 12, "alike": 4}
     few = argparse.Namespace(**vars(options) | sizes | {"vary": True})
     rows = make_rows(few, min(2000, model.config.vocab_size))
@@ -227,7 +227,7 @@ def agreement(model: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def flops(model: Any, computed: int, predicting: int) -> tuple[float, float]:
-    """6 N a computed token, N being all weights; and what matrix products with weights really were done."""
+    """6 N FLOP per computed token (N: all weights), and the FLOP of the products with weights that were really done."""
     every = sum(p.numel() for p in model.parameters())
     embedding = model.get_input_embeddings().weight.numel()
     head = model.get_output_embeddings().weight.numel()
@@ -264,7 +264,7 @@ def parts(model: Any, rows: list[Row], options: argparse.Namespace, gradients: P
 
 
 def compared(flat: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    # A part that ran out of time is compared by what it got through.
+    # A part that ran out of time is compared by the share it completed.
     speed = [form["seconds"] / max(1, form["sampled"]) for form in (flat, shared)]
     return {
         "part": "ratio",
@@ -276,7 +276,7 @@ def compared(flat: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
 
 
 def gradient_gap(model: Any, gradients: Path) -> dict[str, Any]:
-    """How far the two gradients are apart, relative to the whole, and for the weight where it is furthest."""
+    """Relative distance of the two gradients, overall and for the worst parameter."""
     if not all((gradients / form).exists() for form in COMPARED):
         return {}
     flat, shared = (np.memmap(gradients / form, dtype=np.float32, mode="r") for form in COMPARED)
@@ -296,23 +296,23 @@ def device_name(device: str) -> str:
 
 def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--shape", default="small", choices=["small", *SHAPES])
-    parser.add_argument("--groups", type=int, default=16)
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--response", type=int, default=64)
-    parser.add_argument("--system", type=int, default=0, help="tokens that all prompts begin with")
-    parser.add_argument("--alike", type=int, default=0, help="first tokens of a response, each one of two")
-    parser.add_argument("--vary", action="store_true", help="responses of half to all of that length")
-    parser.add_argument("--max-tokens", type=int, default=16_384, help="computed tokens in a micro-batch")
-    parser.add_argument("--chunk-tokens", type=int, help="tokens whose logits exist at a time; else as a run would")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--limit-s", type=float, default=120.0, help="time for each form")
-    parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=["flat", "shared"])
-    parser.add_argument("--checkpointing", action="store_true", help="compute activations again in the backward pass")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="torch device")
+    parser.add_argument("--dtype", default="float32", help="torch dtype")
+    parser.add_argument("--shape", default="small", choices=["small", *SHAPES], help="model shape")
+    parser.add_argument("--groups", type=int, default=16, help="number of groups")
+    parser.add_argument("--group-size", type=int, default=8, help="rollouts per group")
+    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens")
+    parser.add_argument("--response", type=int, default=64, help="response tokens")
+    parser.add_argument("--system", type=int, default=0, help="tokens that all prompts share at the start")
+    parser.add_argument("--alike", type=int, default=0, help="leading response tokens sampled from a vocabulary of two")
+    parser.add_argument("--vary", action="store_true", help="vary response lengths between half and all of --response")
+    parser.add_argument("--max-tokens", type=int, default=16_384, help="computed tokens per micro-batch")
+    parser.add_argument("--chunk-tokens", type=int, help="tokens per chunk of logits; by default as in a run")
+    parser.add_argument("--repeats", type=int, default=3, help="timed passes; the best counts")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="seconds per form")
+    parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=["flat", "shared"], help="forms to compare")
+    parser.add_argument("--checkpointing", action="store_true", help="use activation checkpointing")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument("--out", type=Path, help="append each part as a line of JSON")
     return parser.parse_args(arguments)
 

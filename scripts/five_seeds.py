@@ -1,5 +1,5 @@
-"""Run the demo with several seeds and draw their curves: what docs/results.md shows. Options that
-are not of this script go to `toolwise demo`.
+"""Run the demo with several seeds, print the table of docs/results.md and draw the curves. Unknown options are passed
+to `toolwise demo`.
 
 python scripts/five_seeds.py --out runs/seeds --picture docs/images/seeds.png
 """
@@ -18,13 +18,13 @@ from pathlib import Path
 from toolwise.view.curves import draw_seeds
 
 COLUMNS = (
-    *("seed", "correct before", "after", "rise", "cost before", "after", "sampled routes", "gap closed", "all tools"),
-    *("seconds", "peak memory", "load"),
+    *("seed", "correct before", "after", "rise", "cost before", "after", "cost, sampled routes"),
+    *("gap closed", "all tools", "seconds", "peak memory", "load"),
 )
 
 
 def demo(more: list[str], seed: int, folder: Path) -> str:
-    """One run, and its line of the table."""
+    """Run one seed and return its row of the table."""
     command = [sys.executable, "-m", "toolwise", "demo", "--seed", str(seed), "--out", str(folder), *more]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     summary = json.loads((folder / "summary.json").read_text())
@@ -50,10 +50,10 @@ def demo(more: list[str], seed: int, folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--picture", type=Path, required=True)
-    parser.add_argument("--jobs", type=int, default=1, help="seeds at once; 1 where seconds are to mean something")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
+    parser.add_argument("--picture", type=Path, required=True, help="file for the curves")
+    parser.add_argument("--jobs", type=int, default=1, help="concurrent runs; use 1 for meaningful timings")
     args, more = parser.parse_known_args()
     folders = [args.out / f"seed-{seed}" for seed in range(args.seeds)]
     print(f"| {' | '.join(COLUMNS)} |")

@@ -1,7 +1,7 @@
-"""Who walks the grid world in `grid_gigpo.py`: a tiny model, what it is taught, how it acts, and its exact success.
+"""The agent of `grid_gigpo.py`: a tiny model, its SFT data, how it acts, and its exact success rate.
 
-It sees the cell where it stands and the goal, not how it came there, and says one word. So its walk is a Markov chain,
-and the chance that it arrives in time follows from what it would say in each cell: no rollouts, and no noise.
+It sees its cell and the goal, not its path, and says one word. So its walk is a Markov chain, and the probability of
+arriving in time follows from its action probabilities in each cell, without rollouts or noise.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from grid_world import MOVES, Cell, GridEnv, grid_of  # noqa: E402
 WORLD: dict[str, Any] = {"layout": 4, "size": 6, "walls": 0.2, "goals": 4, "least_distance": 5, "strict": False}
 TURNS = 36
 GUIDED = 0.25
-"""The share of taught moves that lead nearer to the goal; the others are drawn blindly."""
+"""The share of SFT moves that lead nearer to the goal; the others are random."""
 REPEATED = 12
-"""Taught walks an episode."""
+"""SFT walks per episode."""
 HELD_OUT = 5
-"""No walk begins at every fifth pair of start and goal."""
+"""Every fifth pair of start and goal is held out."""
 CONTROL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = """\
 {%- for message in messages if message.role != 'system' %}
@@ -38,7 +38,7 @@ TEMPLATE = """\
 
 
 def episodes(count: int = 4000) -> tuple[list[int], list[int]]:
-    """Episodes to train on and held-out ones, each pair of start and goal once."""
+    """Training and held-out episodes; each pair of start and goal occurs once."""
     pairs: dict[tuple[Cell, Cell], int] = {}
     for number in range(count):
         env = GridEnv(episode=number, **WORLD)
@@ -49,7 +49,7 @@ def episodes(count: int = 4000) -> tuple[list[int], list[int]]:
 
 
 def taught_walks(numbers: list[int], seed: int) -> Iterator[dict[str, Any]]:
-    """What the model is taught before it learns: mostly blind walks, a sight and a move a conversation."""
+    """SFT data: mostly random walks, one observation and one move per conversation."""
     random = Random(f"taught/{seed}")
     grid = grid_of(WORLD["layout"], WORLD["size"], WORLD["walls"])
     for number in numbers * REPEATED:
@@ -66,8 +66,8 @@ def taught_walks(numbers: list[int], seed: int) -> Iterator[dict[str, Any]]:
 
 
 def fresh_model(folder: Path, seed: int) -> None:
-    """A Llama of some 70,000 weights that knows no word yet, and a tokenizer with a token a word and one a cell: what
-    it is to learn is the way, and not what two coordinates have to do with each other."""
+    """An untrained Llama of about 70,000 weights, and a tokenizer with one token per word and per cell: the model must
+    learn the way, not how two coordinates relate."""
     import torch
     from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -104,8 +104,8 @@ def fresh_model(folder: Path, seed: int) -> None:
 
 
 class OneWord:
-    """An agent that sees the world as it is now, not how it came there, and says one token: in a grid nothing else
-    matters. It stands on the policy's tokens, so that what it says is learned from as from any other."""
+    """An agent that sees only the current observation and says one token: in a grid nothing else matters. It keeps the
+    policy's tokens, so that its actions are trained on like any others."""
 
     def __init__(self, policy: Any, prompts: dict[str, list[int]], *, seed: int = 0, do_sample: bool = True) -> None:
         self.policy, self.prompts = policy, prompts
@@ -134,7 +134,7 @@ class OneWord:
 
 
 class Chances:
-    """The chance that the policy, as it is now, arrives within `TURNS` moves."""
+    """The probability that the current policy arrives within `TURNS` moves."""
 
     def __init__(self, policy: Any) -> None:
         from toolwise.messages import Message
@@ -150,13 +150,13 @@ class Chances:
         self.meaning = [[float(move == word) for move in MOVES] for word in heard]
 
     def mean(self, numbers: Sequence[int]) -> float:
-        """Over these episodes."""
+        """The mean over these episodes."""
         arrival = self._arrival()
         pairs = [(env.goal, env.start) for env in (GridEnv(episode=e, **WORLD) for e in numbers)]
         return sum(arrival[pair] for pair in pairs) / len(pairs)
 
     def _arrival(self) -> dict[tuple[Cell, Cell], float]:
-        """From each cell to each goal, by working back from the last turn."""
+        """From each cell to each goal, by backward induction from the last turn."""
         chances = dict(zip(self.places, self._moves(), strict=True))
         reached = {cell: [self.grid.after(cell, move) for move in MOVES] for cell in self.grid.free}
         found = {(goal, cell): float(goal == cell) for goal, cell in self.places}
@@ -170,7 +170,7 @@ class Chances:
         return found
 
     def _moves(self) -> list[list[float]]:
-        """How likely each move is, in each place."""
+        """Probability of each move, for each goal and cell."""
         import torch
 
         with torch.no_grad():

@@ -1,18 +1,18 @@
-"""GiGPO against GRPO on a small grid world with a sparse reward, PPO with a critic, and KL control: docs/results.md.
+"""Compare GiGPO with GRPO on a small grid world with a sparse reward; also PPO with a critic, and KL control.
 
     python scripts/grid_gigpo.py --jobs 16 --limit-s 500 --out runs/grid --records runs/grid.jsonl
     python scripts/grid_report.py --records runs/grid.jsonl --picture docs/images/grid_gigpo.png > section.md
 
-Every run is a process of its own and leaves OUT/runs/NAME.jsonl: a line a step, and a last one with `"done": true`.
-Runs that have it, with the settings they would have now, are not made again, so that what did not end within the limit
-goes on with the next call; the records are one file of all whole runs. What was settled before any of the paired runs
-was made, on other seeds:
+Every run is a separate process and writes OUT/runs/NAME.jsonl: one line per step, and a last one with `"done": true`.
+Finished runs with unchanged settings are not repeated, so a call that hit its time limit can be continued by another
+call. The records are one file of all finished runs. The results are in docs/results.md. Fixed before any paired run, on
+other seeds:
 
-    reached     the first step after which the chance of success, averaged over all training starts, is 90 % or more
-                (exact: `grid_agent.py`); what counts is all rollouts made until then. Not within the run: "not"
-    sweep       the same learning rates for both, on seeds of its own (100 to 105); the best has the fewest rollouts to
+    reached     the first step after which the probability of success, averaged over all training starts, is at least
+                90 % (exact: `grid_agent.py`), counted in rollouts so far; "not" if the run never gets there
+    sweep       the same learning rates for both, on separate seeds (100 to 105); the best needs the fewest rollouts to
                 90 % on average, where not reached counts as twice the run
-    paired      seeds 0 to 9; each begins from its own model, taught by `toolwise.sft`, the same for all algorithms
+    paired      seeds 0 to 9; each starts from its own model, trained by `toolwise.sft`, the same for all algorithms
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ PAIRED_SEEDS = list(range(10))
 OTHER_SEEDS = [0, 1, 2]
 STEPS, TASKS, ROLLOUTS = 90, 4, 8
 LONGER = 100
-"""Steps of the runs with a critic, and of those that hold a KL."""
+"""Steps of the runs with a critic or with KL control."""
 WANTED = 0.9
 OMEGA = 0.2
-"""The episode's share in GiGPO's advantage; the rest is the step's. Settled, like the world, by simulation."""
+"""The episode's share in GiGPO's advantage; the rest is the step's. Chosen, like the environment, by simulation."""
 KL_TARGET = 0.1
 
 
@@ -59,7 +59,7 @@ class Job:
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: int = STEPS
     stop_early: bool = False
-    """Stop where the goal is reached: the curve after it is of no use."""
+    """Stop once the target is reached: the rest of the curve is not used."""
 
 
 def sweep_jobs() -> list[Job]:
@@ -80,7 +80,7 @@ def paired_jobs(best: dict[str, float]) -> list[Job]:
 
 
 def other_jobs() -> list[Job]:
-    """PPO with a critic; and GiGPO without KL control (measured only), with it in the loss, and in the reward."""
+    """PPO with a critic; GiGPO with KL only measured, in the loss, and in the reward."""
     ppo = {"critic": {"lr": 1e-3}, "algorithm": {"gae_per": "turn", "gamma": 0.95}}
     kinds = {
         "free": {"kl": "loss", "kl_coef": 0.0},
@@ -108,7 +108,7 @@ def warm_start(job: Job, out: Path, write: Callable[..., None]) -> None:
     figures = toolwise.sft(
         str(fresh), rows, partial, steps=250, batch_tokens=2048, row_tokens=128, lr=4e-3, seed=job.seed
     )
-    partial.rename(taught)  # whole, or not there
+    partial.rename(taught)  # atomic
     write(rows=len(rows), loss=figures["loss"])
 
 
@@ -130,7 +130,7 @@ def settings_of(job: Job, out: Path) -> dict[str, Any]:
 
 
 async def learn(job: Job, out: Path, write: Callable[..., None]) -> None:
-    """The loop of `toolwise train`, without its checkpoints: a run of a minute is sooner made again than resumed."""
+    """The loop of `toolwise train` without checkpoints: repeating a run of a minute is faster than resuming it."""
     from toolwise.api import read_config, read_tasks
     from toolwise.training.loop import train_step
     from toolwise.training.run import assemble
@@ -171,7 +171,7 @@ KEPT = (
 
 
 def work(job: Job, out: Path) -> None:
-    """One job, in a process of its own."""
+    """Run one job; called in a separate process."""
     began = time.monotonic()
     path = out / "runs" / f"{job.name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ def work(job: Job, out: Path) -> None:
 
 @dataclass(frozen=True)
 class Record:
-    """A finished run, as it stands on disk."""
+    """A finished run, as stored on disk."""
 
     job: Job
     lines: list[dict[str, Any]]
@@ -201,12 +201,12 @@ class Record:
 
     @property
     def curve(self) -> list[tuple[int, float]]:
-        """Rollouts made so far, and the chance of success after them."""
+        """Rollouts so far, and the probability of success after them."""
         return [(line["rollouts"], line["chance"]) for line in self.lines if "chance" in line]
 
     @property
     def reached(self) -> int | None:
-        """Rollouts made until success was as wanted; None where it never was."""
+        """Rollouts until the target success; None if never reached."""
         return next((made for made, chance in self.curve if chance >= WANTED), None)
 
 
@@ -220,7 +220,7 @@ def finished(out: Path) -> dict[str, Record]:
 
 
 def write_records(records: dict[str, Record], path: Path) -> None:
-    """All whole runs, one a line."""
+    """All finished runs, one per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(asdict(r)) + "\n" for r in records.values()), encoding="utf-8")
 
@@ -236,14 +236,14 @@ def mean_rollouts(records: dict[str, Record], estimator: str, lr: float) -> floa
 
 
 def best_rates(records: dict[str, Record]) -> dict[str, float] | None:
-    """Of each algorithm, once the sweep is done."""
+    """Best rate of each algorithm; None until the sweep is finished."""
     if not all(job.name in records for job in sweep_jobs()):
         return None
     return {e: min(RATES, key=lambda lr: mean_rollouts(records, e, lr)) for e in ("grpo", "gigpo")}
 
 
 def pending(out: Path) -> tuple[list[Job], bool]:
-    """What can be begun now, the most urgent first; and whether that is all there will be."""
+    """Jobs that can start now, most urgent first; and whether no further ones will follow."""
     records = finished(out)
     best = best_rates(records)
     wanted = [*(paired_jobs(best) if best else sweep_jobs()), *other_jobs()]
@@ -255,17 +255,17 @@ def pending(out: Path) -> tuple[list[Job], bool]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--records", type=Path, help="write all whole runs to this one file")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--limit-s", type=float, default=1e9, help="end after so many seconds; call again to go on")
+    parser.add_argument("--out", type=Path, required=True, help="folder for models and runs")
+    parser.add_argument("--records", type=Path, help="write all finished runs to this file")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="concurrent runs")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="stop after this time; call again to continue")
     args = parser.parse_args()
     (args.out / "runs").mkdir(parents=True, exist_ok=True)
     whole = run_all(lambda: pending(args.out), work, args.out, jobs=args.jobs, limit_s=args.limit_s)
     records = finished(args.out)
     if args.records is not None:
         write_records(records, args.records)
-    print(f"{len(records)} runs are whole; {'all is done' if whole else 'not all is done: call again'}")
+    print(f"{len(records)} runs finished; {'all done' if whole else 'not all done: call again'}")
     print(json.dumps({"best": best_rates(records), "reached": {n: r.reached for n, r in records.items() if r.curve}}))
     sys.exit(0 if whole else 75)
 

@@ -1,4 +1,4 @@
-"""What `scripts/grid_gigpo.py` found: a section for docs/results.md (on stdout), figures as JSON, and the curves.
+"""Report of `scripts/grid_gigpo.py`: tables for docs/results.md (on stdout), the numbers as JSON, and the curves.
 
 python scripts/grid_report.py --records runs/grid.jsonl --picture docs/images/grid_gigpo.png --json figures.json
 """
@@ -31,12 +31,12 @@ from grid_gigpo import (
 FEWER = 0.2
 WHOLE = STEPS * TASKS * ROLLOUTS
 LAST = LONGER // 3
-"""Steps at the end over which KL is judged."""
+"""Final steps over which KL is averaged."""
 
 
 def pair_of(records: dict[str, Record], seed: int) -> dict[str, Any]:
-    """One seed's figures. GRPO that never got there is taken to have done so at once after the end: the least that can
-    be said; GiGPO that never did has lost."""
+    """The numbers of one seed. If GRPO never reached the target it is assumed to do so right after the run, a lower
+    bound; if GiGPO never did, it has lost."""
     grpo, gigpo = (records[f"paired-{name}-{seed}"] for name in ("grpo", "gigpo"))
     saved = None if gigpo.reached is None else 1.0 - gigpo.reached / (grpo.reached or WHOLE)
     return {
@@ -90,7 +90,7 @@ def kl_of(record: Record) -> dict[str, Any]:
 
 
 def section(found: dict[str, Any]) -> str:
-    """Markdown; every number in it is one of `found`."""
+    """The tables as Markdown; every number is taken from `found`."""
     best, pairs = found["best"], found["pairs"]
     lines = [
         "| learning rate | " + " | ".join(f"{lr:g}" for lr in RATES) + " |",
@@ -101,10 +101,10 @@ def section(found: dict[str, Any]) -> str:
         ),
         "",
         f"Rollouts to {WANTED:.0%} success, by learning rate: means of the tuning seeds "
-        f"{', '.join(map(str, TUNING_SEEDS))}; a run that never got there counts as {2 * WHOLE:,}. "
+        f"{', '.join(map(str, TUNING_SEEDS))}; a run that never reached it counts as {2 * WHOLE:,}. "
         f"Best: GRPO {best['grpo']:g}, GiGPO {best['gigpo']:g}.",
         "",
-        "| seed | before | GRPO: rollouts | GiGPO: rollouts | fewer | held out: GRPO | GiGPO | states met once |",
+        "| seed | before | GRPO: rollouts | GiGPO: rollouts | fewer | held out: GRPO | GiGPO | states seen once |",
         "|---|---|---|---|---|---|---|---|",
         *(
             f"| {p['seed']} | {p['begins']:.0%} | {_count(p['grpo'])} | {_count(p['gigpo'])} | {_share(p['saved'])} "
@@ -124,9 +124,9 @@ def section(found: dict[str, Any]) -> str:
             for p in found["ppo"]
         ),
         "",
-        f"KL control, target {KL_TARGET:g} nats a token, mean and maximum over the last {LAST} steps:",
+        f"KL control, target {KL_TARGET:g} nats per token, mean and maximum over the last {LAST} steps:",
         "",
-        "| KL | seed | mean | most | coefficient at the end | success |",
+        "| KL | seed | mean | max | coefficient at the end | success |",
         "|---|---|---|---|---|---|",
         *(
             f"| {'measured only' if k['where'] == 'free' else 'in the ' + k['where']} | {k['seed']} | {k['kl']:.3f} "
@@ -146,14 +146,14 @@ def _share(saved: float | None) -> str:
 
 
 def _middle(curves: list[list[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """The median of all; a run that got there and ended counts on with what it ended at."""
+    """The median curve; a run that stopped early continues with its last value."""
     longest = max(curves, key=len)
     filled = [[*curve, *[curve[-1]] * (len(longest) - len(curve))] for curve in curves]
     return [(made, median(curve[i][1] for curve in filled)) for i, (made, _) in enumerate(longest)]
 
 
 def draw(records: dict[str, Record], path: Path) -> None:
-    """Success over rollouts: a thin line a seed, a bold one their median; and KL over steps."""
+    """Success over rollouts, a thin line per seed and a bold median; and KL over steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -184,7 +184,7 @@ def draw(records: dict[str, Record], path: Path) -> None:
             first = record.job.seed == OTHER_SEEDS[0]
             right.plot(*zip(*points, strict=True), color=colour, linewidth=1.3, label=label if first else None)
     right.axhline(KL_TARGET, color="#1f2933", linewidth=0.8, linestyle=":")
-    right.set(xlabel="step", ylabel="nats a token", title=f"KL from the beginning; target {KL_TARGET:g}", yscale="log")
+    right.set(xlabel="step", ylabel="nats per token", title=f"KL to the start; target {KL_TARGET:g}", yscale="log")
     right.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -192,9 +192,9 @@ def draw(records: dict[str, Record], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=Path, required=True)
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--records", type=Path, required=True, help="records file of grid_gigpo.py")
+    parser.add_argument("--picture", type=Path, help="file for the curves")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
     args = parser.parse_args()
     records = read_records(args.records)
     found = figures(records)

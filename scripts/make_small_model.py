@@ -1,9 +1,9 @@
-"""Make the model that ships with Toolwise, from nothing: tokenizer, chat template, weights.
+"""Make the model that ships with Toolwise from scratch: tokenizer, chat template, weights.
 
     python scripts/make_small_model.py --out src/toolwise/models/small
 
-Teaches a Llama-shaped model of about two million parameters on conversations that `toolwise.demo.teacher` makes up.
-About three minutes on one GPU (an H200; making the batches takes most of it).
+Trains a Llama-shaped model of about two million parameters on synthetic conversations from `toolwise.demo.teacher`.
+Takes about three minutes on one GPU (an H200), most of it spent making batches.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def make_examples(folder: Path, count: int, seed: int) -> list[Example]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--conversations", type=int, default=120_000)
-    parser.add_argument("--steps", type=int, default=1600)
-    parser.add_argument("--batch-tokens", type=int, default=32_768)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--vocabulary", type=int, default=2048)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="model folder to write")
+    parser.add_argument("--conversations", type=int, default=120_000, help="number of conversations")
+    parser.add_argument("--steps", type=int, default=1600, help="training steps")
+    parser.add_argument("--batch-tokens", type=int, default=32_768, help="tokens per step")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate")
+    parser.add_argument("--vocabulary", type=int, default=2048, help="size of the vocabulary")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
     args = parser.parse_args()
 
     began = time.time()

@@ -1,7 +1,7 @@
-"""Runs that are processes of their own, made a few at a time and taken up again where a limit ended them.
+"""Run the jobs of an experiment in separate processes, a few at a time, within a time limit.
 
-An experiment says which jobs can be begun now (what one leaves on disk tells the next call that it is done), and this
-makes them: a process each, spawned, so that nothing of one run is in another.
+The experiment names the jobs that can start now; results on disk tell the next call which are done. Processes are
+spawned, so that runs share no state.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 
 class Named(Protocol):
-    """A job: what it is is its experiment's affair."""
+    """A job; its content is up to the experiment."""
 
     @property
     def name(self) -> str: ...
@@ -29,9 +29,9 @@ def run_all(
     jobs: int,
     limit_s: float,
 ) -> bool:
-    """Whether everything is done. `work(job, *more)` is called for each job that `pending` names, the most urgent
-    first, until it has none and says that none will come. What is not done at the limit is ended, and made anew by the
-    next call; a job that failed is not tried again, and nothing waits for it."""
+    """Call `work(job, *more)` for each job that `pending` names, most urgent first, until it reports that no more will
+    come. Returns whether everything is done. Jobs still running at the limit are ended and repeated by the next call; a
+    failed job is not retried, and nothing waits for it."""
     began = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
     running: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def run_all(
                     failed.add(name)
                 print(f"{time.monotonic() - began:6.1f} s  {name}: {process.exitcode or 'done'}", flush=True)
             found, last = pending()
-            failed |= {job.name for job in found if job.name in ended}  # it ended, and left nothing that says so
+            failed |= {job.name for job in found if job.name in ended}  # it ended without a result
             ready = [job for job in found if job.name not in failed and job.name not in running]
             if (last or failed) and not ready and not running:
                 return not failed

@@ -1,11 +1,11 @@
-"""The actor that the router's experiment stands on: the model that ships, taught to do as its route says.
+"""Make the actor of the router experiment: the model that ships, trained by SFT to obey its route.
 
     python scripts/router_actor.py --out runs/router/actor
 
-With one family's tools it calls one, whether that helps or not; without tools it answers; with all of them, as in the
-original prompt, it does what is best. So a wrong route costs what it costs in the world: a call that was not needed, or
-an answer that could have been right. (An actor that is trained on the demo's reward under every route learns not to
-call where it does not pay, and leaves a router nothing to decide.) Nothing of this is seen by the router.
+With one family's tools it calls one, whether that helps or not; without tools it answers; with all tools, as in the
+original prompt, it does what is best. So a wrong route has its real cost: an unnecessary call, or a wrong answer that
+could have been right. (An actor trained on the demo's reward under every route learns not to make useless calls, and
+leaves a router nothing to decide.) The router sees none of this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOOL_OFFERS: list[tuple[list[str], float]] = [
     (["calculator"], 0.25),
     ([], 0.1),
 ]
-"""What is on offer, and how often: the original prompt, the two families, and nothing."""
+"""Tools on offer, and how often: the original prompt, the two families, and none."""
 
 
 async def obedient(row: dict[str, Any], offered: list[str], rng: Random) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ async def conversations(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def teach(out: Path, *, rows: int = 8000, steps: int = 150, seed: int = 0, batch_tokens: int = 8192) -> None:
-    """To `out`, whole or not at all."""
+    """Train the actor and write it to `out`, atomically."""
     partial = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
     taught = asyncio.run(conversations(rows, seed))
@@ -80,9 +80,9 @@ def teach(out: Path, *, rows: int = 8000, steps: int = 150, seed: int = 0, batch
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=8000)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--out", type=Path, required=True, help="model folder to write")
+    parser.add_argument("--rows", type=int, default=8000, help="number of conversations")
+    parser.add_argument("--steps", type=int, default=150, help="training steps")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     teach(args.out, rows=args.rows, steps=args.steps)

@@ -1,19 +1,19 @@
-"""Does the budget hold, and how near to the oracle does the router come? The table of docs/results.md.
+"""The router experiment of docs/results.md: does the budget hold, and how close does the router come to the oracle?
 
     python scripts/router_experiment.py --out runs/router --budgets 0.2,0.4,0.6 --seeds 5 --jobs 16
 
-Four stages, each kept in OUT and not made again:
+Four stages, each stored in OUT and not repeated:
 
-    actor    the model that ships, taught to do as its route says (scripts/router_actor.py)
-    pool     so many real rollouts of every (task, route), training and held-out tasks
-    runs     the router of `[router]`, labels off, the actor frozen; a process a run. A step draws its rollouts from the
-             training pool, with replacement, since a frozen actor's rollouts of a (task, route) are all alike in law.
-             --real B makes one run of that budget with rollouts made on the spot, to see that this changes nothing
-    report   on the held-out pool: what the trained policy, drawing its routes, costs and earns on average over all
-             draws of each row; OUT/report.md and OUT/report.json
+    actor    the model that ships, trained by SFT to obey its route (scripts/router_actor.py)
+    pool     real rollouts of every (task, route), for training and held-out tasks
+    runs     the router of `[router]`, labels off, the actor frozen, one process per run. A step samples its rollouts
+             from the training pool, with replacement, since a frozen actor's rollouts of a (task, route) are
+             identically distributed. --real B makes one run of that budget with live rollouts, as a check
+    report   on the held-out pool: expected cost and score of the trained policy with sampled routes, averaged over all
+             rollouts of each row; OUT/report.md and OUT/report.json
 
-What was settled before the seeds were run: tools cost 1 a call; hard routes, without words (the schemas say it);
-the same settings for all budgets, controls included, tuned on seed 100 (`--seed-offset 100`) alone.
+Fixed before the seeds were run: tools cost 1 per call; hard routes, not mentioned in the prompt (the schemas show
+them); the same settings for all budgets, controls included, tuned on seed 100 only (`--seed-offset 100`).
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ ROUTER: dict[str, Any] = {
     "wording": "silent",
     "usage": "executed",
 }
-"""Everything else is as `[router]` has it."""
+"""Everything else is at the defaults of `[router]`."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything."""
+    """The size of the experiment."""
 
     tasks: dict[str, int]
     draws: dict[str, int]
-    """Rollouts of each (task, route)."""
+    """Rollouts per (task, route)."""
     batch: int
-    """Prompts a step; a run with real rollouts has a quarter, and 2 steps where others have 5."""
+    """Prompts per step; a run with live rollouts has a quarter of them and two fifths of the steps."""
 
 
 FULL = Scale({"train": 4000, "heldout": 1200}, {"train": 4, "heldout": 16}, 256)
@@ -71,11 +71,11 @@ class Job:
     prices: dict[str, float] = field(default_factory=lambda: {"calculator": 1.0, "search": 1.0})
     real: bool = False
     exactly: bool = True
-    """To the bit, at the price of time where there are rollouts."""
+    """Deterministic to the bit; slower with live rollouts."""
 
 
 def jobs_of(budgets: Sequence[float], seeds: Sequence[int], real: float | None) -> list[Job]:
-    """The runs themselves, and the controls: what must fail, and what must move."""
+    """The runs, and the controls: what must fail, and what must change."""
     middle = budgets[len(budgets) // 2]
     made = [Job(f"budget-{b:g}-{s}", b, s) for s in seeds for b in budgets]
     made += [Job(f"value-{middle:g}-{s}", middle, s, {"mode": "value", "temperature": 0.05}) for s in seeds[:1]]
@@ -84,7 +84,7 @@ def jobs_of(budgets: Sequence[float], seeds: Sequence[int], real: float | None) 
             Job(f"lambda-0-{s}", middle, s, dual={"rate": 0.0, "proportional": 0.0}),
             Job(f"dear-search-{s}", middle, s, prices={"calculator": 1.0, "search": 2.0}),
         ]
-    # At a fixed λ, where only cost differs: centred advantages answer to it, those divided by their deviation do not.
+    # At a fixed λ, where only cost differs: centred advantages respond to λ, those divided by their std do not.
     for price in (0.001, 0.1):
         fixed = {"rate": 0.0, "proportional": 0.0, "initial": price}
         made += [
@@ -138,7 +138,7 @@ def write_tasks(out: Path, scale: Scale) -> None:
 
 
 def fill(out: Path, scale: Scale, split: str, shard: int, shards: int) -> None:
-    """One process's part of a pool."""
+    """Fill one process's shard of a pool."""
     _one_thread()
     from toolwise.data import load_tasks
     from toolwise.frontier.rollout_pool import PoolPlan, fill_pool
@@ -169,7 +169,7 @@ def fill(out: Path, scale: Scale, split: str, shard: int, shards: int) -> None:
 
 
 Pool = dict[tuple[str, str], list[dict[str, Any]]]
-"""(task id, route) -> draws: score, calls"""
+"""(task id, route) -> sampled rollouts: score, calls"""
 
 
 def read_pool(out: Path, split: str) -> Pool:
@@ -185,7 +185,7 @@ def read_pool(out: Path, split: str) -> Pool:
 
 
 def train(job: Job, out: Path, scale: Scale, steps: int) -> None:
-    """A line a step, and a last one with the trained policy's chances on the held-out tasks."""
+    """Write one line per step, and a last one with the trained policy's route probabilities on the held-out tasks."""
     _one_thread()
     path = out / "runs" / f"{job.name}.jsonl"
     began, lines = time.perf_counter(), []
@@ -215,7 +215,7 @@ def train(job: Job, out: Path, scale: Scale, steps: int) -> None:
 
 
 def _assembled(job: Job, out: Path, scale: Scale, steps: int) -> tuple[Any, list[Any]]:
-    """The run; each prompt of a task is rendered and passes the frozen trunk once in the whole of it."""
+    """The run and the held-out tasks; each prompt is rendered and passed through the frozen trunk only once."""
     from toolwise.data import load_tasks
     from toolwise.routing.head.features import prompt_features
     from toolwise.training.run import assemble
@@ -246,7 +246,7 @@ def _real(run: Any) -> Iterator[dict[str, float]]:
 
 
 def _simulated(run: Any, job: Job, pool: Pool) -> Iterator[dict[str, float]]:
-    """Routes decided, credited and learned by the router itself; only the rollouts come from the pool."""
+    """The router itself decides, credits and learns; only the rollouts come from the pool."""
     step = 0
     while True:
         decisions = run.router.decide(next(run.batches), ROLLOUTS, step)
@@ -289,7 +289,7 @@ def _one_thread() -> None:
 
 
 def in_parallel(count: int, work: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
-    """A fresh process for each: torch does not like to be forked."""
+    """Run each in a fresh process: torch is not fork-safe."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(min(count, max(1, len(arguments))), maxtasksperchild=1) as pool:
         for waiting in [pool.apply_async(work, one) for one in arguments]:
@@ -298,15 +298,15 @@ def in_parallel(count: int, work: Callable[..., None], arguments: Sequence[tuple
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the experiment")
     parser.add_argument("--budgets", type=lambda text: [float(b) for b in text.split(",")], default=[0.2, 0.4, 0.6])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--seed-offset", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--real", type=float, help="one more run, of this budget, with real rollouts")
-    parser.add_argument("--only", default="", help="runs whose name begins so")
-    parser.add_argument("--small", action="store_true", help="few tasks and draws: to see that everything works")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
+    parser.add_argument("--seed-offset", type=int, default=0, help="first seed")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="concurrent processes")
+    parser.add_argument("--steps", type=int, default=300, help="training steps per run")
+    parser.add_argument("--real", type=float, help="add a run of this budget with live rollouts")
+    parser.add_argument("--only", default="", help="only runs whose name starts with this")
+    parser.add_argument("--small", action="store_true", help="few tasks and rollouts, as a smoke test")
     args = parser.parse_args()
     out, scale = args.out, SMALL if args.small else FULL
     for folder in ("tasks", "pool", "runs"):
@@ -326,7 +326,7 @@ def main() -> None:
     seeds = [args.seed_offset + seed for seed in range(args.seeds)]
     jobs = [job for job in jobs_of(args.budgets, seeds, args.real) if job.name.startswith(args.only)]
     wanted = [job for job in jobs if not (out / "runs" / f"{job.name}.jsonl").exists()]
-    # The real one takes longest: it begins first.
+    # The run with live rollouts takes longest, so it starts first.
     wanted.sort(key=lambda job: not job.real)
     in_parallel(args.jobs, train, [(job, out, scale, args.steps) for job in wanted])
     print(f"runs after {time.perf_counter() - began:.0f} s, load {os.getloadavg()[0]:.1f}", flush=True)

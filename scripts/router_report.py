@@ -1,4 +1,4 @@
-"""The report of scripts/router_experiment.py: trained policies on the held-out pool, beside chance and the oracle."""
+"""Report of scripts/router_experiment.py: trained policies on the held-out pool, against random and oracle routes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 ALLOWED = {"ANSWER": (), "SEARCH-FAMILY": ("search",), "CALCULATE-FAMILY": ("calculator",)}
-"""What a route lets the model call, and so what it pays for."""
+"""Tools that a route allows, and so pays for."""
 REPLICATES = 2000
 
 
@@ -37,7 +37,7 @@ def outcomes_of(out: Path, prices: dict[str, float]) -> Any:
 
 
 def in_order(out: Path, outcomes: Any) -> list[int]:
-    """Where the tasks of the runs stand in the outcomes."""
+    """Row of each held-out task in the outcomes."""
     from toolwise.data import load_tasks
 
     place = {row: i for i, row in enumerate(outcomes.row_ids)}
@@ -45,7 +45,7 @@ def in_order(out: Path, outcomes: Any) -> list[int]:
 
 
 def judged(job: Any, lines: list[dict[str, Any]], out: Path, weights: Any) -> dict[str, Any]:
-    """One run: the policy as it was trained, drawing its routes."""
+    """Evaluate one run: the trained policy with sampled routes."""
     from toolwise.frontier.bootstrap import estimate
     from toolwise.frontier.curves import oracle_curve, random_curve
 
@@ -120,7 +120,7 @@ def classified(out: Path, config: Any, outcomes: Any) -> dict[str, Any]:
 
 
 def ahead_of_classifier(run: dict[str, Any], values: Any, outcomes: Any, weights: Any) -> dict[str, float]:
-    """The run's score less the classifier's, which is held to the cost that the run really had."""
+    """The run's score minus the classifier's, which is thresholded to the cost of the run."""
     from toolwise.frontier.bootstrap import estimate
     from toolwise.routing.threshold import find_threshold
 
@@ -132,9 +132,9 @@ def ahead_of_classifier(run: dict[str, Any], values: Any, outcomes: Any, weights
 
 
 def by_budget(runs: Sequence[dict[str, Any]], baseline_routers: Sequence[str]) -> list[list[str]]:
-    """The runs that keep to a budget, a line each budget, as docs/results.md has them."""
-    head = ["B", "held-out cost, a seed each", "within 10 %", "deviation of a step's cost, last quarter", "score"]
-    head += ["random", "oracle", "of the gap", *(f"less *{name}*" for name in baseline_routers)]
+    """The runs with a budget, one line per budget, as in docs/results.md."""
+    head = ["B", "held-out cost, by seed", "within 10 %", "std of the cost per step, last quarter", "score"]
+    head += ["random", "oracle", "gap closed", *(f"minus *{name}*" for name in baseline_routers)]
     rows = [head, ["---"] * len(head)]
     kept = [run for run in runs if run["name"].startswith("budget-")]
     for budget in sorted({run["budget"] for run in kept}):
@@ -168,7 +168,7 @@ def _ahead(found: dict[str, float] | None) -> str:
 
 
 def report(out: Path, jobs: Sequence[Any], config: Any) -> None:
-    """OUT/report.md and OUT/report.json."""
+    """Write OUT/report.md and OUT/report.json."""
     from toolwise.frontier.bootstrap import row_weights
 
     plain = outcomes_of(out, {"calculator": 1.0, "search": 1.0})

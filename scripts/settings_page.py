@@ -1,4 +1,4 @@
-"""Write docs/settings.md, the reference of every setting, from the configuration's own classes.
+"""Generate docs/settings.md, the reference of every setting, from the configuration classes.
 
 python scripts/settings_page.py
 """
@@ -37,7 +37,7 @@ def page() -> str:
 
 
 def sections(model: type[BaseModel], path: str) -> Iterator[str]:
-    """One section a table: its own settings first, then the tables inside it."""
+    """One section per table: its own settings first, then the tables inside it."""
     told = docstrings(model)
     rows = ["| setting | type | default | |", "|---|---|---|---|"]
     inner: list[tuple[type[BaseModel], str]] = []
@@ -60,7 +60,7 @@ def sections(model: type[BaseModel], path: str) -> Iterator[str]:
 
 
 def docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """The text below each field."""
+    """The docstring below each field."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
     assert isinstance(body, ast.ClassDef)
     found = {}
@@ -72,7 +72,7 @@ def docstrings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def table_of(annotation: Any) -> type[BaseModel] | None:
-    """The model inside an annotation: of a table, or of each table of a list."""
+    """The model inside an annotation of a table or a list of tables."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for inner in get_args(annotation) if (found := table_of(inner)) is not None), None)

@@ -1,12 +1,12 @@
-"""Learning how hard to think: RLVCR in its forms against GRPO, GRPO with a price, and GiGPO: docs/results.md.
+"""Compare forms of RLVCR with GRPO, GRPO with a token price, and GiGPO on learning how hard to think: docs/results.md.
 
     python scripts/thinking_compare.py --model runs/rooms/taught --out runs/thinking --records runs/thinking.jsonl
     python scripts/thinking_report.py --records runs/thinking.jsonl --picture docs/images/thinking.png > section.md
 
-All arms begin from the same taught model (`scripts/thinking_warm_start.py`), whose levels are drawn evenly, and learn
-in the house of rooms. Every run is a process of its own and leaves OUT/runs/NAME.jsonl: a line a step, one with the
-evaluation, and a last one with `"done": true`. Runs that have it are not made again, so that what did not end within
-the limit goes on with the next call. The arms, and what was settled beforehand: `thinking_plan.py`.
+All arms start from the same SFT model (`scripts/thinking_warm_start.py`), which samples its levels uniformly, and learn
+in the rooms environment. Every run is a separate process and writes OUT/runs/NAME.jsonl: one line per step, one per
+evaluation, and a last one with `"done": true`. Finished runs are not repeated, so a call that hit its time limit can be
+continued by another call. The arms, and what was fixed beforehand, are in `thinking_plan.py`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def settings_of(job: Job, model: Path, device: str) -> dict[str, Any]:
     settings["name"] = job.name
     settings["model"]["device"] = device
     settings["data"]["batch_size"] = TASKS
-    settings["rollout"] |= {"n": ROLLOUTS, "cache_mb": 512}  # on a GPU it is shared by all runs
-    settings["reward"]["sandbox"] = {"tier": "off"}  # the world's own reward: there is nobody to be guarded against
+    settings["rollout"] |= {"n": ROLLOUTS, "cache_mb": 512}  # all runs share one GPU
+    settings["reward"]["sandbox"] = {"tier": "off"}  # the environment's own reward is trusted
     settings["algorithm"] = {"adv_estimator": arm.estimator, "rlvcr": {"enable": True, **arm.rlvcr}}
     settings["actor"] |= {"lr": job.lr, "lr_schedule": "linear", "canary": "warn"}
     settings["trainer"] |= {"total_steps": job.evaluated[-1]}
@@ -65,7 +65,7 @@ def settings_of(job: Job, model: Path, device: str) -> dict[str, Any]:
 
 
 async def learn(job: Job, model: Path, device: str, write: Callable[..., None]) -> None:
-    """The loop of `toolwise train`, without its checkpoints: a run of minutes is sooner made again than resumed."""
+    """The loop of `toolwise train` without checkpoints: repeating a run of minutes is faster than resuming it."""
     import torch
 
     from toolwise.api import read_config, read_tasks
@@ -107,7 +107,7 @@ KEPT = (
 
 
 async def evaluate(run: Any, job: Job) -> dict[str, Any]:
-    """One episode a house, drawn at temperature 1. Tuning has houses of its own, behind those of the paired runs."""
+    """One episode per house, sampled at temperature 1. Tuning uses separate houses, after those of the paired runs."""
     from toolwise.api import read_tasks
     from toolwise.demo.rooms.demonstrations import task_rows
     from toolwise.thinking.step_selection import parse_steps
@@ -141,7 +141,7 @@ async def evaluate(run: Any, job: Job) -> dict[str, Any]:
 
 
 def work(job: Job, model: Path, out: Path, device: str) -> None:
-    """One job, in a process of its own."""
+    """Run one job; called in a separate process."""
     began = time.monotonic()
     path = out / "runs" / f"{job.name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,18 +160,18 @@ def work(job: Job, model: Path, out: Path, device: str) -> None:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the policy did in held-out houses, house by house."""
+    """Results in the held-out houses, per house."""
 
     after: int
-    """Steps of learning."""
+    """Training steps before this evaluation."""
     success: str
-    """A digit a house."""
+    """One digit per house."""
     steps: list[int]
     thinking_tokens: list[int]
     levels: dict[str, list[int]]
-    """Kind of step -> how often each level was used."""
+    """Kind of step -> count of each level."""
     right: dict[str, list[int]]
-    """The same, of the steps that were right."""
+    """The same, for correct steps only."""
     format_valid: float
 
     @property
@@ -180,17 +180,17 @@ class Evaluation:
 
     @property
     def tokens(self) -> float:
-        """Thinking tokens a step."""
+        """Thinking tokens per step."""
         return sum(self.thinking_tokens) / max(1, sum(self.steps))
 
 
 @dataclass(frozen=True)
 class Record:
-    """A finished run, as it stands on disk."""
+    """A finished run, as stored on disk."""
 
     job: Job
     lines: list[dict[str, Any]]
-    """A step each."""
+    """One per step."""
     evaluations: list[Evaluation]
     seconds: float
 
@@ -220,7 +220,7 @@ def _job(told: dict[str, Any]) -> Job:
 
 
 def write_records(records: dict[str, Record], path: Path) -> None:
-    """All whole runs, one a line."""
+    """All finished runs, one per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(asdict(r)) + "\n" for r in records.values()), encoding="utf-8")
 
@@ -241,7 +241,7 @@ def mean_worth(records: dict[str, Record], arm: str, lr: float) -> float:
 
 
 def best_rates(records: dict[str, Record]) -> dict[str, float] | None:
-    """Of each arm that has a rate of its own, once the sweep is done."""
+    """Best rate of each arm that does not borrow one; None until the sweep is finished."""
     if not all(job.name in records for job in sweep_jobs()):
         return None
     arms = [name for name, arm in ARMS.items() if not arm.rate_of]
@@ -249,7 +249,7 @@ def best_rates(records: dict[str, Record]) -> dict[str, float] | None:
 
 
 def pending(out: Path, lr: float | None = None, comparison: Comparison = FIRST) -> tuple[list[Job], bool]:
-    """What can be begun now, the most urgent first; and whether that is all there will be. `lr`: for all, no sweep."""
+    """Jobs that can start now, most urgent first; whether no further ones follow. `lr`: one rate for all, no sweep."""
     records = finished(out)
     best = best_rates(records) if lr is None else dict.fromkeys(ARMS, lr)
     wanted = sweep_jobs() if best is None else paired_jobs(best, comparison)
@@ -258,7 +258,7 @@ def pending(out: Path, lr: float | None = None, comparison: Comparison = FIRST) 
 
 
 def one(job: Job, model: Path, out: Path, device: str) -> None:
-    """A run by itself, to look at."""
+    """Make a single run and print its result."""
     work(job, model, out, device)
     record = finished(out)[job.name]
     last = record.evaluations[-1]
@@ -269,20 +269,20 @@ def one(job: Job, model: Path, out: Path, device: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="the taught folder of scripts/thinking_warm_start.py")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--comparison", choices=list(COMPARISONS), default="first")
-    parser.add_argument("--records", type=Path, help="write all whole runs to this one file")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--limit-s", type=float, default=1e9, help="end after so many seconds; call again to go on")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--only", choices=list(ARMS), help="one run of this arm, to look at")
-    parser.add_argument("--name", help="of that run")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="settings of that run")
-    parser.add_argument("--seed", type=int, default=100)
-    parser.add_argument("--lr", type=float, help="of all arms, in place of the sweep")
-    parser.add_argument("--steps", type=int, default=EVALUATED[-1])
-    parser.add_argument("--houses", type=int, default=TUNING_HOUSES)
+    parser.add_argument("--model", type=Path, required=True, help="folder `taught` of scripts/thinking_warm_start.py")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
+    parser.add_argument("--comparison", choices=list(COMPARISONS), default="first", help="arms and seeds")
+    parser.add_argument("--records", type=Path, help="write all finished runs to this file")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="concurrent runs")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="stop after this time; call again to continue")
+    parser.add_argument("--device", default="cpu", help="torch device")
+    parser.add_argument("--only", choices=list(ARMS), help="make a single run of this arm")
+    parser.add_argument("--name", help="name of the single run")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="settings of the single run")
+    parser.add_argument("--seed", type=int, default=100, help="seed of the single run")
+    parser.add_argument("--lr", type=float, help="learning rate of all arms, instead of the sweep")
+    parser.add_argument("--steps", type=int, default=EVALUATED[-1], help="steps of the single run")
+    parser.add_argument("--houses", type=int, default=TUNING_HOUSES, help="evaluation houses of the single run")
     args = parser.parse_args(arguments)
     (args.out / "runs").mkdir(parents=True, exist_ok=True)
     if args.only:
@@ -301,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     records = finished(args.out)
     if args.records is not None:
         write_records(records, args.records)
-    print(f"{len(records)} runs are whole; {'all is done' if whole else 'not all is done: call again'}")
+    print(f"{len(records)} runs finished; {'all done' if whole else 'not all done: call again'}")
     print(json.dumps({"best": best_rates(records)}))
     sys.exit(0 if whole else 75)
 

@@ -1,14 +1,15 @@
-"""What `scripts/thinking_compare.py` compares: the arms, and which runs are made of them. All of it was settled before
-any of the paired runs was made, on other seeds:
+"""The arms that `scripts/thinking_compare.py` compares, and their runs.
 
-    evaluation  after 30 steps and after 60, no choice of checkpoints: one episode in each of 1,000 held-out houses, at
-                temperature 1, the same houses and the same seeds for all arms
-    sweep       the same learning rates for each arm, falling along a line to nothing at the last step, on seeds of its
-                own (100, 101) and 200 houses of its own; the best has the highest mean worth over both evaluations.
-                Controls take the rate of what they control, and the other gates that of the gate by success
-    worth       success, less 0.01 for each thinking token a step beyond the budget, where the arm has one
+Fixed before any paired run, on other seeds:
+
+    evaluation  after 30 and after 60 steps, without choosing checkpoints: one episode in each of 1,000 held-out houses,
+                at temperature 1, the same houses and seeds for all arms
+    sweep       the same learning rates for each arm, falling linearly to zero, on separate seeds (100, 101) and 200
+                separate houses; the best has the highest mean worth over both evaluations. Controls take the rate of
+                the arm they control, and the signed gates that of the success gate
+    worth       success, minus 0.01 per thinking token per step beyond the budget, where the arm has one
     first       nine arms, seeds 0 to 4
-    second      seeds 5 to 9: a form that was made after the first was looked at, and what it is to beat
+    second      seeds 5 to 9: a form designed after the first comparison had been looked at, and what it must beat
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from typing import Any
 RATES = [4e-4, 6e-4]
 TUNING_SEEDS = [100, 101]
 EVALUATED = (30, 60)
-"""After which steps: while they learn, and when they have learned."""
+"""Steps after which arms are evaluated: during learning, and at the end."""
 TASKS, ROLLOUTS = 4, 16
 HOUSES, TUNING_HOUSES = 1000, 200
 TRAINED_ON = 2000
-"""Houses: few come up twice in a run."""
+"""Training houses; few occur twice in a run."""
 LIMIT = 12.0
-"""The budget: thinking tokens a step."""
+"""The budget: thinking tokens per step."""
 LONGEST_THOUGHT = 40
-"""Tokens of an alternative's thought at most; taught ones have up to 33."""
+"""Maximum tokens of an alternative's thought; those in the SFT data have up to 33."""
 
 PRICE = {"limit": LIMIT, "price": 0.02, "rate": 5e-4, "proportional": 2e-3, "cap": 0.04}
 COMPARED = {"share": 0.34, "max_thought_tokens": LONGEST_THOUGHT, "budget": PRICE}
@@ -35,13 +36,13 @@ COMPARED = {"share": 0.34, "max_thought_tokens": LONGEST_THOUGHT, "budget": PRIC
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to learn: its estimator, and what it changes in `algorithm.rlvcr`."""
+    """One arm: its estimator, and its settings in `algorithm.rlvcr`."""
 
     title: str
     estimator: str
     rlvcr: dict[str, Any]
     rate_of: str = ""
-    """Whose learning rate it takes; its own where none is named."""
+    """Arm whose learning rate it takes; empty: its own."""
 
     @property
     def priced(self) -> bool:
@@ -62,27 +63,27 @@ ARMS = {
     "grpo": Arm("GRPO", "grpo", {"share": 0.0}),
     "gigpo": Arm("GiGPO", "gigpo", {"share": 0.0}),
     "price": Arm("GRPO + price", "grpo", {"share": 0.0, "price_rollouts": True, "budget": PRICE}),
-    "document": Arm("RLVCR, the document's", "rlvcr", COMPARED),
-    "signed": Arm("RLVCR, gated by sign", "rlvcr", SIGNED, rate_of="success"),
-    "success": Arm("RLVCR, gated by success", "rlvcr", SUCCESS),
+    "document": Arm("RLVCR, original", "rlvcr", COMPARED),
+    "signed": Arm("RLVCR, signed gate", "rlvcr", SIGNED, rate_of="success"),
+    "success": Arm("RLVCR, success gate", "rlvcr", SUCCESS),
     "reweight": Arm("RLVCR, reweighted", "rlvcr", {**COMPARED, "combine": "reweight", "steps": "successful"}),
     "w0": Arm("RLVCR, w = 0", "rlvcr", {**COMPARED, "step_advantage_w": 0.0}, rate_of="grpo"),
-    "shuffled": Arm("RLVCR, gated by success, shuffled", "rlvcr", {**SUCCESS, "shuffle": True}, rate_of="success"),
-    "on": Arm("RLVCR, by sign and on", "rlvcr", ON, rate_of="success"),
-    "on_shuffled": Arm("RLVCR, by sign and on, shuffled", "rlvcr", {**ON, "shuffle": True}, rate_of="success"),
+    "shuffled": Arm("RLVCR, success gate, shuffled", "rlvcr", {**SUCCESS, "shuffle": True}, rate_of="success"),
+    "on": Arm("RLVCR, signed gate + success", "rlvcr", ON, rate_of="success"),
+    "on_shuffled": Arm("RLVCR, signed gate + success, shuffled", "rlvcr", {**ON, "shuffle": True}, rate_of="success"),
 }
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Arms that are paired by their seeds."""
+    """Arms paired by seed."""
 
     seeds: tuple[int, ...]
     arms: tuple[str, ...]
     forms: tuple[str, ...]
-    """Of these RLVCR's, of which the best is to beat the others."""
+    """The RLVCR forms among them; the best must beat the other arms."""
     control: str
-    """Thinking advantages dealt out anew."""
+    """The arm with shuffled thinking advantages."""
 
 
 FIRST = Comparison(
@@ -108,11 +109,11 @@ class Job:
     seed: int
     lr: float
     evaluated: tuple[int, ...]
-    """After which steps; the last is the last of the run."""
+    """Steps after which it is evaluated; the last one ends the run."""
     houses: int
-    """Episodes of an evaluation."""
+    """Episodes per evaluation."""
     changes: tuple[str, ...] = ()
-    """Further settings as `a.b=c`, to try things out; none in the comparison."""
+    """Further settings as `a.b=c`, for single runs; none in the comparison."""
 
 
 def sweep_jobs() -> list[Job]:

@@ -1,4 +1,4 @@
-"""What `scripts/thinking_compare.py` found: tables for docs/results.md (on stdout), figures as JSON, and the curves.
+"""Report of `scripts/thinking_compare.py`: tables for docs/results.md (on stdout), the numbers as JSON, and the curves.
 
 python scripts/thinking_report.py --records runs/thinking.jsonl --picture docs/images/thinking.png --json figures.json
 """
@@ -31,10 +31,10 @@ from thinking_plan import (
 from toolwise.frontier.bootstrap import Estimate, estimate
 
 KEEPS, FEWER = 0.02, 0.4
-"""What the best form may lose of GRPO's success, and the share of its thinking tokens that it must save."""
+"""How much of GRPO's success the best form may lose, and the share of its thinking tokens that it must save."""
 REPLICATES = 4000
 SMOOTHED = 5
-"""Steps of which a curve shows the mean."""
+"""Window of the moving average of curves, in steps."""
 
 
 class Arm:
@@ -49,13 +49,13 @@ class Arm:
         self.valid = mean(e.format_valid for e in found)
 
     def shares(self, kind: str) -> list[float]:
-        """Of each level on steps of this kind, the mean of the seeds."""
+        """Share of each level on steps of this kind, averaged over seeds."""
         counts = self.levels[kind]
         return [float(x) for x in (counts / counts.sum(1, keepdims=True).clip(1)).mean(0)]
 
 
 class Draws:
-    """Seeds drawn anew, and within them houses: the same for all arms, so that differences are paired."""
+    """Bootstrap resamples of seeds and, within them, houses: the same for all arms, so that differences are paired."""
 
     def __init__(self, seeds: int, houses: int, replicates: int = REPLICATES) -> None:
         random = np.random.default_rng(0)
@@ -74,15 +74,15 @@ class Draws:
 
 
 def whole(records: dict[str, Record], comparison: Comparison) -> list[str]:
-    """Arms of which every seed was made. The others are not compared, and `section` names them."""
+    """Arms with a run of every seed. The others are not compared; `section` names them."""
     arms = [arm for arm in comparison.arms if all(f"paired-{arm}-{seed}" in records for seed in comparison.seeds)]
     if missing := {"grpo", "price", comparison.control} - set(arms):
-        raise SystemExit(f"paired runs of {', '.join(sorted(missing))} are missing, which all else is compared with")
+        raise SystemExit(f"paired runs of {', '.join(sorted(missing))} are missing; all arms are compared with them")
     return arms
 
 
 def figures(records: dict[str, Record], comparison: Comparison = FIRST) -> dict[str, Any]:
-    rates = best_rates(records)  # none where one rate was given for all
+    rates = best_rates(records)  # None if one rate was given for all arms
     arms = whole(records, comparison)
     paired = {arm: _paired(records, arm, comparison) for arm in arms}
     return {
@@ -96,8 +96,8 @@ def figures(records: dict[str, Record], comparison: Comparison = FIRST) -> dict[
 
 
 def learned(run: Record) -> dict[str, float | None]:
-    """When nine of ten training rollouts first succeeded, on the mean of five steps, and what was sampled until then,
-    alternatives included."""
+    """The step at which nine of ten training rollouts first succeed (mean of five steps), and the tokens sampled until
+    then, alternatives included."""
     lines = run.lines
     success = _smooth(np.array([line["success"] for line in lines]))
     step = next((i for i, share in enumerate(success) if i >= SMOOTHED - 1 and share >= 0.9), None)
@@ -109,7 +109,7 @@ def learned(run: Record) -> dict[str, float | None]:
 
 
 def figures_at(paired: dict[str, list[Record]], comparison: Comparison, after: int) -> dict[str, Any]:
-    """Of the evaluation after so many steps."""
+    """The numbers of the evaluation after `after` steps."""
     arms = {name: Arm([r.at(after) for r in runs]) for name, runs in paired.items()}
     draws = Draws(*arms["grpo"].success.shape)
     success = {name: draws.means(arm.success) for name, arm in arms.items()}
@@ -147,7 +147,7 @@ def _paired(records: dict[str, Record], arm: str, comparison: Comparison) -> lis
 
 
 def best_form(forms: dict[str, tuple[float, float]], grpo_tokens: float) -> str:
-    """Of RLVCR's forms the most successful among those that save enough; where none does, among all."""
+    """The most successful RLVCR form among those that save enough tokens; if none does, among all."""
     saving = {name: s for name, (s, tokens) in forms.items() if tokens <= (1 - FEWER) * grpo_tokens}
     return max(saving or forms, key=lambda name: forms[name][0])
 
@@ -165,7 +165,7 @@ def verdict(found: dict[str, Any], control: str) -> dict[str, bool]:
 
 
 def _beats(pair: dict[str, dict[str, float]]) -> bool:
-    """Better in success or in tokens, beyond its interval, and not worse in the other."""
+    """Whether it is better in success or in tokens, beyond the interval, and not worse in the other."""
     success, saved = pair["success"], pair["tokens_saved"]
     more = success["low"] > 0 and saved["value"] >= -KEEPS
     return bool(more or (saved["low"] > 0 and success["value"] >= -KEEPS))
@@ -176,7 +176,7 @@ def _told(found: Estimate) -> dict[str, float]:
 
 
 def section(found: dict[str, Any], comparison: Comparison = FIRST) -> str:
-    """Markdown; every number in it is one of `found`."""
+    """The tables as Markdown; every number is taken from `found`."""
     lines = [
         f"{len(comparison.seeds)} seeds × {HOUSES:,} held-out houses, temperature 1; 95 % intervals by bootstrap over "
         "seeds and, within them, houses."
@@ -190,7 +190,7 @@ def section(found: dict[str, Any], comparison: Comparison = FIRST) -> str:
         ]
     lines += ["", *_learned_table(found["learned"])]
     if found["left_out"]:
-        lines += ["", f"Not all seeds were made of: {', '.join(ARMS[name].title for name in found['left_out'])}."]
+        lines += ["", f"Some seeds are missing for: {', '.join(ARMS[name].title for name in found['left_out'])}."]
     if not found["sweep"]:
         return "\n".join(lines)
     lines += [
@@ -218,9 +218,9 @@ def _learned_table(found: dict[str, list[dict[str, float | None]]]) -> list[str]
 
 
 def _tables(found: dict[str, Any], comparison: Comparison) -> list[str]:
-    """Of one evaluation: the arms, paired differences, and what was asked."""
+    """Tables of one evaluation: the arms, paired differences, and the verdict."""
     lines = [
-        "| arm | learning rate | success | by seed | thinking tokens a step | level 4: easy / hard "
+        "| arm | learning rate | success | by seed | thinking tokens per step | level 4: easy / hard "
         "| level 1: easy / hard | right on hard | λ |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -270,7 +270,7 @@ COLOURS = {
 
 
 def draw(records: dict[str, Record], found: dict[str, Any], path: Path, comparison: Comparison = FIRST) -> None:
-    """Success and thinking tokens of the training rollouts over steps, means of the seeds; success against tokens."""
+    """Success and thinking tokens of the training rollouts over steps, averaged over seeds; success against tokens."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -289,8 +289,8 @@ def draw(records: dict[str, Record], found: dict[str, Any], path: Path, comparis
     for axis in (tokens, ends):
         (axis.axhline if axis is tokens else axis.axvline)(LIMIT, color="#1f2933", linewidth=0.8, linestyle=":")
     success.set(xlabel="step", ylabel="success of the training rollouts", ylim=(0, 1.02), title="Success")
-    tokens.set(xlabel="step", ylabel="thinking tokens a step", title="Thought; dotted: the budget")
-    ends.set(xlabel="thinking tokens a step", ylabel="success", title="Held-out houses; small: a seed")
+    tokens.set(xlabel="step", ylabel="thinking tokens per step", title="Thinking tokens; dotted: the budget")
+    ends.set(xlabel="thinking tokens per step", ylabel="success", title="Held-out houses; small dots: seeds")
     lowest = min(share for arm in found["after"][str(EVALUATED[-1])]["arms"].values() for share in arm["by_seed"])
     ends.set_ylim(lowest - 0.1 * (1.01 - lowest), 1 + 0.1 * (1.01 - lowest))
     success.legend(frameon=False, fontsize=8, loc="lower right")
@@ -299,16 +299,16 @@ def draw(records: dict[str, Record], found: dict[str, Any], path: Path, comparis
 
 
 def _smooth(values: Any, width: int = SMOOTHED) -> Any:
-    """The mean of the last `width`: single steps are noisy."""
+    """Moving average over the last `width` steps: single steps are noisy."""
     return np.array([values[max(0, i - width + 1) : i + 1].mean() for i in range(len(values))])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=Path, required=True)
-    parser.add_argument("--comparison", choices=list(COMPARISONS), default="first")
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--records", type=Path, required=True, help="records file of thinking_compare.py")
+    parser.add_argument("--comparison", choices=list(COMPARISONS), default="first", help="arms and seeds")
+    parser.add_argument("--picture", type=Path, help="file for the curves")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
     args = parser.parse_args()
     records = read_records(args.records)
     comparison = COMPARISONS[args.comparison]

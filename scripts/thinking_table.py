@@ -1,9 +1,9 @@
-"""The forced-level table: how often a model does the right thing in the house of rooms when its level is forced.
+"""The forced-level table: how often a model acts correctly in the rooms environment when its level is forced.
 
     python scripts/thinking_table.py runs/rooms/taught --houses 200
 
-Held-out houses. The history of each step is the right way up to there, its levels drawn at random, the same for all
-four; then the level is forced, the model writes thought and action by itself, and the action is the right one or not.
+Uses held-out houses. The history of each step is the correct path so far with random levels, the same for all four
+levels; then the level is forced, the model writes thought and action, and the action is checked.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src")]
 
 WANTED = {("1", "easy"): (0.95, 1.0), ("1", "hard"): (0.0, 0.5), ("4", "hard"): (0.9, 1.0)}
-"""Where thought is causal: what a level must at least, and at most, achieve."""
+"""Bounds on success under which thinking counts as causal: (level, kind of step) -> (low, high)."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One step of one walk: what the model has seen, and what is right."""
+    """One step of one walk: its history and the correct action."""
 
     history: list[dict[str, str]]
     action: str
@@ -38,7 +38,7 @@ class Question:
 
 
 def questions(houses: int, plan: Any, levels: Any, seed: int) -> list[Question]:
-    """Every step of the held-out houses, under histories that are right so far."""
+    """Every step of the held-out houses, after a correct history."""
     from toolwise.demo.rooms.demonstrations import house_number, walk
     from toolwise.demo.rooms.house import build_house
 
@@ -61,7 +61,7 @@ def forced_table(
     batch: int = 128,
     plan: dict[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Level × kind of step: success with its standard error, tokens of thought, format validity."""
+    """Per level and kind of step: success with its standard error, thinking tokens, format validity."""
     import torch
 
     from toolwise.demo.rooms.house import HouseConfig
@@ -112,14 +112,14 @@ def _cell(cell: list[tuple[bool, int, bool]]) -> dict[str, float]:
 
 
 def is_causal(table: dict[str, Any]) -> bool:
-    """Whether thought decides the hard steps and not the easy ones."""
+    """Whether thinking decides the hard steps and not the easy ones."""
     return all(
         low <= table["cells"][f"{level}/{kind}"]["success"] <= high for (level, kind), (low, high) in WANTED.items()
     )
 
 
 def show(table: dict[str, Any]) -> str:
-    """As Markdown."""
+    """The table as Markdown."""
     lines = [
         "| level | easy steps | hard steps | thinking tokens, easy / hard | format valid |",
         "|---|---|---|---|---|",
@@ -133,7 +133,7 @@ def show(table: dict[str, Any]) -> str:
             f"| {level} | {_percent(easy)} | {_percent(hard)} "
             f"| {easy['thinking_tokens']:.1f} / {hard['thinking_tokens']:.1f} | {valid:.1%} |"
         )
-    verdict = "thought is causal here" if is_causal(table) else "thought is NOT causal here: change the world"
+    verdict = "thinking is causal here" if is_causal(table) else "thinking is NOT causal here: change the environment"
     return "\n".join([*lines, "", f"{table['houses']} held-out houses, temperature {table['temperature']}: {verdict}"])
 
 
@@ -143,11 +143,11 @@ def _percent(cell: dict[str, float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--houses", type=int, default=200)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("model", help="model folder")
+    parser.add_argument("--houses", type=int, default=200, help="held-out houses")
+    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
     args = parser.parse_args()
     table = forced_table(args.model, houses=args.houses, temperature=args.temperature, seed=args.seed)
     if args.json:

@@ -1,10 +1,10 @@
-"""Teach a tiny model the thinking levels in the house of rooms, and print the forced-level table: docs/results.md.
+"""Train a tiny model on thinking levels in the rooms environment, and print the forced-level table of docs/results.md.
 
     python scripts/thinking_warm_start.py --out runs/rooms
 
-A fresh Llama of some 0.7 million weights with a token a word, taught as `toolwise sft` teaches: walks whose levels are
-drawn at random, lessons in reading a map, and walks whose agent is told its levels. The same conversations teach any
-other model: `python -m toolwise.demo.rooms.demonstrations`, and `toolwise sft`.
+A fresh Llama of about 0.7 million weights with one token per word, trained like `toolwise sft` on walks with random
+levels, map-reading exercises, and walks whose agent is given its levels. To train another model on the same
+conversations, use `python -m toolwise.demo.rooms.demonstrations` and `toolwise sft`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
 PIECES = r" ?[A-Za-z]+|[0-9]|[^A-Za-z0-9]"
-"""A word with the space before it; every digit and every other character by itself, so that a mark is one token."""
+"""A word with the space before it; every digit and other character separately, so that a mark is one token."""
 
 SELDOM = [
     "Nothing happens. A map is here.",
@@ -66,11 +66,11 @@ SELDOM = [
     "question",
     "0123456789",
 ]
-"""What the world says to those who err, and what a chat template is probed with."""
+"""Rare texts: answers of the environment to mistakes, and probes of the chat template."""
 
 
 def fresh_model(folder: Path, *, seed: int, width: int, layers: int) -> int:
-    """A Llama that knows no word yet, and a tokenizer of the world's words; gives the number of its weights."""
+    """An untrained Llama and a tokenizer of the environment's words; returns the number of weights."""
     said = [message["content"] for row in demonstrations(2000) for message in row["messages"]]
     parts = [part for text in [*said, *SELDOM] for part in re.split("|".join(TAGS), text)]
     words = sorted({word for part in parts for word in re.findall(PIECES, part)})
@@ -110,7 +110,7 @@ def fresh_model(folder: Path, *, seed: int, width: int, layers: int) -> int:
 
 
 def make_examples(folder: str, count: int, taught: int, told: int, seed: int) -> list[Example]:
-    """Walks and lessons as tokens, in a process of their own: this takes longer than teaching a small model."""
+    """Tokenized walks and exercises; runs in separate processes, since it takes longer than training a small model."""
     chat = ChatTokenizer(PreTrainedTokenizerFast.from_pretrained(folder))
     return [
         tokenize_conversation(chat, [Message.model_validate(message) for message in row["messages"]])
@@ -122,19 +122,19 @@ def make_examples(folder: str, count: int, taught: int, told: int, seed: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--count", type=int, default=30_000, help="walks to teach on")
-    parser.add_argument("--lessons", type=int, default=20_000, help="lessons in reading a map beside them")
-    parser.add_argument("--told", type=int, default=30_000, help="walks whose agent is told its levels, beside them")
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch-tokens", type=int, default=8192)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--limit-s", type=float, default=1e9, help="stop teaching then, wherever it is")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", help="begin from this model in place of a fresh one")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, required=True, help="folder for data, models and table")
+    parser.add_argument("--count", type=int, default=30_000, help="walks with random levels")
+    parser.add_argument("--lessons", type=int, default=20_000, help="map-reading exercises")
+    parser.add_argument("--told", type=int, default=30_000, help="walks whose agent is given its levels")
+    parser.add_argument("--steps", type=int, default=3000, help="training steps")
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens per step")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate")
+    parser.add_argument("--width", type=int, default=128, help="hidden size")
+    parser.add_argument("--layers", type=int, default=3, help="number of layers")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="stop training after this many seconds")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
+    parser.add_argument("--model", help="start from this model instead of a fresh one")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that tokenize")
     parser.add_argument("--houses", type=int, default=200, help="held-out houses in the table")
     args = parser.parse_args()
 
@@ -151,7 +151,7 @@ def main() -> None:
     with ProcessPoolExecutor(workers) as pool:
         examples = [example for part in pool.map(make_examples, *zip(*parts, strict=True)) for example in part]
     tokens = sum(len(example.ids) for example in examples) / len(examples)
-    print(f"{len(examples)} walks and lessons of {tokens:.0f} tokens; {time.time() - began:.0f} s", flush=True)
+    print(f"{len(examples)} walks and exercises of {tokens:.0f} tokens; {time.time() - began:.0f} s", flush=True)
     model, chat = load_model(str(start))
     settings = SftSettings(steps=args.steps, batch_tokens=args.batch_tokens, row_tokens=512, lr=args.lr, seed=args.seed)
     for step, figures in enumerate(sft_steps(model, examples, settings, pad_id=chat.pad_id), start=1):

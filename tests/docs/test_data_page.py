@@ -29,7 +29,7 @@ def expect_error(snippet: Snippet) -> None:
 
 
 def test_every_snippet_runs(reader: Callable[..., Reader], tmp_path: Path) -> None:
-    data = ROOT / "tests" / "data"
+    data = ROOT / "tests" / "fixtures"
     (tmp_path / "gsm8k").mkdir()
     for split in ("train", "test"):
         shutil.copy(data / "gsm8k.jsonl", tmp_path / "gsm8k" / f"{split}.jsonl")

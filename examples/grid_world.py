@@ -1,11 +1,18 @@
-"""A world of your own: a small grid with walls, read and walked in words. The goal is worth 1, all else 0.
+"""An example environment: a small grid with walls, observed and walked in words. Reaching the goal earns 1.
 
     toolwise check env examples/grid_world.py:GridEnv
-    [env]    name = "examples/grid_world.py:GridEnv", kwargs = {size = 5, max_turns = 12}
-    [reward] function = "env"
 
-Many rollouts pass through the same cells, which is what step-level credit (`adv_estimator = "gigpo"`) lives on: the
-state is named by `state_key`.
+In a configuration:
+
+    [env]
+    name = "examples/grid_world.py:GridEnv"
+    kwargs = { size = 5, max_turns = 12 }
+
+    [reward]
+    function = "env"
+
+Many rollouts pass through the same cells, named by `state_key`, so step-level credit (`adv_estimator = "gigpo"`) can
+compare their steps.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ MOVES: dict[str, Cell] = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right
 
 
 class Grid:
-    """Where one may stand. `layout` is the seed of the walls: a `walls` share of the cells, none of them cut off."""
+    """The floor plan. `layout` seeds the walls, a share `walls` of the cells; all free cells stay connected."""
 
     def __init__(self, layout: int, size: int, walls: float) -> None:
         cells = [(x, y) for x in range(size) for y in range(size)]
@@ -40,17 +47,17 @@ class Grid:
         self.free = sorted(self.floor)
 
     def after(self, cell: Cell, move: str) -> Cell:
-        """Where a move leads; into a wall it leads nowhere."""
+        """The cell after a move; a move into a wall changes nothing."""
         x, y = MOVES[move]
         there = (cell[0] + x, cell[1] + y)
         return there if there in self.floor else cell
 
     def distances(self, goal: Cell) -> dict[Cell, int]:
-        """Moves from each cell to the goal."""
+        """Number of moves from each cell to the goal."""
         return self._distances(goal, self.floor)
 
     def good_moves(self, cell: Cell, goal: Cell) -> list[str]:
-        """Those that bring one nearer."""
+        """Moves that bring the agent closer to the goal."""
         far = self.distances(goal)
         return [move for move in MOVES if far[self.after(cell, move)] < far[cell]]
 
@@ -70,14 +77,14 @@ class Grid:
 
 @cache
 def grid_of(layout: int, size: int, walls: float) -> Grid:
-    """One for all episodes: nothing changes it."""
+    """Shared by all episodes; a grid never changes."""
     return Grid(layout, size, walls)
 
 
 class GridEnv(BaseEnv):
-    """One walk. `layout` seeds the walls, `episode` draws start and goal; without it the group's seed does. With
-    `goals` only so many cells of a layout are ever the goal. A word that is no move is refused and costs a turn;
-    unless `strict`, it is taken for a move, each word for one of its own."""
+    """One walk. `layout` seeds the walls; `episode`, or else the group's seed, selects start and goal. `goals` limits
+    the number of cells that can be the goal. A word that is not a move is refused and costs a turn; with
+    `strict=False` every word maps to some move."""
 
     def __init__(
         self,
@@ -126,14 +133,14 @@ class GridEnv(BaseEnv):
         return seen, float(there), bool(self._over), info
 
     def heard(self, action: str) -> str | None:
-        """The move in these words: the first one counts, whatever is said after it."""
+        """The move in a text: its first word. None if that is not a move."""
         word = next(iter(action.lower().split()), "")
         if word in MOVES or not self._strict:
             return word if word in MOVES else list(MOVES)[sum(map(ord, word)) % len(MOVES)]
         return None
 
     def gold_actions(self) -> list[str]:
-        """A shortest way."""
+        """A shortest path."""
         at, way = self.start, []
         while at != self.goal:
             way.append(self.grid.good_moves(at, self.goal)[0])
@@ -144,15 +151,15 @@ class GridEnv(BaseEnv):
         return tuple(MOVES)
 
     def sight(self) -> str:
-        """What is seen: all that matters."""
+        """The full observation: position and goal."""
         return "at x{} y{} goal x{} y{}".format(*self.at, *self.goal)
 
     def refusal(self, turn: int) -> str:
-        """What is seen after words that are no move."""
+        """The observation after a text that is not a move."""
         return f"turn {turn} : say one of {' '.join(MOVES)} : {self.sight()}"
 
     def _draw(self, seed: int) -> None:
-        """Start and goal, `least_distance` moves apart or more, where the grid has cells that far apart."""
+        """Selects start and goal, at least `least_distance` moves apart if the grid allows it."""
         random = Random(f"walk/{seed}")
         self.goal = random.choice(self._goals)
         far = self.grid.distances(self.goal)
@@ -162,7 +169,7 @@ class GridEnv(BaseEnv):
 
 
 def make_rows(episodes: Sequence[int], **env_kwargs: Any) -> list[dict[str, Any]]:
-    """Tasks as dataset rows, one an episode."""
+    """Tasks as dataset rows, one per episode."""
     return [
         {
             "task_id": f"walk-{episode}",

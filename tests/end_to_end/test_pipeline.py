@@ -1,4 +1,4 @@
-"""docs/pipeline.md: every step of document 4 is there, and what it names exists."""
+"""docs/pipeline.md: every step from data to update is there, and what it names exists."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def protocol_fault() -> WorkerFault:
     return WorkerFault("bad_type", "the worker sent an unexpected message")
 
 
-def encode_request(request: dict[str, Any]) -> bytes:
+def encode_request(request: Any) -> bytes:
     try:
         return frames.encode(request)
     except (TypeError, ValueError, RecursionError) as fault:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from threading import Lock
 from toolwise.sandbox.disk_usage import Disk, ProcFolders
 from toolwise.sandbox.faults import SandboxError
 from toolwise.sandbox.layers.hardening import MEBIBYTE
+from toolwise.sandbox.processes import open_channel, receive_descriptors
 from toolwise.sandbox.programs.copies import (
     CopyLimitError,
     FolderState,
@@ -22,8 +22,6 @@ from toolwise.sandbox.programs.copies import (
     wait_for_clock_tick,
 )
 from toolwise.sandbox.scratch import FOLDER_FLAGS, empty_folder
-
-_INT = struct.Struct("i")
 
 
 class WorkDisk:
@@ -43,9 +41,8 @@ class WorkDisk:
 
     def open(self, theirs: ExitStack) -> int:
         """Create the channel. Returns the program's end, which is closed with `theirs`."""
-        own_end, child_end = socket.socketpair()
-        self._channel = self._closing.enter_context(own_end)
-        return theirs.enter_context(child_end).fileno()
+        self._channel, child_end = open_channel(self._closing, theirs)
+        return child_end
 
     def listen(self, poll: select.poll) -> None:
         poll.register(self._channel, select.POLLIN)
@@ -55,10 +52,9 @@ class WorkDisk:
         if self._channel.fileno() not in ready:
             return
         poll.unregister(self._channel)
-        data, ancillary, _, _ = self._channel.recvmsg(1, socket.CMSG_SPACE(2 * _INT.size), socket.MSG_CMSG_CLOEXEC)
+        data, descriptors = receive_descriptors(self._channel, 1, len(self._folders))
         if not data:  # it ended
             return
-        descriptors = [number for _, _, packed in ancillary for (number,) in _INT.iter_unpack(packed)]
         if len(descriptors) != len(self._folders):
             raise SandboxError("the folder descriptors of a program did not arrive: are there too many open files?")
         self._disk = Disk(self._folders, self._file_mb, descriptors)

@@ -14,6 +14,7 @@ from toolwise.config.imports import did_you_mean
 from toolwise.errors import ConfigError, MissingExtraError, ToolwiseError
 from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
 from toolwise.tools.call_errors import ToolCallError
+from toolwise.tools.function import check_option_names
 from toolwise.tools.mcp.server import McpServer, PerRolloutServers, SharedServer
 from toolwise.tools.mcp.session import Address
 from toolwise.untrusted.json_schema import compile_parameters
@@ -107,10 +108,7 @@ def mcp_tools(config: Mapping[str, Any]) -> list[BaseTool]:
 
 def read_address(config: Mapping[str, Any]) -> Address:
     """Validate the configuration and return the server's address."""
-    for key in config:
-        if key not in CONFIG_KEYS:
-            hint = did_you_mean(str(key), CONFIG_KEYS) or f"; it has {', '.join(sorted(CONFIG_KEYS))}"
-            raise ConfigError(f"tools: mcp has no option {key!r}{hint}")
+    check_option_names(config, CONFIG_KEYS, "mcp")
     command, url = config.get("command"), _string(config, "url")
     if bool(command) == bool(url):
         raise ConfigError("tools: mcp needs either a command or a url, not both")

@@ -21,7 +21,7 @@ from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.layers.bubblewrap import MountView, host_namespaces, worker_view
 from toolwise.sandbox.layers.hardening import Plan
 from toolwise.sandbox.processes import Process, start_process
-from toolwise.sandbox.scratch import FOLDER_FLAGS, remove_folder, remove_root
+from toolwise.sandbox.scratch import FOLDER_FLAGS, opened, remove_folder, remove_root
 from toolwise.sandbox.targets import Target, readable_folders, within
 from toolwise.sandbox.worker import Worker
 
@@ -289,13 +289,10 @@ def make_root() -> tuple[Path, int]:
 
 
 def _lock(root: Path) -> int:
-    folder = os.open(root, FOLDER_FLAGS)
-    try:
+    with opened(root, FOLDER_FLAGS) as folder:
         if os.fstat(folder).st_uid != os.geteuid():
             raise PermissionError(f"{root} belongs to another user")
         lock_fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
-    finally:
-        os.close(folder)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # its owner is alive

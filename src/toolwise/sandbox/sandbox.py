@@ -20,7 +20,7 @@ from toolwise.concurrency import deadlines
 from toolwise.errors import RewardError
 from toolwise.rewards.printed_output import PrintCallback
 from toolwise.rewards.signature import Signature
-from toolwise.sandbox.answers import pack, read_answer
+from toolwise.sandbox.answers import encode_request, pack, read_answer
 from toolwise.sandbox.async_calls import run_overlapping
 from toolwise.sandbox.calls import MAX_OVERLAPPING_CALLS, run_batch, run_pointwise
 from toolwise.sandbox.faults import SandboxError, WorkerFault
@@ -29,7 +29,6 @@ from toolwise.sandbox.layers.denial_hints import ALL_ALLOWED
 from toolwise.sandbox.layers.hardening import LAYERS, Plan, Tier
 from toolwise.sandbox.pool import Pool
 from toolwise.sandbox.report import Report, probe
-from toolwise.sandbox.requests import encode_request
 from toolwise.sandbox.targets import Target, reference_of, resolve
 from toolwise.types import EvaluateResult
 

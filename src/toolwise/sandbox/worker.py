@@ -14,6 +14,7 @@ from typing import Any
 from toolwise.rewards.printed_output import PrintCallback
 from toolwise.rewards.signature import Signature
 from toolwise.sandbox import frames
+from toolwise.sandbox.answers import encode_request, is_result, protocol_fault, split_labels
 from toolwise.sandbox.disk_usage import Disk
 from toolwise.sandbox.faults import SandboxError, WorkerFault, read_fault
 from toolwise.sandbox.layers.bubblewrap import BwrapProcess
@@ -21,7 +22,6 @@ from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.output import Output
 from toolwise.sandbox.process_limits import check_processes, count_leftovers, oom_kills, proc_folders_of
 from toolwise.sandbox.processes import Process, describe_exit, has_unread_bytes, receive_descriptors
-from toolwise.sandbox.requests import encode_request, is_result, protocol_fault, split_labels
 from toolwise.sandbox.supervisor_client import SupervisedProcess, last_pid
 from toolwise.sandbox.targets import Target
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import select
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Lock
 
@@ -21,7 +20,7 @@ from toolwise.sandbox.programs.copies import (
     folder_state,
     wait_for_clock_tick,
 )
-from toolwise.sandbox.scratch import FOLDER_FLAGS, empty_folder
+from toolwise.sandbox.scratch import FOLDER_FLAGS, empty_folder, opened
 
 
 class WorkDisk:
@@ -71,7 +70,7 @@ class WorkDisk:
             self._channel.send(b"x")
 
     def _fill(self, inside: int) -> None:
-        with self._lock, _open_folder(self._folders[0]) as outside:
+        with self._lock, opened(self._folders[0], FOLDER_FLAGS) as outside:
             if copy_changes(outside, inside, {}, self._file_mb * MEBIBYTE):
                 wait_for_clock_tick()
                 self._before = folder_state(inside)
@@ -83,7 +82,7 @@ class WorkDisk:
         """After its end, copy the program's changes to the rollout's folder. "" or why that was emptied instead."""
         if self._disk is None:
             return ""
-        with self._lock, _open_folder(self._folders[0]) as outside:
+        with self._lock, opened(self._folders[0], FOLDER_FLAGS) as outside:
             try:
                 reason = self.full or self._disk.overflow_reason(lambda: ()) or self._copy_back(self._disk, outside)
             except CopyLimitError as fault:
@@ -102,12 +101,3 @@ class WorkDisk:
             return combined.overflow_reason(lambda: ())
         finally:
             combined.close()
-
-
-@contextmanager
-def _open_folder(path: Path) -> Iterator[int]:
-    folder = os.open(path, FOLDER_FLAGS)
-    try:
-        yield folder
-    finally:
-        os.close(folder)

@@ -319,6 +319,12 @@ def check_option_names(config: Mapping[str, Any], known: Iterable[str], where: s
             raise ConfigError(f"tools: {where} has no option {key!r}{hint}")
 
 
+def checked_seconds(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConfigError(f"{where} must be a number of seconds above 0, got {value!r}")
+    return float(value)
+
+
 def check_tool_options(config: Mapping[str, Any], where: str) -> None:
     """Validate the options used by the router, the budget and the scheduler."""
     family, price = config.get("family", "OTHER"), config.get("price", 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +11,7 @@ from toolwise.tools.base import OpenAIFunctionToolSchema
 from toolwise.tools.builtin import BuiltinTool, one_argument_schema
 from toolwise.tools.builtin.search.corpora import Document, InlineCorpus, read_corpora, read_documents
 from toolwise.tools.builtin.search.index import CorpusIndex, DocumentIndex, SearchResult, open_index
+from toolwise.tools.function import checked_seconds
 
 NO_RESULTS = "No results."
 THREADED_SEARCH_CHARS = 200_000
@@ -56,7 +56,7 @@ class SearchTool(BuiltinTool):
     ) -> None:
         super().__init__(config, tool_schema)
         self._k = _checked_k(self.config.get("k", 1), "tool search")
-        self._timeout_s = _checked_seconds(self.config.get("timeout_s", 10.0))
+        self._timeout_s = checked_seconds(self.config.get("timeout_s", 10.0), "tool search: timeout_s")
         documents = read_documents(self.config.get("documents"), "tool search")
         corpora = read_corpora(self.config)
         self._snippet_words = _checked_words(self.config.get("snippet_words", 40 if corpora else 0))
@@ -132,9 +132,3 @@ def _checked_words(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SNIPPET_WORDS:
         raise ConfigError(f"tool search: snippet_words must be an integer from 0 to {MAX_SNIPPET_WORDS}, got {value!r}")
     return value
-
-
-def _checked_seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"tool search: timeout_s must be a number of seconds above 0, got {value!r}")
-    return float(value)

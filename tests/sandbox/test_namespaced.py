@@ -17,8 +17,8 @@ from unprivileged import NOBODY, python_for_anybody, readable_copy
 
 from toolwise.sandbox import Sandbox, SandboxError, report
 from toolwise.sandbox.layers import bubblewrap
-from toolwise.sandbox.layers.bubblewrap import parent_of
 from toolwise.sandbox.layers.hardening import LAYERS
+from toolwise.sandbox.layers.process_info import read_proc_stat
 from toolwise.sandbox.report import probe
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -43,7 +43,7 @@ class Ground(abuse.Ground):
 
 def _descends(pid: int | None, known: set[int]) -> bool:
     while pid and pid not in known:
-        pid = parent_of(pid)
+        pid = read_proc_stat(pid).parent
     return bool(pid)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from toolwise.sandbox import ProgramSandbox, Sandbox, process_limits
-from toolwise.sandbox.process_limits import MAX_THREADS, oom_kills
+from toolwise.sandbox.process_limits import MAX_THREADS, find_usage_violation, oom_kills
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 MESSAGES = [{"role": "assistant", "content": "4"}]
@@ -134,11 +135,6 @@ def test_threads_of_torch_and_numpy_are_not_a_bomb(tmp_path: Path, permissions: 
 
 
 def test_threads_are_counted_without_a_list_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    class Here:
-        pid = os.getpid()
-
     over = threading.Event()
     more = [threading.Thread(target=over.wait) for _ in range(5)]
     for thread in more:
@@ -147,7 +143,7 @@ def test_threads_are_counted_without_a_list_of_them(monkeypatch: pytest.MonkeyPa
     try:
         for most, too_many in ((count, False), (count - 1, True)):
             monkeypatch.setattr(process_limits, "MAX_THREADS", most)
-            assert process_limits.has_too_many_threads(Here()) is too_many  # type: ignore[arg-type]
+            assert process_limits.has_too_many_threads(["/proc/self"]) is too_many
     finally:
         over.set()
         for thread in more:
@@ -156,3 +152,20 @@ def test_threads_are_counted_without_a_list_of_them(monkeypatch: pytest.MonkeyPa
 
 def test_oom_kills_are_read_from_the_kernel() -> None:
     assert oom_kills() >= 0
+
+
+def test_processes_and_their_memory_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "x = bytearray(60_000_000); print(flush=True); input()"
+    started = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert started.stdout is not None
+    assert started.stdin is not None
+    started.stdout.readline()
+    assert find_usage_violation(started, 500) is None
+    grown = find_usage_violation(started, 30)
+    assert grown is not None
+    assert grown[0] == "memory"
+    monkeypatch.setattr(process_limits, "MAX_PROCESSES", 0)
+    assert find_usage_violation(started, 500) == ("too_big", process_limits.TOO_MANY_PROCESSES)
+    started.communicate(b"\n")

@@ -354,8 +354,10 @@ def test_off_runs_in_process_and_warns(rewards: Callable[[str], str], caplog: py
 
 
 async def _both(sandbox: Sandbox, reference: str) -> list[float | None]:
-    one = sandbox.aevaluate(reference, MESSAGES, "sleep")
-    many = [sandbox.aevaluate_batch(reference, [MESSAGES] * 3, [""] * 3) for _ in range(8)]
+    one = sandbox.run_in_thread(lambda: sandbox.evaluate(reference, MESSAGES, "sleep"))
+    many = [
+        sandbox.run_in_thread(lambda: sandbox.evaluate_batch(reference, [MESSAGES] * 3, [""] * 3)) for _ in range(8)
+    ]
     results = await asyncio.gather(one, *many)
     return [results[0].score, *(r.score for batch in results[1:] for r in batch)]  # type: ignore[union-attr]
 

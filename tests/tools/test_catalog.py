@@ -140,7 +140,7 @@ def test_a_builtin_may_be_a_factory(monkeypatch: pytest.MonkeyPatch) -> None:
         (["no.such.module:x"], "cannot import 'no.such.module'"),
         (["no_such_file.py:x"], "no file 'no_such_file.py'"),
         (["toolwise.tools.builtin.search.tool:SearchTol"], "has no 'SearchTol'; did you mean 'SearchTool'?"),
-        (["toolwise.tools.builtin.search.tool:MAX_TERMS"], "is not a tool"),
+        (["toolwise.tools.builtin.search.index:MAX_TERMS"], "is not a tool"),
         ([lambda: 1], "<lambda>"),
         ([3], "is not a tool"),
         ([{"name": CalculatorTool(), "price": 2}], "is an existing tool object; set price where it is created"),

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from toolwise.concurrency.tasks import all_tasks, hide_task, spawn, unhide_task, unregister_task
@@ -86,7 +87,7 @@ class WorkClock:
 
     def _run(self) -> None:
         self._phase_start = self._loop.time()
-        self._timer = self._loop.call_later(self._left_s, _wake, self._woken)
+        self._timer = self._loop.call_later(self._left_s, wake, self._woken)
 
     @property
     def is_running_here(self) -> bool:
@@ -145,7 +146,7 @@ async def run_with_deadline(
     cast("Any", guarded).__qualname__ = getattr(work, "__qualname__", "") or str(work)
     timer: asyncio.TimerHandle | None = None
     if clock is None:
-        task, timer = spawn(guarded), loop.call_later(limit_s, _wake, woken)
+        task, timer = spawn(guarded), loop.call_later(limit_s, wake, woken)
     else:
         clock.start(limit_s, woken)
         token = _clock.set(clock)
@@ -169,7 +170,8 @@ async def run_with_deadline(
             task.exception()  # mark as retrieved: the caller may have been cancelled at the same moment
 
 
-def _wake(woken: asyncio.Future[None] | None) -> None:
+def wake(woken: asyncio.Future[None] | None) -> None:
+    """Let the caller that awaits `woken` continue."""
     if woken is not None and not woken.done():
         woken.set_result(None)
 
@@ -179,18 +181,10 @@ async def _notify_when_done(work: Coroutine[Any, Any, T], woken: asyncio.Future[
 
     Exceptions such as `SystemExit` are converted: a `sys.exit()` in a task would end the loop, and the run with it.
     """
-    task = asyncio.current_task()
     try:
-        return await work
-    except (Exception, asyncio.CancelledError):
-        raise
-    except BaseException as fault:
-        if user_code.is_closing(fault, task):
-            raise
-        raise user_code.as_exception(fault) from None
+        return await user_code.await_user_code(work)
     finally:
-        if not woken.done():
-            woken.set_result(None)
+        wake(woken)
 
 
 async def _cancel_and_wait(task: asyncio.Task[Any], work: Coroutine[Any, Any, Any]) -> None:
@@ -222,36 +216,11 @@ async def call_in_thread(work: Callable[[], T], *, name: str = "blocking work") 
     before they start. If the caller is cancelled, the thread is abandoned and counted under `name`; it delays neither
     the loop nor interpreter exit.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, fault: BaseException | None) -> None:
-        if future.done():
-            return
-        if fault is None:
-            future.set_result(cast("T", result))
-        else:
-            future.set_exception(fault)
-
-    def run() -> None:
-        result: T | None = None
-        fault: BaseException | None = None
-        try:
-            result = context.run(work)
-        except StopIteration as stop:  # the only exception that a future refuses
-            fault = RuntimeError(f"StopIteration: {stop}")
-        except BaseException as raised:
-            fault = raised
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, fault)
-
-    context = contextvars.copy_context()
-    thread = threading.Thread(target=run, name="toolwise-work", daemon=True)
-    thread.start()
+    future = _start_thread(partial(contextvars.copy_context().run, work))
     try:
-        return await future
+        return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
-        if future.cancelled() and thread.is_alive():
+        if not future.done():
             _abandon(name, "cannot be stopped in its thread")
         raise
 
@@ -351,15 +320,21 @@ class _ThreadPerCallExecutor(ThreadPoolExecutor):
     """One daemon thread per call: the standard executor has few threads, and joins them at interpreter exit."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        future: Future[T] = Future()
+        return _start_thread(partial(fn, *args, **kwargs))
 
-        def call() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as fault:
-                future.set_exception(fault)
 
-        threading.Thread(target=call, name="toolwise-work", daemon=True).start()
-        return future
+def _start_thread(work: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+
+    def run_work() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work())
+        except StopIteration as stop:  # the only exception that an asyncio future refuses
+            future.set_exception(RuntimeError(f"StopIteration: {stop}"))
+        except BaseException as fault:
+            future.set_exception(fault)
+
+    threading.Thread(target=run_work, name="toolwise-work", daemon=True).start()
+    return future

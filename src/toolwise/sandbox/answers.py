@@ -8,7 +8,8 @@ from typing import Any
 
 from toolwise.messages import Message
 from toolwise.rewards.function import fault_result, read_result
-from toolwise.sandbox.faults import KINDS, MAX_TRACEBACK_CHARS, read_fault, sanitize_text
+from toolwise.sandbox.faults import KINDS, MAX_TRACEBACK_CHARS, WorkerFault, read_fault, sanitize_text
+from toolwise.sandbox.frames import encode
 from toolwise.types import EvaluateResult
 
 
@@ -16,6 +17,33 @@ def pack(messages: Sequence[Any], ground_truth: Any, kwargs: dict[str, Any]) -> 
     """Encode one call as plain data."""
     plain = [m.to_openai() if isinstance(m, Message) else m for m in messages]
     return {"messages": plain, "ground_truth": ground_truth, "kwargs": kwargs}
+
+
+def split_labels(request: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Separate the labels from the calls of a request. A batch request is one call and gets one label."""
+    batch = request.get("batch")
+    calls = (batch or request).get("calls") or []
+    labels = [str(call.get("label", "")) for call in calls]
+    plain = [{key: value for key, value in call.items() if key != "label"} for call in calls]
+    if batch is None:
+        return {**request, "calls": plain}, labels
+    more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+    return {"batch": {**batch, "calls": plain}}, [f"{labels[0]}{more}" if labels else ""]
+
+
+def protocol_fault() -> WorkerFault:
+    return WorkerFault("bad_type", "the worker sent an unexpected message")
+
+
+def encode_request(request: Any) -> bytes:
+    try:
+        return encode(request)
+    except (TypeError, ValueError, RecursionError) as fault:
+        raise WorkerFault("bad_type", f"the arguments cannot be sent as JSON: {fault}") from None
+
+
+def is_result(answer: Any) -> bool:
+    return isinstance(answer, dict) and "result" in answer
 
 
 def read_answer(answer: Any, score_range: tuple[float, float] | None = None) -> EvaluateResult:

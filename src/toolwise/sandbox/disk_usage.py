@@ -40,7 +40,7 @@ class Disk:
         self._counts_writes = not self.limited and counts_writes(self.folders[0])
         self._io: int | None = None
         self._written: int | None = None
-        self._empty_since: dict[int, EmptyFolderCache] = {}
+        self._empty_since = [EmptyFolderCache() for _ in self.folders]
         self._touched = False
         """Whether something was written since the disk was last seen empty."""
 
@@ -79,7 +79,7 @@ class Disk:
         """A conservative guess at `is_empty`, right after `may_have_grown`: for one process, in microseconds."""
         if self.limited:
             return self._is_filesystem_empty()
-        return not self._touched and all(map(self._is_folder_empty, self.folders))
+        return not self._touched and all(map(EmptyFolderCache.is_empty, self._empty_since, self.folders))
 
     def is_empty(self, proc_folders: ProcFolders) -> bool:
         """Whether there are no files, neither named nor unlinked."""
@@ -95,15 +95,6 @@ class Disk:
             usage = os.fstatvfs(folder)
             if usage.f_bfree != usage.f_blocks or usage.f_files - usage.f_ffree > 1:
                 return False
-        return True
-
-    def _is_folder_empty(self, folder: int) -> bool:
-        status, cache = os.fstat(folder), self._empty_since.setdefault(folder, EmptyFolderCache())
-        if cache.is_still_empty(status):
-            return True
-        if os.listdir(folder):
-            return False
-        cache.record_empty(status)
         return True
 
     def empty(self, seconds: float = EMPTY_S) -> bool:
@@ -194,19 +185,8 @@ def _entries(folder: int) -> list[tuple[str, os.stat_result]]:
     return listing
 
 
-def bytes_written(proc_folder: str) -> int | None:
-    """Bytes a process has written to files, directly or through maps; None if the kernel does not report it."""
-    try:
-        descriptor = os.open(f"{proc_folder}/io", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        return _read_written(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _read_written(io: int) -> int | None:
+    """Bytes a process has written to files, directly or through maps; None if the kernel does not report it."""
     try:
         text = os.pread(io, 512, 0)
         return int(text[text.index(b"\nwrite_bytes:") + 13 :].split(None, 1)[0])
@@ -226,17 +206,18 @@ def counts_writes(folder: int) -> bool:
 
 
 def _try_writing(folder: int) -> bool:
-    name, self_folder = ".toolwise-measured", "/proc/thread-self"
+    name = ".toolwise-measured"
     try:
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)
-        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
-        try:
-            before = bytes_written(self_folder)
-            os.write(descriptor, b"x")
-            return before is not None and bytes_written(self_folder) != before
-        finally:
-            os.close(descriptor)
-            os.unlink(name, dir_fd=folder)
+        with open("/proc/thread-self/io", "rb") as io:
+            descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+            try:
+                before = _read_written(io.fileno())
+                os.write(descriptor, b"x")
+                return before is not None and _read_written(io.fileno()) != before
+            finally:
+                os.close(descriptor)
+                os.unlink(name, dir_fd=folder)
     except OSError:
         return False

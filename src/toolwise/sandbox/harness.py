@@ -18,9 +18,9 @@ from typing import Any
 from toolwise.config.sibling_imports import siblings_of
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.messages import Message
-from toolwise.rewards.function import Reward, read_result, read_results, reward_function
+from toolwise.rewards.function import Reward, read_result, read_results
 from toolwise.sandbox.faults import MAX_MESSAGE_CHARS, MAX_TRACEBACK_CHARS, sanitize_text
-from toolwise.sandbox.layers.denial_hints import explain
+from toolwise.sandbox.layers.denial_hints import DISK_FULL_ERRNOS, explain
 from toolwise.types import EvaluateResult
 
 JsonDict = dict[str, Any]
@@ -30,7 +30,6 @@ _is_sum: Callable[[EvaluateResult], bool] = EvaluateResult.is_sum_of_steps.fget 
 _format = tracebacks.format_exception
 _message = Message.model_validate
 _SHOWN_FRAMES = 8
-DISK_FULL_ERRNOS = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(slots=True)
@@ -218,6 +217,3 @@ def preload_package(top: JsonDict) -> None:
     except BaseException:
         del sys.modules[name]
         raise
-
-
-__all__ = ["Harness", "plain_fault", "plain_result", "preload_package", "reward_function"]

@@ -21,7 +21,7 @@ from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.layers.bubblewrap import MountView, host_namespaces, worker_view
 from toolwise.sandbox.layers.hardening import Plan
 from toolwise.sandbox.processes import Process, start_process
-from toolwise.sandbox.scratch import FOLDER_FLAGS, remove_folder, remove_root
+from toolwise.sandbox.scratch import FOLDER_FLAGS, opened, remove_folder, remove_root
 from toolwise.sandbox.targets import Target, readable_folders, within
 from toolwise.sandbox.worker import Worker
 
@@ -46,7 +46,6 @@ class Pool:
         self._print_lock = threading.Lock()
         self.left_running = 0
         """Number of processes that calls left running; they were killed."""
-        self._warned_left_running = False
         self._reset()
 
     def _reset(self) -> None:
@@ -58,7 +57,8 @@ class Pool:
         self._root: Path | None = None
         self._lock_fd: int | None = None
         self._count = 0
-        self._closed = False
+        self.closed = False
+        """Once closed, workers die because we killed them, so calls are not retried."""
         self.pid = os.getpid()
 
     @contextmanager
@@ -76,11 +76,6 @@ class Pool:
                 raise
             finally:
                 self._put_back(target, worker)
-
-    @property
-    def closed(self) -> bool:
-        """Once closed, workers die because we killed them, so calls are not retried."""
-        return self._closed
 
     def _take_idle(self, target: Target) -> Worker | None:
         while True:
@@ -103,21 +98,23 @@ class Pool:
         try:
             return self._start_worker(target, self._take_spare(target) if with_spare else None)
         except WorkerFault as fault:
-            if not fault.not_received or self._closed:
+            if not fault.not_received or self.closed:
                 raise
             return self._start_worker(target, None)
 
     def _take_spare(self, target: Target) -> Process | None:
         with self._lock:
             process, self._spare = self._spare, None
-        if process is None or (self._fits(process, target) and not process.is_unusable()):
+        if process is None:
+            return None
+        if self._fits(process, target) and process.popen.poll() is None and not process.is_stopped():
             return process
         process.end(sweep=False)
         return None
 
     def _start_worker(self, target: Target, process: Process | None) -> Worker:
         with self._lock:
-            if self._closed:
+            if self.closed:
                 if process is not None:
                     process.end(sweep=False)
                 raise SandboxError("this sandbox is closed")
@@ -128,7 +125,7 @@ class Pool:
             self._busy.add(worker)
         try:
             try:
-                worker.seal(target, self._extra_sys_path())
+                worker.seal(target, [path for path in sys.path if path and within(path, self._plan.read)])
             except WorkerFault as fault:
                 fault.not_received = True
                 raise
@@ -176,7 +173,7 @@ class Pool:
     def _ensure_spare(self, target: Target) -> None:
         """Start the next process while this worker is busy."""
         with self._lock:
-            if self._spare is None and not self._closed:
+            if self._spare is None and not self.closed:
                 with suppress(SandboxError, RuntimeError):
                     self._spare = self._process(target)
 
@@ -191,9 +188,6 @@ class Pool:
         file_mb = self._plan.file_mb if self._plan.own_disk else None
         return worker_view(self._plan.layers, self._readable(target), str(scratch), self._plan.permissions, file_mb)
 
-    def _extra_sys_path(self) -> list[str]:
-        return [path for path in sys.path if path and within(path, self._plan.read)]
-
     def _process(self, target: Target) -> Process:
         if self._root is None:
             self._root, self._lock_fd = make_root()
@@ -203,7 +197,7 @@ class Pool:
         return start_process(scratch, self._view(target, scratch), supervised=self._plan.may_have_children)
 
     def _put_back(self, target: Target, worker: Worker) -> None:
-        if not worker.clean or worker.calls >= self._max_calls or self._closed:
+        if not worker.clean or worker.calls >= self._max_calls or self.closed:
             self._end(worker)
             return
         worker.load_deadline = 0.0
@@ -222,17 +216,13 @@ class Pool:
         with self._lock:
             self._busy.discard(worker)
         worker.end()
-        if worker.leftover_count:
-            self._count_left_running(worker.target, worker.leftover_count)
-
-    def _count_left_running(self, reference: str, count: int) -> None:
+        count = worker.leftover_count
         with self._lock:
-            self.left_running += count
-            warned, self._warned_left_running = self._warned_left_running, True
-        if not warned:
+            first, self.left_running = not self.left_running, self.left_running + count
+        if count and first:
             log.warning(
                 "reward %s left %d process%s running; killed (reported once; all are counted)",
-                reference,
+                worker.target,
                 count,
                 "es" * (count > 1),
             )
@@ -247,9 +237,9 @@ class Pool:
     def close(self) -> None:
         """End every worker, even during a call; the caller then gets a `died` fault."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
             idle = [worker for workers in self._idle.values() for worker in workers]
             spare, self._spare = self._spare, None
             self._idle.clear()
@@ -278,9 +268,9 @@ class Pool:
             self._spare.close_fds()
         if self._lock_fd is not None:
             os.close(self._lock_fd)
-        closed = self._closed
+        closed = self.closed
         self._reset()
-        self._closed = closed
+        self.closed = closed
 
 
 def make_root() -> tuple[Path, int]:
@@ -299,13 +289,10 @@ def make_root() -> tuple[Path, int]:
 
 
 def _lock(root: Path) -> int:
-    folder = os.open(root, FOLDER_FLAGS)
-    try:
+    with opened(root, FOLDER_FLAGS) as folder:
         if os.fstat(folder).st_uid != os.geteuid():
             raise PermissionError(f"{root} belongs to another user")
         lock_fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
-    finally:
-        os.close(folder)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # its owner is alive

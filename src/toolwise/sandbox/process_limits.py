@@ -8,35 +8,77 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from toolwise.sandbox.faults import WorkerFault
 from toolwise.sandbox.layers.bubblewrap import BwrapProcess
-from toolwise.sandbox.layers.hardening import ROOM_FOR_LIBRARIES_MB
-from toolwise.sandbox.process_usage import find_usage_violation
+from toolwise.sandbox.layers.hardening import MEBIBYTE, ROOM_FOR_LIBRARIES_MB
+from toolwise.sandbox.layers.process_info import read_proc_stat
 from toolwise.sandbox.processes import Process
 from toolwise.sandbox.supervisor_client import ProcessHandle, SupervisedProcess, last_pid, members_of
 
+MAX_PROCESSES = 64
+TOO_MANY_PROCESSES = f"it started more than {MAX_PROCESSES} processes"
 MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
 """Thread pools of numerical libraries start a small multiple of the number of cores."""
+TOO_MANY_THREADS = f"it started more than {MAX_THREADS} threads"
 MAX_NEW_PIDS = 64
 """Up to this many new pids are checked one by one; beyond that, all processes are scanned."""
-TOO_MANY_THREADS = f"it started more than {MAX_THREADS} threads"
 
 
 def check_processes(process: Process, memory_mb: int, *, children: bool) -> None:
     """Check a worker that runs user code. Raises a `WorkerFault` if its processes exceed a limit."""
-    if has_too_many_threads(process.popen, None if children else process.worker):
+    if has_too_many_threads(proc_folders_of(process.popen) if children else [f"/proc/{process.worker}"]):
         raise WorkerFault("too_big", TOO_MANY_THREADS)
     if children and isinstance(process.popen, SupervisedProcess | BwrapProcess):
         max_mb = memory_mb + ROOM_FOR_LIBRARIES_MB
-        violation = find_usage_violation(process.popen, process.mark, max_mb)
+        violation = find_usage_violation(process.popen, max_mb)
         if violation is not None and (
-            violation[0] != "memory" or _total_pss_mb(_proc_folders(process.popen, None)) > max_mb
+            violation[0] != "memory" or _total_pss_mb(proc_folders_of(process.popen)) > max_mb
         ):
             raise WorkerFault(*violation)
+
+
+def find_usage_violation(popen: ProcessHandle, max_mb: int) -> tuple[str, str] | None:
+    """Fault kind and message if there are too many processes or they use too much memory; else None."""
+    proc_folders = _first_proc_folders(popen)
+    if len(proc_folders) > MAX_PROCESSES:
+        return "too_big", TOO_MANY_PROCESSES
+    if sum(map(_private_bytes, proc_folders)) > max_mb * MEBIBYTE:
+        return "memory", f"its processes took more than memory_mb ({max_mb}) together"
+    return None
+
+
+def has_too_many_processes(popen: ProcessHandle) -> bool:
+    """Check only the number of processes; much faster."""
+    return len(_first_proc_folders(popen)) > MAX_PROCESSES
+
+
+def _first_proc_folders(popen: ProcessHandle) -> list[str]:
+    """At most one more than allowed: counting all of a fork bomb would take seconds."""
+    return list(islice(proc_folders_of(popen), MAX_PROCESSES + 1))
+
+
+def proc_folders_of(popen: ProcessHandle) -> Iterator[str]:
+    """The /proc folder of each of its processes."""
+    if isinstance(popen, BwrapProcess):
+        yield from popen.proc_folders()
+        return
+    if not isinstance(popen, SupervisedProcess):
+        yield f"/proc/{popen.pid}"
+    yield from (f"/proc/{pid}" for pid in members_of(popen.pid, read_proc_stat(popen.pid).start_ticks))
+
+
+def _private_bytes(proc_folder: str) -> int:
+    """Resident memory that is not shared with other processes."""
+    try:
+        fields = Path(f"{proc_folder}/statm").read_bytes().split()
+        return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _total_pss_mb(proc_folders: Iterable[str]) -> float:
@@ -53,28 +95,15 @@ def _total_pss_mb(proc_folders: Iterable[str]) -> float:
     return total_kb / 1024
 
 
-def has_too_many_threads(popen: ProcessHandle, only_pid: int | None = None) -> bool:
-    """Count threads over all processes, or only those of `only_pid`."""
+def has_too_many_threads(proc_folders: Iterable[str]) -> bool:
+    """Count threads over all processes."""
     count = 0
-    for proc_folder in _proc_folders(popen, only_pid):
+    for proc_folder in proc_folders:
         with suppress(OSError):
             count += os.stat(f"{proc_folder}/task").st_nlink - 2  # one folder per thread, counted without listing them
         if count > MAX_THREADS:
             return True
     return False
-
-
-def _proc_folders(popen: ProcessHandle, only_pid: int | None) -> Iterable[str]:
-    if only_pid is not None:
-        return [f"/proc/{only_pid}"]
-    if isinstance(popen, SupervisedProcess):
-        return (f"/proc/{pid}" for pid in members_of(popen.pid))
-    if not isinstance(popen, BwrapProcess):
-        return [f"/proc/{popen.pid}"]
-    inside = f"/proc/{popen.init}/root/proc"
-    with suppress(OSError):
-        return [f"{inside}/{name}" for name in os.listdir(inside) if name.isdigit()]
-    return []
 
 
 def count_leftovers(process: Process, since: int) -> tuple[int, int]:
@@ -85,7 +114,7 @@ def count_leftovers(process: Process, since: int) -> tuple[int, int]:
         pids = members_of(process.popen.pid, among=new_pids)
         left = sum(pid != process.worker and _is_process(pid) for pid in pids)
     elif isinstance(process.popen, BwrapProcess):
-        left = max(0, process.popen.count() - 2)  # bwrap's init and the worker
+        left = max(0, len(process.popen.proc_folders()) - 2)  # bwrap's init and the worker
     return left, now
 
 

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from toolwise.config.imports import WORKER_ENV_VAR
 from toolwise.sandbox.faults import SandboxError
 from toolwise.sandbox.layers.bubblewrap import INIT, BwrapProcess, MountView, bwrap_command
+from toolwise.sandbox.layers.process_info import is_stopped, list_pids, read_proc_stat
 from toolwise.sandbox.scratch import remove_in_background
 from toolwise.sandbox.supervisor_client import (
     SUPERVISION_AVAILABLE,
     ProcessHandle,
     ReportPipe,
     SupervisedProcess,
-    is_stopped,
-    read_proc_stat,
 )
 from toolwise.sandbox.targets import library_folders, package_folder
 
@@ -37,7 +39,8 @@ _BOOT = (
     "from toolwise.sandbox.layers.supervisor import start_supervisor; start_supervisor(start); "
     "from toolwise.sandbox.worker_main import main; main(start)"
 )
-_MARK_VARIABLE = "TOOLWISE_SANDBOX"
+MARK_VARIABLE = "TOOLWISE_SANDBOX"
+"""Marks descendants for `sweep_leftovers`: even a daemon inherits the environment."""
 _INHERITED_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")
 _LIBRARY_VARIABLES = {
     # Libraries that start their own threads: a worker with leftover threads is replaced.
@@ -52,6 +55,7 @@ _LIBRARY_VARIABLES = {
     "PYDANTIC_DISABLE_PLUGINS": "__all__",
 }
 _SWEEPS = 40
+_INT = struct.Struct("i")
 T = TypeVar("T")
 
 
@@ -67,7 +71,6 @@ class Process:
     mark: str
     view: MountView | None = None
     """Its file system view, if it runs in its own namespaces."""
-    owner: int = field(default_factory=os.getpid)
     supervised_pid: int | None = None
     """Pid of the worker below a supervisor, once it has reported it."""
 
@@ -79,10 +82,6 @@ class Process:
     def leftover_count(self) -> int:
         """Number of processes it left running when it ended."""
         return (self.popen.leftover_count or 0) if isinstance(self.popen, SupervisedProcess) else 0
-
-    def is_unusable(self) -> bool:
-        """Whether it has ended or was stopped (SIGSTOP) while it was idle."""
-        return self.popen.poll() is not None or self.is_stopped()
 
     def is_stopped(self) -> bool:
         """Whether it, or a process it needs to start up, was stopped (SIGSTOP)."""
@@ -174,16 +173,75 @@ def start_process(scratch: Path, view: MountView | None = None, *, supervised: b
 
     `supervised`: it may start processes, which must end with it.
     """
-    report = ReportPipe() if supervised and SUPERVISION_AVAILABLE and view is None else None
-    try:
-        return _spawner.run(lambda: _start(scratch, view, report))
-    except BaseException:
-        if report is not None:
-            report.close()
-        raise
-    finally:
-        if report is not None:
-            report.close_child_end()
+    require_interpreter()
+    mark, keep = secrets.token_hex(16), library_folders()
+    with ExitStack() as ours, ExitStack() as theirs:
+        ends, (channel, liveness_fd, output) = open_pipes(ours, theirs)
+        report = ReportPipe(ours, theirs) if supervised and SUPERVISION_AVAILABLE and view is None else None
+        start = {
+            "channel": channel,
+            "life": liveness_fd,
+            "parent": os.getpid() if view is None else INIT,
+            "path": [*keep, str(package_folder().parent)],
+            "keep": keep,
+            "report": None if report is None else report.theirs,
+        }
+        try:
+            popen = launch(
+                [sys.executable, "-I", "-S", "-B", "-c", _BOOT, json.dumps(start)],
+                _environment(scratch, mark),
+                scratch,
+                view=view,
+                report=report,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(channel, liveness_fd, *([] if report is None else [report.theirs])),
+            )
+        except OSError as fault:
+            raise SandboxError(f"cannot start a worker process: {fault}") from None
+        ours.pop_all()
+        return Process(popen, *ends, scratch, mark, view)
+
+
+def open_pipes(ours: ExitStack, theirs: ExitStack) -> tuple[tuple[socket.socket, int, int], tuple[int, int, int]]:
+    """The pipes between us and a new process: our channel, output and lifeline, and its channel, lifeline and output.
+
+    The process ends when the lifeline closes, which is never written to. The stacks close the ends.
+    """
+    channel, child_channel = open_channel(ours, theirs)
+    child_lifeline, lifeline = open_pipe(theirs, ours)
+    output, child_output = open_pipe(ours, theirs)
+    channel.setblocking(False)
+    os.set_blocking(output, False)
+    return (channel, output, lifeline), (child_channel, child_lifeline, child_output)
+
+
+def open_channel(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, int]:
+    """A socket pair whose ends are closed by the given stacks."""
+    own_end, child_end = socket.socketpair()
+    return ours.enter_context(own_end), theirs.enter_context(child_end).fileno()
+
+
+def receive_descriptors(channel: socket.socket, max_bytes: int, count: int) -> tuple[bytes, list[int]]:
+    """Data and the descriptors that come with it. Other processes started from here do not inherit these, which
+    `recv_fds` cannot do."""
+    flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+    data, ancillary, _, _ = channel.recvmsg(max_bytes, socket.CMSG_LEN(count * _INT.size), flags)
+    return data, [number for _, _, packed in ancillary for (number,) in _INT.iter_unpack(packed)]
+
+
+def has_unread_bytes(channel: socket.socket) -> bool:
+    """Whether the process has not yet read everything that was sent."""
+    return any(fcntl.ioctl(channel, termios.TIOCOUTQ, bytes(4)))
+
+
+def open_pipe(read_end: ExitStack, write_end: ExitStack) -> tuple[int, int]:
+    """A pipe whose ends are closed by the given stacks."""
+    read, write = os.pipe()
+    read_end.callback(os.close, read)
+    write_end.callback(os.close, write)
+    return read, write
 
 
 def launch(
@@ -199,75 +257,25 @@ def launch(
 
     `report`: the pipe of the supervisor that the program puts above itself.
     """
-    return _spawner.run(lambda: _launch(command_line, environment, folder, view, report, **popen))
-
-
-def _launch(
-    command_line: list[str],
-    environment: Mapping[str, str],
-    folder: Path,
-    view: MountView | None,
-    report: ReportPipe | None,
-    **popen: Any,
-) -> ProcessHandle:
     settings: dict[str, Any] = {"env": environment, "cwd": folder, "start_new_session": True, **popen}
     if view is None:
-        process = subprocess.Popen(command_line, **settings)
+        process = _spawner.run(lambda: subprocess.Popen(command_line, **settings))
         return process if report is None else SupervisedProcess(process, report)
-    info_read, info_write = os.pipe()
-    settings["pass_fds"] = (*settings.get("pass_fds", ()), info_write)
-    try:
-        bwrap = subprocess.Popen([*bwrap_command(view, info_write), *command_line], **settings)
-    except BaseException:
-        os.close(info_read)
-        raise
-    finally:
-        os.close(info_write)
-    try:
-        return BwrapProcess(bwrap, info_read)
-    finally:
-        os.close(info_read)
-
-
-def _start(scratch: Path, view: MountView | None, report: ReportPipe | None) -> Process:
-    require_interpreter()
-    mark = secrets.token_hex(16)
-    ours, theirs = socket.socketpair()
-    liveness_read, liveness_write = os.pipe()
-    output_read, output_write = os.pipe()
-    keep = library_folders()
-    start = {
-        "channel": theirs.fileno(),
-        "life": liveness_read,
-        "parent": os.getpid() if view is None else INIT,
-        "path": [*keep, str(package_folder().parent)],
-        "keep": keep,
-        "report": None if report is None else report.theirs,
-    }
-    try:
-        popen = _launch(
-            [sys.executable, "-I", "-S", "-B", "-c", _BOOT, json.dumps(start)],
-            _environment(scratch, mark),
-            scratch,
-            view,
-            stdin=subprocess.DEVNULL,
-            stdout=output_write,
-            stderr=output_write,
-            pass_fds=(theirs.fileno(), liveness_read, *([] if report is None else [report.theirs])),
-            report=report,
-        )
-    except OSError as fault:
-        ours.close()
-        os.close(liveness_write)
-        os.close(output_read)
-        raise SandboxError(f"cannot start a worker process: {fault}") from None
-    finally:
+    with ExitStack() as ours, ExitStack() as theirs:
+        info_read, info_write = open_pipe(ours, theirs)
+        settings["pass_fds"] = (*settings.get("pass_fds", ()), info_write)
+        bwrap = _spawner.run(lambda: subprocess.Popen([*bwrap_command(view, info_write), *command_line], **settings))
         theirs.close()
-        os.close(liveness_read)
-        os.close(output_write)
-    ours.setblocking(False)
-    os.set_blocking(output_read, False)
-    return Process(popen, ours, output_read, liveness_write, scratch, mark, view)
+        return BwrapProcess(bwrap, info_read)
+
+
+def describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
 
 
 def program_environment(home: str, temporary: str, mark: str) -> dict[str, str]:
@@ -283,7 +291,7 @@ def require_interpreter() -> None:
 def _environment(scratch: Path, mark: str) -> dict[str, str]:
     passed = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
     home = {"HOME": str(scratch), "TMPDIR": str(scratch), "LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin"}
-    return {**passed, **home, **_LIBRARY_VARIABLES, WORKER_ENV_VAR: "1", _MARK_VARIABLE: mark}
+    return {**passed, **home, **_LIBRARY_VARIABLES, WORKER_ENV_VAR: "1", MARK_VARIABLE: mark}
 
 
 def sweep_leftovers(session: int, mark: str) -> None:
@@ -294,7 +302,8 @@ def sweep_leftovers(session: int, mark: str) -> None:
     if sys.platform != "linux":
         return
     for _ in range(_SWEEPS):
-        pids = [pid for pid in _other_pids() if _belongs(pid, session, mark)]
+        others = [pid for pid in sorted(list_pids(), reverse=True) if pid != os.getpid()]
+        pids = [pid for pid in others if _belongs(pid, session, mark)]
         for pid in pids:
             _kill_checked(pid, session, mark)
         if not pids:
@@ -302,27 +311,13 @@ def sweep_leftovers(session: int, mark: str) -> None:
         time.sleep(0.005)
 
 
-def _other_pids() -> list[int]:
-    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
-    return sorted((pid for pid in pids if pid != os.getpid()), reverse=True)
-
-
 def _belongs(pid: int, session: int, mark: str) -> bool:
-    try:
-        state, _, sid, _ = read_proc_stat(pid)
-        if state in (b"Z", b"X"):
-            return False
-        return sid == session or f"{_MARK_VARIABLE}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except (OSError, ValueError, IndexError):
-        return False
-
-
-def start_ticks(pid: int) -> int:
-    """Start time of a process in kernel clock ticks; 0 if it is gone."""
-    try:
-        return read_proc_stat(pid)[3]
-    except (OSError, ValueError, IndexError):
-        return 0
+    stat = read_proc_stat(pid)
+    if stat.ended or stat.session == session:
+        return not stat.ended
+    with suppress(OSError):
+        return f"{MARK_VARIABLE}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    return False
 
 
 def _kill_checked(pid: int, session: int, mark: str) -> None:

@@ -11,20 +11,19 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from toolwise.concurrency import deadlines
 from toolwise.errors import RewardError
 from toolwise.rewards.printed_output import PrintCallback
 from toolwise.rewards.signature import Signature
-from toolwise.sandbox.answers import pack, read_answer
+from toolwise.sandbox.answers import encode_request, pack, read_answer
 from toolwise.sandbox.async_calls import run_overlapping
 from toolwise.sandbox.calls import MAX_OVERLAPPING_CALLS, run_batch, run_pointwise
 from toolwise.sandbox.faults import SandboxError, WorkerFault
-from toolwise.sandbox.frames import encode
 from toolwise.sandbox.harness import Harness, JsonDict, plain_fault
 from toolwise.sandbox.layers.denial_hints import ALL_ALLOWED
 from toolwise.sandbox.layers.hardening import LAYERS, Plan, Tier
@@ -37,10 +36,11 @@ log = logging.getLogger("toolwise.sandbox")
 PERMISSIONS = ("network", "subprocess")
 MAX_CPU_S = 24 * 3600
 T = TypeVar("T")
-_alive: weakref.WeakSet[Sandbox] = weakref.WeakSet()
+LIVE_SANDBOXES: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Reward and program sandboxes: closed when the interpreter exits, and reset in a forked child."""
 
 
-class Sandbox:
+class Sandbox(AbstractContextManager["Sandbox"]):
     """Runs untrusted reward functions. One sandbox per run; thread-safe.
 
     `timeout_s` limits one call of the function, including its import; `memory_mb` is what it may allocate on top of the
@@ -62,35 +62,25 @@ class Sandbox:
         score_range: tuple[float, float] | None = None,
     ) -> None:
         self.tier, self.timeout_s, self.require, self.score_range = tier, timeout_s, require, score_range
-        self.permissions = tuple(sorted(set(permissions)))
-        unknown = [name for name in self.permissions if name not in PERMISSIONS]
-        if unknown:
-            raise SandboxError(f"unknown permission {unknown[0]!r}: use {' or '.join(PERMISSIONS)}")
-        if tier != "off" and tier not in LAYERS:
-            raise SandboxError(f"unknown sandbox tier {tier!r}: use 'standard', 'namespaced', 'basic' or 'off'")
+        self.permissions = checked_permissions(permissions)
         if timeout_s <= 0 or memory_mb <= 0 or max_calls <= 0:
             raise SandboxError("a sandbox's timeout_s, memory_mb and max_calls must be greater than 0")
         self._workers = workers or max(1, min(8, os.cpu_count() or 1))
         cpu_s = int(min(MAX_CPU_S, timeout_s * max_calls + 60))
         readable = tuple(str(Path(path).expanduser().resolve()) for path in read)
-        layers = LAYERS.get(tier, ())
-        own_disk = self.report().own_disk
-        plan = Plan(layers, "", readable, memory_mb, file_mb, cpu_s, self.permissions, own_disk=own_disk)
+        report = self.report()
+        plan = Plan(LAYERS[tier], "", readable, memory_mb, file_mb, cpu_s, self.permissions, own_disk=report.own_disk)
         self._pool = Pool(plan, workers=self._workers, max_calls=max_calls, timeout_s=timeout_s, require=require)
         self._threads: ThreadPoolExecutor | None = None
         self._targets: dict[tuple[str, str], Target] = {}
         self._signatures: dict[str, Signature] = {}
         self._loaded: dict[str, Harness] = {}
         self._lock = threading.Lock()
-        self._warn_if_incomplete()
-        _alive.add(self)
-
-    def _warn_if_incomplete(self) -> None:
-        report = self.report()
-        if self.tier == "off" or not report.complete:
+        if tier == "off" or not report.complete:
             log.warning("%s", report)
-        if self.require and not report.complete:
+        if require and not report.complete:
             raise SandboxError(f"{report} (require=True)")
+        LIVE_SANDBOXES.add(self)
 
     @property
     def on_print(self) -> PrintCallback | None:
@@ -127,20 +117,6 @@ class Sandbox:
             raise SandboxError(f"got {len(rollouts_messages)} rollouts but {len(ground_truths)} ground truths")
         calls = [pack(m, t, kwargs) for m, t in zip(rollouts_messages, ground_truths, strict=True)]
         return self.run_calls(ref, calls, batch_kwargs=kwargs)
-
-    async def aevaluate(
-        self, ref: str | Callable[..., Any], messages: Sequence[Any], ground_truth: Any, **kwargs: Any
-    ) -> EvaluateResult:
-        return await self.run_in_thread(lambda: self.evaluate(ref, messages, ground_truth, **kwargs))
-
-    async def aevaluate_batch(
-        self,
-        ref: str | Callable[..., Any],
-        rollouts_messages: Sequence[Sequence[Any]],
-        ground_truths: Sequence[Any],
-        **kwargs: Any,
-    ) -> list[EvaluateResult]:
-        return await self.run_in_thread(lambda: self.evaluate_batch(ref, rollouts_messages, ground_truths, **kwargs))
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
         """Run blocking `work` without blocking the event loop."""
@@ -212,10 +188,7 @@ class Sandbox:
 
     def _run_in_process(self, reference: str, calls: list[JsonDict], batch: JsonDict | None) -> list[Any]:
         """Run in this process (tier `off`). Arguments still go through JSON, so that nothing is shared."""
-        try:
-            calls, batch = json.loads(encode([calls, batch]))
-        except (TypeError, ValueError, RecursionError) as fault:
-            raise WorkerFault("bad_type", f"the arguments cannot be sent as JSON: {fault}") from None
+        calls, batch = json.loads(encode_request([calls, batch]))
         try:
             if reference not in self._loaded:
                 self._loaded[reference] = Harness.load(reference, ALL_ALLOWED, self.timeout_s)
@@ -260,9 +233,6 @@ class Sandbox:
         self._lock, self._threads = threading.Lock(), None
         self._pool.abandon()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -273,13 +243,21 @@ class Sandbox:
             self.close()
 
 
+def checked_permissions(permissions: Iterable[str]) -> tuple[str, ...]:
+    names = tuple(sorted(set(permissions)))
+    unknown = [name for name in names if name not in PERMISSIONS]
+    if unknown:
+        raise SandboxError(f"unknown permission {unknown[0]!r}: use {' or '.join(PERMISSIONS)}")
+    return names
+
+
 def _close_all() -> None:
-    for sandbox in list(_alive):
+    for sandbox in list(LIVE_SANDBOXES):
         sandbox.close()
 
 
 def _reset_all_after_fork() -> None:
-    for sandbox in list(_alive):
+    for sandbox in list(LIVE_SANDBOXES):
         sandbox._after_fork()
 
 

@@ -14,7 +14,8 @@ import os
 import stat
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 EMPTY_S = 1.0
@@ -31,7 +32,15 @@ _now = time.time_ns
 _numbers = itertools.count(1)
 # Saved here: a worker that empties its own folder shares a process with code that may patch them.
 _scandir, _unlink, _rmdir, _rename, _open, _close = os.scandir, os.unlink, os.rmdir, os.rename, os.open, os.close
-_fstat, _fchmod, _chmod, _geteuid, _monotonic = os.fstat, os.fchmod, os.chmod, os.geteuid, time.monotonic
+_stat, _listdir, _fstat, _fchmod, _chmod, _geteuid, _monotonic = (
+    os.stat,
+    os.listdir,
+    os.fstat,
+    os.fchmod,
+    os.chmod,
+    os.geteuid,
+    time.monotonic,
+)
 log = logging.getLogger("toolwise.sandbox")
 
 
@@ -42,12 +51,16 @@ class EmptyFolderCache:
         self._empty_mtime_ns = -1
         """The folder's mtime when it was last seen empty; -1 if that proves nothing."""
 
-    def is_still_empty(self, status: os.stat_result) -> bool:
-        return status.st_mtime_ns == self._empty_mtime_ns
-
-    def record_empty(self, status: os.stat_result) -> None:
-        """`status` was read before the folder was seen empty. Changes within one clock tick share an mtime."""
-        self._empty_mtime_ns = status.st_mtime_ns if _now() - status.st_mtime_ns > TICK_NS else -1
+    def is_empty(self, folder: int | str) -> bool:
+        """Always pass the same folder, by descriptor or path."""
+        mtime_ns = _stat(folder).st_mtime_ns
+        if mtime_ns == self._empty_mtime_ns:
+            return True
+        if _listdir(folder):
+            return False
+        # Changes within one clock tick share an mtime.
+        self._empty_mtime_ns = mtime_ns if _now() - mtime_ns > TICK_NS else -1
+        return True
 
 
 def empty_folder(folder: int, seconds: float = EMPTY_S) -> bool:
@@ -152,6 +165,16 @@ class _FolderEmptier:
             else:
                 self._changed += 1
                 return
+
+
+@contextmanager
+def opened(path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> Iterator[int]:
+    """`os.open` for a `with` statement."""
+    descriptor = os.open(path, flags, mode, dir_fd=dir_fd)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def open_subfolder(folder: int, name: str, device: int) -> int | None:

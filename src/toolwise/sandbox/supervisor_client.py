@@ -1,4 +1,4 @@
-"""The trainer's end of a supervisor process (`layers/supervisor.py`), and helpers that read /proc."""
+"""The trainer's end of a supervisor process (`layers/supervisor.py`), and the processes below it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from toolwise.sandbox.layers.bubblewrap import BwrapProcess
+from toolwise.sandbox.layers.process_info import list_pids, read_proc_stat, read_small_file
 
 SUPERVISOR_END_S = 15.0
 """How long a supervisor may take to kill its descendants."""
@@ -20,12 +21,10 @@ SUPERVISION_AVAILABLE = sys.platform == "linux"
 class ReportPipe:
     """A pipe on which a supervisor reports how many processes its child left running."""
 
-    def __init__(self) -> None:
+    def __init__(self, ours: ExitStack, theirs: ExitStack) -> None:
         self.ours, self.theirs = os.pipe()
-
-    def close_child_end(self) -> None:
-        """Call once the supervisor has inherited its end."""
-        os.close(self.theirs)
+        ours.callback(self.close)
+        theirs.callback(os.close, self.theirs)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the supervisor has ended. False on timeout."""
@@ -70,9 +69,7 @@ class SupervisedProcess:
 
     def ask_to_end(self) -> None:
         if self._popen.returncode is None:  # until wait() its pid cannot be reused
-            for number in (signal.SIGCONT, signal.SIGTERM):
-                with suppress(OSError):
-                    os.kill(self.pid, number)
+            ask_supervisor_to_end(self.pid)
 
     def end(self) -> int:
         """End the supervisor and its descendants, and wait. Returns the program's exit code."""
@@ -90,10 +87,16 @@ class SupervisedProcess:
         self._report.close()
 
 
+def ask_supervisor_to_end(pid: int) -> None:
+    for number in (signal.SIGCONT, signal.SIGTERM):
+        with suppress(OSError):
+            os.kill(pid, number)
+
+
 ProcessHandle = subprocess.Popen[bytes] | BwrapProcess | SupervisedProcess
 
 
-def members_of(ancestor: int, mark: str = "", since: int = 0, among: Iterable[int] | None = None) -> Iterator[int]:
+def members_of(ancestor: int, since: int = 0, among: Iterable[int] | None = None) -> Iterator[int]:
     """The running descendants of a process.
 
     Yields lazily, so that a caller can stop early on a fork bomb. `since`: skip older processes (in clock ticks).
@@ -105,52 +108,19 @@ def members_of(ancestor: int, mark: str = "", since: int = 0, among: Iterable[in
         chain = []
         while pid not in is_member:
             chain.append(pid)
-            try:
-                _, pid, _, started = read_proc_stat(pid)
-            except (OSError, ValueError, IndexError):
-                pid = 0
-                break
-            if started < since:
-                pid = 0
+            stat = read_proc_stat(pid)
+            pid = stat.parent if stat.start_ticks >= since else 0
         is_member.update(dict.fromkeys(chain, is_member[pid]))
         return is_member[pid]
 
-    if among is None:
-        among = sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True)
-    for pid in among:
-        if pid != ancestor and belongs(pid):
-            with suppress(OSError, ValueError, IndexError):
-                if read_proc_stat(pid)[0] not in (b"Z", b"X"):
-                    yield pid
+    for pid in sorted(list_pids(), reverse=True) if among is None else among:
+        if pid != ancestor and belongs(pid) and not read_proc_stat(pid).ended:
+            yield pid
 
 
 def last_pid() -> int:
     """The most recent pid or thread id on this machine; 0 if the kernel does not report it."""
     try:
-        descriptor = os.open("/proc/loadavg", os.O_RDONLY)
-    except OSError:
-        return 0
-    try:
-        return int(os.read(descriptor, 128).split()[4])
+        return int(read_small_file("/proc/loadavg").split()[4])
     except (OSError, ValueError, IndexError):
         return 0
-    finally:
-        os.close(descriptor)
-
-
-def read_proc_stat(pid: int) -> tuple[bytes, int, int, int]:
-    """State, parent, session and start time of a process."""
-    descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
-    try:
-        fields = os.read(descriptor, 1024).rpartition(b")")[2].split()
-    finally:
-        os.close(descriptor)
-    return fields[0], int(fields[1]), int(fields[3]), int(fields[19])
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether it is stopped (SIGSTOP) or traced."""
-    try:
-        return read_proc_stat(pid)[0] in (b"T", b"t")
-    except (OSError, ValueError, IndexError):
-        return False

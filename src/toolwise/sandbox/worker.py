@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import select
 import signal
-import socket
-import struct
-import termios
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -18,15 +14,14 @@ from typing import Any
 from toolwise.rewards.printed_output import PrintCallback
 from toolwise.rewards.signature import Signature
 from toolwise.sandbox import frames
+from toolwise.sandbox.answers import encode_request, is_result, protocol_fault, split_labels
 from toolwise.sandbox.disk_usage import Disk
 from toolwise.sandbox.faults import SandboxError, WorkerFault, read_fault
 from toolwise.sandbox.layers.bubblewrap import BwrapProcess
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.output import Output
-from toolwise.sandbox.process_limits import check_processes, count_leftovers, oom_kills
-from toolwise.sandbox.process_usage import proc_folders_of
-from toolwise.sandbox.processes import Process
-from toolwise.sandbox.requests import encode_request, is_result, protocol_fault, split_labels
+from toolwise.sandbox.process_limits import check_processes, count_leftovers, oom_kills, proc_folders_of
+from toolwise.sandbox.processes import Process, describe_exit, has_unread_bytes, receive_descriptors
 from toolwise.sandbox.supervisor_client import SupervisedProcess, last_pid
 from toolwise.sandbox.targets import Target
 
@@ -42,7 +37,6 @@ EXIT_WAIT_S = 0.2
 MAX_READS = 256
 """Limit on reads of its output after the last answer: a leftover thread may print forever."""
 
-_FOLDER = struct.Struct("i")
 _numbers = itertools.count(1)
 
 
@@ -282,7 +276,7 @@ class Worker:
                 return dict(message)
             left = deadline - time.monotonic()
             if left <= 0:
-                raise WorkerFault("timeout", f"it took too long to {what}", self._printed_text())
+                raise WorkerFault("timeout", f"it took too long to {what}", self._output.format_printed())
             interval = CHECK_INTERVAL_S if self._disk is None or self._disk.limited else MEASURE_INTERVAL_S
             ready = self._poll.poll(min(left, interval) * 1000)
             if self._disk is not None and time.monotonic() > self._next_folder_check:
@@ -326,11 +320,9 @@ class Worker:
 
     def _receive_with_folder(self) -> bytes:
         """Receive data before user code runs; a descriptor of the worker's folder may come with it."""
-        flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-        data, ancillary, _, _ = self.process.channel.recvmsg(1 << 18, socket.CMSG_SPACE(_FOLDER.size), flags)
-        for _, _, packed in ancillary:
-            (folder,) = _FOLDER.unpack(packed[: _FOLDER.size])
-            self._disk = Disk([self.process.scratch], self.plan.file_mb, [folder])
+        data, folders = receive_descriptors(self.process.channel, 1 << 18, 1)
+        if folders:
+            self._disk = Disk([self.process.scratch], self.plan.file_mb, folders)
         return data
 
     def _check_folder(self) -> None:
@@ -345,18 +337,13 @@ class Worker:
         return f"/proc/{self.process.pid}"
 
     def _proc_folders(self) -> Iterable[str]:
-        return proc_folders_of(self.process.popen, self.process.mark) if self.may_have_children else [self._proc_folder]
+        return proc_folders_of(self.process.popen) if self.may_have_children else [self._proc_folder]
 
     def _check_processes(self) -> None:
-        if self.process.is_stopped() and not (self.layers and self._has_read()):
+        if self.process.is_stopped() and (not self.layers or has_unread_bytes(self.process.channel)):
             raise self._mark_not_received(WorkerFault("timeout", "its process was stopped before it read its call"))
         if self.layers:  # before that it runs only our code, and in namespaces may still see all processes
             check_processes(self.process, self.plan.memory_mb, children=self.may_have_children)
-
-    def _has_read(self) -> bool:
-        """Whether it has read everything that was sent."""
-        unread = fcntl.ioctl(self.process.channel, termios.TIOCOUTQ, bytes(4))
-        return struct.unpack("i", unread) == (0,)
 
     def _death_fault(self) -> WorkerFault:
         """Why the channel is closed."""
@@ -364,7 +351,7 @@ class Worker:
         while self.process.popen.poll() is None and time.monotonic() < end:
             time.sleep(0.001)
         self._drain()
-        code, printed = self.process.popen.returncode, self._printed_text()
+        code, printed = self.process.popen.returncode, self._output.format_printed()
         torn = " in the middle of a result" if self._frame_reader.torn else ""
         if code is None:
             return WorkerFault("died", f"it closed its channel{torn}", printed)
@@ -372,16 +359,12 @@ class Worker:
             return WorkerFault("timeout", "it exceeded the CPU time limit of a worker", printed)
         if code == -signal.SIGSYS:
             return WorkerFault("denied", "it made a system call for a different CPU architecture", printed)
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
-        return WorkerFault("died", f"its process {how}{torn}{self._oom_note(code)}", printed)
+        return WorkerFault("died", f"its process {describe_exit(code)}{torn}{self._oom_note(code)}", printed)
 
     def _oom_note(self, code: int) -> str:
         if code != -signal.SIGKILL or oom_kills() <= self._oom_kills:
             return ""
         return "; meanwhile the kernel killed a process because the machine or its container was out of memory"
-
-    def _printed_text(self) -> str:
-        return self._output.format_printed()
 
     def _with_output(self, answer: Any, position: int) -> Any:
         printed = self._output.format_printed(position)
@@ -390,10 +373,3 @@ class Worker:
             fault = {**answer["fault"], "traceback": (traceback if isinstance(traceback, str) else "") + printed}
             return {**answer, "fault": fault}
         return answer
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -17,14 +17,14 @@ from toolwise.sandbox import frames
 from toolwise.sandbox.harness import Harness, JsonDict, plain_fault, preload_package
 from toolwise.sandbox.layers.disk import send_folders
 from toolwise.sandbox.layers.hardening import HardeningResult, Plan, harden
-from toolwise.sandbox.layers.parent_death import die_with_trainer
+from toolwise.sandbox.layers.kernel import die_with_trainer
 from toolwise.sandbox.output import MarkedStream, current_call
 from toolwise.sandbox.scratch import FOLDER_FLAGS, EmptyFolderCache, empty_folder
 from toolwise.sandbox.worker_state import Snapshot
 
 # Saved here, as compiled functions where possible, so that later patches by user code do not affect them.
 _getpid, _exit, _write = os.getpid, os._exit, frames.write_all
-_stat, _listdir, _open, _close = os.stat, os.listdir, os.open, os.close
+_open, _close = os.open, os.close
 _encode, _framed, _read, _header = to_json, frames.to_frame, frames.read_exactly, frames.HEADER
 _decode = json.JSONDecoder().raw_decode
 CALL_EMPTY_S = 0.2
@@ -162,11 +162,7 @@ class _Worker:
     def _empty_folder(self) -> bool:
         """Hide a call's files from the next call. False if something is left."""
         try:
-            status = _stat(self._scratch)
-            if self._empty_since.is_still_empty(status):
-                return True
-            if not _listdir(self._scratch):
-                self._empty_since.record_empty(status)
+            if self._empty_since.is_empty(self._scratch):
                 return True
             folder = _open(self._scratch, FOLDER_FLAGS)
             try:

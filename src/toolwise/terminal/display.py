@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Iterable, Iterator
 from typing import IO, Any, Self, TypeVar
@@ -14,6 +13,7 @@ from rich.segment import Segment
 from rich.spinner import Spinner
 from rich.text import Text
 
+from toolwise.terminal.streams import StreamProxy
 from toolwise.terminal.text import escape_controls
 
 T = TypeVar("T")
@@ -102,18 +102,13 @@ def track(items: Iterable[T], description: str, *, total: int, disable: bool = F
         yield from progress.track(items, total=total, description=description)
 
 
-class _AboveLiveStream(io.TextIOBase):
+class _AboveLiveStream(StreamProxy):
     """Prints complete lines above a live display."""
 
     def __init__(self, console: rich.console.Console, stream: IO[str]) -> None:
-        self.console, self.stream = console, stream
+        super().__init__(stream)
+        self.console = console
         self._partial_line = ""
-
-    @property
-    def rich_proxied_file(self) -> IO[str]:
-        """The stream that rich writes to instead of this one."""
-        inner: IO[str] = getattr(self.stream, "rich_proxied_file", self.stream)
-        return inner
 
     def write(self, text: str) -> int:
         *lines, self._partial_line = f"{self._partial_line}{text}".split("\n")
@@ -125,19 +120,3 @@ class _AboveLiveStream(io.TextIOBase):
         if self._partial_line:
             line, self._partial_line = self._partial_line, ""
             self.console.print(Text(escape_controls(line)))
-
-    def isatty(self) -> bool:
-        return self.stream.isatty()
-
-    def fileno(self) -> int:
-        return self.stream.fileno()
-
-    def writable(self) -> bool:
-        return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return getattr(self.stream, "encoding", None) or "utf-8"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)

@@ -54,8 +54,8 @@ def guard_streams() -> None:
             setattr(sys, name, GuardedStream(stream))
 
 
-class GuardedStream(io.TextIOBase):
-    """A text stream that escapes control characters and writes `?` for what its encoding lacks."""
+class StreamProxy(io.TextIOBase):
+    """A text stream in front of another one."""
 
     def __init__(self, stream: IO[str]) -> None:
         self.stream = stream
@@ -63,13 +63,8 @@ class GuardedStream(io.TextIOBase):
     @property
     def rich_proxied_file(self) -> IO[str]:
         """The stream that rich writes to instead of this one."""
-        return self.stream
-
-    def write(self, text: str) -> int:
-        if not isinstance(text, str):
-            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        _write_encodable(self.stream, escape_controls(text))
-        return len(text)
+        inner: IO[str] = getattr(self.stream, "rich_proxied_file", self.stream)
+        return inner
 
     def flush(self) -> None:
         self.stream.flush()
@@ -87,15 +82,25 @@ class GuardedStream(io.TextIOBase):
     def encoding(self) -> str:  # type: ignore[override]
         return getattr(self.stream, "encoding", None) or "utf-8"
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class GuardedStream(StreamProxy):
+    """A text stream that escapes control characters and writes `?` for what its encoding lacks."""
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        _write_encodable(self.stream, escape_controls(text))
+        return len(text)
+
     @property
     def errors(self) -> str | None:  # type: ignore[override]
         return getattr(self.stream, "errors", None)
 
     def close(self) -> None:
         """Does nothing: the owner closes the stream."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
 
 
 def _write(stream: IO[str], text: str) -> None:

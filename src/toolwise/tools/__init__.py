@@ -5,9 +5,8 @@ from __future__ import annotations
 from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
 from toolwise.tools.builtin.calculator import CalculatorTool
 from toolwise.tools.builtin.gsm8k import Gsm8kTool
-from toolwise.tools.builtin.python import PythonTool
+from toolwise.tools.builtin.program import PythonTool, ShellTool
 from toolwise.tools.builtin.search.tool import SearchTool
-from toolwise.tools.builtin.shell import ShellTool
 from toolwise.tools.catalog import TOOLS, build_tools
 from toolwise.tools.function import FunctionTool, as_tool, tool
 from toolwise.tools.schema import validate_arguments

@@ -14,10 +14,9 @@ from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
 from toolwise.tools.builtin.calculator import CalculatorTool
 from toolwise.tools.builtin.gsm8k import Gsm8kTool
-from toolwise.tools.builtin.python import PythonTool
+from toolwise.tools.builtin.program import PythonTool, ShellTool
 from toolwise.tools.builtin.search.tool import SearchTool
-from toolwise.tools.builtin.shell import ShellTool
-from toolwise.tools.function import FunctionTool, as_tool, check_tool_options
+from toolwise.tools.function import FunctionTool, as_tool, check_option_names, check_tool_options
 from toolwise.tools.isolation.isolated_tool import isolate_tool
 from toolwise.tools.mcp.tools import mcp_tools
 from toolwise.untrusted.json_schema import compile_parameters
@@ -112,7 +111,7 @@ def _adapt(target: Any, config: dict[str, Any], where: str) -> BaseTool:
         return tool
     if not isinstance(tool, FunctionTool):
         raise ConfigError(f"tools: {where} is an existing tool object; set {', '.join(config)} where it is created")
-    _check_keys(config, _COMMON_OPTIONS | {"description"}, where)
+    check_option_names(config, _COMMON_OPTIONS | {"description"}, where)
     return tool.with_options(**config)
 
 
@@ -120,7 +119,7 @@ def _construct(kind: type[BaseTool], config: dict[str, Any], where: str) -> Base
     """Create an instance of a tool class, with the `tool_schema` of the configuration if there is one."""
     known = getattr(kind, "config_keys", None)
     if known is not None:
-        _check_keys(config, known | _COMMON_OPTIONS | {"tool_schema"}, where)
+        check_option_names(config, known | _COMMON_OPTIONS | {"tool_schema"}, where)
     schema_config = config.pop("tool_schema", None)
     parameters = inspect.signature(kind).parameters
     required = "tool_schema" in parameters and parameters["tool_schema"].default is inspect.Parameter.empty
@@ -135,11 +134,3 @@ def _construct(kind: type[BaseTool], config: dict[str, Any], where: str) -> Base
         path = ".".join(map(str, ("tool_schema", *first["loc"])))
         raise ConfigError(f"tools: {where}: {path}: {first['msg']}") from None
     return kind(config, schema)
-
-
-def _check_keys(config: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    known = sorted(known)
-    for key in config:
-        if key not in known:
-            hint = did_you_mean(str(key), known) or f"; it has {', '.join(known)}"
-            raise ConfigError(f"tools: {where} has no option {key!r}{hint}")

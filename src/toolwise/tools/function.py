@@ -8,15 +8,15 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from toolwise.concurrency.deadlines import call_in_thread, in_virtual_time
-from toolwise.config.imports import Registration, in_worker, registered_reference, registration_of
-from toolwise.errors import ToolwiseError
+from toolwise.config.imports import Registration, did_you_mean, in_worker, registered_reference, registration_of
+from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.notebook import lacks_file
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
@@ -139,7 +139,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
         self.check_task_arguments(kwargs)
         if self._target is not None and not in_virtual_time() and self._resolves_to_function(self._target):
             try:
-                return self._warn_of_tuple(await isolation.run(self._target, parameters, kwargs))
+                return self._warn_of_tuple(await isolation.shared_pool().run(self._target, parameters, kwargs))
             except LoadFault as fault:
                 if self._target is not None:  # of several concurrent calls only the first reports it
                     self._disable_isolation(str(fault))
@@ -148,9 +148,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
         except ValueError as error:
             return f"error: {error}", None, {"ok": False}
         function = cast("Callable[..., Any]", self.function)
-        if inspect.iscoroutinefunction(function):
-            value = await function(**arguments)
-        elif in_virtual_time():
+        if inspect.iscoroutinefunction(function) or in_virtual_time():
             value = function(**arguments)
         else:
             value = await call_in_thread(functools.partial(function, **arguments), name=f"tool {self.name}")
@@ -291,13 +289,15 @@ def tool(
     """
 
     def make(target: Callable[..., Any]) -> FunctionTool[..., Any]:
-        options: dict[str, Any] = {
-            "family": family,
-            "price": price,
-            "isolate": isolate,
-            "max_concurrent": max_concurrent,
-        }
-        return FunctionTool(target, name=name, description=description, **options)
+        return FunctionTool(
+            target,
+            name=name,
+            description=description,
+            family=family,
+            price=price,
+            isolate=isolate,
+            max_concurrent=max_concurrent,
+        )
 
     return make if function is None else make(function)
 
@@ -309,6 +309,20 @@ def as_tool(obj: BaseTool | Callable[..., Any]) -> BaseTool:
     if inspect.isroutine(obj):
         return FunctionTool(obj)
     raise ToolwiseError(f"{obj!r:.80} is not a tool: pass a BaseTool or a typed function")
+
+
+def check_option_names(config: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    known = sorted(known)
+    for key in config:
+        if key not in known:
+            hint = did_you_mean(str(key), known) or f"; it has {', '.join(known)}"
+            raise ConfigError(f"tools: {where} has no option {key!r}{hint}")
+
+
+def checked_seconds(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConfigError(f"{where} must be a number of seconds above 0, got {value!r}")
+    return float(value)
 
 
 def check_tool_options(config: Mapping[str, Any], where: str) -> None:

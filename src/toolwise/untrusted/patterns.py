@@ -43,6 +43,16 @@ _NEGATED = {
     _c.CATEGORY_NOT_WORD: _c.CATEGORY_WORD,
 }
 
+_POSITIONS = {
+    _c.AT_BEGINNING: (r"\A", "(?m:^)"),
+    _c.AT_END: (r"(?:\n?\z)", "(?m:$)"),  # Python's $ also matches before a line feed at the very end
+    _c.AT_BEGINNING_STRING: (r"\A", r"\A"),
+    _c.AT_END_STRING: (r"\z", r"\z"),
+    _c.AT_BOUNDARY: (r"\b", r"\b"),
+    _c.AT_NON_BOUNDARY: (r"\B", r"\B"),
+}
+"""Without and with the flag `MULTILINE`."""
+
 
 class PatternError(ValueError):
     """An invalid pattern, or one that cannot be matched in linear time; the message says which."""
@@ -130,7 +140,7 @@ def _item(kind: Any, value: Any, flags: int) -> str:
     if kind is _c.IN:
         return _with_case_flag(_set(value, flags), flags)
     if kind is _c.AT:
-        return _position(value, flags)
+        return _POSITIONS[value][bool(flags & re.MULTILINE)]
     if kind is _c.BRANCH:
         return f"(?:{'|'.join(_sequence(branch, flags) for branch in value[1])})"
     if kind is _c.SUBPATTERN:
@@ -173,15 +183,3 @@ def _category(value: Any, flags: int) -> str:
     if value in _NEGATED:
         return f"[^{_CATEGORIES[_NEGATED[value]][ascii_only]}]"
     return f"[{_CATEGORIES[value][ascii_only]}]"
-
-
-def _position(value: Any, flags: int) -> str:
-    if value is _c.AT_BEGINNING:
-        return "(?m:^)" if flags & re.MULTILINE else r"\A"
-    if value is _c.AT_END:  # Python's $ also matches before a line feed at the very end
-        return "(?m:$)" if flags & re.MULTILINE else r"(?:\n?\z)"
-    if value is _c.AT_BEGINNING_STRING:
-        return r"\A"
-    if value is _c.AT_END_STRING:
-        return r"\z"
-    return r"\b" if value is _c.AT_BOUNDARY else r"\B"

@@ -60,7 +60,7 @@ def as_exception(fault: BaseException) -> Exception:
     if isinstance(fault, asyncio.CancelledError):
         return UserCodeError("it cancelled itself")
     if isinstance(fault, SystemExit):
-        return UserCodeError(f"it called sys.exit({_safe_text(fault.code, repr)})")
+        return UserCodeError(f"it called sys.exit({safe_text(fault.code, repr)})")
     return UserCodeError(f"it raised {describe(fault)}")
 
 
@@ -101,7 +101,7 @@ def is_closing(fault: BaseException, task: asyncio.Task[Any] | None = None) -> b
 def describe(fault: BaseException) -> str:
     """`ValueError: no such city`, even if the exception's `__str__` fails, and of bounded length."""
     kind = _name_of(type(fault))
-    name, text = "RuntimeError" if kind == UserCodeError.__name__ else kind, _safe_text(fault, str)
+    name, text = "RuntimeError" if kind == UserCodeError.__name__ else kind, safe_text(fault)
     return truncate_text(f"{name}: {text}", MAX_CHARS)
 
 
@@ -110,7 +110,8 @@ def format_with_traceback(fault: BaseException) -> str:
     return f"{''.join(traceback.format_tb(fault.__traceback__))}{describe(fault)}"
 
 
-def _safe_text(value: object, convert: Callable[[object], str]) -> str:
+def safe_text(value: object, convert: Callable[[object], str] = str) -> str:
+    """`convert(value)`, even if that fails."""
     try:
         return convert(value)
     except Exception as fault:

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's calls are Linux's")
 SOURCE = (
-    "import os, sys, time\nfrom toolwise.sandbox.layers.parent_death import die_with_trainer\n"
+    "import os, sys, time\nfrom toolwise.sandbox.layers.kernel import die_with_trainer\n"
     "die_with_trainer(int(sys.argv[1]), int(sys.argv[2]))\nprint('up', flush=True)\nsum(range(10**12))\n"
 )
 

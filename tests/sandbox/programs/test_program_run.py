@@ -13,7 +13,7 @@ import pytest
 from toolwise.sandbox import SandboxError
 from toolwise.sandbox.layers.fork_filter import allow_fork
 from toolwise.sandbox.layers.hardening import Plan
-from toolwise.sandbox.process_usage import MAX_PROCESSES
+from toolwise.sandbox.process_limits import MAX_PROCESSES
 from toolwise.sandbox.programs import fork_gate
 from toolwise.sandbox.programs.run import ProgramSpec, StopSignal, run_program
 

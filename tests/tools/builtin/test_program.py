@@ -10,8 +10,7 @@ import pytest
 
 from toolwise.errors import ConfigError, DataError, ToolwiseError
 from toolwise.sandbox.programs.run import ProgramResult
-from toolwise.tools.builtin.program import NO_OUTPUT, format_result
-from toolwise.tools.builtin.python import PythonTool
+from toolwise.tools.builtin.program import NO_OUTPUT, PythonTool, format_result
 from toolwise.tools.catalog import build_tools
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the tiers for programs are Linux's")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from toolwise.tools.builtin.python import PythonTool
+from toolwise.tools.builtin.program import PythonTool
 from toolwise.tools.catalog import build_tools
 from toolwise.tools.schema import validate_arguments
 

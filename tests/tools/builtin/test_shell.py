@@ -14,7 +14,7 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.sandbox import report
 from toolwise.sandbox.report import Report, probe
-from toolwise.tools.builtin.shell import ShellTool
+from toolwise.tools.builtin.program import ShellTool
 from toolwise.tools.catalog import build_tools
 from toolwise.training.run import assemble
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
@@ -109,4 +110,4 @@ def test_an_edited_file_is_another_place(tmp_path: Path) -> None:
         path.write_text(f"def f():\n    return {number}\n")
         places.append(ObjectRef.of(load_reference(f"{path}:f", what="tool")).module_ref)
     assert places[0] == places[2] != places[1]
-    assert ModuleRef(**places[1].to_json()) == places[1]
+    assert ModuleRef(**asdict(places[1])) == places[1]

@@ -85,12 +85,12 @@ def test_what_computes_is_seen_at_each_look(program: int) -> None:
 
 @pytest.mark.parametrize("program", [SPIN], indirect=True)
 def test_where_the_kernel_does_not_say_how_long_they_waited(program: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def content(path: bytes, read: object = core_time._content) -> bytes:
+    def content(path: bytes, read: object = core_time.read_small_file) -> bytes:
         if path.endswith((b"schedstat", b"children")):
             raise FileNotFoundError(path)
         return read(path)  # type: ignore[operator,no-any-return]
 
-    monkeypatch.setattr(core_time, "_content", content)
+    monkeypatch.setattr(core_time, "read_small_file", content)
     assert all(looks(program))
 
 

@@ -161,7 +161,7 @@ def test_what_a_function_raises_is_told_by_its_name() -> None:
         ("key", "KeyError", "'mine'"),
         ("exit", "SystemExit", "7"),
         ("json", "ToolwiseError", "returned a value that is not JSON"),
-        ("text", "MuteError", "its text cannot be had"),
+        ("text", "MuteError", "its text could not be had"),
         ("big", "ValueError", "9,437,"),
     ]:
         with pytest.raises(ToolFault) as caught:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from toolwise.sandbox.processes import describe_exit
 from toolwise.tools.isolation.code_location import ModuleRef
-from toolwise.tools.isolation.process import ExitWatcher, Process, describe_exit, start_process
+from toolwise.tools.isolation.process import ExitWatcher, Process, start_process
 
 
 @pytest.fixture
@@ -52,4 +53,3 @@ def test_how_a_process_ends_in_words() -> None:
     assert describe_exit(3) == "exited with status 3"
     assert describe_exit(-signal.SIGSEGV) == "was killed by SIGSEGV"
     assert describe_exit(-63) == "was killed by signal 63"
-    assert describe_exit(None) == "never started"

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from toolwise.sandbox.layers.hardening import readable_paths
+from toolwise.sandbox.layers.process_info import list_pids, read_proc_stat
 from toolwise.sandbox.targets import readable_folders
 
 NAMESPACES = ("user", "pid", "mnt", "ipc", "net")
@@ -78,9 +78,11 @@ def unavailable_reason(network: bool = False) -> str:
 def bwrap_command(view: MountView, info: int | None = None) -> list[str]:
     """The command prefix for a program that sees `view`. `info`: a descriptor to which bwrap writes the child's pid."""
     network = () if view.network else ("--unshare-net",)
+    # Nested namespaces are not needed; older versions of bubblewrap cannot forbid them.
+    no_more_namespaces = ("--disable-userns",) if "--disable-userns" in _bwrap_help() else ()
     info_option = () if info is None else ("--info-fd", str(info))
     return [
-        *(_bwrap_path(), *_PRIVATE, *network, *_no_more_namespaces(), *info_option),
+        *(_bwrap_path(), *_PRIVATE, *network, *no_more_namespaces, *info_option),
         *("--die-with-parent", "--cap-drop", "ALL", "--hostname", "sandbox"),
         # Remounted read-only: root outside owns /proc/sys inside, even without capabilities.
         *("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--tmpfs", "/tmp"),
@@ -109,11 +111,6 @@ def _bwrap_help() -> str:
         [_bwrap_path(), "--help"], capture_output=True, text=True, check=False, timeout=BWRAP_TIMEOUT_S
     )
     return completed.stdout + completed.stderr
-
-
-def _no_more_namespaces() -> tuple[str, ...]:
-    """Forbid nested namespaces, which are not needed; older versions of bubblewrap cannot."""
-    return ("--disable-userns",) if "--disable-userns" in _bwrap_help() else ()
 
 
 def _writable_mounts(view: MountView) -> list[tuple[str, tuple[str, ...]]]:
@@ -180,7 +177,7 @@ class BwrapProcess:
             handle = os.pidfd_open(self.init)
         except OSError:
             return None
-        if parent_of(self.init) == self._popen.pid:
+        if read_proc_stat(self.init).parent == self._popen.pid:
             return handle
         os.close(handle)  # it is gone and its pid was reused
         return None
@@ -202,16 +199,17 @@ class BwrapProcess:
     def first(self) -> int | None:
         """Pid, outside, of the program started inside: the oldest child of the first process."""
         if self._first is None:
-            started = {pid: start for pid, parent, start in _all_processes() if parent == self.init}
+            stats = {pid: read_proc_stat(pid) for pid in list_pids()}
+            started = {pid: stat.start_ticks for pid, stat in stats.items() if stat.parent == self.init}
             self._first = min(started, key=started.__getitem__) if started else None
         return self._first
 
-    def count(self) -> int:
-        """Number of processes inside; 0 if unknown."""
-        try:
-            return sum(name.isdigit() for name in os.listdir(f"/proc/{self.init}/root/proc"))
-        except OSError:
-            return 0
+    def proc_folders(self) -> list[str]:
+        """The /proc folders of the processes inside, from the /proc of their namespace, which lists no others."""
+        inside = f"/proc/{self.init}/root/proc"
+        with suppress(OSError):
+            return [f"{inside}/{pid}" for pid in list_pids(inside)]
+        return []
 
     def kill(self) -> None:
         """Kill everything inside at once."""
@@ -253,22 +251,3 @@ def _read_child(info: int) -> int | None:
         return int(json.loads(data)["child-pid"])
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def parent_of(pid: int) -> int | None:
-    return next((parent for _, parent, _ in _stats([str(pid)])), None)
-
-
-def _all_processes() -> list[tuple[int, int, int]]:
-    return _stats(name for name in os.listdir("/proc") if name.isdigit())
-
-
-def _stats(names: Iterable[str]) -> list[tuple[int, int, int]]:
-    """Pid, parent and start time of each process that still exists."""
-    rows = []
-    for name in names:
-        with suppress(OSError, ValueError, IndexError):
-            stat = Path(f"/proc/{name}/stat").read_bytes()
-            fields = stat[stat.rindex(b")") + 2 :].split()
-            rows.append((int(name), int(fields[1]), int(fields[19])))
-    return rows

@@ -11,6 +11,7 @@ ALL_ALLOWED = ("calls", "files", "network", "subprocess")
 """For a sandbox with neither Landlock nor a seccomp filter: refusals there do not come from us."""
 REFUSED_ERRNOS = (errno.EPERM, errno.EACCES, errno.EROFS)
 """EROFS: readable paths are mounted read-only in a mount namespace."""
+DISK_FULL_ERRNOS = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
 NETWORK = "the sandbox has no network: permissions=('network',) allows it"
 SUBPROCESS = "the sandbox starts no processes: permissions=('subprocess',) allows it"
 FILES = (

@@ -7,13 +7,12 @@ the trainer measures them (`disk_usage.py`).
 
 from __future__ import annotations
 
-import array
 import ctypes
 import os
 import sys
 from collections.abc import Iterable
 
-from toolwise.sandbox.layers.kernel import drop_capabilities, libc, raise_errno
+from toolwise.sandbox.layers.kernel import drop_capabilities, libc, raise_errno, send_descriptors
 
 MAX_FILES = 10_000
 """Maximum number of files in the folders of one worker or program."""
@@ -48,15 +47,11 @@ def is_limited(folder: str, max_mb: int) -> bool:
 
 def send_folders(channel: int, folders: Iterable[str], payload: bytes) -> None:
     """Send `payload` through `channel` with descriptors of the folders, opened by their paths in this process."""
-    import _socket  # not `socket`, whose import would slow down every program
-
     descriptors: list[int] = []
-    sock = _socket.socket(fileno=channel)
     try:
         descriptors.extend(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) for folder in folders)
-        sock.sendmsg([payload], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", descriptors))])
+        send_descriptors(channel, payload, descriptors)
     finally:
-        sock.detach()
         for descriptor in descriptors:
             os.close(descriptor)
 

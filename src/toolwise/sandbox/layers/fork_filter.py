@@ -7,8 +7,6 @@ single listener, forks are not held and bombs are killed once they are noticed.
 
 from __future__ import annotations
 
-import _socket
-import array
 import ctypes
 import errno
 import functools
@@ -18,7 +16,7 @@ import struct
 from typing import Any
 
 from toolwise.sandbox.layers import seccomp, syscalls
-from toolwise.sandbox.layers.kernel import libc, raise_errno, set_no_new_privs
+from toolwise.sandbox.layers.kernel import libc, raise_errno, send_descriptors, set_no_new_privs
 
 RET_USER_NOTIF = 0x7FC00000
 """SECCOMP_RET_USER_NOTIF: a refusal by another filter takes precedence."""
@@ -62,11 +60,10 @@ def require_fork_approval(channel: int) -> None:
     except OSError:
         os.close(channel)  # end of file tells the trainer that forks are not held
         return
-    sock = _socket.socket(fileno=channel)  # not `socket`, whose import would slow down every program
     try:
-        sock.sendmsg([b"x"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", [listener]))])
+        send_descriptors(channel, b"x", [listener])
     finally:
-        sock.close()
+        os.close(channel)
         os.close(listener)
 
 

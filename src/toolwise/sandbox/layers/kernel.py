@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
 import errno
+import fcntl
 import functools
 import os
 import signal
+import sys
+from collections.abc import Iterable
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 1, 38, 39
 CAPABILITY_VERSION_3 = 0x20080522
@@ -32,6 +36,39 @@ def die_with_parent(parent_pid: int) -> None:
     call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it ended before we asked
         os._exit(1)
+
+
+def die_with_trainer(liveness_fd: int, parent: int) -> None:
+    """Have the kernel kill this process when the trainer dies, even while C code holds the GIL.
+
+    `liveness_fd` is the read end of a pipe whose write end the trainer holds; `parent` is the pid of the process that
+    started this one.
+    """
+    if sys.platform != "linux":
+        return
+    die_with_parent(parent)
+    kill_when_closed(liveness_fd, os.getpid())
+
+
+def kill_when_closed(liveness_fd: int, target: int) -> None:
+    """Have the kernel kill `target`, a pid or (negative) a process group, when the last writer closes the pipe.
+
+    A pipe without data signals its reader once: then.
+    """
+    fcntl.fcntl(liveness_fd, fcntl.F_SETOWN, target)
+    fcntl.fcntl(liveness_fd, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(liveness_fd, fcntl.F_SETFL, fcntl.fcntl(liveness_fd, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def send_descriptors(channel: int, payload: bytes, descriptors: Iterable[int]) -> None:
+    """Send `payload` with descriptors through the socket `channel`, which stays open."""
+    import _socket  # not `socket`, whose import would slow down every program
+
+    sock = _socket.socket(fileno=channel)
+    try:
+        sock.sendmsg([payload], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", descriptors))])
+    finally:
+        sock.detach()
 
 
 def set_no_new_privs() -> None:

@@ -34,14 +34,7 @@ def abi() -> int:
 
 
 def handled_rights(version: int) -> int:
-    rights = FIRST_RIGHTS
-    if version >= 2:
-        rights |= REFER
-    if version >= 3:
-        rights |= TRUNCATE
-    if version >= 5:
-        rights |= IOCTL_DEV
-    return rights
+    return FIRST_RIGHTS | sum(right for since, right in ((2, REFER), (3, TRUNCATE), (5, IOCTL_DEV)) if version >= since)
 
 
 def restrict(

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from toolwise.sandbox.layers.kernel import call_prctl, die_with_parent
+from toolwise.sandbox.layers.process_info import list_pids, read_proc_stat
 
 PROCESS_NAME = b"toolwise-watch"
 """The name of a supervisor in `ps`."""
@@ -165,22 +166,19 @@ class _Supervisor:
     def _visit_descendants(self, *, kill: bool) -> bool:
         """Visit all descendants, in pid order: most parents have a lower pid than their children."""
         family = {os.getpid()}
-        for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+        for pid in sorted(list_pids()):
             if self._visit_process(pid, family, kill=kill):
                 family.add(pid)
         return len(family) > 1
 
     def _visit_process(self, pid: int, parents: set[int], *, kill: bool) -> bool:
-        try:
-            state, parent, group = _stat(pid)
-        except (OSError, ValueError, IndexError):
+        stat = read_proc_stat(pid)
+        if stat.parent not in parents or (self._keeps_supervisors and pid != self._child and _is_supervisor(pid)):
             return False
-        if parent not in parents or (self._keeps_supervisors and pid != self._child and _is_supervisor(pid)):
-            return False
-        if state not in (b"Z", b"X"):
+        if not stat.ended:
             self._seen_pids.add(pid)
             if kill:
-                _kill_with_group(pid, group)
+                _kill_with_group(pid, stat.group)
         return True
 
 
@@ -196,16 +194,6 @@ def _kill_with_group(pid: int, group: int) -> None:
 def _raise_priority() -> None:
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-
-
-def _stat(pid: int) -> tuple[bytes, int, int]:
-    """State, parent and process group of a process."""
-    descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
-    try:
-        fields = os.read(descriptor, 1024).rpartition(b")")[2].split()
-    finally:
-        os.close(descriptor)
-    return fields[0], int(fields[1]), int(fields[2])
 
 
 def _is_supervisor(pid: int) -> bool:

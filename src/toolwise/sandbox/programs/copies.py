@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from toolwise.sandbox.disk_usage import MAX_FOLDER_DEPTH
 from toolwise.sandbox.layers.disk import MAX_FILES
-from toolwise.sandbox.scratch import empty_folder, open_subfolder
+from toolwise.sandbox.scratch import empty_folder, open_subfolder, opened
 
 CLOCK_REALTIME_COARSE = 5
 """The clock of file timestamps."""
@@ -166,13 +166,10 @@ class _Copy:
             self._links[status.st_ino] = path
         source_fd = _open_file(source, name)
         try:
-            target_fd = os.open(name, _NEW, 0o600, dir_fd=target)
-            try:
+            with opened(name, _NEW, 0o600, dir_fd=target) as target_fd:
                 self._copy_bytes(source_fd, target_fd, status.st_size)
                 os.fchmod(target_fd, status.st_mode & 0o777)
                 os.utime(target_fd, ns=(status.st_atime_ns, status.st_mtime_ns))
-            finally:
-                os.close(target_fd)
         finally:
             os.close(source_fd)
 
@@ -225,12 +222,9 @@ def _open_file(folder: int, name: str) -> int:
     try:
         return os.open(name, _READ, dir_fd=folder)
     except PermissionError:  # its mode forbids reading to its owner, which is us
-        handle = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-        try:
+        with opened(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder) as handle:
             status = os.fstat(handle)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 raise
             os.chmod(f"/proc/self/fd/{handle}", 0o600)  # this very file, even if its name now refers to another
             return os.open(f"/proc/self/fd/{handle}", _READ & ~os.O_NOFOLLOW)
-        finally:
-            os.close(handle)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import select
 import socket
-import struct
 from contextlib import ExitStack, suppress
 
 from toolwise.sandbox.faults import SandboxError
 from toolwise.sandbox.layers.fork_filter import allow_fork
-from toolwise.sandbox.process_usage import MAX_PROCESSES
-
-_LISTENER = struct.Struct("i")
+from toolwise.sandbox.process_limits import MAX_PROCESSES
+from toolwise.sandbox.processes import open_channel, receive_descriptors
 
 
 class ForkGate:
@@ -32,9 +30,8 @@ class ForkGate:
 
     def open(self, theirs: ExitStack) -> int:
         """Create the channel. Returns the program's end, which is closed with `theirs`."""
-        own_end, child_end = socket.socketpair()
-        self._channel = self._closing.enter_context(own_end)
-        return theirs.enter_context(child_end).fileno()
+        self._channel, child_end = open_channel(self._closing, theirs)
+        return child_end
 
     def listen(self, poll: select.poll) -> None:
         self._poll = poll
@@ -60,16 +57,15 @@ class ForkGate:
 
     def _receive(self, channel: socket.socket) -> int | None:
         """The listener; None if forks are not held."""
-        # Not `recv_fds`: other processes started from here must not inherit the listener.
-        data, ancillary, _, _ = channel.recvmsg(1, socket.CMSG_LEN(_LISTENER.size), socket.MSG_CMSG_CLOEXEC)
+        data, descriptors = receive_descriptors(channel, 1, 1)
         if not data:
             return None
-        if not ancillary:
+        if not descriptors:
             raise SandboxError("the fork listener of a program did not arrive: are there too many open files?")
-        (listener,) = _LISTENER.unpack(ancillary[0][2])
+        [listener] = descriptors
         self._closing.callback(os.close, listener)
         self._poll.register(listener, select.POLLIN)
-        return int(listener)
+        return listener
 
     def _allow(self, listener: int) -> None:
         """Answer all forks that are already waiting."""

@@ -6,7 +6,6 @@ Started by `run.py`. Imports little, since every call pays for it.
 from __future__ import annotations
 
 import ast
-import errno
 import json
 import linecache
 import os
@@ -16,15 +15,14 @@ import types
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from toolwise.sandbox.layers.denial_hints import explain
+from toolwise.sandbox.layers.denial_hints import DISK_FULL_ERRNOS, explain
 from toolwise.sandbox.layers.disk import send_folders
 from toolwise.sandbox.layers.fork_filter import require_fork_approval
 from toolwise.sandbox.layers.hardening import Plan, harden
-from toolwise.sandbox.layers.parent_death import die_with_trainer
+from toolwise.sandbox.layers.kernel import die_with_trainer
 
 PROGRAM_FILENAME = "<program>"
 SHELLS = ("/bin/bash", "/bin/sh")
-DISK_FULL_ERRNOS = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
 NOT_HARDENED = 70
 _OUT_OF_MEMORY = b'{"kind": "memory", "message": "it asked for more memory than memory_mb allows"}\n'
 

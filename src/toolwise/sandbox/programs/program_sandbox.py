@@ -6,11 +6,9 @@ Never in a reward's worker: code that shares a process with its grader can grade
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -24,7 +22,7 @@ from toolwise.sandbox.layers.hardening import LAYER_REQUIREMENTS, LAYERS, Plan, 
 from toolwise.sandbox.programs.run import Language, ProgramResult, ProgramSpec, StopSignal, run_program
 from toolwise.sandbox.programs.work_folders import WorkFolder, WorkFolders
 from toolwise.sandbox.report import Report, probe
-from toolwise.sandbox.sandbox import PERMISSIONS
+from toolwise.sandbox.sandbox import LIVE_SANDBOXES, checked_permissions
 from toolwise.sandbox.scratch import remove_in_background
 from toolwise.sandbox.targets import package_folder, readable_folders
 
@@ -33,7 +31,6 @@ WORK_MOUNT, TEMPORARY_MOUNT = "/sandbox", "/tmp"
 """Paths of a program's folders in a mount namespace: the same in every rollout."""
 MAX_PROGRAM_BYTES = 100_000
 T = TypeVar("T")
-_alive: weakref.WeakSet[ProgramSandbox] = weakref.WeakSet()
 
 
 class ProgramSandbox:
@@ -74,7 +71,7 @@ class ProgramSandbox:
         self._plan = Plan(layers, "", readable, memory_mb, file_mb, cpu_s, self.permissions, own_disk=own_disk)
         self._at_once = at_once or max(4, 2 * (os.cpu_count() or 1))
         self._reset()
-        _alive.add(self)
+        LIVE_SANDBOXES.add(self)
 
     def _reset(self) -> None:
         self._lock, self._pid, self._closed = threading.Lock(), os.getpid(), False
@@ -197,10 +194,7 @@ async def _await_completion(future: Future[T], stop: Callable[[], None] = lambda
 
 
 def _checked_permissions(language: Language, tier: Tier, requested: Iterable[str]) -> tuple[str, ...]:
-    permissions = set(requested)
-    unknown = sorted(permissions - set(PERMISSIONS))
-    if unknown:
-        raise SandboxError(f"unknown permission {unknown[0]!r}: use {' or '.join(PERMISSIONS)}")
+    permissions = set(checked_permissions(requested))
     if language == "shell" and tier == "namespaced":
         permissions.add("subprocess")  # what it starts is in the same namespaces
     if language == "shell" and "subprocess" not in permissions:
@@ -236,17 +230,3 @@ def _missing_layers_message(language: Language, report: Report, walls: set[str])
         f"{language} programs written by a model cannot run in tier {report.requested!r} here: {gaps}; "
         f"or use weaker isolation with {alternative}, see docs/security.md"
     )
-
-
-def _close_all() -> None:
-    for sandbox in list(_alive):
-        sandbox.close()
-
-
-def _reset_all_after_fork() -> None:
-    for sandbox in list(_alive):
-        sandbox._after_fork()
-
-
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_reset_all_after_fork)

@@ -22,14 +22,15 @@ from toolwise.sandbox.faults import MAX_MESSAGE_CHARS, SandboxError, sanitize_te
 from toolwise.sandbox.layers import seccomp
 from toolwise.sandbox.layers.bubblewrap import INIT, MountView
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
-from toolwise.sandbox.process_limits import TOO_MANY_THREADS, has_too_many_threads
-from toolwise.sandbox.process_usage import (
+from toolwise.sandbox.process_limits import (
     TOO_MANY_PROCESSES,
+    TOO_MANY_THREADS,
     find_usage_violation,
     has_too_many_processes,
+    has_too_many_threads,
     proc_folders_of,
 )
-from toolwise.sandbox.processes import end_tree, launch, program_environment, require_interpreter
+from toolwise.sandbox.processes import end_tree, launch, open_pipe, program_environment, require_interpreter
 from toolwise.sandbox.programs.fork_gate import ForkGate
 from toolwise.sandbox.programs.output_capture import OutputCapture
 from toolwise.sandbox.programs.work_disk import WorkDisk
@@ -91,12 +92,8 @@ class ProgramSpec:
     """Held while the working folder is copied: other programs may be using it."""
 
     @property
-    def may_have_children(self) -> bool:
-        return self.plan.may_have_children
-
-    @property
     def needs_fork_approval(self) -> bool:
-        return self.may_have_children and seccomp.supported()
+        return self.plan.may_have_children and seccomp.supported()
 
 
 class StopSignal:
@@ -135,7 +132,7 @@ def run_program(spec: ProgramSpec, stop: StopSignal) -> ProgramResult | None:
         try:
             violation = run.watch()
         finally:
-            code = end_tree(run.popen, run.mark, sweep=spec.may_have_children)
+            code = end_tree(run.popen, run.mark, sweep=spec.plan.may_have_children)
         if stop.stop_requested:
             return None
         return run.result(violation, code)
@@ -152,19 +149,17 @@ class _Run:
         self._program_ended = False
         """Whether the program has ended on its own and its supervisor is killing leftovers."""
         with ExitStack() as theirs:
-            out, out_write = _pipe(closing, theirs)
-            err, err_write = _pipe(closing, theirs)
-            status, status_write = _pipe(closing, theirs)
-            liveness_read, _ = _pipe(theirs, closing)
+            out, out_write = open_pipe(closing, theirs)
+            err, err_write = open_pipe(closing, theirs)
+            status, status_write = open_pipe(closing, theirs)
+            liveness_read, _ = open_pipe(theirs, closing)
             self._fork_gate = ForkGate(closing)
             self._disk = WorkDisk(spec.folders, spec.plan.file_mb, spec.lock, closing)
             fork_channel = self._fork_gate.open(theirs) if spec.needs_fork_approval else None
             self._out, self._err = OutputCapture(out, spec.output_bytes), OutputCapture(err, spec.output_bytes)
             self._status_output = OutputCapture(status, MAX_STATUS_BYTES)
-            self._report = ReportPipe() if spec.may_have_children and SUPERVISION_AVAILABLE else None
-            if self._report is not None:
-                closing.callback(self._report.close)
-                theirs.callback(self._report.close_child_end)
+            supervised = spec.plan.may_have_children and SUPERVISION_AVAILABLE
+            self._report = ReportPipe(closing, theirs) if supervised else None
             child_fds = {
                 "status": status_write,
                 "life": liveness_read,
@@ -231,7 +226,7 @@ class _Run:
             if now >= deadline:
                 return "timeout", f"it ran longer than {self._spec.timeout_s:g} s and was ended"
             if self._fork_gate.reached_limit:
-                if has_too_many_processes(self.popen, self.mark):
+                if has_too_many_processes(self.popen):
                     return "too_big", TOO_MANY_PROCESSES
                 self._fork_gate.forks_seen = 0
             if now >= next_check:
@@ -280,19 +275,19 @@ class _Run:
         if now < self._next_count:
             return None
         self._next_count = now + CHECK_INTERVAL_S
-        if has_too_many_threads(self.popen):
+        if has_too_many_threads(self._proc_folders()):
             return "too_big", TOO_MANY_THREADS
-        if not self._spec.may_have_children:
+        if not self._spec.plan.may_have_children:
             return None
-        violation = find_usage_violation(self.popen, self.mark, self._spec.plan.memory_mb)
+        violation = find_usage_violation(self.popen, self._spec.plan.memory_mb)
         return None if violation is None else (_REPORTED_KINDS[violation[0]], violation[1])
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._started_at if self._started_at is not None else 0.0
 
     def _proc_folders(self) -> Iterable[str]:
-        if self._spec.may_have_children or self._spec.view is not None:
-            return proc_folders_of(self.popen, self.mark)
+        if self._spec.plan.may_have_children or self._spec.view is not None:
+            return proc_folders_of(self.popen)
         return [f"/proc/{self.popen.pid}"]
 
     def result(self, violation: tuple[Kind, str] | None, code: int) -> ProgramResult:
@@ -337,14 +332,6 @@ class _Run:
             "SIGSYS": ("denied", "it made a system call for a different CPU architecture"),
         }
         return by_signal.get(name, ("died", f"it was killed by {name}"))
-
-
-def _pipe(read_end: ExitStack, write_end: ExitStack) -> tuple[int, int]:
-    """A pipe whose ends are closed by the given stacks."""
-    read, write = os.pipe()
-    read_end.callback(os.close, read)
-    write_end.callback(os.close, write)
-    return read, write
 
 
 def _read_line(line: str) -> dict[str, Any]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import select
 import socket
-import struct
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Lock
 
 from toolwise.sandbox.disk_usage import Disk, ProcFolders
 from toolwise.sandbox.faults import SandboxError
 from toolwise.sandbox.layers.hardening import MEBIBYTE
+from toolwise.sandbox.processes import open_channel, receive_descriptors
 from toolwise.sandbox.programs.copies import (
     CopyLimitError,
     FolderState,
@@ -21,9 +20,7 @@ from toolwise.sandbox.programs.copies import (
     folder_state,
     wait_for_clock_tick,
 )
-from toolwise.sandbox.scratch import FOLDER_FLAGS, empty_folder
-
-_INT = struct.Struct("i")
+from toolwise.sandbox.scratch import FOLDER_FLAGS, empty_folder, opened
 
 
 class WorkDisk:
@@ -43,9 +40,8 @@ class WorkDisk:
 
     def open(self, theirs: ExitStack) -> int:
         """Create the channel. Returns the program's end, which is closed with `theirs`."""
-        own_end, child_end = socket.socketpair()
-        self._channel = self._closing.enter_context(own_end)
-        return theirs.enter_context(child_end).fileno()
+        self._channel, child_end = open_channel(self._closing, theirs)
+        return child_end
 
     def listen(self, poll: select.poll) -> None:
         poll.register(self._channel, select.POLLIN)
@@ -55,10 +51,9 @@ class WorkDisk:
         if self._channel.fileno() not in ready:
             return
         poll.unregister(self._channel)
-        data, ancillary, _, _ = self._channel.recvmsg(1, socket.CMSG_SPACE(2 * _INT.size), socket.MSG_CMSG_CLOEXEC)
+        data, descriptors = receive_descriptors(self._channel, 1, len(self._folders))
         if not data:  # it ended
             return
-        descriptors = [number for _, _, packed in ancillary for (number,) in _INT.iter_unpack(packed)]
         if len(descriptors) != len(self._folders):
             raise SandboxError("the folder descriptors of a program did not arrive: are there too many open files?")
         self._disk = Disk(self._folders, self._file_mb, descriptors)
@@ -75,7 +70,7 @@ class WorkDisk:
             self._channel.send(b"x")
 
     def _fill(self, inside: int) -> None:
-        with self._lock, _open_folder(self._folders[0]) as outside:
+        with self._lock, opened(self._folders[0], FOLDER_FLAGS) as outside:
             if copy_changes(outside, inside, {}, self._file_mb * MEBIBYTE):
                 wait_for_clock_tick()
                 self._before = folder_state(inside)
@@ -87,7 +82,7 @@ class WorkDisk:
         """After its end, copy the program's changes to the rollout's folder. "" or why that was emptied instead."""
         if self._disk is None:
             return ""
-        with self._lock, _open_folder(self._folders[0]) as outside:
+        with self._lock, opened(self._folders[0], FOLDER_FLAGS) as outside:
             try:
                 reason = self.full or self._disk.overflow_reason(lambda: ()) or self._copy_back(self._disk, outside)
             except CopyLimitError as fault:
@@ -106,12 +101,3 @@ class WorkDisk:
             return combined.overflow_reason(lambda: ())
         finally:
             combined.close()
-
-
-@contextmanager
-def _open_folder(path: Path) -> Iterator[int]:
-    folder = os.open(path, FOLDER_FLAGS)
-    try:
-        yield folder
-    finally:
-        os.close(folder)

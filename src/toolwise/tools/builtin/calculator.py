@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from toolwise.errors import ToolwiseError
-from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
+from toolwise.tools.builtin import BuiltinTool, one_argument_schema
 
 Number = int | Fraction | float
 
@@ -295,16 +295,18 @@ def _apply(function: Callable[..., Number], arguments: tuple[Number, ...], posit
     return _compute(lambda: function(*arguments), position)
 
 
-class CalculatorTool(BaseTool):
+class CalculatorTool(BuiltinTool):
     """Evaluates one expression per call. It is stateless, so instances are only ids."""
 
     family = "CALCULATE"
     config_keys: ClassVar[frozenset[str]] = frozenset()
-
-    def __init__(
-        self, config: dict[str, Any] | None = None, tool_schema: OpenAIFunctionToolSchema | None = None
-    ) -> None:
-        super().__init__(config or {}, tool_schema or _SCHEMA)
+    default_schema = one_argument_schema(
+        "calculator",
+        "Evaluates an arithmetic expression exactly. Operators + - * / // % ** and brackets; functions "
+        "sqrt, abs, round, min, max, floor, ceil, log (natural), exp, sin, cos, tan; constants pi and e.",
+        "expression",
+        "The expression, for example (12 + 30) / 7.",
+    )
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
         return await super().create(instance_id, **kwargs)
@@ -322,21 +324,3 @@ class CalculatorTool(BaseTool):
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         return None
-
-
-_SCHEMA = OpenAIFunctionToolSchema(
-    function=FunctionSchema(
-        name="calculator",
-        description=(
-            "Evaluates an arithmetic expression exactly. Operators + - * / // % ** and brackets; functions "
-            "sqrt, abs, round, min, max, floor, ceil, log (natural), exp, sin, cos, tan; constants pi and e."
-        ),
-        parameters={
-            "type": "object",
-            "properties": {
-                "expression": {"type": "string", "description": "The expression, for example (12 + 30) / 7."}
-            },
-            "required": ["expression"],
-        },
-    )
-)

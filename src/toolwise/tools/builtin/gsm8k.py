@@ -9,7 +9,8 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from toolwise.errors import ConfigError, DataError
-from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
+from toolwise.tools.base import OpenAIFunctionToolSchema
+from toolwise.tools.builtin import BuiltinTool, one_argument_schema
 
 DEFAULT_PENALTY = 0.05
 
@@ -24,7 +25,7 @@ class _Instance:
     answers: int = 0
 
 
-class Gsm8kTool(BaseTool):
+class Gsm8kTool(BuiltinTool):
     """Tells the model whether its answer is right.
 
     **This is an oracle**: with it an agent can guess until the answer is accepted. It is available only if a
@@ -35,11 +36,17 @@ class Gsm8kTool(BaseTool):
     """
 
     config_keys: ClassVar[frozenset[str]] = frozenset({"penalty"})
+    default_schema = one_argument_schema(
+        "calc_gsm8k_reward",
+        "Checks an answer to the problem: 1.0 if it is correct, 0.0 if it is wrong or missing.",
+        "answer",
+        "Your answer, in digits.",
+    )
 
     def __init__(
         self, config: dict[str, Any] | None = None, tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
-        super().__init__(config or {}, tool_schema or _SCHEMA)
+        super().__init__(config, tool_schema)
         penalty = self.config.get("penalty", DEFAULT_PENALTY)
         if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0 <= penalty < math.inf:
             raise ConfigError(f"tool {self.name}: penalty must be a number ≥ 0, got {penalty!r}")
@@ -84,16 +91,3 @@ def final_number(text: str) -> Fraction | None:
     """The last number after the last `####`, or in the whole text if there is none."""
     numbers = _NUMBER.findall(text.rpartition("####")[2])
     return Fraction(numbers[-1].replace(",", "")) if numbers else None
-
-
-_SCHEMA = OpenAIFunctionToolSchema(
-    function=FunctionSchema(
-        name="calc_gsm8k_reward",
-        description="Checks an answer to the problem: 1.0 if it is correct, 0.0 if it is wrong or missing.",
-        parameters={
-            "type": "object",
-            "properties": {"answer": {"type": "string", "description": "Your answer, in digits."}},
-            "required": ["answer"],
-        },
-    )
-)

@@ -1,4 +1,4 @@
-"""Base of the `python` and `shell` tools: a working folder per rollout, and a fresh sandbox per call."""
+"""The `python` and `shell` tools: a working folder per rollout, and a fresh sandbox per call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from toolwise.errors import ConfigError, DataError
-from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
+from toolwise.tools.base import OpenAIFunctionToolSchema
+from toolwise.tools.builtin import BuiltinTool, one_argument_schema
 
 if TYPE_CHECKING:
     from toolwise.sandbox.programs.run import Language, ProgramResult
@@ -17,7 +18,7 @@ _LISTS = ("read", "permissions")
 NO_OUTPUT = "(no output)"
 
 
-class ProgramTool(BaseTool):
+class ProgramTool(BuiltinTool):
     """Runs a program written by the model. Within a rollout only files in the working folder persist between calls.
 
     Configuration: `tier`, `require`, `permissions` (network, subprocess) and `read` as for a sandbox; `timeout_s` (10),
@@ -29,12 +30,14 @@ class ProgramTool(BaseTool):
     parameter: ClassVar[str]
     config_keys: ClassVar[frozenset[str]] = frozenset({"tier", "require", *_NUMBERS, *_LISTS})
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
+    def __init__(
+        self, config: dict[str, Any] | None = None, tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
         super().__init__(config, tool_schema)
         from toolwise.sandbox.faults import SandboxError
         from toolwise.sandbox.programs.program_sandbox import ProgramSandbox
 
-        settings = _settings(config, f"tool {self.name}")
+        settings = _settings(self.config, f"tool {self.name}")
         try:
             self.sandbox = ProgramSandbox(self.language, **settings)
         except SandboxError as fault:
@@ -65,6 +68,38 @@ class ProgramTool(BaseTool):
         folder = self._folders.pop(instance_id, None)
         if folder is not None:
             await self.sandbox.close_folder(folder)
+
+
+class PythonTool(ProgramTool):
+    """Runs one program per call, in a fresh interpreter without network or subprocesses."""
+
+    family = "CALCULATE"
+    language: ClassVar[Language] = "python"
+    parameter = "code"
+    default_schema = one_argument_schema(
+        "python",
+        "Runs a Python program and gives back what it prints, with the value of a last expression. Each call is a "
+        "fresh interpreter: files in the working folder stay between calls, variables do not. There is no network.",
+        "code",
+        "The program, for example print(2**10).",
+    )
+
+
+class ShellTool(ProgramTool):
+    """Runs one command line per call. Processes it starts end with the call.
+
+    It needs the tier `namespaced`, or explicitly `tier="standard"` with `permissions=["subprocess"]`.
+    """
+
+    language: ClassVar[Language] = "shell"
+    parameter = "command"
+    default_schema = one_argument_schema(
+        "shell",
+        "Runs a shell command and gives back what it prints. Files in the working folder stay between calls; "
+        "variables, the current folder and background processes do not. There is no network.",
+        "command",
+        "The command, for example wc -l *.txt.",
+    )
 
 
 def format_result(result: ProgramResult) -> str:

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,9 +28,6 @@ class ModuleRef:
 
     def __str__(self) -> str:
         return self.module or self.file
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def load(self) -> ModuleType:
         """Import the module. A script is not loaded as `__main__`, so its guarded code does not run."""
@@ -90,9 +87,6 @@ class ObjectRef:
         for part in self.name.split("."):
             value = getattr(value, part)
         return value
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def has_main_guard(file: Path) -> bool:

@@ -9,6 +9,8 @@ import os
 import time
 from dataclasses import dataclass, field
 
+from toolwise.sandbox.layers.process_info import read_small_file, stat_fields
+
 MIN_CPU_SHARE = 0.2
 """A call that needs less than this share of one core counts as sleeping."""
 MAX_TASKS = 64
@@ -50,13 +52,13 @@ def _read(pid: int) -> _Reading:
         process = processes.pop()
         folder = b"/proc/%s/task/" % process
         try:
-            words = _stat(b"/proc/%s/stat" % process)
+            words = stat_fields(b"/proc/%s/stat" % process)
             reading.ended_ns += sum(map(int, words[13:15])) * _TICK_NS
             for task in os.listdir(folder)[:MAX_TASKS]:
-                task_words = words if task == process else _stat(folder + task + b"/stat")
+                task_words = words if task == process else stat_fields(folder + task + b"/stat")
                 reading.running |= task_words[0] == b"R"
                 reading.tasks_ns[task] = _cpu_demand_ns(folder + task, task_words)
-                processes += _content(folder + task + b"/children").split()
+                processes += read_small_file(folder + task + b"/children").split()
         except (OSError, ValueError, IndexError):  # it has ended, or the kernel does not list children
             continue
     return reading
@@ -64,20 +66,7 @@ def _read(pid: int) -> _Reading:
 
 def _cpu_demand_ns(folder: bytes, words: list[bytes]) -> int:
     try:
-        ran, waited, _ = _content(folder + b"/schedstat").split()
+        ran, waited, _ = read_small_file(folder + b"/schedstat").split()
         return int(ran) + int(waited)
     except FileNotFoundError:  # this kernel does not report waiting time
         return sum(map(int, words[11:13])) * _TICK_NS
-
-
-def _stat(path: bytes) -> list[bytes]:
-    """The fields from the state on; the process name before it may contain any character."""
-    return _content(path).rpartition(b")")[2].split()
-
-
-def _content(path: bytes) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(descriptor, 4096)
-    finally:
-        os.close(descriptor)

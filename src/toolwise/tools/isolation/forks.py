@@ -13,7 +13,7 @@ from typing import Any
 
 from toolwise.sandbox import frames
 from toolwise.sandbox.layers.supervisor import supervise
-from toolwise.tools.isolation.process import MARK_VARIABLE
+from toolwise.sandbox.processes import MARK_VARIABLE
 from toolwise.tools.isolation.random_generators import can_be_reseeded, reseed
 
 

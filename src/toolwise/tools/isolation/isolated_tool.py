@@ -16,8 +16,8 @@ from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool
 from toolwise.tools.function import FunctionTool
 from toolwise.tools.isolation.code_location import ObjectRef
-from toolwise.tools.isolation.pool import ATTEMPTS, Pool, read_result
-from toolwise.tools.isolation.worker import CallNotDelivered, ToolDied, ToolFault, Worker
+from toolwise.tools.isolation.pool import Pool, read_result, retry_undelivered
+from toolwise.tools.isolation.worker import ToolDied, ToolFault, Worker
 
 
 def isolate_tool(tool: BaseTool) -> BaseTool:
@@ -66,17 +66,17 @@ class IsolatedTool(BaseTool):
     async def _start_tool(self, pool: Pool) -> Worker:
         """Start a process and create the tool object in it."""
         request = {"make": self.target.name, "config": self.config, "schema": self.tool_schema.model_dump()}
-        for attempt in range(ATTEMPTS):
+
+        async def start() -> Worker:
             worker = await pool.reserve(self.target.module_ref)
             try:
                 await worker.request(request)
-            except BaseException as fault:
+            except BaseException:
                 pool.end(worker)
-                if not isinstance(fault, CallNotDelivered) or attempt + 1 == ATTEMPTS:
-                    raise
-            else:
-                return worker
-        raise AssertionError("unreachable")
+                raise
+            return worker
+
+        return await retry_undelivered(start)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

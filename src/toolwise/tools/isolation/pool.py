@@ -14,11 +14,11 @@ import resource
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
-from toolwise.concurrency.deadlines import exclude_queue_time
+from toolwise.concurrency.deadlines import exclude_queue_time, wake
 from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
 from toolwise.tools.isolation.roster import POLL_S, Roster
 from toolwise.tools.isolation.worker import (
@@ -32,6 +32,7 @@ from toolwise.tools.isolation.worker import (
 )
 from toolwise.tools.isolation.zygote import AVAILABLE
 
+T = TypeVar("T")
 MAX_PROCESSES = 256
 """Maximum number of processes, however slow their calls; the limit of open files may lower it."""
 DESCRIPTORS_PER_WORKER = 5
@@ -80,15 +81,11 @@ class _Waiter:
         """False if the caller's loop is closed."""
         self.worker, self.fault = worker, fault
         try:
-            self._loop.call_soon_threadsafe(self._wake)
+            self._loop.call_soon_threadsafe(wake, self.woken)
         except RuntimeError:
             self.worker = None
             return False
         return True
-
-    def _wake(self) -> None:
-        if not self.woken.done():
-            self.woken.set_result(None)
 
 
 class Pool:
@@ -120,16 +117,14 @@ class Pool:
     async def run(
         self, target: ObjectRef, parameters: dict[str, Any], kwargs: dict[str, Any] | None = None
     ) -> tuple[str, float | None, dict[str, Any]]:
-        """Call `target`, a function tool, with the model's arguments and the task's."""
+        """Call `target`, a function tool, with the model's and the task's arguments. Cancelling kills the process."""
         request = {"call": target.name, "parameters": parameters, "kwargs": kwargs or {}}
-        for attempt in range(ATTEMPTS):
-            try:
-                async with self._worker(target.module_ref) as worker:
-                    return read_result(await worker.request(request))
-            except CallNotDelivered:
-                if attempt + 1 == ATTEMPTS:
-                    raise
-        raise AssertionError("unreachable")
+
+        async def call() -> tuple[str, float | None, dict[str, Any]]:
+            async with self._worker(target.module_ref) as worker:
+                return read_result(await worker.request(request))
+
+        return await retry_undelivered(call)
 
     @asynccontextmanager
     async def _worker(self, module_ref: ModuleRef) -> AsyncIterator[Worker]:
@@ -380,6 +375,14 @@ class Pool:
         closed = self.closed
         self._reset()
         self.closed = closed
+
+
+async def retry_undelivered(attempt: Callable[[], Awaitable[T]]) -> T:
+    """Try again, up to `ATTEMPTS` times in all, while the process dies before it has received the call."""
+    for _ in range(ATTEMPTS - 1):
+        with suppress(CallNotDelivered):
+            return await attempt()
+    return await attempt()
 
 
 def read_result(value: Any) -> tuple[str, float | None, dict[str, Any]]:

@@ -12,13 +12,13 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from toolwise.config.imports import WORKER_ENV_VAR
 from toolwise.sandbox.layers.supervisor import KEEP_SUPERVISORS_SIGNAL
-from toolwise.sandbox.processes import sweep_leftovers
-from toolwise.sandbox.supervisor_client import SUPERVISION_AVAILABLE
+from toolwise.sandbox.processes import MARK_VARIABLE, open_pipes, sweep_leftovers
+from toolwise.sandbox.supervisor_client import SUPERVISION_AVAILABLE, ask_supervisor_to_end
 from toolwise.tools.isolation.code_location import ModuleRef
 
 MAX_RESULT_BYTES = 8 << 20
@@ -30,14 +30,10 @@ _BOOT = (
     "sys.platform == 'linux' and supervise(start['life']); "
     "from toolwise.tools.isolation.worker_main import main; main(start)"
 )
-MARK_VARIABLE = "TOOLWISE_SANDBOX"
-"""Marks descendants for `sweep_leftovers`: even a daemon inherits the environment."""
 _DEFAULTS = {
     "PYTHONHASHSEED": "0",  # the same set order in all workers
     "OPENBLAS_NUM_THREADS": "1",  # numpy's import would start threads, and a process with threads cannot be forked
 }
-
-
 _closing = threading.Lock()
 
 
@@ -70,9 +66,7 @@ class Process:
     def kill(self) -> None:
         """Kill it with everything it started. Can be repeated until `wait`."""
         if SUPERVISION_AVAILABLE:
-            for number in (signal.SIGCONT, signal.SIGTERM):  # before the lifeline closes, which would mean that we died
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(self.pid, number)
+            ask_supervisor_to_end(self.pid)  # before the lifeline closes, which would mean that we died
         self._close_lifeline()
         if not SUPERVISION_AVAILABLE:
             with suppress(ProcessLookupError, PermissionError):
@@ -101,56 +95,18 @@ class Process:
             os.close(lifeline)
 
 
-class Pipes:
-    """The channel, lifeline and output between a worker and the trainer. On exit of the context `child_ends` are
-    closed, and the trainer's ends too unless `process` has taken them."""
-
-    def __enter__(self) -> Pipes:
-        self._handed_over = False
-        with ExitStack() as undo:  # in case descriptors run out halfway
-            self._parent_socket, self._child_socket = socket.socketpair()
-            undo.callback(self._child_socket.close)
-            undo.callback(self._parent_socket.close)
-            self._lifeline_read, self._lifeline_write = os.pipe()
-            undo.callback(os.close, self._lifeline_read)
-            undo.callback(os.close, self._lifeline_write)
-            self._output_read, self._output_write = os.pipe()
-            undo.pop_all()
-        return self
-
-    @property
-    def child_ends(self) -> tuple[int, int, int]:
-        """Channel, lifeline and output."""
-        return self._child_socket.fileno(), self._lifeline_read, self._output_write
-
-    def process(self, child: Child, mark: str) -> Process:
-        self._parent_socket.setblocking(False)
-        os.set_blocking(self._output_read, False)
-        self._handed_over = True
-        return Process(child, self._parent_socket, self._output_read, self._lifeline_write, mark)
-
-    def __exit__(self, *exc: object) -> None:
-        self._child_socket.close()
-        os.close(self._lifeline_read)
-        os.close(self._output_write)
-        if not self._handed_over:
-            self._parent_socket.close()
-            os.close(self._lifeline_write)
-            os.close(self._output_read)
-
-
 def start_process(module_ref: ModuleRef) -> Process:
     """Start an interpreter that loads `module_ref`; raises `OSError` on failure."""
     if not sys.executable:
         raise OSError("sys.executable is empty, so no interpreter can be started")
     mark = secrets.token_hex(16)
-    with Pipes() as pipes:
-        channel, lifeline, output = pipes.child_ends
+    with ExitStack() as ours, ExitStack() as theirs:
+        ends, (channel, lifeline, output) = open_pipes(ours, theirs)
         start = {
             "channel": channel,
             "life": lifeline,
             "path": sys.path,
-            "place": module_ref.to_json(),
+            "place": asdict(module_ref),
             "largest": MAX_RESULT_BYTES,
         }
         popen = subprocess.Popen(
@@ -162,7 +118,8 @@ def start_process(module_ref: ModuleRef) -> Process:
             start_new_session=True,
             pass_fds=(channel, lifeline),
         )
-        return pipes.process(popen, mark)
+        ours.pop_all()
+        return Process(popen, *ends, mark)
 
 
 class ExitWatcher:
@@ -186,14 +143,3 @@ class ExitWatcher:
     def close(self) -> None:
         if self.descriptor is not None:
             os.close(self.descriptor)
-
-
-def describe_exit(code: int | None) -> str:
-    if code is None:
-        return "never started"
-    if code >= 0:
-        return f"exited with status {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"

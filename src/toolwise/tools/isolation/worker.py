@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import itertools
 import logging
 import os
 import select
 import signal
 import socket
-import termios
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,11 +21,13 @@ from typing import Any
 
 from toolwise.sandbox import frames
 from toolwise.sandbox.faults import WorkerFault
-from toolwise.sandbox.supervisor_client import SUPERVISOR_END_S, is_stopped
+from toolwise.sandbox.layers.process_info import is_stopped
+from toolwise.sandbox.processes import describe_exit, has_unread_bytes
+from toolwise.sandbox.supervisor_client import SUPERVISOR_END_S
 from toolwise.tools.call_errors import ToolCallError
 from toolwise.tools.isolation.code_location import ModuleRef
 from toolwise.tools.isolation.core_time import CpuUsage
-from toolwise.tools.isolation.process import MAX_RESULT_BYTES, ExitWatcher, Process, describe_exit, start_process
+from toolwise.tools.isolation.process import MAX_RESULT_BYTES, ExitWatcher, Process, start_process
 from toolwise.tools.isolation.zygote import Zygote
 
 log = logging.getLogger("toolwise.tools")
@@ -185,8 +185,8 @@ class Worker:
         with self._lock:
             if self._process is None or self._exit_text is not None or self._pid is None or not is_stopped(self._pid):
                 return
-            unread = fcntl.ioctl(self._process.channel, termios.TIOCOUTQ, bytes(4))
-        if any(unread):
+            unread = has_unread_bytes(self._process.channel)
+        if unread:
             self.kill()
 
     def become_zygote(self) -> Zygote:
@@ -224,7 +224,9 @@ class Worker:
             fault = self._listen(loading=True)
             if fault is None:
                 self._cpu_usage = CpuUsage(self.pid) if self.pid is not None else None
-                self._watch_channel()
+                assert self._process is not None
+                self._idle = select.poll()
+                self._idle.register(self._process.channel, select.POLLIN)
                 self._on_started(self)
                 self._listen(loading=False)
         except OSError as refused:
@@ -243,11 +245,6 @@ class Worker:
             if self._killed:
                 self._kill_process()
         self._exit_watcher = ExitWatcher(process)  # opened now: later there may be no descriptor left
-
-    def _watch_channel(self) -> None:
-        assert self._process is not None
-        self._idle = select.poll()
-        self._idle.register(self._process.channel, select.POLLIN)
 
     def _listen(self, *, loading: bool) -> ToolDied | None:
         """Log its output until it ends; while `loading`, until it reports success (None) or the reason of a failure."""
@@ -318,7 +315,7 @@ class Worker:
     def _clean_up(self) -> None:
         process = self._process
         if process is None:
-            self._exit_text = describe_exit(None)
+            self._exit_text = "never started"
             return
         with self._lock:
             self._kill_process()

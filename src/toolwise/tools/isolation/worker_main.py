@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import inspect
 import json
 import os
@@ -20,11 +19,13 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from toolwise.sandbox import frames
+from toolwise.sandbox.layers.kernel import kill_when_closed
 from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
 from toolwise.tools.function import FunctionTool
 from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
 from toolwise.tools.isolation.forks import can_be_forked, fork_workers, open_descriptors
 from toolwise.tools.isolation.random_generators import track_unseeded
+from toolwise.untrusted.user_code import describe, safe_text
 
 # Bound here, so that a tool that patches `os` does not affect them.
 _getpid, _exit = os.getpid, os._exit
@@ -50,13 +51,10 @@ def main(start: dict[str, Any]) -> NoReturn:
 def _die_with_parent(lifeline: int) -> None:
     """Kill the whole process group when the trainer dies, even while C code holds the interpreter.
 
-    A pipe that is never written to signals its reader once: when the last writer closes it. Unlike PR_SET_PDEATHSIG the
-    signal goes to the process group, and so reaches processes that a tool has started.
+    Unlike PR_SET_PDEATHSIG the signal goes to the process group, and so reaches processes that a tool has started.
     """
     if sys.platform == "linux":
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+        kill_when_closed(lifeline, -os.getpid())
         os.set_blocking(lifeline, False)
         with contextlib.suppress(BlockingIOError):
             os.read(lifeline, 1)  # the trainer died before the signal was set up
@@ -77,7 +75,7 @@ def _serve(channel: int, module_ref: ModuleRef, max_bytes: int) -> None:
             module = module_ref.load()
     except BaseException as fault:  # user code may raise anything
         traceback.print_exc()
-        send({"failed": f"{type(fault).__name__}: {_text(fault)}"[:2000]})
+        send({"failed": describe(fault)})
         return
     send({"loaded": True, "forks": can_be_forked(open_before), "pid": _getpid()})
     _serve_requests(channel, module, max_bytes)
@@ -175,11 +173,4 @@ def make_tool(kind: Callable[..., BaseTool], config: dict[str, Any], schema: dic
 
 def _fault_to_json(fault: BaseException) -> dict[str, str]:
     lines = traceback.format_exception(fault)
-    return {"type": type(fault).__name__, "message": _text(fault)[:20_000], "traceback": "".join(lines)[-20_000:]}
-
-
-def _text(fault: BaseException) -> str:
-    try:
-        return str(fault)
-    except Exception as worse:
-        return f"its text cannot be had: {type(worse).__name__}"
+    return {"type": type(fault).__name__, "message": safe_text(fault)[:20_000], "traceback": "".join(lines)[-20_000:]}

@@ -14,13 +14,14 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from toolwise.sandbox import frames
 from toolwise.sandbox.faults import WorkerFault
-from toolwise.sandbox.supervisor_client import is_stopped
-from toolwise.tools.isolation.process import Pipes, Process
+from toolwise.sandbox.layers.process_info import is_stopped
+from toolwise.sandbox.processes import open_pipes
+from toolwise.tools.isolation.process import Process
 
 AVAILABLE = sys.platform == "linux"
 """On other systems libraries do not survive a fork, and the exit of a grandchild cannot be watched."""
@@ -42,14 +43,16 @@ class Zygote:
     def fork(self) -> Process:
         """Fork a worker; raises `OSError` on failure."""
         mark = secrets.token_hex(16)
-        with Pipes() as pipes:
-            reply = self._request({"fork": mark}, pipes.child_ends)
+        with ExitStack() as ours, ExitStack() as theirs:
+            ends, child_ends = open_pipes(ours, theirs)
+            reply = self._request({"fork": mark}, child_ends)
             pid = reply.get("pid")
             if not isinstance(pid, int):
                 if "refused" in reply:
                     raise OSError(reply["errno"], reply["refused"])
                 raise OSError("the process that workers are forked from gave no answer")
-            return pipes.process(ForkedChild(self, pid), mark)
+            ours.pop_all()
+            return Process(ForkedChild(self, pid), *ends, mark)
 
     def reap(self, pid: int) -> int | None:
         """Reap a dead child, which frees its pid, and return its exit code; None if the zygote does not know it."""

@@ -46,11 +46,7 @@ class McpServer:
 
     def tools(self) -> list[Tool]:
         """The server's tools. Blocks, so call it before a run starts."""
-
-        async def list_tools() -> list[Tool]:
-            return (await self._open()).tools
-
-        return self._thread.submit(list_tools()).result()
+        return self._thread.submit(self._open()).result().tools
 
     async def start(self) -> None:
         """Does not count towards the tool's deadline: few servers start at once, each within its `start_timeout_s`."""
@@ -60,9 +56,8 @@ class McpServer:
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> CallToolResult:
         """The server's answer, or a `ToolCallError`. Cancellation and the deadline tell the server to stop."""
         answer = asyncio.wrap_future(self._thread.submit(self._call(name, arguments)))
-        timeout = asyncio.timeout(timeout_s)
         try:
-            async with timeout:
+            async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
             raise ToolCallError(f"took longer than {timeout_s:g} s", "timeout") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from toolwise.config.imports import did_you_mean
 from toolwise.errors import ConfigError, MissingExtraError, ToolwiseError
 from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
 from toolwise.tools.call_errors import ToolCallError
+from toolwise.tools.function import check_option_names, checked_seconds
 from toolwise.tools.mcp.server import McpServer, PerRolloutServers, SharedServer
 from toolwise.tools.mcp.session import Address
 from toolwise.untrusted.json_schema import compile_parameters
@@ -87,7 +87,7 @@ def mcp_tools(config: Mapping[str, Any]) -> list[BaseTool]:
     scope = config.get("scope", "run")
     if scope not in SCOPES:
         raise ConfigError(f"tools: mcp: scope must be one of {', '.join(SCOPES)}, got {scope!r}")
-    timeout_s = _seconds(config, "timeout_s", DEFAULT_TIMEOUT_S)
+    timeout_s = checked_seconds(config.get("timeout_s", DEFAULT_TIMEOUT_S), "tools: mcp: timeout_s")
     prefix = _string(config, "prefix")
     server = McpServer(address)
     try:
@@ -107,10 +107,7 @@ def mcp_tools(config: Mapping[str, Any]) -> list[BaseTool]:
 
 def read_address(config: Mapping[str, Any]) -> Address:
     """Validate the configuration and return the server's address."""
-    for key in config:
-        if key not in CONFIG_KEYS:
-            hint = did_you_mean(str(key), CONFIG_KEYS) or f"; it has {', '.join(sorted(CONFIG_KEYS))}"
-            raise ConfigError(f"tools: mcp has no option {key!r}{hint}")
+    check_option_names(config, CONFIG_KEYS, "mcp")
     command, url = config.get("command"), _string(config, "url")
     if bool(command) == bool(url):
         raise ConfigError("tools: mcp needs either a command or a url, not both")
@@ -130,7 +127,7 @@ def read_address(config: Mapping[str, Any]) -> Address:
         env=_expand_variables(config, "env"),
         cwd=cwd,
         headers=_expand_variables(config, "headers"),
-        start_timeout_s=_seconds(config, "start_timeout_s", 30.0),
+        start_timeout_s=checked_seconds(config.get("start_timeout_s", 30.0), "tools: mcp: start_timeout_s"),
     )
 
 
@@ -197,13 +194,6 @@ def _strings(value: Any, key: str) -> list[str]:
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) and "\0" not in item for item in value):
         raise ConfigError(f"tools: mcp: {key} must be a list of strings, got {value!r:.80}")
     return list(value)
-
-
-def _seconds(config: Mapping[str, Any], key: str, default: float) -> float:
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"tools: mcp: {key} must be a number of seconds above 0, got {value!r}")
-    return float(value)
 
 
 def _expand_variables(config: Mapping[str, Any], key: str) -> dict[str, str]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from toolwise.errors import ConfigError
-from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
+from toolwise.tools.base import OpenAIFunctionToolSchema
+from toolwise.tools.builtin import BuiltinTool, one_argument_schema
 from toolwise.tools.builtin.search.corpora import Document, InlineCorpus, read_corpora, read_documents
-from toolwise.tools.builtin.search.index import MAX_TERMS, CorpusIndex, DocumentIndex, SearchResult, open_index
-
-__all__ = ["MAX_TERMS", "NO_RESULTS", "SearchTool"]
+from toolwise.tools.builtin.search.index import CorpusIndex, DocumentIndex, SearchResult, open_index
+from toolwise.tools.function import checked_seconds
 
 NO_RESULTS = "No results."
 THREADED_SEARCH_CHARS = 200_000
@@ -28,7 +27,7 @@ class _Instance:
     large: bool
 
 
-class SearchTool(BaseTool):
+class SearchTool(BuiltinTool):
     """Searches the task's documents (`create_kwargs`: documents, k), or else the corpus of its configuration.
 
     A corpus is `documents` (strings, or objects with title and text), `folder` (.txt and .md files, one document each,
@@ -45,13 +44,19 @@ class SearchTool(BaseTool):
             *("k", "snippet_words", "timeout_s", "cache"),
         }
     )
+    default_schema = one_argument_schema(
+        "search",
+        "Searches the documents at hand and gives back the text that fits the query best.",
+        "query",
+        "Words to look for.",
+    )
 
     def __init__(
         self, config: dict[str, Any] | None = None, tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
-        super().__init__(config or {}, tool_schema or _SCHEMA)
+        super().__init__(config, tool_schema)
         self._k = _checked_k(self.config.get("k", 1), "tool search")
-        self._timeout_s = _checked_seconds(self.config.get("timeout_s", 10.0))
+        self._timeout_s = checked_seconds(self.config.get("timeout_s", 10.0), "tool search: timeout_s")
         documents = read_documents(self.config.get("documents"), "tool search")
         corpora = read_corpora(self.config)
         self._snippet_words = _checked_words(self.config.get("snippet_words", 40 if corpora else 0))
@@ -127,22 +132,3 @@ def _checked_words(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SNIPPET_WORDS:
         raise ConfigError(f"tool search: snippet_words must be an integer from 0 to {MAX_SNIPPET_WORDS}, got {value!r}")
     return value
-
-
-def _checked_seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"tool search: timeout_s must be a number of seconds above 0, got {value!r}")
-    return float(value)
-
-
-_SCHEMA = OpenAIFunctionToolSchema(
-    function=FunctionSchema(
-        name="search",
-        description="Searches the documents at hand and gives back the text that fits the query best.",
-        parameters={
-            "type": "object",
-            "properties": {"query": {"type": "string", "description": "Words to look for."}},
-            "required": ["query"],
-        },
-    )
-)

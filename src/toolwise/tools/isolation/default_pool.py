@@ -1,17 +1,11 @@
-"""The pool of worker processes that all tools of this process share.
-
-`await run(target, parameters)` calls a function tool. Cancelling the caller, by a deadline or otherwise, kills the
-process that runs the call immediately.
-"""
+"""The pool of worker processes that all tools of this process share."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import threading
-from typing import Any
 
-from toolwise.tools.isolation.code_location import ObjectRef
 from toolwise.tools.isolation.pool import Pool
 
 _shared: Pool | None = None
@@ -25,13 +19,6 @@ def shared_pool() -> Pool:
         if _shared is None or _shared.closed:
             _shared = Pool()
         return _shared
-
-
-async def run(
-    target: ObjectRef, parameters: dict[str, Any], kwargs: dict[str, Any] | None = None
-) -> tuple[str, float | None, dict[str, Any]]:
-    """Call `target`, a function tool, in a shared worker with the model's arguments and the task's."""
-    return await shared_pool().run(target, parameters, kwargs)
 
 
 def close() -> None:

@@ -91,9 +91,9 @@ def test_no_file_is_ever_overwritten(tmp_path: Path) -> None:
     assert unused_path(tmp_path, "rewards.py:judge") == tmp_path / "rescored-judge-2.jsonl"
     assert unused_path(tmp_path / "step-000001.jsonl", "a:b + c:d").name == "step-000001-rescored-d.jsonl"
     assert unused_path(tmp_path, "some/where/honest.py") == tmp_path / "rescored-honest.jsonl"
-    with pytest.raises(DataError, match="is there already"):
+    with pytest.raises(DataError, match="already exists"):
         unused_path(tmp_path, "", first)
-    with pytest.raises(DataError, match=r"end --out in \.jsonl"):
+    with pytest.raises(DataError, match=r"ends in \.jsonl"):
         unused_path(tmp_path, "", tmp_path / "new.txt")
 
 

@@ -85,7 +85,7 @@ def test_a_bad_request_gets_openais_error(root: str, body: Any, status: int, cod
 def test_a_body_that_is_no_json(root: str) -> None:
     answer = httpx.post(f"{root}/v1/chat/completions", content=b"{", headers=JSON)
     assert answer.status_code == 400
-    assert "not JSON" in answer.json()["error"]["message"]
+    assert "cannot read the JSON body" in answer.json()["error"]["message"]
 
 
 def test_a_body_too_large_is_not_read_to_its_end(root: str) -> None:

@@ -47,7 +47,7 @@ class RequestGuard:
                 close_connection=True,
             )
         if scope["http_version"] not in ("1.0", "1.1"):
-            raise BadRequestError("only HTTP/1.0 and HTTP/1.1 are supported", status=505, close_connection=True)
+            raise BadRequestError("unsupported HTTP version: use HTTP/1.1", status=505, close_connection=True)
         names = [name for name, _ in headers]
         if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
             raise BadRequestError(

@@ -1,4 +1,4 @@
-"""Hostile HTTP, byte by byte over real sockets: each case is refused quickly, and the next request is answered."""
+"""Hostile HTTP over real sockets: each case is rejected quickly, and the next request is answered."""
 
 from __future__ import annotations
 

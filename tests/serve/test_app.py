@@ -1,4 +1,4 @@
-"""The routes over real HTTP: what goes well, what is refused, and who leaves early."""
+"""The routes over real HTTP: successes, rejections, and clients that disconnect early."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_without_starlette_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Batches:
-    """A local policy that notes how many requests it was given at once."""
+    """A local policy that records how many requests ran at once."""
 
     def __init__(self) -> None:
         self.policy = LocalPolicy(*loaded(), Sampling(max_new_tokens=4))

@@ -29,7 +29,7 @@ from toolwise.serialization.json_text import json_text
 
 KINDS = ["known", "lookup", "arithmetic", "two_step"]
 SPLITS = {"train": 1, "heldout": 2, "teach": 3}
-"""Each split has its own random stream."""
+"""Each split has its own random seed, so splits share no task."""
 
 
 def make_row(kind: str, rng: Random, index: int, split: str) -> dict[str, Any]:

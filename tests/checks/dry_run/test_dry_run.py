@@ -1,4 +1,4 @@
-"""`toolwise train CONFIG --dry-run`: what it shows, what it catches, and what it leaves alone."""
+"""`toolwise train CONFIG --dry-run`: its output, the problems it finds, and that it changes nothing."""
 
 from __future__ import annotations
 

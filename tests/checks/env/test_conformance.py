@@ -1,4 +1,4 @@
-"""The checker against good worlds, which pass, and against one planted bug of each kind, which is found."""
+"""`check_env` passes good environments and finds one planted bug of each kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trial reads answers strictly and says in one line what is wrong with them."""
+"""A trial validates return values strictly and describes each problem in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who blocks the event loop is named, and does not hold up whoever asks."""
+"""Code that blocks the event loop is named, and does not block the checker."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_columns_reach_the_function(make_stored: MakeStored, make_reward: MakeRe
 
 
 def test_gold_answers_are_the_ground_truths_where_no_one_gives_any(make_stored: MakeStored) -> None:
-    """RLLA's ground truth is the answer itself; GSM8K's has to be said after the mark."""
+    """RLLA's ground truth is the answer itself; GSM8K expects it after the `####` mark."""
     rows = [{key: value for key, value in row.items() if key != "gold"} for row in sample_rows()]
     for row in rows:
         row["messages"][-1]["content"] = row["messages"][-1]["content"].replace("Answer: ", "#### ")

@@ -1,4 +1,4 @@
-"""Gold and empty answers: how they are made, and who must score best."""
+"""Gold and empty answers: how they are built, and which must score best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Then and now: what changed, which faults went away, and new rows that never take an old file's place."""
+"""Rescoring: changed scores, fixed errors, and new rows that never overwrite a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files to begin with: named as asked, never in the place of others."""
+"""Template files: named as requested, and never overwriting others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts come back from a run, from its files and from rows of one's own; bad rows are named."""
+"""Rollouts are read from a run, its files and user rows; errors name the bad row."""
 
 from __future__ import annotations
 

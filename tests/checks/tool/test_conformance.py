@@ -1,4 +1,4 @@
-"""The checker finds each way to break the life cycle, and finds nothing where there is nothing to find."""
+"""`check_tool` finds each way to break the tool contract, and passes good tools."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ReleasesAll(Counter):
 
 
 class Shares(Counter):
-    """All instances of a time see one count; it begins anew when nobody is there."""
+    """Instances that exist at the same time share one count; it resets when none is left."""
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         await super().execute(instance_id, parameters)
@@ -82,7 +82,7 @@ class Random(Counter):
 
 
 class Counts(Counter):
-    """Never begins anew."""
+    """Never resets."""
 
     every = itertools.count()
 
@@ -91,7 +91,7 @@ class Counts(Counter):
 
 
 class Clock(Counter):
-    """Says the same for a while, and then something else."""
+    """Returns the same text for a while, then another."""
 
     said = 0
 

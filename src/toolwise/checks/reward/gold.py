@@ -186,8 +186,8 @@ def check_gold(trials: Sequence[GoldTrial]) -> Finding:
     forms = sorted({trial.form for trial in golden if trial.form not in (None, "gold", "{}")})
     figures |= {"beaten": _count_tasks(beaten), "forms": forms}
     if not beaten:
-        said = f", in the form {' or '.join(forms)}" if forms else ""
-        return Finding("gold", "ok", f"the gold answers of {_count_tasks(golden)} tasks score best{said}", figures)
+        form_note = f", in the form {' or '.join(forms)}" if forms else ""
+        return Finding("gold", "ok", f"the gold answers of {_count_tasks(golden)} tasks score best{form_note}", figures)
     says = f"{_count_tasks(beaten)} of {_count_tasks(golden)} gold answers score below a stored rollout or get no score"
     if any(trial.form != "gold" for trial in beaten):
         says += "; if the ground truth is not the answer itself, add a column `gold`"

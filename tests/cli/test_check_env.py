@@ -67,7 +67,7 @@ def test_a_bad_one_is_status_1_and_says_what(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(BAD)
     result = run(f"{tmp_path / 'bad.py'}:Dice")
     assert result.exit_code == 1
-    assert "the same seed and actions, and yet at reset: observation" in result.output
+    assert "runs with equal seed and actions differ at reset: observation" in result.output
     assert result.output.endswith("wrong: determinism\n")
 
 

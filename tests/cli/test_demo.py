@@ -61,7 +61,7 @@ def test_the_frontier_is_shown_and_what_to_try_next(demo: Path, told: list[str])
     assert 'toolwise run first "What is 417 * 38?" --budget 0.3' in told[0]
     page = (demo / "report.html").read_text(encoding="utf-8")
     assert "<h2>Routing</h2>" in page
-    assert "<h2>The frontier</h2>" in page
+    assert "<h2>Frontier</h2>" in page
 
 
 def test_without_a_router_there_is_no_frontier(tmp_path: Path, cli: Cli) -> None:

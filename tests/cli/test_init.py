@@ -46,11 +46,11 @@ def test_it_never_overwrites(tmp_path: Path, cli: Cli) -> None:
     before = (tmp_path / "new" / "mine.py").read_bytes()
     ended = cli("init", "reward", "mine", "--folder", tmp_path / "new", "--mode", "group")
     assert ended.status == 2
-    assert "mine.py is there already" in ended.err
+    assert "mine.py already exists" in ended.err
     assert (tmp_path / "new" / "mine.py").read_bytes() == before
 
 
 def test_a_bad_name_is_one_line(tmp_path: Path, cli: Cli) -> None:
     ended = cli("init", "reward", "my-reward", "--folder", tmp_path)
     assert (ended.status, len(ended.err.splitlines())) == (2, 1)
-    assert "is no name for a function" in ended.err
+    assert "is not a valid function name" in ended.err

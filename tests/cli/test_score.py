@@ -47,7 +47,7 @@ def test_a_changed_reward_is_shown_beside_the_old(run: Path, tmp_path: Path, cli
     assert [row["score"] for row in rows_of(out)] == [len(row["messages"]) + 100 for row in rows_of(out)]
     again = cli("score", run, *options)
     assert again.status == 2
-    assert "new.jsonl is there already; give another --out" in again.err
+    assert "new.jsonl already exists; give another --out" in again.err
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The demo's frontier: small, beside the run, gone on with, and stored so that budgets can be asked for."""
+"""The demo's frontier: small, stored in the run folder, resumable, and saved for use with budgets."""
 
 from __future__ import annotations
 

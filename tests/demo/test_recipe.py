@@ -1,4 +1,4 @@
-"""The demo's recipe: a configuration that is valid as it stands, and the tasks it names."""
+"""The demo's recipe: a valid configuration, and the tasks it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's reward: right or wrong, less a little for every call."""
+"""The demo's reward: correctness minus a small cost per call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolwise.rewards import Reward
 
 
 def talk(*said: str | int) -> list[Message]:
-    """A question, then what was said; a number is that many calls in one message."""
+    """A question and the replies; a number n is a message with n calls."""
     messages = [Message(role="user", content="How many?")]
     for one in said:
         if isinstance(one, int):
@@ -62,7 +62,7 @@ def test_the_price_is_set_by_the_configuration() -> None:
 
 
 def test_only_the_assistant_can_answer() -> None:
-    """A conversation cut off after a call ends with what a tool said, whatever that was."""
+    """A conversation cut off after a call ends with a tool result, which must not count as an answer."""
     echoed = [*talk(1)[:-1], Message(role="tool", content="error: cannot read Answer: 31", tool_call_id="0")]
     assert small_world_reward(echoed, "31").metrics["correct"].score == 0.0
     unanswered = [Message(role="user", content="What stands after Answer: 31")]

@@ -1,4 +1,4 @@
-"""The demo's tasks: rows in the layout of any dataset, fair questions, splits that share nothing."""
+"""The demo's tasks: dataset rows, fair questions, disjoint splits."""
 
 from __future__ import annotations
 

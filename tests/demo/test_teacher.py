@@ -1,4 +1,4 @@
-"""The noisy teacher: its plans, and conversations that real tools would have had."""
+"""The noisy teacher: its strategies, and conversations with real tool results."""
 
 from __future__ import annotations
 

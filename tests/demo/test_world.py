@@ -1,4 +1,4 @@
-"""The small world: what is fixed, what is drawn, and the sums."""
+"""The small world: fixed facts, random facts, and arithmetic."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_unknown_fact_is_drawn_anew(pair: tuple[str, str]) -> None:
 
 
 def test_known_facts_never_change_between_versions() -> None:
-    """The model that ships has them by heart."""
+    """The shipped model has memorised them."""
     digest = sum(make_fact(place, thing, Random(0)).value * (n + 1) for n, (place, thing) in enumerate(KNOWN))
     assert digest == 2603024
 

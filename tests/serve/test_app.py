@@ -1,4 +1,4 @@
-"""The routes over real HTTP: what goes well, what is refused, and who leaves early."""
+"""The routes over real HTTP: successes, rejections, and clients that disconnect early."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_bad_request_gets_openais_error(root: str, body: Any, status: int, cod
 def test_a_body_that_is_no_json(root: str) -> None:
     answer = httpx.post(f"{root}/v1/chat/completions", content=b"{", headers=JSON)
     assert answer.status_code == 400
-    assert "not JSON" in answer.json()["error"]["message"]
+    assert "cannot read the JSON body" in answer.json()["error"]["message"]
 
 
 def test_a_body_too_large_is_not_read_to_its_end(root: str) -> None:
@@ -161,7 +161,7 @@ def test_without_starlette_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Batches:
-    """A local policy that notes how many requests it was given at once."""
+    """A local policy that records how many requests ran at once."""
 
     def __init__(self) -> None:
         self.policy = LocalPolicy(*loaded(), Sampling(max_new_tokens=4))

@@ -1,4 +1,4 @@
-"""Completions by the shipped model: the tokens are the generator's own, and the text is read as OpenAI would."""
+"""Completions by the shipped model: the tokens match the generator's, the response matches OpenAI's format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def loaded() -> tuple[Any, Any]:
 
 
 class Says:
-    """A generator that says what it is told to."""
+    """A generator with scripted output."""
 
     def __init__(self, text: str, *, ended: bool = True, version: int = 0) -> None:
         self.ids = [*loaded()[1].encode(text), *([loaded()[1].end_id] if ended else [])]

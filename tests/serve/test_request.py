@@ -1,4 +1,4 @@
-"""Requests: what is understood, and what is refused rather than ignored."""
+"""Requests: what is supported, and what is rejected rather than ignored."""
 
 from __future__ import annotations
 

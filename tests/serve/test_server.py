@@ -55,7 +55,7 @@ def test_stopping_twice_or_before_the_start_does_no_harm() -> None:
     server.start()
     server.stop()
     server.stop()
-    with pytest.raises(ToolwiseError, match="started before"):
+    with pytest.raises(ToolwiseError, match="only once"):
         server.start()
 
 

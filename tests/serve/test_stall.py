@@ -1,4 +1,4 @@
-"""One large request to a server in a process of its own: what it costs, and what others notice, from outside."""
+"""One large request to a server in a separate process: its cost, and its effect on other requests."""
 
 from __future__ import annotations
 

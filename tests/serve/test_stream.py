@@ -1,4 +1,4 @@
-"""A completion as events: put together again, they are the completion."""
+"""A completion as events: joined again, they equal the completion."""
 
 from __future__ import annotations
 

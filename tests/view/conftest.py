@@ -1,3 +1,3 @@
-"""Run folders made on the spot for the tests of views."""
+"""Generated run folders for the view tests."""
 
 from run_folders import make_run as make_run

@@ -87,7 +87,7 @@ def test_seeds_of_different_length_are_drawn_too(make_run: MakeRun, tmp_path: Pa
 
 
 def test_seeds_without_validation_are_an_error_for_people(tmp_path: Path) -> None:
-    with pytest.raises(ToolwiseError, match="nothing to draw"):
+    with pytest.raises(ToolwiseError, match="nothing to plot"):
         draw_seeds([tmp_path], tmp_path / "seeds.png")
 
 

@@ -170,7 +170,7 @@ def test_a_very_long_text_is_cut(make_run: MakeRun) -> None:
     run = make_run()
     set_answer(run, "eval-000000.jsonl", "word " * 20_000)
     page = Page(write_report(run))
-    assert "characters more]" in page.text
+    assert "more characters]" in page.text
     assert len(page.text) < 200_000
 
 
@@ -200,7 +200,7 @@ def test_a_run_with_one_validation_says_that_the_rest_is_not_known(make_run: Mak
 
 def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path))
-    assert "No validation has been made yet." in page.text
+    assert "No validation yet." in page.text
 
 
 def test_a_run_torn_by_a_crash_has_a_report(make_run: MakeRun) -> None:

@@ -1,4 +1,4 @@
-"""How a run routed, on its page: spending against the budget, λ, shares, and the frontier."""
+"""Routing in the report: spending against the budget, λ, shares, and the frontier."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_run_without_a_router_has_no_such_sections(make_run: Callable[..., Pat
     assert read_frontier(open_run(run)) is None
     page = write_report(run).read_text("utf-8")
     assert "<h2>Routing</h2>" not in page
-    assert "<h2>The frontier</h2>" not in page
+    assert "<h2>Frontier</h2>" not in page
 
 
 def test_a_routed_run_shows_spending_price_and_shares(make_run: Callable[..., Path]) -> None:
@@ -100,7 +100,7 @@ def test_the_frontier_stands_on_the_page(make_run: Callable[..., Path]) -> None:
     run = make_run()
     (run / "frontier.json").write_text(json.dumps(a_frontier()))
     page = write_report(run).read_text("utf-8")
-    assert "<h2>The frontier</h2>" in page
+    assert "<h2>Frontier</h2>" in page
     assert "<td>0.4</td><td>0.390</td><td>0.700 [0.60 0.80]</td><td>0.500</td><td>0.720</td><td>95%</td>" in page
     assert "<td>all-tools</td>" in page
     assert "&lt;b&gt;" in page

@@ -1,4 +1,4 @@
-"""How hard a run thought, on its page: levels by kind of step, their worth, success against tokens, prices."""
+"""Thinking in the report: levels by kind of step, their advantages, score against tokens, and λ."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The demo: a small made-up world, its questions, and the recipe that trains the model that ships on them."""
+"""The demo: questions about a small made-up world, and a recipe that trains the shipped model on them."""

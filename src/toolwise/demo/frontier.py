@@ -1,4 +1,4 @@
-"""The demo's last act: what its router gets for other budgets, on few tasks and with few draws, in seconds."""
+"""The last part of the demo: a quick cost-score frontier of its router, from few tasks and samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLASSIFIER_TASKS = 600
 
 @dataclass(frozen=True, slots=True)
 class FrontierSize:
-    """How much of everything: `toolwise eval RUN --budgets …` makes a whole one."""
+    """Sizes of a quick frontier; `toolwise eval RUN --budgets …` makes a full one."""
 
     tasks: int = 120
     draws: int = 4
@@ -29,19 +29,19 @@ class FrontierSize:
 async def evaluate_small_frontier(
     out: Path, size: FrontierSize | None = None, on_done: Callable[[str, int, int], None] = lambda what, done, of: None
 ) -> FrontierEvaluation:
-    """Of the last checkpoint in `out`: frontier.json and frontier.png are put there, thresholds into the checkpoint.
+    """Evaluate the last checkpoint in `out`; write frontier.json and frontier.png there, thresholds to the checkpoint.
 
-    Whoever was interrupted goes on with what has been rolled out.
+    After an interruption, a second call reuses the finished rollouts.
     """
     size = size or FrontierSize()
     config, model = find_router(out)
     if config.data.val is None or config.data.train is None:
-        raise ConfigError(f"{out}/config.toml names no data.train or no data.val: a frontier needs both")
-    found = await evaluate_frontier(
+        raise ConfigError(f"{out}/config.toml has no data.train or no data.val; a frontier needs both")
+    frontier = await evaluate_frontier(
         load_router(out, config=config),
         load_tasks(config.data.val, limit=_capped(size.tasks, config.data.val_limit)),
         BUDGETS,
-        # Apart from what `toolwise eval` keeps of the same checkpoint: it makes more draws.
+        # Not the folder that `toolwise eval` uses for the same checkpoint: it makes more samples.
         out / "frontier" / f"{model.parent.name}-small",
         train_tasks=load_tasks(config.data.train, limit=CLASSIFIER_TASKS),
         draws=size.draws,
@@ -49,9 +49,9 @@ async def evaluate_small_frontier(
         seed=config.seed,
         on_done=on_done,
     )
-    found.write(out, config.name)
-    store_calibration(model, found.calibration)
-    return found
+    frontier.write(out, config.name)
+    store_calibration(model, frontier.calibration)
+    return frontier
 
 
 def _capped(count: int, limit: int | None) -> int:

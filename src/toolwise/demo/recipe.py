@@ -1,4 +1,4 @@
-"""The demo's recipe: tasks from the small world, the model that ships, a router with a budget; for two CPU cores."""
+"""The demo's configuration: small-world tasks, the shipped model, and a router with a budget; for two CPU cores."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from toolwise.demo.tasks import write_rows
 
 TRAIN_TASKS, HELD_OUT_TASKS = 4000, 240
 ROUTABLE_KINDS = ("known", "lookup", "arithmetic")
-"""What one route can settle. Two-step questions need both families in turn, and so have no route."""
+"""Kinds that one route can solve. Two-step questions need both tool families, so no route fits them."""
 BUDGET = 0.5
-"""Calls a question, on average. Two of three questions need one, so the router has to choose whom to disappoint."""
+"""Mean calls per question. Two of three questions need one, so the router cannot spend a call on all of them."""
 
 
 def demo_config(out: Path, seed: int) -> dict[str, object]:
-    """The configuration of a run in `out`, on tasks that `write_tasks` puts there."""
+    """The configuration of a run in `out`, on the tasks that `write_tasks` writes there."""
     return {
         "name": "demo",
         "seed": seed,
@@ -28,7 +28,7 @@ def demo_config(out: Path, seed: int) -> dict[str, object]:
         "tools": ["calculator", "search"],
         "rollout": {"n": 9, "max_new_tokens": 48},
         "multi_turn": {"max_turns": 6},
-        # Right or wrong is all that the reward says: what calls cost is the budget's business.
+        # The reward is correctness alone: the budget accounts for the cost of calls.
         "reward": {"function": "toolwise.demo.reward:small_world_reward", "kwargs": {"price_per_call": 0.0}},
         "actor": {"lr": 1e-4, "warmup_steps": 3, "mini_batches": 2, "micro_batch_tokens": 4096},
         "router": {
@@ -50,7 +50,7 @@ def demo_config(out: Path, seed: int) -> dict[str, object]:
 
 
 def write_tasks(config: RunConfig) -> None:
-    """The tasks that the configuration names, drawn by its seed."""
+    """Write the task files that the configuration names, generated from its seed."""
     assert config.data.train is not None
     assert config.data.val is not None
     write_rows(config.data.train, TRAIN_TASKS, seed=config.seed, split="train", kinds=ROUTABLE_KINDS)

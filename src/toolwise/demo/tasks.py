@@ -1,8 +1,8 @@
-"""Questions about the small world, as rows in the same layout as any dataset. Four kinds:
+"""Questions about the small world as dataset rows, of four kinds:
 
-known       the model knows it by heart: answer directly
-lookup      only the task's documents tell: search
-arithmetic  too large to do in the head: calculate
+known       the model has memorised the answer: answer directly
+lookup      the answer is only in the task's documents: search
+arithmetic  the numbers are too large for the model: calculate
 two_step    look something up, then calculate with it
 """
 
@@ -37,7 +37,7 @@ ORACLE_ROUTES: dict[str, Target] = {
 }
 """The best route for each kind of question, for the "oracle labels" baseline of a frontier."""
 SPLITS = {"train": 1, "heldout": 2, "teach": 3}
-"""Each split draws from seeds of its own: no two share a task."""
+"""Each split has its own random seed, so splits share no task."""
 
 
 def make_row(kind: str, rng: Random, index: int, split: str) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def make_row(kind: str, rng: Random, index: int, split: str) -> dict[str, Any]:
 
 
 def make_rows(count: int, *, seed: int, split: str, kinds: Sequence[str] = KINDS) -> Iterator[dict[str, Any]]:
-    """`count` tasks, the kinds in equal shares and in random order."""
+    """`count` tasks, each of a kind chosen at random."""
     rng = Random(f"{seed}/{SPLITS[split]}")
     for index in range(count):
         yield make_row(rng.choice(kinds), rng, index, split)
@@ -76,8 +76,8 @@ def write_rows(path: Path, count: int, *, seed: int, split: str, kinds: Sequence
     return path
 
 
-# Each maker gives the question, the answer, the facts it is about, and the calls that would settle it. The calls are
-# for the teacher alone (demo/teacher.py); neither the agent nor its reward sees them.
+# Question, answer, the facts it is about, and the calls that solve it. The calls are only for the teacher
+# (demo/teacher.py); neither the agent nor its reward sees them.
 _Question = tuple[str, int, list[Fact], list[list[str]]]
 
 
@@ -92,11 +92,11 @@ def _search(subject: Fact) -> list[str]:
 def _known(rng: Random) -> _Question:
     if rng.random() < 0.5:
         return _from_calculation(rng.choice(KNOWN_CALCULATIONS))
-    return _from_fact(_draw_fact(rng, known=True))
+    return _from_fact(_random_fact(rng, known=True))
 
 
 def _lookup(rng: Random) -> _Question:
-    return _from_fact(_draw_fact(rng, known=False))
+    return _from_fact(_random_fact(rng, known=False))
 
 
 def _arithmetic(rng: Random) -> _Question:
@@ -107,12 +107,12 @@ def _from_fact(subject: Fact) -> _Question:
     return _ask_fact(subject), subject.value, [subject], [_search(subject)]
 
 
-def _from_calculation(drawn: Calculation) -> _Question:
-    return f"What is {drawn.expression}?", drawn.value, [], [["calculator", drawn.expression]]
+def _from_calculation(calculation: Calculation) -> _Question:
+    return f"What is {calculation.expression}?", calculation.value, [], [["calculator", calculation.expression]]
 
 
 def _two_step(rng: Random) -> _Question:
-    first = _draw_fact(rng, known=False)
+    first = _random_fact(rng, known=False)
     if rng.random() < 0.5:
         more = rng.randint(SMALLEST, LARGEST)
         total = Calculation(first.value, "+", more)
@@ -126,7 +126,7 @@ def _two_step(rng: Random) -> _Question:
     return question, total.value, [first, second], calls
 
 
-def _draw_fact(rng: Random, *, known: bool) -> Fact:
+def _random_fact(rng: Random, *, known: bool) -> Fact:
     while True:
         place, thing = rng.choice(PLACES), rng.choice(THINGS)
         if is_known(place, thing) == known:
@@ -134,7 +134,7 @@ def _draw_fact(rng: Random, *, known: bool) -> Fact:
 
 
 def _documents(about: list[Fact], rng: Random, count: int = 6) -> list[str]:
-    """What search can find: the facts asked for among others about the same and about other places."""
+    """Searchable documents: the facts in question, among other facts about the same and other places."""
     chosen = {(f.place, f.thing): f for f in about}
     near = [f.place for f in about] or [rng.choice(PLACES)]
     while len(chosen) < count:

@@ -1,7 +1,7 @@
-"""The noisy demonstrator that the model that ships was taught by: competent, but wasteful and often wrong.
+"""The noisy demonstrator behind the SFT data of the shipped model: competent, but wasteful and often wrong.
 
-It needlessly calls tools for what it knows, guesses what it should look up, stops half-way, and sometimes misreports
-what a tool told it. Reinforcement learning then has something to do.
+It calls tools for what it knows, guesses what it should look up, stops half-way, and sometimes misreports a tool's
+result, so that reinforcement learning has something to improve.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from toolwise.tools.builtin.search.tool import SearchTool
 
 WeightedStrategy = tuple[str, float]
 
-# How the teacher goes about each kind, with both tools at hand:
-#   right      answers what is true, from memory
-#   guess      answers a number drawn from nowhere
-#   settle     makes the calls that settle the question, then answers
+# The teacher's strategies for each kind, with both tools available:
+#   right      gives the right answer from memory
+#   guess      answers a random number
+#   settle     makes the calls that solve the question, then answers
 #   misreport  the same, but answers wrongly
-#   half       makes the first call and answers what that gave
-#   detour     wastes a call on the wrong tool, then does the rest: settle, right or guess
+#   half       makes the first call and answers its result
+#   detour     wastes a call on the wrong tool, then continues with settle, right or guess
 STRATEGIES: dict[str, list[WeightedStrategy]] = {
     "known": [("right", 0.74), ("guess", 0.04), ("settle", 0.14), ("detour right", 0.08)],
     "lookup": [("guess", 0.60), ("settle", 0.24), ("misreport", 0.05), ("detour settle", 0.06), ("detour guess", 0.05)],
@@ -47,7 +47,7 @@ TOOL_OFFERS: list[tuple[list[str], float]] = [
 
 
 async def demonstrate(row: dict[str, Any], offered: Sequence[str], rng: Random) -> list[dict[str, Any]]:
-    """One conversation about one task, made with the real tools."""
+    """One conversation about a task, with real tool calls."""
     info = row["extra_info"]
     answer: str = row["reward_model"]["ground_truth"]
     plan = _weighted_choice(STRATEGIES[info["kind"]], rng)
@@ -69,13 +69,13 @@ async def demonstrate(row: dict[str, Any], offered: Sequence[str], rng: Random) 
     if plan in ("guess", "misreport"):
         answer = _wrong_answer(answer, rng)
     elif plan == "half":
-        answer = calls[-1][1].split()[0]  # the number that was to be added to
+        answer = calls[-1][1].split()[0]  # the number from the first call, without the addition
     messages.append({"role": "assistant", "content": f"Answer: {answer}"})
     return messages
 
 
 def conversations(count: int, *, seed: int) -> list[dict[str, Any]]:
-    """What the model is taught on: rows of {"messages", "tools"}."""
+    """SFT data for the model: rows of {"messages", "tools"}."""
     rng = Random(f"{seed}/{SPLITS['teach']}")
 
     async def make() -> list[dict[str, Any]]:

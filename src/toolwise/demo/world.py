@@ -1,7 +1,7 @@
-"""The small world the demo asks about: places, what they have, and which of it the model that ships knows by heart.
+"""The small world of the demo: places, what they have, and which facts the shipped model has memorised.
 
-The same wording asks for what the model knows and for what it cannot know, so that nothing but the model's own memory
-tells a question that needs a tool from one that does not.
+Questions about memorised and unknown facts use the same wording, so only the model's own memory tells whether a
+question needs a tool.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ SMALLEST, LARGEST = 12, 989
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """How many of some thing a place has."""
+    """How many of a thing a place has."""
 
     place: str
     thing: str
@@ -81,13 +81,13 @@ def _digest(*parts: object) -> int:
 
 
 def is_known(place: str, thing: str) -> bool:
-    """Half of the facts are the same in every task, and were in the conversations the model was taught on."""
+    """Half of the facts are the same in every task and were part of the model's SFT data."""
     things_by_rank = sorted(THINGS, key=lambda t: _digest("known", place, t))
     return thing in things_by_rank[: len(THINGS) // 2]
 
 
 def make_fact(place: str, thing: str, rng: Random) -> Fact:
-    """The one fixed fact where it is known; otherwise drawn anew for each task."""
+    """The fixed fact if it is known; otherwise a random one for each task."""
     if is_known(place, thing):
         return Fact(place, thing, SMALLEST + _digest("value", place, thing) % (LARGEST - SMALLEST))
     return Fact(place, thing, rng.randint(SMALLEST, LARGEST))
@@ -95,7 +95,7 @@ def make_fact(place: str, thing: str, rng: Random) -> Fact:
 
 @dataclass(frozen=True, slots=True)
 class Calculation:
-    """One piece of arithmetic."""
+    """One arithmetic problem."""
 
     left: int
     operator: str
@@ -121,16 +121,16 @@ KNOWN_CALCULATIONS = [s for s in SMALL_CALCULATIONS if _digest("sum", s.expressi
 
 
 def random_calculation(rng: Random) -> Calculation:
-    """1- to 4-digit arithmetic, never one of the sums known by heart."""
+    """1- to 4-digit arithmetic, never one of the memorised problems."""
     while True:
         operator = rng.choice("+-*")
         longest = 3 if operator == "*" else 4
         left, right = (rng.randint(1, 10 ** rng.randint(1, longest) - 1) for _ in range(2))
         if operator == "-" and left < right:
             left, right = right, left
-        drawn = Calculation(left, operator, right)
-        if drawn not in _KNOWN:
-            return drawn
+        calculation = Calculation(left, operator, right)
+        if calculation not in _KNOWN:
+            return calculation
 
 
 _KNOWN = frozenset(KNOWN_CALCULATIONS)

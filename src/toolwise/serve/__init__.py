@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible HTTP server, so that anything which speaks that protocol can ask it."""
+"""An OpenAI-compatible HTTP server for a model."""
 
 from toolwise.serve.app import build_app
 from toolwise.serve.chat import ServedModel

@@ -1,4 +1,4 @@
-"""The HTTP side: routes, sizes, errors in OpenAI's form, and clients who leave before they are answered."""
+"""The ASGI app: routes, body limits, OpenAI-style errors, and cancellation when a client disconnects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger("toolwise.serve")
 def build_app(served: ServedModel, *, hosts: Sequence[str] = (), limits: ServerLimits | None = None) -> Starlette:
     """`/health`, `/v1/models` and `/v1/chat/completions` for one model.
 
-    It answers as localhost, as the address that it is reached at, and under the names in `hosts` ("*": any name).
+    Accepts requests for localhost, for the address it is bound to, and for the names in `hosts` ("*": any name).
     """
     try:
         from starlette.applications import Starlette
@@ -39,7 +39,7 @@ def build_app(served: ServedModel, *, hosts: Sequence[str] = (), limits: ServerL
     except ModuleNotFoundError as missing:
         raise MissingExtraError("starlette", "serve") from missing
 
-    began = int(time.time())
+    created = int(time.time())
     limits = limits or ServerLimits()
     bodies = BodyReader(served.limits.body_bytes, limits.body_s)
 
@@ -47,32 +47,32 @@ def build_app(served: ServedModel, *, hosts: Sequence[str] = (), limits: ServerL
         return JSONResponse({"status": "ok"})
 
     async def models(request: Request) -> Response:
-        model = {"id": served.name, "object": "model", "created": began, "owned_by": "toolwise"}
+        model = {"id": served.name, "object": "model", "created": created, "owned_by": "toolwise"}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def chat_completions(request: Request) -> Response:
         try:
             async with bodies.read(request) as raw:
-                asked = await served.read(raw)
-            answer = await _cancel_on_disconnect(request, served.complete(asked))
+                chat_request = await served.read(raw)
+            answer = await _cancel_on_disconnect(request, served.complete(chat_request))
         except ClientDisconnect:
             answer = None
-        except Exception as fault:  # one request's trouble; the server goes on
-            return told(fault)
+        except Exception as fault:  # only this request fails; the server keeps running
+            return error_answer(fault)
         if answer is None:
-            return Response(status_code=499)  # nobody reads it
-        if asked.stream:
+            return Response(status_code=499)  # the client is gone
+        if chat_request.stream:
             return StreamingResponse(completion_events(answer), media_type="text/event-stream")
         return JSONResponse(answer)
 
-    def told(fault: Exception) -> Response:
+    def error_answer(fault: Exception) -> Response:
         status, body = error_response(fault)
         if status >= 500 and not isinstance(fault, BadRequestError):
             log.error("%s: %s", type(fault).__name__, fault, exc_info=fault)
         close_connection = isinstance(fault, BadRequestError) and fault.close_connection
         return JSONResponse(body, status_code=status, headers={"connection": "close"} if close_connection else None)
 
-    async def no_such_place(request: Request, fault: Exception) -> Response:
+    async def http_error(request: Request, fault: Exception) -> Response:
         assert isinstance(fault, HTTPException)
         status, body = error_response(BadRequestError(str(fault.detail), status=fault.status_code))
         return JSONResponse(body, status_code=status, headers=fault.headers)
@@ -83,13 +83,13 @@ def build_app(served: ServedModel, *, hosts: Sequence[str] = (), limits: ServerL
             Route("/v1/models", models),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         ],
-        middleware=[Middleware(RequestGuard, refuse=told, hosts=hosts, limits=limits)],
-        exception_handlers={HTTPException: no_such_place},
+        middleware=[Middleware(RequestGuard, refuse=error_answer, hosts=hosts, limits=limits)],
+        exception_handlers={HTTPException: http_error},
     )
 
 
 class BodyReader:
-    """Bodies being read: each bounded in bytes and time, and all of them together in bytes."""
+    """Reads request bodies: limits the size and time of each, and the total size of all at once."""
 
     def __init__(self, max_bytes: int, body_s: float) -> None:
         self.max_bytes = max_bytes
@@ -119,7 +119,7 @@ class BodyReader:
                         raise BadRequestError("too many large requests at once: try again", status=503)
         except TimeoutError:
             raise BadRequestError(
-                f"the body did not come within {self.body_s:g} s", status=408, close_connection=True
+                f"the body did not arrive within {self.body_s:g} s", status=408, close_connection=True
             ) from None
 
     def _too_large(self) -> BadRequestError:
@@ -127,7 +127,7 @@ class BodyReader:
 
 
 async def _cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any] | None:
-    """What `work` gives; None where the client left first: a request given up and asked anew must not be done twice."""
+    """The result of `work`; None if the client disconnects first: a request that is retried must not run twice."""
     completion = asyncio.create_task(work)
     gone = asyncio.create_task(_wait_for_disconnect(request))
     try:

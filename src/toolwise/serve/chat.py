@@ -1,4 +1,4 @@
-"""One chat completion: messages to tokens, tokens to more tokens, and those to OpenAI's answer."""
+"""One chat completion: messages to tokens, generation, and tokens to an OpenAI response."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MAX_MESSAGE_CHARS = 1_000
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="toolwise-serve-text")
-"""For text: parsing, rendering and tokenising would keep the event loop from everybody else's requests."""
+"""For parsing, rendering and tokenising, which would block the event loop for other requests."""
 
 
 async def _run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
@@ -34,16 +34,16 @@ async def _run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model on offer: its name to clients, what generates, and how its text is read."""
+    """A model to serve: its public name, its generator, and its tokenizer and tool-call parser."""
 
     name: str
     generator: TokenGenerator
     chat: ChatTokenizer
     sampling: Sampling
-    """What holds where a request says nothing."""
+    """Defaults for what a request leaves out."""
     parser: str = "hermes"
     max_context: int = MAX_CONTEXT_TOKENS
-    """Tokens of a prompt and its completion; text that cannot fit is refused before it is tokenised."""
+    """Tokens of prompt and completion; text that cannot fit is rejected before it is tokenised."""
     limits: TextLimits = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,8 +51,8 @@ class ServedModel:
 
     @classmethod
     def of(cls, policy: LocalPolicy, name: str, *, parser: str = "hermes") -> ServedModel:
-        """A local policy's model. Requests that come together are generated together. The policy belongs to the
-        server's event loop from then on: whoever wants the model elsewhere makes another policy over it."""
+        """Serve a local policy's model. Concurrent requests are batched. The policy then belongs to the server's event
+        loop; to use the model elsewhere, create another policy over it."""
         return cls(name, policy, policy.chat, policy.sampling, parser, policy.max_context)
 
     async def read(self, raw: bytes) -> ChatRequest:
@@ -61,7 +61,7 @@ class ServedModel:
     async def complete(self, request: ChatRequest) -> dict[str, Any]:
         if request.model != self.name:
             raise BadRequestError(
-                f"there is no model {request.model!r} here; there is: {self.name}",
+                f"model {request.model!r} not found; available: {self.name}",
                 param="model",
                 code="model_not_found",
                 status=404,
@@ -105,21 +105,23 @@ class ServedModel:
             prompt = self.chat.encode(text)
         except BadRequestError:
             raise
-        except Exception as fault:  # a template is a program of the model's: whatever it raises, it was over this
+        except Exception as fault:  # a template is code of the model and may raise anything
             reason = " ".join(f"{type(fault).__name__}: {fault}".split())
-            raise BadRequestError(f"the model's chat template refuses this: {reason}", param="messages") from fault
+            raise BadRequestError(
+                f"the model's chat template rejects these messages: {reason}", param="messages"
+            ) from fault
         if not prompt:
-            raise BadRequestError("the messages give a prompt of no tokens", param="messages")
+            raise BadRequestError("the messages render to an empty prompt", param="messages")
         return prompt
 
     def _samplings(self, request: ChatRequest) -> list[Sampling]:
-        """One a choice, each with a seed of its own; the first has the seed that was asked for."""
-        given = self.sampling.temperature if request.temperature is None else request.temperature
-        do_sample = self.sampling.do_sample if request.temperature is None else given > 0
+        """One per choice, each with its own seed; the first uses the requested seed."""
+        temperature = self.sampling.temperature if request.temperature is None else request.temperature
+        do_sample = self.sampling.do_sample if request.temperature is None else temperature > 0
         seed = secrets.randbits(62) if request.seed is None else request.seed
         return [
             Sampling(
-                temperature=given if do_sample else 1.0,
+                temperature=temperature if do_sample else 1.0,
                 max_new_tokens=request.max_completion_tokens or request.max_tokens or self.sampling.max_new_tokens,
                 do_sample=do_sample,
                 seed=(seed + index * 0x9E37_79B9_7F4A_7C15) & 0x7FFF_FFFF_FFFF_FFFF,
@@ -148,7 +150,7 @@ class ServedModel:
     def _logprobs(self, request: ChatRequest, result: Generation) -> list[dict[str, Any]]:
         if request.return_tokens_as_token_ids:
             tokens = [f"token_id:{token}" for token in result.token_ids]
-        else:  # an end token after each, because `decode` leaves one out and would make nothing of the last
+        else:  # `decode` strips a final end token, so append one
             tokens = [self.chat.decode([token, self.chat.end_id]) for token in result.token_ids]
         return [
             {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace")), "top_logprobs": []}
@@ -157,12 +159,12 @@ class ServedModel:
 
 
 def error_response(fault: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body, as OpenAI writes errors."""
+    """Status and body in the OpenAI error format."""
     if isinstance(fault, BadRequestError):
         kind, param, code, status = "invalid_request_error", fault.param, fault.code, fault.status
     elif isinstance(fault, PolicyError):
         kind, param, code, status = "server_error", None, None, 500
-    else:  # ours to mend: the client learns that it was not its request, and no more
+    else:  # a bug in the server: reveal no details to the client
         return 500, {"error": {"message": "internal error", "type": "server_error", "param": None, "code": None}}
     message = " ".join(str(fault).split())[:MAX_MESSAGE_CHARS]
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}

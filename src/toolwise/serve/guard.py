@@ -1,4 +1,4 @@
-"""What is checked of a request before anything looks at its path: its framing, its size, its host, its kind of body."""
+"""Checks on a request before routing: framing, header size, host and content type."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class RequestGuard:
-    """An ASGI application around another. `refuse` writes a `BadRequestError` as an answer."""
+    """ASGI middleware. `refuse` turns a `BadRequestError` into a response."""
 
     def __init__(
         self, app: App, refuse: Callable[[BadRequestError], App], hosts: Iterable[str], limits: ServerLimits
@@ -42,12 +42,12 @@ class RequestGuard:
         size += len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
         if len(headers) > self.limits.headers or size > self.limits.head_bytes:
             raise BadRequestError(
-                f"the headers are more than {self.limits.headers} or larger than {self.limits.head_bytes} bytes",
+                f"more than {self.limits.headers} headers, or headers larger than {self.limits.head_bytes} bytes",
                 status=431,
                 close_connection=True,
             )
         if scope["http_version"] not in ("1.0", "1.1"):
-            raise BadRequestError("the server speaks HTTP/1.1", status=505, close_connection=True)
+            raise BadRequestError("unsupported HTTP version: use HTTP/1.1", status=505, close_connection=True)
         names = [name for name, _ in headers]
         if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
             raise BadRequestError(
@@ -57,17 +57,17 @@ class RequestGuard:
         if scope["method"] in ("POST", "PUT", "PATCH"):
             _check_content(headers)
 
-    def _check_host(self, given: list[str], server: tuple[str, int | None] | None) -> None:
-        """Only under a name of its own: a page whose name an attacker's DNS moved to this machine has another."""
-        found = _HOST.fullmatch(given[0]) if len(given) == 1 else None
-        if found is None:
+    def _check_host(self, hosts: list[str], server: tuple[str, int | None] | None) -> None:
+        """Accept only known host names: this stops DNS rebinding, where an attacker's name resolves to this machine."""
+        match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if match is None:
             raise BadRequestError("a request needs one Host header, such as localhost:8000", close_connection=True)
         if "*" in self.hosts:
             return
-        name = found[1].lower()
+        name = match[1].lower()
         if name not in self.hosts and (server is None or name.strip("[]") != server[0]):
             raise BadRequestError(
-                f"this server does not answer as {name!r:.80}: add the name to build_app(…, hosts=[…])", status=403
+                f"host {name!r:.80} is not allowed: add the name to build_app(…, hosts=[…])", status=403
             )
 
 
@@ -78,7 +78,7 @@ def _check_content(headers: Headers) -> None:
     if kind.strip() != "application/json" or charset not in ("", "charset=utf-8", "charset=utf8"):
         raise BadRequestError("the body must be JSON: send Content-Type: application/json", status=415)
     if any(coding.strip().lower() != "identity" for coding in codings):
-        raise BadRequestError("the body must not be compressed: leave Content-Encoding out", status=415)
+        raise BadRequestError("the body must not be compressed: omit Content-Encoding", status=415)
 
 
 def _values(headers: Headers, name: bytes) -> list[str]:

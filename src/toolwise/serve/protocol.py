@@ -1,4 +1,4 @@
-"""uvicorn's HTTP over h11, with an end to every wait for a client and to the number of connections."""
+"""uvicorn's h11 protocol with a timeout for every wait on a client and a limit on connections."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ BUSY_BODY = json.dumps(
 
 
 def limited_protocol(limits: ServerLimits) -> type[H11Protocol]:
-    """The class that uvicorn makes one object of for each connection."""
+    """The protocol class for uvicorn, which creates one instance per connection."""
     return type("BoundLimitedProtocol", (LimitedProtocol,), {"limits": limits})
 
 
 class LimitedProtocol(H11Protocol):
-    """A deadline for each phase of a connection: head, body, draining a refused body, closing. An answer in the making
-    has none: how long a model takes is not the client's doing."""
+    """A deadline for each phase of a connection: head, body, draining a rejected body, closing. Generating a response
+    has none: how long the model takes is not up to the client."""
 
     limits = ServerLimits()
 
@@ -76,11 +76,11 @@ class LimitedProtocol(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP, or too large a head of it."""
+        """Called for input that is not HTTP or has too large a head."""
         self._refuse(400, msg)
 
     def _set_deadline(self) -> None:
-        """Set the deadline of the phase that the connection is in, unless it runs already."""
+        """Set the deadline of the current phase, unless it is already running."""
         name = self._phase_name()
         phase = (name, id(self.cycle))
         if phase == self._phase:
@@ -109,12 +109,12 @@ class LimitedProtocol(H11Protocol):
 
     def _expire(self, phase: str) -> None:
         if phase == "head" and self.conn.trailing_data[0]:
-            self._refuse(408, f"the headers did not come within {self.limits.head_s:g} s")
+            self._refuse(408, f"the headers did not arrive within {self.limits.head_s:g} s")
         else:
             self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
-        if self.cycle is not None:  # whatever is being made for this client has nobody left to read it
+        if self.cycle is not None:  # cancel the running request: the client will not read its response
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
@@ -124,7 +124,7 @@ class LimitedProtocol(H11Protocol):
             answer = self.conn.send(h11.Response(status_code=status, headers=headers, reason=REASON_PHRASES[status]))
             answer = (answer or b"") + (self.conn.send(h11.Data(data=body)) or b"")
             self.conn.send(h11.EndOfMessage())
-        except h11.LocalProtocolError:  # an answer is under way: it cannot be taken back
+        except h11.LocalProtocolError:  # a response has already started
             self.transport.abort()
             return
         self.transport.write(answer)

@@ -1,4 +1,4 @@
-"""What a client asks for, checked. Nothing that would change the answer is ignored: it is done or refused."""
+"""Parses and validates chat requests. Options that would change the answer are applied or rejected, never ignored."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "top_logprobs": (0,),
 }
-"""What reshapes the distribution or the text, and the values that leave both alone (None always does)."""
+"""Unsupported options that change the distribution or the text, with values that have no effect (None never has)."""
 
 
 class BadRequestError(ToolwiseError):
-    """A request that cannot be done; becomes OpenAI's error object."""
+    """An invalid request; becomes an OpenAI error object."""
 
     def __init__(
         self,
@@ -45,8 +45,7 @@ class BadRequestError(ToolwiseError):
         status: int = 400,
         close_connection: bool = False,
     ) -> None:
-        """`close_connection`: where one request ends and the next begins is in doubt, so the connection ends with this
-        one."""
+        """`close_connection`: close it because the boundary between this request and the next is uncertain."""
         super().__init__(message)
         self.param = param
         self.code = code
@@ -63,7 +62,7 @@ class FunctionSpec(BaseModel):
 
 
 class ToolSpec(BaseModel):
-    """A tool on offer. Fields we do not know are kept: the chat template may."""
+    """An offered tool. Unknown fields are kept, since the chat template may use them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -72,7 +71,7 @@ class ToolSpec(BaseModel):
 
 
 def _unwrap_arguments(value: Any) -> Any:
-    """Arguments that were no JSON object come as a JSON string; the template is to write what the model wrote."""
+    """Arguments that were not a JSON object arrive as a JSON string; unwrap it so the template writes the original."""
     if not isinstance(value, dict) or not isinstance(value.get("tool_calls"), list):
         return value
     return {**value, "tool_calls": [_unwrap_call(call) for call in value["tool_calls"]]}
@@ -90,7 +89,7 @@ def _unwrap_call(call: Any) -> Any:
 
 
 class ChatRequest(BaseModel):
-    """The body of POST /v1/chat/completions. Fields without effect here (user, metadata, …) are let through."""
+    """The body of POST /v1/chat/completions. Fields without effect here (user, metadata, …) are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=False)
 
@@ -100,9 +99,9 @@ class ChatRequest(BaseModel):
     )
     tools: list[ToolSpec] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none"] | None = None
-    """none: the tools are shown to the model, and what it writes is given back as text."""
+    """none: the model sees the tools, but its output is returned as text."""
     temperature: float | None = Field(default=None, ge=0, le=100, strict=True)
-    """0 takes the likeliest token each time; log-probs are then those at temperature 1."""
+    """0 is greedy decoding; log-probs are then computed at temperature 1."""
     max_tokens: int | None = Field(default=None, ge=1, lt=MAX_NEW_TOKENS, strict=True)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=MAX_NEW_TOKENS, strict=True)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, strict=True)
@@ -120,12 +119,12 @@ def read_request(raw: bytes) -> ChatRequest:
     try:
         value = read_json(raw)
     except ValueError as fault:
-        raise BadRequestError(f"the body is not JSON that can be used: {fault}") from None
+        raise BadRequestError(f"cannot read the JSON body: {fault}") from None
     if not isinstance(value, dict):
         raise BadRequestError("the body must be a JSON object with model and messages")
     _check_unsupported(value)
     try:
-        return ChatRequest.model_validate({name: given for name, given in value.items() if given is not None})
+        return ChatRequest.model_validate({name: field for name, field in value.items() if field is not None})
     except ValidationError as fault:
         first = fault.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -136,10 +135,10 @@ def read_request(raw: bytes) -> ChatRequest:
 
 def _check_unsupported(value: Mapping[str, Any]) -> None:
     for name, neutral in _NEUTRAL_VALUES.items():
-        given = value.get(name)
-        if given is not None and given not in neutral:
+        option = value.get(name)
+        if option is not None and option not in neutral:
             raise BadRequestError(
-                f"{name} is not supported here: leave it out, or give {json.dumps(neutral[0])}",
+                f"{name} is not supported: omit it, or use {json.dumps(neutral[0])}",
                 param=name,
                 code="unsupported_parameter",
             )

@@ -1,4 +1,4 @@
-"""A server in a thread, on a loopback port of its own: for tests, benchmarks and whoever needs one for a while."""
+"""A server in a background thread, by default on a free loopback port: for tests, benchmarks and short-lived use."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 START_S = 30.0
 GRACE_S = 5.0
-"""How long requests in flight may still take when the server is stopped."""
+"""Time for running requests to finish when the server stops."""
 
 
 class Server:
-    """`with Server(app) as server: …` serves `app` at `server.url`; leaving stops it and waits until it has stopped."""
+    """`with Server(app) as server: …` serves `app` at `server.url`; leaving the block stops it and joins the thread."""
 
     def __init__(self, app: Any, *, host: str = "127.0.0.1", port: int = 0, limits: ServerLimits | None = None) -> None:
         try:
@@ -31,7 +31,7 @@ class Server:
             raise MissingExtraError("uvicorn", "serve") from missing
         self.host = host
         self.port = port
-        """0 takes any free port; the one taken stands here once the server has started."""
+        """0 picks a free port, stored here once the server has started."""
         limits = limits or ServerLimits()
         self._server: uvicorn.Server = uvicorn.Server(
             uvicorn.Config(
@@ -51,13 +51,13 @@ class Server:
 
     @property
     def url(self) -> str:
-        """What an OpenAI client takes as its base URL."""
-        host = "127.0.0.1" if self.host in ("", "0.0.0.0") else self.host  # all addresses are not one to ask
+        """Base URL for an OpenAI client."""
+        host = "127.0.0.1" if self.host in ("", "0.0.0.0") else self.host  # the wildcard address is not a target
         return f"http://{host}:{self.port}/v1"
 
     def start(self) -> Server:
         if self._thread is not None:
-            raise ToolwiseError("this server was started before: make a new one")
+            raise ToolwiseError("a server can be started only once: create a new one")
         listening = socket.socket()
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -68,9 +68,9 @@ class Server:
         self.port = listening.getsockname()[1]
         self._thread = threading.Thread(target=self._run, args=(listening,), name="toolwise-serve", daemon=True)
         self._thread.start()
-        ends = time.monotonic() + START_S
+        deadline = time.monotonic() + START_S
         while not self._server.started:
-            if not self._thread.is_alive() or time.monotonic() > ends:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
                 self.stop()
                 raise ToolwiseError(f"the server at {self.url} did not start within {START_S:g} s")
             time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""A finished completion as the events of a stream: for clients that insist on one. Tokens are not sent as they come."""
+"""Sends a finished completion as stream events, for clients that require streaming. Tokens are not sent one by one."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What happened in a run, for people: curves, tables and a page to read, all made from the run's folder."""
+"""Plots, tables and an HTML report of a run, built from its folder."""

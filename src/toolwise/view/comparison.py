@@ -1,4 +1,4 @@
-"""Before and after in figures: the rows that the terminal's table and the page's table both show."""
+"""Metrics before and after training: the rows of the terminal table and of the report table."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from toolwise.training.trackers.console import format_metric
 from toolwise.training.trackers.conversation import clean_text
 
 HIGHER_IS_BETTER = frozenset({"correct", "score"})
-"""Figures of which more is better. Cost and tokens are spent for something: less is not good by itself."""
+"""Metrics where more is better. Cost and tokens are not judged: spending less is not good in itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricChange:
-    """One figure, before and after; either may not be there (yet)."""
+    """One metric before and after; either value may be missing."""
 
     name: str
     before: float | None
@@ -44,7 +44,7 @@ class MetricChange:
 
     @property
     def tone(self) -> str:
-        """`good`, `bad` or `same`: which way the figure went, as far as that can be said of it."""
+        """`good`, `bad` or `same`; `same` too for metrics where more is not better."""
         if abs(self.difference) < 5e-4 or self.name not in HIGHER_IS_BETTER:
             return "same"
         return "good" if self.difference > 0 else "bad"
@@ -52,7 +52,7 @@ class MetricChange:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """One kind of task, or all of them."""
+    """One kind of task, or all tasks."""
 
     label: str
     n: int | None
@@ -60,7 +60,7 @@ class ComparisonRow:
 
 
 def headline(summary: Mapping[str, Any]) -> list[MetricChange]:
-    """The run's own figures, those it has."""
+    """The run's main metrics, without missing ones."""
     before, after = _side(summary, "before"), _side(summary, "after")
     changes = [_change(name, before, after) for name in ("correct", "score", "cost", "tokens")]
     return [c for c in changes if c.before is not None or c.after is not None]
@@ -73,13 +73,13 @@ def rows_by_kind(summary: Mapping[str, Any]) -> list[ComparisonRow]:
     kinds_before, kinds_after = (_kinds(side) for side in (before, after))
     names = ("correct" if has_correct or kinds_before or kinds_after else "score", "cost")
 
-    def row(label: str, one: Mapping[str, Any], two: Mapping[str, Any]) -> ComparisonRow:
-        n = one.get("n") or two.get("n")
-        return ComparisonRow(clean_text(label), n, tuple(_change(name, one, two) for name in names))
+    def row(label: str, kind_before: Mapping[str, Any], kind_after: Mapping[str, Any]) -> ComparisonRow:
+        n = kind_before.get("n") or kind_after.get("n")
+        return ComparisonRow(clean_text(label), n, tuple(_change(name, kind_before, kind_after) for name in names))
 
     kinds = dict.fromkeys([*kinds_before, *kinds_after])
-    each = [row(kind, kinds_before.get(kind, {}), kinds_after.get(kind, {})) for kind in kinds]
-    return [row("all tasks", before, after), *each]
+    kind_rows = [row(kind, kinds_before.get(kind, {}), kinds_after.get(kind, {})) for kind in kinds]
+    return [row("all tasks", before, after), *kind_rows]
 
 
 def _change(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> MetricChange:

@@ -1,4 +1,4 @@
-"""Pictures of runs: how the share correct and the cost went, and what each kind of task gained."""
+"""Plots of runs: share correct and cost over steps, and the gain per kind of task."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from toolwise.view.comparison import headline, rows_by_kind
 DPI = 110
 MAX_KINDS = 8
 POLICY_REWARD = "router/r_task"
-"""What a router's policy earns, weighed by the odds of its routes."""
+"""Task reward of the router's policy, weighted by its route probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
 class Palette:
-    """Two colours that mean something, and greys."""
+    """Colours of a plot: greys, and one colour each for results and cost."""
 
     paper: str
     ink: str
@@ -38,7 +38,7 @@ DARK = Palette("#171b21", "#e6eaee", "#97a3af", "#2c333b", "#5b6672", "#5bb3cf",
 
 
 def draw_curves(run_dir: str | os.PathLike[str], out_png: str | os.PathLike[str]) -> Path:
-    """One figure of one run: share correct (or score), cost, before and after by kind."""
+    """Plot one run: share correct (or score), cost, before and after by kind."""
     out = Path(out_png)
     out.write_bytes(render_curves(open_run(run_dir)))
     return out
@@ -61,12 +61,12 @@ def render_curves(run: RunFolder, palette: Palette = LIGHT) -> bytes:
 
 
 def draw_seeds(run_dirs: Sequence[str | os.PathLike[str]], out_png: str | os.PathLike[str]) -> Path:
-    """Validation over steps for several runs of one recipe: each a thin line, their mean a bold one."""
+    """Plot validation over steps for several runs of one recipe: thin lines for runs, a bold one for the mean."""
     runs = [open_run(run_dir) for run_dir in run_dirs]
     name = "correct" if any(run.series("eval/correct")[0] for run in runs) else "score"
     curves = [series for run in runs if (series := run.series(f"eval/{name}"))[0]]
     if not curves:
-        raise ToolwiseError(f"no validation lines in {', '.join(map(str, run_dirs)) or 'no runs'}; nothing to draw")
+        raise ToolwiseError(f"no validation metrics in {', '.join(map(str, run_dirs)) or 'no runs'}; nothing to plot")
     figure = new_figure(LIGHT, (900, 560))
     axes = figure.add_axes((0.09, 0.12, 0.87, 0.76))
     style_axes(axes, LIGHT)
@@ -90,14 +90,14 @@ DrawPanel = Callable[[Any, RunFolder, Palette], None]
 
 def _panels(run: RunFolder) -> list[DrawPanel]:
     name = _main_metric(run)
-    found: list[DrawPanel] = []
+    panels: list[DrawPanel] = []
     if name is not None:
-        found.append(_draw_measure)
+        panels.append(_draw_measure)
     if run.series("cost/mean")[0] or run.series("eval/cost")[0]:
-        found.append(_draw_cost)
+        panels.append(_draw_cost)
     if run.kinds:
-        found.append(_draw_kinds)
-    return found
+        panels.append(_draw_kinds)
+    return panels
 
 
 def _main_metric(run: RunFolder) -> str | None:
@@ -114,7 +114,7 @@ def _training_names(name: str) -> tuple[str, ...]:
 def _draw_measure(axes: Any, run: RunFolder, palette: Palette) -> None:
     name = _main_metric(run) or "score"
     training, label = run.series(*_training_names(name)), "training"
-    if run.series(POLICY_REWARD)[0]:  # all rollouts of a routed run are more than its policy would take
+    if run.series(POLICY_REWARD)[0]:  # a routed run also samples routes its policy would rarely choose
         training, label = run.series(POLICY_REWARD), "training reward"
     _draw_series(axes, training, run.series(f"eval/{name}"), palette.after, label)
     draw_title(axes, _metric_label(name), palette)
@@ -159,10 +159,10 @@ def _draw_kinds(axes: Any, run: RunFolder, palette: Palette) -> None:
         for side, value, colour, offset in bars:
             if value is None:
                 continue
-            named = {"before": "before", "after": _after_legend(run)}[side] if index == 0 else None
-            axes.barh(index + offset, value, 0.26, color=colour, label=named, zorder=2)
-            said = f"{100 * value:.0f}%"
-            axes.text(value + 0.015, index + offset, said, va="center", color=palette.ink, fontsize=8.5)
+            legend = {"before": "before", "after": _after_legend(run)}[side] if index == 0 else None
+            axes.barh(index + offset, value, 0.26, color=colour, label=legend, zorder=2)
+            text = f"{100 * value:.0f}%"
+            axes.text(value + 0.015, index + offset, text, va="center", color=palette.ink, fontsize=8.5)
     axes.set_ylim(max(3, len(shown)) - 0.5, -0.5)
     axes.set_yticks([])
     axes.grid(True, axis="x", color=palette.rule, linewidth=0.8)
@@ -170,8 +170,8 @@ def _draw_kinds(axes: Any, run: RunFolder, palette: Palette) -> None:
     axes.set_xticks([0, 0.5, 1], ["0%", "50%", "100%"])
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="x", length=0)
-    of = f" ({len(shown)} of {len(rows)})" if len(shown) < len(rows) else ""
-    draw_title(axes, f"share correct by kind{of}", palette)
+    suffix = f" ({len(shown)} of {len(rows)})" if len(shown) < len(rows) else ""
+    draw_title(axes, f"share correct by kind{suffix}", palette)
     draw_legend(axes, palette)
 
 
@@ -180,14 +180,14 @@ def _after_legend(run: RunFolder) -> str:
 
 
 def _headline_text(run: RunFolder) -> str:
-    said = [
+    texts = [
         f"{change.name} {change.before_text} → {change.after_text}"
         if change.after is not None
         else f"{change.name} {change.before_text} before training"
         for change in headline(run.summary)
         if change.name != "tokens"
     ]
-    return "     ".join(said) + ("" if run.finished else "     (run not finished)")
+    return "     ".join(texts) + ("" if run.finished else "     (run not finished)")
 
 
 def _metric_label(name: str) -> str:
@@ -195,19 +195,19 @@ def _metric_label(name: str) -> str:
 
 
 def _escape_dollars(text: str) -> str:
-    """matplotlib reads a dollar sign as mathematics."""
+    """matplotlib parses text between dollar signs as math."""
     return clean_text(text).replace("$", r"\$")
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """The mean of a window around each value, about a twelfth of the run wide."""
+    """Centred moving average over about a twelfth of the run."""
     half = max(1, len(values) // 24)
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
 
 def new_figure(palette: Palette, size_px: tuple[int, int]) -> Any:
-    # A bare Figure instead of pyplot: nothing global, no window, safe from any thread.
+    # A bare Figure instead of pyplot: no global state, no window, safe in any thread.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -244,7 +244,7 @@ def format_step_axis(axes: Any, palette: Palette, *, share: bool) -> None:
 
 
 def draw_legend(axes: Any, palette: Palette) -> None:
-    """Between title and picture, where no line can be hidden by it."""
+    """Between the title and the axes, where it hides no line."""
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(-0.02, 0.995),

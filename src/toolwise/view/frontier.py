@@ -1,4 +1,4 @@
-"""A run's frontier on its page, read from the frontier.json in its folder: share correct against what tools cost."""
+"""The cost-score frontier in a run's report, read from frontier.json in its folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FrontierRecord = Mapping[str, Any]
 
 
 def read_frontier(run: RunFolder) -> FrontierRecord | None:
-    """The frontier.json of a run, old names replaced; None if there is none yet."""
+    """Read frontier.json, with old curve names replaced; None if the run has none."""
     file = run.path / "frontier.json"
     if not file.exists():
         return None
@@ -31,23 +31,23 @@ def read_frontier(run: RunFolder) -> FrontierRecord | None:
 
 
 def frontier_rows(frontier: FrontierRecord) -> dict[str, Any]:
-    """Two tables: a row a budget, and a row for each who knows of none."""
+    """Two tables: one row per budget, and one row per policy without a budget."""
     same = frontier["at_its_cost"]
-    held = [
+    by_budget = [
         [f"{point['budget']:g}", _format_estimate(point["cost"]), _format_estimate(point["score"], interval=True)]
-        + [_format_estimate(same[name][place]) for name in ("random", "oracle")]
-        + [_format_share(frontier["gap_closed"]["router"][place])]
-        for place, point in enumerate(_points(frontier, "router"))
+        + [_format_estimate(same[name][index]) for name in ("random", "oracle")]
+        + [_format_share(frontier["gap_closed"]["router"][index])]
+        for index, point in enumerate(_points(frontier, "router"))
     ]
     fixed = [
         [clean_text(name).lower(), _format_estimate(point["cost"]), _format_estimate(point["score"], interval=True)]
         for name, point in frontier["fixed"].items()
     ]
-    return {"held": held, "fixed": fixed, "rows": frontier["rows"], "draws": frontier["draws"]}
+    return {"held": by_budget, "fixed": fixed, "rows": frontier["rows"], "draws": frontier["draws"]}
 
 
 def render_frontier(frontier: FrontierRecord, palette: Palette = LIGHT) -> bytes:
-    """Score against cost: curves for whoever can keep to a budget, a dot for whoever cannot."""
+    """Plot score against cost: curves for policies that follow a budget, dots for fixed ones."""
     figure = new_figure(palette, (1200, 620))
     axes = figure.add_axes((0.06, 0.11, 0.91, 0.74))
     style_axes(axes, palette)
@@ -66,18 +66,18 @@ def render_frontier(frontier: FrontierRecord, palette: Palette = LIGHT) -> bytes
             axes.fill_between(xs, *_band(points), color=colour, alpha=0.13, linewidth=0, zorder=1)
     _draw_fixed(axes, frontier["fixed"], palette)
     axes.set_xlabel("calls per question", color=palette.muted, fontsize=9.5)
-    draw_title(axes, f"score against cost, {frontier['rows']} held-out questions × {frontier['draws']} draws", palette)
+    draw_title(axes, f"score against cost, {frontier['rows']} held-out tasks × {frontier['draws']} samples", palette)
     draw_legend(axes, palette)
     return to_png(figure)
 
 
 def _draw_fixed(axes: Any, fixed: Mapping[str, Mapping[str, Any]], palette: Palette) -> None:
-    """A dot each; of two that lie together the upper one has its name above it."""
-    known: list[tuple[float, float]] = []
+    """One dot each; if two are close, the label of the upper one goes above it."""
+    points: list[tuple[float, float]] = []
     for name, point in sorted(fixed.items(), key=lambda item: float(item[1]["score"]["value"])):
         at = (float(point["cost"]["value"]), float(point["score"]["value"]))
-        close = any(abs(at[0] - x) < 0.2 and abs(at[1] - y) < 0.03 for x, y in known)
-        known.append(at)
+        close = any(abs(at[0] - x) < 0.2 and abs(at[1] - y) < 0.03 for x, y in points)
+        points.append(at)
         axes.plot(*at, "o", color=palette.cost, markersize=6, zorder=5)
         offset = (9, 6 if close else -12)
         axes.annotate(name.lower(), at, xytext=offset, textcoords="offset points", fontsize=9, color=palette.muted)
@@ -85,9 +85,9 @@ def _draw_fixed(axes: Any, fixed: Mapping[str, Mapping[str, Any]], palette: Pale
 
 
 _LABELS = {
-    "router": "router, held to a budget",
+    "router": "router, within a budget",
     "random": "random routes",
-    "oracle": "oracle: knows the outcome of each route",
+    "oracle": "oracle, knows the result of every route",
 }
 
 
@@ -104,12 +104,12 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _format_estimate(found: Mapping[str, Any], *, interval: bool = False) -> str:
-    if not isinstance(found["value"], int | float):
+def _format_estimate(estimate: Mapping[str, Any], *, interval: bool = False) -> str:
+    if not isinstance(estimate["value"], int | float):
         return "–"
-    within = f" [{_number(found['low']):.2f} {_number(found['high']):.2f}]" if interval else ""
-    return f"{found['value']:.3f}{within}"
+    within = f" [{_number(estimate['low']):.2f} {_number(estimate['high']):.2f}]" if interval else ""
+    return f"{estimate['value']:.3f}{within}"
 
 
-def _format_share(found: Mapping[str, Any]) -> str:
-    return f"{found['value']:.0%}" if isinstance(found["value"], int | float) else "–"
+def _format_share(estimate: Mapping[str, Any]) -> str:
+    return f"{estimate['value']:.0%}" if isinstance(estimate["value"], int | float) else "–"

@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file that needs nothing else: figures, curves and conversations to read."""
+"""The report of a run: one self-contained HTML file with metrics, plots and conversations."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MAX_TURN_CHARS = 4000
-"""Characters of one turn that the page shows."""
+"""Characters shown per turn."""
 DIAGNOSIS_FIELDS = ("kind", "cause", "cure", "step")
 MAX_TABLE_ROWS = 24
-"""Rows of the training table: the first, the last and some between."""
+"""Rows of the training table, spread evenly over the run."""
 
 OUTCOME_LABELS = {
     "learned": ("wrong → right", "good"),
@@ -67,7 +67,7 @@ TRAINING_COLUMNS = (
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Write report.html and report.png into the run's folder, finished or not; give the page's path."""
+    """Write report.html and report.png into the run's folder, finished or not; return the path of the HTML file."""
     run = open_run(run_dir)
     light, dark = render_curves(run, LIGHT), render_curves(run, DARK)
     page = _render(run, light, dark)
@@ -76,7 +76,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def before_after_table(summary: Mapping[str, Any]) -> Table:
-    """The same figures for a terminal: all tasks and each kind, before and after."""
+    """The same metrics for a terminal: all tasks and each kind, before and after."""
     from rich.table import Table
     from rich.text import Text
 
@@ -130,7 +130,7 @@ def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
 
 
 def _without_secrets(config: str) -> str:
-    """A report is sent around: it shows that a key or a password was set, and not which."""
+    """Mask keys and passwords: reports are shared with others."""
     try:
         table = tomllib.loads(config)
     except (ValueError, RecursionError):
@@ -144,13 +144,13 @@ def _routing(run: RunFolder) -> dict[str, str] | None:
 
 
 def _frontier(run: RunFolder) -> dict[str, Any] | None:
-    found = read_frontier(run)
-    if found is None:
+    frontier = read_frontier(run)
+    if frontier is None:
         return None
     pictures = {
-        name: _data_uri(render_frontier(found, palette)) for name, palette in (("light", LIGHT), ("dark", DARK))
+        name: _data_uri(render_frontier(frontier, palette)) for name, palette in (("light", LIGHT), ("dark", DARK))
     }
-    return frontier_rows(found) | pictures
+    return frontier_rows(frontier) | pictures
 
 
 def _thinking(run: RunFolder) -> dict[str, str] | None:
@@ -173,7 +173,7 @@ def _facts(run: RunFolder) -> list[str]:
     if isinstance(summary.get("seconds"), int | float):
         facts.append(format_duration(summary["seconds"]))
     if isinstance(summary.get("peak_rss_mb"), int | float):
-        facts.append(f"{summary['peak_rss_mb']:,.0f} MB of memory at most")
+        facts.append(f"{summary['peak_rss_mb']:,.0f} MB peak memory")
     if summary.get("seed") is not None:
         facts.append(f"seed {summary['seed']}")
     if failed := describe_totals(summary.get("faults") or {}):
@@ -237,14 +237,14 @@ def _rollout_view(record: Mapping[str, Any], title: str, scale: float = 0.0) -> 
 def _turn_shades(
     turns: Sequence[Turn], advantages: Sequence[float | None], scale: float
 ) -> list[dict[str, str] | None]:
-    """How strongly to colour each turn: its step's advantage against the largest on the page.
+    """Colour strength of each turn: its step's advantage relative to the largest on the page.
 
-    Steps are counted from the end: a prompt may bring assistant messages of its own.
+    Steps are counted from the end, because a prompt may contain assistant messages.
     """
-    acted = max((turn.assistant_index for turn in turns if turn.assistant_index is not None), default=-1) + 1
+    assistant_turns = max((turn.assistant_index for turn in turns if turn.assistant_index is not None), default=-1) + 1
     shades: list[dict[str, str] | None] = []
     for turn in turns:
-        step = -1 if turn.assistant_index is None else turn.assistant_index - (acted - len(advantages))
+        step = -1 if turn.assistant_index is None else turn.assistant_index - (assistant_turns - len(advantages))
         advantage = advantages[step] if 0 <= step < len(advantages) else None
         if scale <= 0 or advantage is None:
             shades.append(None)
@@ -273,13 +273,13 @@ def _cell(value: Any) -> str:
 
 
 def _question(record: Mapping[str, Any]) -> str:
-    asked = [turn.text for turn in conversation_turns(record.get("messages")) if turn.kind == "user"]
-    return shorten(asked[0], 140) if asked else clean_text(record.get("task_id"))
+    questions = [turn.text for turn in conversation_turns(record.get("messages")) if turn.kind == "user"]
+    return shorten(questions[0], 140) if questions else clean_text(record.get("task_id"))
 
 
 def _truncate(text: str) -> str:
-    left_out = len(text) - MAX_TURN_CHARS
-    return text if left_out <= 0 else f"{text[:MAX_TURN_CHARS]}\n[… {left_out:,} characters more]"
+    omitted = len(text) - MAX_TURN_CHARS
+    return text if omitted <= 0 else f"{text[:MAX_TURN_CHARS]}\n[… {omitted:,} more characters]"
 
 
 def _data_uri(png: bytes) -> str:
@@ -287,8 +287,8 @@ def _data_uri(png: bytes) -> str:
 
 
 def _replace_file(path: Path, data: bytes) -> Path:
-    """Whole or not at all: a page may be open in a browser while it is written anew."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_bytes(data)
-    beside.replace(path)
+    """Replace atomically: the page may be open in a browser meanwhile."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)
     return path

@@ -1,4 +1,4 @@
-"""What is worth reading of a run: held-out tasks whose outcome changed, training groups with a lesson."""
+"""Selects rollouts for the report: held-out tasks whose outcome changed, and groups with different scores."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Outcome = Literal[
 ]
 
 MAX_PER_OUTCOME: dict[Outcome, int] = {"learned": 8, "better": 8, "cheaper": 2, "lost": 2, "worse": 2, "still wrong": 3}
-"""How many tasks of each outcome a page shows, in this order; better and worse: no verdict, but scores."""
+"""Tasks shown per outcome, in this order. `better` and `worse` compare scores where correctness is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskChange:
-    """The same held-out task before and after."""
+    """One held-out task before and after training."""
 
     before: Record
     after: Record | None
@@ -29,7 +29,7 @@ class TaskChange:
 
 
 def changed_tasks(before: Sequence[Record], after: Sequence[Record]) -> list[TaskChange]:
-    """Tasks to show side by side, spread over the kinds. Without a second validation: a few as they were."""
+    """Tasks to show side by side, spread over the kinds; without a second validation, a few from before."""
     if not after:
         return [TaskChange(record, None, "not repeated") for record in _interleave_kinds(before)[:4]]
     later = {record.get("task_id"): record for record in after}
@@ -44,7 +44,7 @@ def changed_tasks(before: Sequence[Record], after: Sequence[Record]) -> list[Tas
 
 
 def contrasting_groups(rollouts: Iterable[Record], limit: int = 2) -> list[list[Record]]:
-    """Groups whose rollouts fared differently, best and worst of each: where an advantage can be seen."""
+    """Best and worst rollout of the groups with the largest score difference."""
     groups: dict[Any, list[Record]] = defaultdict(list)
     for record in rollouts:
         if largest_advantage([record]) > 0:
@@ -58,10 +58,10 @@ def contrasting_groups(rollouts: Iterable[Record], limit: int = 2) -> list[list[
 
 
 def advantages_of(record: Record) -> list[float | None]:
-    """One a step, None where the run gave none."""
+    """One per step, None if the step has none."""
     steps = record.get("steps")
-    found = [step.get("advantage") if isinstance(step, Mapping) else None for step in steps or ()]
-    return [float(a) if isinstance(a, int | float) else None for a in found]
+    values = [step.get("advantage") if isinstance(step, Mapping) else None for step in steps or ()]
+    return [float(a) if isinstance(a, int | float) else None for a in values]
 
 
 def largest_advantage(records: Iterable[Record]) -> float:
@@ -81,7 +81,7 @@ def _outcome(before: Record, after: Record) -> Outcome:
 
 
 def _interleave_kinds(records: Sequence[Record]) -> list[Record]:
-    """One of each kind in turn, so that a few from the front show every kind."""
+    """Reorder so that the first few records cover every kind."""
     kinds: dict[Any, list[Record]] = defaultdict(list)
     for record in records:
         kinds[record.get("kind")].append(record)

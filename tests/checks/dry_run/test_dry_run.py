@@ -1,4 +1,4 @@
-"""`toolwise train CONFIG --dry-run`: what it shows, what it catches, and what it leaves alone."""
+"""`toolwise train CONFIG --dry-run`: its output, the problems it finds, and that it changes nothing."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_it_estimates_memory_and_time_and_says_from_what(shown: str) -> None:
     for part in ("weights 8.7 MB", "gradients 8.7 MB", "optimizer states 17 MB", "KV cache"):
         assert part in shown
     assert re.search(r"time    .*\d.*: 1000 steps of 2 tasks × 3 rollouts", shown)
-    assert "from 2 tasks × 3 rollouts: the shorter time if" in shown
+    assert "from 2 tasks × 3 rollouts: low if" in shown
 
 
 @pytest.mark.long
@@ -171,13 +171,13 @@ def test_a_template_that_fails_on_the_prompt_fails_it(tmp_path: Path, dry_run: C
 def test_a_constant_reward_is_noted(dry_run: Callable[..., Any]) -> None:
     ended = dry_run({"reward": {"function": "rewards.py:constant"}})
     assert ended.status == 0
-    assert "note: all 4 rollouts got the score 1: rollouts that score the same teach nothing" in ended.out
+    assert "note: all 4 rollouts scored 1: equal scores give no training signal" in ended.out
 
 
 @pytest.mark.long
 def test_cut_replies_are_noted(dry_run: Callable[..., Any]) -> None:
     ended = dry_run({"rollout": {"max_new_tokens": 2}})
-    assert "replies were cut after rollout.max_new_tokens = 2 tokens" in ended.out
+    assert "replies were cut off at rollout.max_new_tokens = 2 tokens" in ended.out
 
 
 def test_it_works_without_held_out_tasks_and_with_one_task(tmp_path: Path, cli: Callable[..., Any]) -> None:

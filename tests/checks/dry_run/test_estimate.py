@@ -1,4 +1,4 @@
-"""Estimates scale what was measured to the size of the run."""
+"""Estimates scale the measurements to the size of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trial goes through the parts of a training step and leaves them as they were."""
+"""A trial runs the parts of a training step without changing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checker against good worlds, which pass, and against one planted bug of each kind, which is found."""
+"""`check_env` passes good environments and finds one planted bug of each kind."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_what_a_good_world_is_told() -> None:
         "a step after the end is refused (step 2 raised RuntimeError: the episode is over)",
     )
     assert "another seed gives another episode" in verdict(check, "determinism")[1]
-    assert verdict(check, "done and truncated")[1] == "episodes tried: ended, went on"
+    assert verdict(check, "done and truncated")[1] == "episodes tried: ended, did not end"
 
 
 class BreaksAtReset(Corridor):
@@ -294,26 +294,26 @@ class SynchronousReset(Corridor):
         (BreaksAtReset, "life cycle", "wrong", "reset raised OSError: no world"),
         (BreaksInAStep, "life cycle", "wrong", "step 1 raised KeyError"),
         (BreaksWhenClosed, "life cycle", "wrong", "close raised OSError: stuck"),
-        (FiveValues, "life cycle", "wrong", "step 1 gave 5 values"),
-        (SynchronousReset, "life cycle", "wrong", "reset is no coroutine"),
+        (FiveValues, "life cycle", "wrong", "step 1 returned 5 values"),
+        (SynchronousReset, "life cycle", "wrong", "reset is not a coroutine"),
         (Hangs, "life cycle", "wrong", "step 1 took longer than 0.5 s"),
         (BadReward, "types", "wrong", "the reward is nan"),
-        (TruncatedAndGoingOn, "done and truncated", "wrong", 'info["truncated"] is True and done is not'),
+        (TruncatedAndGoingOn, "done and truncated", "wrong", 'info["truncated"] is True but done is not'),
         (BadSpecs, "tool specs", "wrong", "its parameters are not a valid JSON schema"),
-        (TwinSpecs, "tool specs", "wrong", "two tools have the name 'go'"),
+        (TwinSpecs, "tool specs", "wrong", "two tools are named 'go'"),
         (SilentSpecs, "tool specs", "warning", "no description"),
         (IgnoresTheSeed, "determinism", "wrong", "at reset: observation"),
         (RandomSteps, "determinism", "wrong", "at step 1: observation"),
         (RandomStates, "determinism", "wrong", "at reset: state_key"),
-        (ConstantStates, "state key", "warning", "always the same"),
-        (UniqueStates, "state key", "warning", "were met only once"),
+        (ConstantStates, "state key", "warning", "constant over"),
+        (UniqueStates, "state key", "warning", "occurred only once"),
         (SharedState, "independence", "wrong", "keep state in the object"),
         (CrashesOnNonsense, "invalid actions", "wrong", "step 1 raised KeyError"),
         (TakesNonsense, "invalid actions", "warning", "was not marked"),
-        (GoesOnAfterTheEnd, "after the end", "wrong", "goes on with the episode"),
-        (ClosesOnce, "close", "wrong", "the second time, close raised OSError: closed already"),
-        (ClosesOnlyAfterReset, "close", "wrong", "without a reset before, close raised AttributeError"),
-        (WrongGold, "gold actions", "wrong", "1 gold actions, and the episode went on"),
+        (GoesOnAfterTheEnd, "after the end", "wrong", "continues the episode"),
+        (ClosesOnce, "close", "wrong", "second call: close raised OSError: closed already"),
+        (ClosesOnlyAfterReset, "close", "wrong", "without a reset: close raised AttributeError"),
+        (WrongGold, "gold actions", "wrong", "1 gold actions, but the episode did not end"),
         (LongGold, "gold actions", "wrong", "of 10 gold actions"),
         (UnrewardedGold, "gold actions", "wrong", "without reaching the goal: they earn -"),
         (FailedGold, "gold actions", "wrong", 'info["success"] is False'),

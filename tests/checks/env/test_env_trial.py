@@ -1,4 +1,4 @@
-"""A trial reads answers strictly and says in one line what is wrong with them."""
+"""A trial validates return values strictly and describes each problem in one line."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_answers_that_fit(step: Any) -> None:
         (("", 0.0, False, None), "info is None"),
         (("", 0.0, False, {"truncated": "no"}), "info[\"truncated\"] is 'no'"),
         (("", 0.0, False, {"is_action_valid": 0}), 'info["is_action_valid"] is 0'),
-        (("", 0.0, False, {"x": object()}), "info cannot be written as JSON"),
+        (("", 0.0, False, {"x": object()}), "info is not JSON-serializable"),
     ],
 )
 def test_answers_that_do_not(step: Any, said: str) -> None:
@@ -79,14 +79,17 @@ def test_answers_that_do_not(step: Any, said: str) -> None:
 
 
 def test_a_state_key_that_is_no_string() -> None:
-    assert problems(World(key=3)) == [f"{at}: state_key is 3; give a string or None" for at in ("reset", "step 1")]
+    assert problems(World(key=3)) == [f"{at}: state_key is 3; use a string or None" for at in ("reset", "step 1")]
 
 
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        (("", 0.0, False, False, {}), 'step 1 gave 5 values; give (observation, reward, done, info), with info["tr'),
-        ("seen", "step 1 gave 'seen'"),
+        (
+            ("", 0.0, False, False, {}),
+            'step 1 returned 5 values; return (observation, reward, done, info), with info["tr',
+        ),
+        ("seen", "step 1 returned 'seen'"),
         (KeyError("a\nb"), "step 1 raised KeyError: 'a\\nb'"),
     ],
 )
@@ -112,7 +115,7 @@ def test_a_step_that_is_late_and_one_that_is_not_async() -> None:
 
     with pytest.raises(EnvViolation, match=r"step 1 took longer than 0\.05 s"):
         asyncio.run(live(Slow()))
-    with pytest.raises(EnvViolation, match="step 1 is no coroutine"):
+    with pytest.raises(EnvViolation, match="step 1 is not a coroutine"):
         asyncio.run(live(Plain()))
 
 

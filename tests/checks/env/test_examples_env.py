@@ -1,4 +1,4 @@
-"""Actions to try a world with: those that fit, and those that fit nothing."""
+"""Test actions for environments: valid and invalid ones."""
 
 from __future__ import annotations
 

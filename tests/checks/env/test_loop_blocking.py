@@ -1,4 +1,4 @@
-"""Who blocks the event loop is named, and does not hold up whoever asks."""
+"""Code that blocks the event loop is named, and does not block the checker."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_block_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) 
     verdict, says = run_watched(work, limit_s=0.4)
     free.set()
     assert verdict == "wrong"
-    assert "blocked it for over 0.4 s" in says
+    assert "blocked the event loop, and so all rollouts, for over 0.4 s" in says
     assert time.monotonic() - began < 10
 
 

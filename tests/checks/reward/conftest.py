@@ -1,4 +1,4 @@
-"""Shared by the tests of authoring: a file for a reward, and the sample of rollouts as stored ones."""
+"""Fixtures for the reward checks: a reward file, and the sample rollouts as stored ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_stored(tmp_path: Path) -> MakeStored:
 
 @pytest.fixture
 def make_reward(tmp_path: Path) -> Callable[[str], str]:
-    """`make_reward(body)`: a reference to a function `judge` in a file of its own."""
+    """`make_reward(body)`: a reference to a function `judge` in a new file."""
 
     def make(code: str) -> str:
         path = tmp_path / "judge.py"

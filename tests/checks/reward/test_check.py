@@ -56,15 +56,15 @@ BAD: dict[str, tuple[str, set[str], str]] = {
         "import random\ndef judge(messages, ground_truth):\n"
         "    return float(right(messages, ground_truth) or random.random() / 2)",
         {"determinism"},
-        "another result the second time",
+        "a different result on the second pass",
     ),
     "a counter": (
         "seen = []\ndef judge(messages, ground_truth):\n    seen.append(1)\n"
         "    return float(right(messages, ground_truth) or 0.001 * len(seen))",
         {"determinism"},
-        "another result the second time",
+        "a different result on the second pass",
     ),
-    "constant": ("def judge(messages, ground_truth):\n    return 1.0", {"spread", "empty"}, "teaches nothing"),
+    "constant": ("def judge(messages, ground_truth):\n    return 1.0", {"spread", "empty"}, "gives no training signal"),
     "the same within each group": (
         "def judge(messages, ground_truth):\n    return float(ground_truth)",
         {"spread", "empty"},
@@ -90,7 +90,7 @@ BAD: dict[str, tuple[str, set[str], str]] = {
     "gold is not best": (
         "def judge(messages, ground_truth):\n    return right(messages, ground_truth) + 0.5 * len(messages)",
         {"gold"},
-        "3 of 3 gold answers are beaten",
+        "3 of 3 gold answers score below",
     ),
     "empty is best": (
         "def judge(messages, ground_truth):\n"
@@ -102,7 +102,7 @@ BAD: dict[str, tuple[str, set[str], str]] = {
         "def judge(messages, ground_truth):\n"
         "    return float(messages[-1].content[0] == 'A' and right(messages, ground_truth))",
         {"empty"},
-        "it fails on an empty answer",
+        "the reward fails on 3 of 3 empty answers",
     ),
     "a step that is no number": (
         "from toolwise import EvaluateResult, StepOutput\ndef judge(messages, ground_truth):\n"
@@ -155,7 +155,7 @@ def test_a_reward_that_depends_on_the_order_is_found(make_stored: MakeStored, ma
     found = check(reference, make_stored(), gold=False)
     determinism = next(f for f in found.findings if f.name == "determinism")
     assert wrong(found) == {"determinism"}
-    assert "it depends on their order, or keeps something between calls" in determinism.says
+    assert "it depends on their order, or keeps state between calls" in determinism.says
     assert determinism.figures["differ_again"] == 0
     assert determinism.figures["differ_elsewhere"] == 12
 
@@ -206,7 +206,7 @@ def test_columns_reach_the_function(make_stored: MakeStored, make_reward: MakeRe
 
 
 def test_gold_answers_are_the_ground_truths_where_no_one_gives_any(make_stored: MakeStored) -> None:
-    """RLLA's ground truth is the answer itself; GSM8K's has to be said after the mark."""
+    """RLLA's ground truth is the answer itself; GSM8K expects it after the `####` mark."""
     rows = [{key: value for key, value in row.items() if key != "gold"} for row in sample_rows()]
     for row in rows:
         row["messages"][-1]["content"] = row["messages"][-1]["content"].replace("Answer: ", "#### ")
@@ -286,7 +286,7 @@ def test_the_starter_aligns_where_users_speak_several_times(how: str, make_store
     reference = str(create_reward_files(tmp_path / "started", "mine")[0])
     steps = next(finding for finding in check(reference, stored, gold=False).findings if finding.name == "steps")
     assert steps.verdict == "ok", steps
-    assert "fit their steps" in steps.says
+    assert "match their steps" in steps.says
     scoring = build_scoring(RewardConfig(function=reference))
     try:
         [result] = asyncio.run(scoring.evaluate([stored[0].rollout], step=0))

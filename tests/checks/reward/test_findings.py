@@ -1,4 +1,4 @@
-"""Each judgement alone, on results made by hand."""
+"""Each finding on its own, on hand-made results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gold and empty answers: how they are made, and who must score best."""
+"""Gold and empty answers: how they are built, and which must score best."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_messages_follow_the_prompt_or_are_the_whole(make_stored: MakeStored, ma
 
 
 def test_a_gold_that_is_none_is_refused(make_stored: MakeStored, make_reward: MakeReward) -> None:
-    with pytest.raises(DataError, match="task task-0, field gold: neither a text nor messages"):
+    with pytest.raises(DataError, match="task task-0, field gold: not a text or messages"):
         trials_of(make_reward(LENGTH), make_stored(rows(gold=17)))
 
 

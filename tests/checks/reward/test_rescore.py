@@ -1,4 +1,4 @@
-"""Then and now: what changed, which faults went away, and new rows that never take an old file's place."""
+"""Rescoring: changed scores, fixed errors, and new rows that never overwrite a file."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def test_no_file_is_ever_overwritten(tmp_path: Path) -> None:
     assert unused_path(tmp_path, "rewards.py:judge") == tmp_path / "rescored-judge-2.jsonl"
     assert unused_path(tmp_path / "step-000001.jsonl", "a:b + c:d").name == "step-000001-rescored-d.jsonl"
     assert unused_path(tmp_path, "some/where/honest.py") == tmp_path / "rescored-honest.jsonl"
-    with pytest.raises(DataError, match="is there already"):
+    with pytest.raises(DataError, match="already exists"):
         unused_path(tmp_path, "", first)
-    with pytest.raises(DataError, match=r"end --out in \.jsonl"):
+    with pytest.raises(DataError, match=r"ends in \.jsonl"):
         unused_path(tmp_path, "", tmp_path / "new.txt")
 
 

@@ -1,4 +1,4 @@
-"""Which rollouts share a call, and what a pass does when calls run out of time."""
+"""Which rollouts share a call, and how a pass handles timeouts."""
 
 from __future__ import annotations
 

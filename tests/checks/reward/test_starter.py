@@ -1,4 +1,4 @@
-"""Files to begin with: named as asked, never in the place of others."""
+"""Template files: named as requested, and never overwriting others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_sample_has_groups_to_learn_from(tmp_path: Path) -> None:
 @pytest.mark.parametrize("taken", ["mine.py", "mine_rollouts.jsonl"])
 def test_nothing_is_overwritten(taken: str, tmp_path: Path) -> None:
     (tmp_path / taken).write_text("precious")
-    with pytest.raises(ConfigError, match=f"{taken} is there already"):
+    with pytest.raises(ConfigError, match=f"{taken} already exists"):
         create_reward_files(tmp_path, "mine")
     assert (tmp_path / taken).read_text() == "precious"
     assert len(list(tmp_path.iterdir())) == 1
@@ -41,6 +41,6 @@ def test_nothing_is_overwritten(taken: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["my-reward", "2nd", "class", "a/b", ""])
 def test_a_name_that_python_cannot_have_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no name for a function"):
+    with pytest.raises(ConfigError, match="is not a valid function name"):
         create_reward_files(tmp_path, name)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Rollouts come back from a run, from its files and from rows of one's own; bad rows are named."""
+"""Rollouts are read from a run, its files and user rows; errors name the bad row."""
 
 from __future__ import annotations
 
@@ -132,11 +132,11 @@ def test_the_step_stands_in_the_row_or_in_the_name_of_the_file(make_stored: Make
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": "2 + 2?"}, "field messages: missing.*a file of tasks"),
+        ({"prompt": "2 + 2?"}, "field messages: missing.*a task file"),
         ({"messages": []}, "field messages: missing"),
-        ({"messages": "hello"}, "field messages: .*no list"),
+        ({"messages": "hello"}, "field messages: .*not a list"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "field messages: role"),
-        ({"messages": [ASKED, SAID], "reward_kwargs": [1]}, "field reward_kwargs: no object"),
+        ({"messages": [ASKED, SAID], "reward_kwargs": [1]}, "field reward_kwargs: not an object"),
         ({"messages": [ASKED, SAID], "extra_info": "{"}, "field extra_info: not an object"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The checker finds each way to break the life cycle, and finds nothing where there is nothing to find."""
+"""`check_tool` finds each way to break the tool contract, and passes good tools."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ReleasesAll(Counter):
 
 
 class Shares(Counter):
-    """All instances of a time see one count; it begins anew when nobody is there."""
+    """Instances that exist at the same time share one count; it resets when none is left."""
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         await super().execute(instance_id, parameters)
@@ -82,7 +82,7 @@ class Random(Counter):
 
 
 class Counts(Counter):
-    """Never begins anew."""
+    """Never resets."""
 
     every = itertools.count()
 
@@ -91,7 +91,7 @@ class Counts(Counter):
 
 
 class Clock(Counter):
-    """Says the same for a while, and then something else."""
+    """Returns the same text for a while, then another."""
 
     said = 0
 
@@ -179,10 +179,15 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     ("tool", "name", "verdict", "says"),
     [
         (Counter(name="no spaces"), "name", "wrong", "use 1 to 64 letters"),
-        (Counter(description=""), "description", "warning", "models choose by it"),
+        (Counter(description=""), "description", "warning", "models choose tools by their description"),
         (Counter(parameters={"type": "objekt"}), "schema", "wrong", "not a valid JSON schema"),
         (Counter(parameters={"type": "array"}), "schema", "wrong", "arguments are always an object"),
-        (Counter(parameters={"type": "object", "required": ["x"]}), "schema", "wrong", "required, but no property: x"),
+        (
+            Counter(parameters={"type": "object", "required": ["x"]}),
+            "schema",
+            "wrong",
+            "required, but not in properties: x",
+        ),
         (
             Counter(parameters={"type": "object", "properties": {"x": {"type": "string"}}}),
             "schema",
@@ -190,26 +195,26 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
             "no description: x",
         ),
         (SameId(), "life cycle", "wrong", "the same id twice"),
-        (OwnId(), "life cycle", "warning", "give back the id you were given"),
-        (NoId(), "life cycle", "wrong", "create gave 7"),
-        (BadReward(), "life cycle", "wrong", "calc_reward gave nan"),
-        (ReleasesOnce(), "life cycle", "wrong", "release fails where there is nothing to release: KeyError"),
+        (OwnId(), "life cycle", "warning", "return the given id"),
+        (NoId(), "life cycle", "wrong", "create returned 7"),
+        (BadReward(), "life cycle", "wrong", "calc_reward returned nan"),
+        (ReleasesOnce(), "life cycle", "wrong", "release fails if the instance is already released: KeyError"),
         (ReleasesAll(), "life cycle", "wrong", "KeyError"),
-        (gives("text"), "results", "wrong", "give (text, reward or None, info)"),
-        (gives(3, None, {}), "results", "wrong", "the text 3; give a string"),
+        (gives("text"), "results", "wrong", "return (text, reward or None, info)"),
+        (gives(3, None, {}), "results", "wrong", "the text 3; return a string"),
         (gives("x", float("inf"), {}), "results", "wrong", "the reward inf"),
         (gives("x", True, {}), "results", "wrong", "the reward True"),
         (gives("x", None, None), "results", "wrong", "the info None"),
-        (gives("x", None, {"a": object()}), "results", "wrong", "cannot be written as JSON"),
+        (gives("x", None, {"a": object()}), "results", "wrong", "not JSON-serializable"),
         (Long(), "results", "warning", "5000 characters"),
-        (Random(), "equal calls", "warning", "chance, the clock, or a state that they share"),
-        (Counts(), "equal calls", "warning", "a state that they share"),
-        (Clock(), "instances", "warning", "cannot be told"),
-        (Shares(), "instances", "wrong", "keep what belongs to a rollout under its instance_id"),
+        (Random(), "equal calls", "warning", "randomness, the clock, or shared state"),
+        (Counts(), "equal calls", "warning", "shared state"),
+        (Clock(), "instances", "warning", "cannot be tested"),
+        (Shares(), "instances", "wrong", "keep state per instance_id"),
         (Raises(), "odd arguments", "warning", "raises UnicodeEncodeError"),
         (Refuses(), "odd arguments", "ok", "all were answered"),
-        (Fragile(), "odd arguments", "wrong", "brings down what stands behind the tool"),
-        (Stubborn(), "cancelling", "wrong", "still at work"),
+        (Fragile(), "odd arguments", "wrong", "breaks the tool's backend"),
+        (Stubborn(), "cancelling", "wrong", "still runs"),
     ],
 )
 def test_each_fault_is_found_where_it_is(tool: BaseTool, name: str, verdict: str, says: str) -> None:
@@ -221,7 +226,7 @@ def test_each_fault_is_found_where_it_is(tool: BaseTool, name: str, verdict: str
 def test_a_call_that_never_ends_is_wrong_and_the_rest_is_skipped() -> None:
     check = check_tool(Hangs(), timeout_s=0.2)
     assert seen(check, "life cycle")[0] == "wrong"
-    assert "took longer than 0.2 s; the arguments were made up" in seen(check, "life cycle")[1]
+    assert "took longer than 0.2 s; the arguments were generated" in seen(check, "life cycle")[1]
     assert seen(check, "cancelling") == ("skipped", "not tried")
     assert not check.ok
 

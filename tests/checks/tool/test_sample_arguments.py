@@ -1,4 +1,4 @@
-"""Made-up arguments: the plain ones fit, the bad ones do not."""
+"""Generated arguments: minimal ones fit the schema, bad ones do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a trial one by one; what each fault looks like to an author is in test_conformance.py."""
+"""The parts of a trial one by one; test_conformance.py tests the findings that authors see."""
 
 from __future__ import annotations
 

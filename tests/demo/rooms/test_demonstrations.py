@@ -1,4 +1,4 @@
-"""Demonstrations: the right way, in the format, with levels that tell nothing of when to think; and what they teach."""
+"""Demonstrations: correct walks in the right format, with levels independent of difficulty; and SFT on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Houses: every one can be left, halls need the map, and the thoughts say what is so."""
+"""Houses: each has a way out, halls need the map, and the thoughts are correct."""
 
 from __future__ import annotations
 

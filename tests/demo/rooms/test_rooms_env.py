@@ -1,4 +1,4 @@
-"""The house as an environment: sound, learnable from, and strict in halls alone."""
+"""The house as an environment: passes the checks, is learnable, and is strict only in halls."""
 
 from __future__ import annotations
 

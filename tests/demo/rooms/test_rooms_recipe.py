@@ -1,4 +1,4 @@
-"""The shared settings: a run of them walks, ends, and is learned from."""
+"""The base configuration: a run with it rolls out, ends, and trains."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_a_step_of_learning_from_walks_in_the_world(tmp_path: Path) -> None:
     finally:
         run.close()
     assert result.metrics["rollouts"] == 2
-    assert result.metrics["score/mean"] == 0.0  # a model that was taught nothing of this finds no way out
+    assert result.metrics["score/mean"] == 0.0  # a model without this SFT data finds no way out
     for scored in result.scored:
         told = [step.step_info for step in scored.rollout.steps]
-        assert {info.get("step_kind", "easy") for info in told} == {"easy"}  # a reply that was cut is told nothing
+        assert {info.get("step_kind", "easy") for info in told} == {"easy"}  # a truncated reply gets no info
         assert {info["state_key"] for info in told} == {"house 0, place 0"}
 
 

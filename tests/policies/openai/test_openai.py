@@ -204,7 +204,7 @@ def test_a_conversation_too_long_for_the_model_is_an_ending_and_no_fault(server:
 
 
 def test_a_model_that_is_not_there_is_said_to_be_so(server: Server) -> None:
-    with pytest.raises(PolicyError, match=r"HTTP 404: there is no model 'large' here; there is: small$"):
+    with pytest.raises(PolicyError, match=r"HTTP 404: model 'large' not found; available: small$"):
         run(OpenAIAgentPolicy(server.url, "large").get_action(user("Hi")))
 
 

@@ -1,4 +1,4 @@
-"""`toolwise train CONFIG --dry-run`: two tasks for real, what is wrong, and what the run would need."""
+"""`toolwise train CONFIG --dry-run`: run two tasks, report problems, estimate memory and time."""
 
 from toolwise.checks.dry_run.command import dry_run
 

@@ -1,4 +1,4 @@
-"""The dry run of a configuration, from loading to the verdict, with everything it shows."""
+"""The dry run of a configuration, from loading to the report, and the text it prints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN_CHARACTERS = 200
 def dry_run(config: RunConfig, show: Show) -> DryRunReport:
     """Load everything, roll out and score two tasks, compute their gradients, and estimate memory and time.
 
-    Nothing is written and no weight changes. The configuration has problems where `DryRunReport.problems` is not empty.
+    Writes nothing and changes no weights. The configuration is bad if `DryRunReport.problems` is not empty.
     """
     with show_startup():
         run = assemble(config)
@@ -49,8 +49,8 @@ async def _run_trial(run: Run, show: Show) -> DryRunReport:
     show_memory(estimate_memory(run, rollouts, update), show)
     show_time(run, estimate_time(run, rollouts, update), show)
     if update is None:
-        why = "no rollout can be learned from" if run.config.router.train_actor else "router.train_actor is false"
-        findings.notes.append(f"the actor's update was not tried: {why}")
+        why = "no rollout is trainable" if run.config.router.train_actor else "router.train_actor is false"
+        findings.notes.append(f"the actor update was not tried: {why}")
     return findings
 
 
@@ -59,31 +59,31 @@ def show_settings(run: Run, show: Show) -> None:
     for line in to_toml(run.config, changed_only=True).splitlines():
         show(f"  {line}".rstrip())
     show(
-        f"\n{len(run.batches.tasks)} training tasks, {run.batches.batches_per_epoch} batches an epoch, "
+        f"\n{len(run.batches.tasks)} training tasks, {run.batches.batches_per_epoch} batches per epoch, "
         f"{len(run.validation_tasks)} held-out tasks, tools: {', '.join(run.scheduler.tools) or 'none'}"
     )
 
 
 def show_rollouts(trial: RolloutTrial, show: Show) -> None:
-    """One rollout of each task, and the scores of the others."""
+    """Print the first rollout of each task and the scores of all of them."""
     by_task = {
         task.task_id: [s for s in trial.scored if s.rollout.task.task_id == task.task_id] for task in trial.tasks
     }
     for number, (task_id, scored) in enumerate(by_task.items(), 1):
-        show(f"\nTask {number} of {len(by_task)}: {clean_text(task_id)}, {len(scored)} rollouts, the first of them:")
+        show(f"\nTask {number} of {len(by_task)}: {clean_text(task_id)}, {len(scored)} rollouts, first one:")
         if not scored:
             continue
         for label, text, _ in rollout_lines(rollout_record(scored[0]), SHOWN_CHARACTERS):
             show(f"  {label:<8}{text}")
         route = f", route {scored[0].rollout.route}" if scored[0].rollout.route else ""
         show(f"  score {_score(scored[0])}, stop reason {scored[0].rollout.stop_reason.value}{route}")
-        show(f"  scores of all: {_format_counts([_score(s) for s in scored])}")
+        show(f"  all scores: {_format_counts([_score(s) for s in scored])}")
 
 
 def show_memory(memory: MemoryEstimate, show: Show) -> None:
     parts = ", ".join(f"{name} {_bytes(size)}" for name, size in memory.parts.items())
-    short = "" if memory.total <= memory.available else ": MORE THAN THERE IS"
-    show(f"  memory  about {_bytes(memory.total)} of {_bytes(memory.available)} on {memory.device}{short}")
+    warning = "" if memory.total <= memory.available else ": NOT ENOUGH MEMORY"
+    show(f"  memory  about {_bytes(memory.total)} of {_bytes(memory.available)} on {memory.device}{warning}")
     show(f"          {parts}")
     show(f"          from {memory.basis}")
 
@@ -93,9 +93,9 @@ def show_time(run: Run, time: TimeEstimate, show: Show) -> None:
     size = f"{config.data.batch_size} tasks × {config.rollout.n} rollouts"
     show(f"  time    {_range(time.total)}: {config.trainer.total_steps} steps of {size} at {_range(time.step)} each")
     show(
-        f"          a step: rollouts {_range(time.rollout)}, rewards {_seconds(time.score_s)}, update "
+        f"          per step: rollouts {_range(time.rollout)}, rewards {_seconds(time.score_s)}, update "
         f"{_seconds(time.update_s)}; validation of {len(run.validation_tasks)} held-out tasks "
-        f"{_range(time.validation)} in all"
+        f"{_range(time.validation)} in total"
     )
     show(f"          {time.basis}")
 

@@ -1,4 +1,4 @@
-"""What a run would take, scaled up from two tasks: memory and time, each with what the estimate rests on."""
+"""Memory and time estimates for a run, extrapolated from the two trial tasks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class MemoryEstimate:
     available: int
     device: str
     basis: str
+    """What the estimate is based on."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeRange:
-    """Seconds: `low` if all rollouts of a step overlap, `most` if they take turns."""
+    """Seconds: `low` if all rollouts of a step overlap, `high` if they run one after another."""
 
     low: float
     high: float
@@ -40,7 +41,7 @@ class TimeEstimate:
     update_s: float
     step: TimeRange
     validation: TimeRange
-    """All validations of the run together."""
+    """All validations of the run."""
     total: TimeRange
     basis: str
 
@@ -49,24 +50,24 @@ def estimate_memory(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None
     config, device = run.config, run.learner.device
     scale = config.data.batch_size / len(rollouts.tasks)
     parts = static_parts(run)
-    basis = ["sizes of the weights"]
+    basis = ["weight sizes"]
     sampled = sum(s.rollout.usage.sampled_tokens for s in rollouts.scored)
     rows = update.tokens if update is not None else sampled
     cache = cache_bytes(run)
     if cache is not None:
-        whole, per_token = cache
-        # A GPU's cache is allocated whole; a CPU's grows as it is used, and is emptied after each update.
-        parts["KV cache"] = whole if device.type == "cuda" else min(whole, int(scale * rows * per_token))
+        cache_size, per_token = cache
+        # On a GPU the whole cache is allocated up front; on a CPU it grows with use and is emptied after each update.
+        parts["KV cache"] = cache_size if device.type == "cuda" else min(cache_size, int(scale * rows * per_token))
     if update is not None and update.peak_bytes is not None:
-        most = config.actor.micro_batch_tokens
-        growth = min(most, scale * rows) / max(1, min(most, rows))
-        # The gradients were part of the peak that was measured.
+        limit = config.actor.micro_batch_tokens
+        growth = min(limit, scale * rows) / max(1, min(limit, rows))
+        # The measured peak includes the gradients.
         parts["activations"] = max(0, int((update.peak_bytes - parts.get("gradients", 0)) * growth))
         basis.append(f"activations measured for {update.tokens:,} tokens")
     total = sum(parts.values())
-    held = resident_bytes()
-    if device.type != "cuda" and held is not None:
-        parts["Python, PyTorch and data"] = max(0, held - parts["weights"] - parts.get("reference model", 0))
+    resident = resident_bytes()
+    if device.type != "cuda" and resident is not None:
+        parts["Python, PyTorch and data"] = max(0, resident - parts["weights"] - parts.get("reference model", 0))
         total += parts["Python, PyTorch and data"]
     return MemoryEstimate(parts, total, device_bytes(device), str(device), ", ".join(basis))
 
@@ -78,7 +79,7 @@ def estimate_time(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) 
     if update is not None:
         update_s = update.seconds + (config.actor.ppo_epochs - 1) * update.gradient_s
         critic = run.learner.critic
-        if critic is not None:  # its passes cost as much as the actor's, in proportion to its size
+        if critic is not None:  # its passes cost as much as the actor's, scaled by parameter count
             sizes = [sum(p.numel() for p in model.parameters()) for model in (critic.model, run.learner.model)]
             update_s += config.critic.epochs * update.gradient_s * sizes[0] / max(1, sizes[1])
     score_s, update_s = scale * rollouts.score_s, scale * update_s
@@ -90,7 +91,7 @@ def estimate_time(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) 
     held_out = TimeRange(min(1.0, share) * rollouts.rollout_s, share * rollouts.rollout_s)
     validation = validations * (held_out + TimeRange(share * rollouts.score_s, share * rollouts.score_s))
     basis = (
-        f"from {len(rollouts.tasks)} tasks × {config.rollout.n} rollouts: the shorter time if all rollouts of a step "
-        "overlap, the longer if they take turns"
+        f"from {len(rollouts.tasks)} tasks × {config.rollout.n} rollouts: low if all rollouts of a step overlap, "
+        "high if they run one after another"
     )
     return TimeEstimate(rollout, score_s, update_s, step, validation, steps * step + validation, basis)

@@ -1,4 +1,4 @@
-"""Memory of a run, part by part: what is known from shapes, and what was measured."""
+"""Memory of a run by component: computed from tensor shapes, or measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FP32 = 4
 
 
 def measure_peak(work: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
-    """The result of `work`, and the bytes that it needed at its peak beyond what was held before."""
+    """Run `work`; return its result and its peak memory in bytes above the level before it, or None if unknown."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -25,29 +25,29 @@ def measure_peak(work: Callable[[], T], device: torch.device) -> tuple[T, int | 
         result = work()
         torch.cuda.synchronize(device)
         return result, torch.cuda.max_memory_allocated(device) - before
-    held = _status_bytes("VmRSS:") if _reset_peak() else None
+    resident = _status_bytes("VmRSS:") if _reset_peak() else None
     result = work()
     peak = _status_bytes("VmHWM:")
-    return result, None if held is None or peak is None else max(0, peak - held)
+    return result, None if resident is None or peak is None else max(0, peak - resident)
 
 
 def resident_bytes() -> int | None:
-    """Memory of this process now; None where the system does not say."""
+    """Resident memory of this process; None if the system does not report it."""
     return _status_bytes("VmRSS:")
 
 
 def device_bytes(device: torch.device) -> int:
-    """All the memory that the device, or this machine, has."""
+    """Total memory of the GPU, or of this machine for a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def static_parts(run: Run) -> dict[str, int]:
-    """Bytes of what lives as long as the run: weights, gradients, optimizer states and copies."""
+    """Bytes of everything that lives as long as the run: weights, gradients, optimizer states and copies."""
     learner = run.learner
     parts = {"weights": _size(learner.model.parameters())} | _training_parts(learner.optimizer)
-    if learner.reference is not None and learner.adapters is None:  # adapters are switched off instead of copied
+    if learner.reference is not None and learner.adapters is None:  # adapters are turned off instead
         parts["reference model"] = parts["weights"]
     if learner.critic is not None:
         parts["critic"] = _size(learner.critic.model.parameters())
@@ -66,7 +66,7 @@ def _training_parts(optimizer: Optimizer) -> dict[str, int]:
 
 
 def cache_bytes(run: Run) -> tuple[int, int] | None:
-    """(bytes of the engine's whole KV cache, bytes a token); None where another engine has its own."""
+    """(bytes of the whole KV cache, bytes per token); None for an engine that manages its own cache."""
     engine: Any = run.policy.engine
     if not hasattr(engine, "runner") or not hasattr(engine, "blocks"):
         return None
@@ -79,7 +79,7 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 
 def _reset_peak() -> bool:
-    """Linux: let VmHWM count from now on."""
+    """Reset VmHWM, the peak resident size (Linux)."""
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")

@@ -1,4 +1,4 @@
-"""What is wrong with the rollouts of a trial: problems that would stop or ruin a run, and notes worth reading."""
+"""Finds problems in the trial rollouts: problems fail the dry run, notes are only shown."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from toolwise.training.run import Run
 from toolwise.types import ScoredRollout, StepData, StopReason
 
 TOOL_FAULTS = ("exception", "timeout", "server_down")
-"""Failures of a call that are the tool's fault, not the model's."""
+"""Kinds of failed calls caused by the tool, not by the model."""
 TEMPLATE_FAULT = "the chat template of "
-"""How a fault in rendering begins: it comes back whenever a conversation takes that turn."""
+"""Start of a template error message. Such an error recurs whenever a conversation reaches the same state."""
 
 
 @dataclass(slots=True)
 class DryRunReport:
     problems: list[str] = field(default_factory=list)
-    """Each one fails the dry run."""
+    """Any of these fails the dry run."""
     notes: list[str] = field(default_factory=list)
     traceback: str = ""
-    """Of the first reward that failed."""
+    """Traceback of the first failed reward."""
 
 
 def find_problems(run: Run, scored: Sequence[ScoredRollout]) -> DryRunReport:
@@ -36,16 +36,16 @@ def find_problems(run: Run, scored: Sequence[ScoredRollout]) -> DryRunReport:
 
 
 def _check_rewards(run: Run, scored: Sequence[ScoredRollout], findings: DryRunReport) -> None:
-    name, allowed = run.scoring.rewards.name, run.config.reward.max_error_rate
-    faults = [s.result.error for s in scored if s.result.error is not None]
-    if faults:
+    name, max_error_rate = run.scoring.rewards.name, run.config.reward.max_error_rate
+    errors = [s.result.error for s in scored if s.result.error is not None]
+    if errors:
         text = (
-            f"the reward {name} failed on {len(faults)} of {len(scored)} rollouts: {faults[0].kind}: "
-            f"{_one_line(faults[0].message)}"
+            f"the reward {name} failed on {len(errors)} of {len(scored)} rollouts: {errors[0].kind}: "
+            f"{_one_line(errors[0].message)}"
         )
-        if len(faults) > allowed * len(scored):
+        if len(errors) > max_error_rate * len(scored):
             findings.problems.append(text)
-            findings.traceback = faults[0].traceback
+            findings.traceback = errors[0].traceback
         else:
             findings.notes.append(text)
     elif not any(s.result.has_valid_score for s in scored):
@@ -55,14 +55,14 @@ def _check_rewards(run: Run, scored: Sequence[ScoredRollout], findings: DryRunRe
 
 
 def _check_endings(scored: Sequence[ScoredRollout], findings: DryRunReport) -> None:
-    lost = [s.rollout for s in scored if not s.rollout.trainable or not s.rollout.steps]
-    refused = [r for r in lost if r.stop_reason is StopReason.POLICY_FAULT and TEMPLATE_FAULT in (r.fault or "")]
-    others = [r for r in lost if r not in refused]
-    for ended in (refused, others):
-        if ended:
-            cause = _one_line(ended[0].fault or ended[0].stop_reason.value)
-            text = f"{len(ended)} of {len(scored)} rollouts ended with {ended[0].stop_reason.value}: {cause}"
-            serious = ended is refused or len(lost) == len(scored)
+    unusable = [s.rollout for s in scored if not s.rollout.trainable or not s.rollout.steps]
+    refused = [r for r in unusable if r.stop_reason is StopReason.POLICY_FAULT and TEMPLATE_FAULT in (r.fault or "")]
+    other_errors = [r for r in unusable if r not in refused]
+    for rollouts in (refused, other_errors):
+        if rollouts:
+            cause = _one_line(rollouts[0].fault or rollouts[0].stop_reason.value)
+            text = f"{len(rollouts)} of {len(scored)} rollouts ended with {rollouts[0].stop_reason.value}: {cause}"
+            serious = rollouts is refused or len(unusable) == len(scored)
             (findings.problems if serious else findings.notes).append(text)
 
 
@@ -71,26 +71,26 @@ def _check_tools(run: Run, scored: Sequence[ScoredRollout], findings: DryRunRepo
     working: set[str] = set()
     raising: set[str] = set()
     for step in (step for s in scored for step in s.steps):
-        made, failed = step.step_info.get("calls") or {}, step.step_info.get("failed_calls") or {}
-        calls.update(made)
-        if sum(failed.get(kind, 0) for kind in TOOL_FAULTS) < sum(made.values()):
-            working.update(made)
-        if failed.get("exception", 0) == sum(made.values()):
-            raising.update(made)
+        step_calls, failed = step.step_info.get("calls") or {}, step.step_info.get("failed_calls") or {}
+        calls.update(step_calls)
+        if sum(failed.get(kind, 0) for kind in TOOL_FAULTS) < sum(step_calls.values()):
+            working.update(step_calls)
+        if failed.get("exception", 0) == sum(step_calls.values()):
+            raising.update(step_calls)
     for name, count in calls.items():
         if name not in working and name in run.scheduler.tools:
-            said = next((m.content or "" for s in scored for m in s.rollout.messages if m.name == name), "")
-            text = f"the tool {name} failed on every call ({count}): {_one_line(said).removeprefix('error: ')}"
+            message = next((m.content or "" for s in scored for m in s.rollout.messages if m.name == name), "")
+            text = f"the tool {name} failed on every call ({count}): {_one_line(message).removeprefix('error: ')}"
             (findings.problems if count > 1 or name in raising else findings.notes).append(text)
     unused = [name for name in run.scheduler.tools if name not in calls]
     if unused:
         findings.notes.append(
-            f"never called here: {', '.join(unused)}; `toolwise check tool` tries a tool without a model"
+            f"never called: {', '.join(unused)}; test a tool without a model with `toolwise check tool`"
         )
 
 
 def _check_prompts(run: Run, scored: Sequence[ScoredRollout], findings: DryRunReport) -> None:
-    """A chat template that ignores `tools` trains an agent that is never told about them."""
+    """With a chat template that ignores `tools`, the agent never sees them."""
     if run.config.env.name != "tools":
         return
     for s in scored:
@@ -106,16 +106,14 @@ def _check_prompts(run: Run, scored: Sequence[ScoredRollout], findings: DryRunRe
 
 
 def _first_prompt(run: Run, scored: ScoredRollout) -> str:
-    told = [step.policy_logprobs for step in scored.steps if step.policy_logprobs]
-    return str(run.chat.tokenizer.decode(list(told[0].get("prompt_ids", ())))) if told else ""
+    sampled = [step.policy_logprobs for step in scored.steps if step.policy_logprobs]
+    return str(run.chat.tokenizer.decode(list(sampled[0].get("prompt_ids", ())))) if sampled else ""
 
 
 def _check_scores(scored: Sequence[ScoredRollout], findings: DryRunReport) -> None:
     scores = [s.score for s in scored if s.result.has_valid_score]
     if len(scores) > 1 and len(set(scores)) == 1:
-        findings.notes.append(
-            f"all {len(scores)} rollouts got the score {scores[0]:g}: rollouts that score the same teach nothing"
-        )
+        findings.notes.append(f"all {len(scores)} rollouts scored {scores[0]:g}: equal scores give no training signal")
 
 
 def _check_lengths(run: Run, scored: Sequence[ScoredRollout], findings: DryRunReport) -> None:
@@ -123,7 +121,7 @@ def _check_lengths(run: Run, scored: Sequence[ScoredRollout], findings: DryRunRe
     cut = [s for s in steps if (s.policy_logprobs or {}).get("finish_reason") == "length"]
     if steps and 2 * len(cut) > len(steps):
         findings.notes.append(
-            f"{len(cut)} of {len(steps)} replies were cut after rollout.max_new_tokens = "
+            f"{len(cut)} of {len(steps)} replies were cut off at rollout.max_new_tokens = "
             f"{run.config.rollout.max_new_tokens} tokens: raise it"
         )
 

@@ -1,4 +1,4 @@
-"""Two tasks of a run for real: rolled out, scored, and taken through the learner without changing a weight."""
+"""Runs two tasks of a run: rollouts, scores and gradients, without changing a weight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class RolloutTrial:
-    """The rollouts of the first tasks, as a training step would make them."""
+    """Rollouts of the first tasks, made as in a training step."""
 
     tasks: Sequence[Task]
     scored: Sequence[ScoredRollout]
@@ -33,29 +33,29 @@ class RolloutTrial:
 
 @dataclass(frozen=True, slots=True)
 class UpdateTrial:
-    """What those rollouts cost the learner."""
+    """Cost of learning from those rollouts."""
 
     seconds: float
-    """Of one pass: annotation, thinking alternatives, forward and backward."""
+    """Duration of one pass: annotation, thinking alternatives, forward and backward."""
     gradient_s: float
-    """Of the forward and backward pass alone."""
+    """Duration of the forward and backward pass alone."""
     peak_bytes: int | None
-    """Memory that the pass needed beyond what was held before; None where it cannot be measured."""
+    """Peak memory of the pass above the level before it; None if it cannot be measured."""
     tokens: int
-    """Tokens in the rows that were learned from."""
+    """Tokens in the training rows."""
 
 
 async def try_rollouts(run: Run) -> RolloutTrial:
-    """Roll out and score the first tasks in whole groups: the path of a training step."""
+    """Roll out and score whole groups of the first tasks, as a training step does."""
     tasks = run.batches.tasks[:TRIAL_TASKS]
     n = run.config.rollout.n
     _skip_warm_start(run)
     announce("warming up the model")
-    # One short generation first: kernels that are compiled on first use are no part of a step's time.
+    # One short generation first, so that kernel compilation does not count towards the step time.
     sampling = replace(run.policy.sampling, max_new_tokens=WARM_UP_TOKENS)
     await run.policy.generate([run.chat.end_id], sampling)
     announce(f"rolling out {len(tasks)} tasks × {n}")
-    began = time.perf_counter()
+    start = time.perf_counter()
     decisions = run.router.decide(tasks, n, 0)
     rollouts = await run.scheduler.roll_out(decisions, do_sample=run.config.rollout.do_sample)
     rolled_out = time.perf_counter()
@@ -63,41 +63,41 @@ async def try_rollouts(run: Run) -> RolloutTrial:
     rollouts = list(run.router.with_written_usage(rollouts))
     results = await run.scoring.evaluate(rollouts, step=0)
     scored = align_rollouts(rollouts, results)
-    return RolloutTrial(tasks, scored, rolled_out - began, time.perf_counter() - rolled_out)
+    return RolloutTrial(tasks, scored, rolled_out - start, time.perf_counter() - rolled_out)
 
 
 async def try_update(run: Run, scored: Sequence[ScoredRollout]) -> UpdateTrial | None:
-    """The learner's part of a step, up to the gradients; None where there is nothing to learn from."""
+    """The learner's part of a step up to the gradients; None if no rollout is trainable."""
     usable, _, _ = select_groups(
         scored,
-        keeps_equal=lambda score: True,  # equal scores cost as much as others
+        keeps_equal=lambda score: True,  # groups with equal scores cost the same time
         mask_truncated=run.config.algorithm.mask_truncated,
         min_group_size=min_group_size(run.estimator),
     )
     if not usable or not run.config.router.train_actor:
         return None
-    announce("computing gradients, without changing a weight")
-    began = time.perf_counter()
-    thought, _ = await think(run, scored, usable)
-    credited, _ = credit(run.estimator, attach_thinking(run.learner.annotate(usable), thought))
+    announce("computing gradients (weights stay unchanged)")
+    start = time.perf_counter()
+    thinking, _ = await think(run, scored, usable)
+    credited, _ = credit(run.estimator, attach_thinking(run.learner.annotate(usable), thinking))
     if run.thinking is not None:
         credited = annotate_added_rows(run.learner, credited)
-    prepared_s = time.perf_counter() - began
+    prepared_s = time.perf_counter() - start
     _, peak = measure_peak(lambda: run.learner.dry_run_update(credited), run.learner.device)
-    began = time.perf_counter()  # the second time: the first one also compiles and allocates
+    start = time.perf_counter()  # time the second call: the first also compiles and allocates
     run.learner.dry_run_update(credited)
-    gradient_s = time.perf_counter() - began
+    gradient_s = time.perf_counter() - start
     return UpdateTrial(prepared_s + gradient_s, gradient_s, peak, sum(map(_tokens, credited)))
 
 
 def _tokens(rollout: CreditedRollout) -> int:
-    """The length of a rollout's longest row."""
-    told = [step.policy_logprobs or {} for step in rollout.steps]
-    return max((len(t.get("prompt_ids", ())) + len(t.get("token_ids", ())) for t in told), default=0)
+    """Length of the rollout's longest row."""
+    sampled = [step.policy_logprobs or {} for step in rollout.steps]
+    return max((len(data.get("prompt_ids", ())) + len(data.get("token_ids", ())) for data in sampled), default=0)
 
 
 def _skip_warm_start(run: Run) -> None:
-    """A router's warm start goes over all labelled tasks: too long for a trial, and it changes weights."""
+    """Skip the router's warm start: it covers all labelled tasks, which takes too long, and it changes weights."""
     state: dict[str, Any] = run.router.state_dict()
     if "warmed" in state:
         run.router.load_state_dict({**state, "warmed": True})

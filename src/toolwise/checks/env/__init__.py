@@ -1,1 +1,1 @@
-"""Is it an environment? What `toolwise check env` tries on one."""
+"""`toolwise check env`: tests an environment before a run uses it."""

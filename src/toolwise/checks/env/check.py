@@ -1,4 +1,4 @@
-"""`check_env`: whether an environment keeps what rollouts rely on, tried out before a run trusts it."""
+"""`check_env`: tests whether an environment meets the contract that rollouts rely on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolwise.envs.base import BaseEnv
 
 @dataclass(frozen=True, slots=True)
 class CheckFinding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     name: str
     verdict: Verdict
@@ -22,7 +22,7 @@ class CheckFinding:
 
 @dataclass(frozen=True, slots=True)
 class EnvCheck:
-    """All that was found about one environment."""
+    """All findings about one environment."""
 
     env: str
     findings: tuple[CheckFinding, ...]
@@ -46,20 +46,21 @@ def check_env(
     max_steps: int = 20,
     step_timeout_s: float = 10.0,
 ) -> EnvCheck:
-    """Tries `make`'s environments out, each for one episode.
+    """Check the environments that `make` creates, using a new one for each episode.
 
-    `actions` are valid ones to play with, where neither the environment nor its tools tell. `gold` reaches the goal; by
-    default what the environment's `gold_actions` gives. The goal is reached where the last of them ends the episode
-    untruncated with `info["success"]`, or with rewards above 0 in all, or of at least `gold_reward`.
+    `actions` are valid actions to sample from, for environments with neither `example_actions` nor tools. `gold` is a
+    sequence of actions that reaches the goal, by default the environment's `gold_actions`. The goal counts as reached
+    if the last gold action ends the episode untruncated with `info["success"]`, or with a total reward above 0, or of
+    at least `gold_reward`.
     """
-    exam = EnvChecks(make, list(actions), gold, gold_reward, seed, max_steps, step_timeout_s)
+    checks = EnvChecks(make, list(actions), gold, gold_reward, seed, max_steps, step_timeout_s)
     findings: list[CheckFinding] = []
 
-    def tell(name: str, verdict: Verdict, says: str) -> None:
+    def report(name: str, verdict: Verdict, says: str) -> None:
         findings.append(CheckFinding(name, verdict, says))
 
-    blocked = run_watched(lambda: exam.run(tell), limit_s=step_timeout_s)
+    blocked = run_watched(lambda: checks.run(report), limit_s=step_timeout_s)
     findings.append(CheckFinding("event loop", *blocked))
     tried = {finding.name for finding in findings}
-    findings += [CheckFinding(name, "skipped", "not tried") for name in exam.names() if name not in tried]
+    findings += [CheckFinding(name, "skipped", "not tried") for name in checks.names() if name not in tried]
     return EnvCheck(name, tuple(findings))

@@ -1,4 +1,4 @@
-"""An environment on trial: its answers are asked for under a deadline, read strictly, and noted for comparison."""
+"""Runs one environment under test: every call has a deadline, results are validated and recorded for comparison."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from toolwise.messages import ToolCall, as_messages
 T = TypeVar("T")
 
 
-class EnvViolation(Exception):  # noqa: N818 (a finding about somebody's code, not an error of ours)
-    """What an environment did that none may do, in one line."""
+class EnvViolation(Exception):  # noqa: N818 (a finding about user code, not an error in Toolwise)
+    """One line on how an environment breaks the contract."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvSnapshot:
-    """All that an agent, and the credit it gets, can know after `reset` or one `step`; plain, to be compared."""
+    """What the agent and credit assignment see after `reset` or one `step`, as plain data that can be compared."""
 
     observation: Any
     reward: float | None = None
@@ -37,7 +37,7 @@ class EnvSnapshot:
         return bool(self.info.get("truncated"))
 
     def difference(self, other: EnvSnapshot) -> str | None:
-        """The first thing in which two moments differ, in words."""
+        """Describe the first field in which two snapshots differ."""
         for name in ("observation", "reward", "done", "state_key", "tools", "info"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -46,7 +46,7 @@ class EnvSnapshot:
 
 
 class EnvTrial:
-    """One environment and what came of it so far. `problems` are answers of a wrong type, in words."""
+    """One environment and its snapshots so far. `problems` describes return values of the wrong type."""
 
     def __init__(self, env: BaseEnv, limit_s: float) -> None:
         self.env = env
@@ -65,28 +65,28 @@ class EnvTrial:
 
     async def step(self, action: Any) -> EnvSnapshot:
         where = f"step {len(self.snapshots)}"
-        given = await self._with_timeout(self.env.step(_to_env_action(action, self.env.structured_actions)), where)
-        if not isinstance(given, tuple) or len(given) != 4:
-            what = f"{len(given)} values" if isinstance(given, tuple) else f"{given!r:.60}"
-            cure = '(observation, reward, done, info), with info["truncated"] for an episode cut short'
-            raise EnvViolation(f"{where} gave {what}; give {cure}")
-        observation, reward, done, info = given
+        result = await self._with_timeout(self.env.step(_to_env_action(action, self.env.structured_actions)), where)
+        if not isinstance(result, tuple) or len(result) != 4:
+            what = f"{len(result)} values" if isinstance(result, tuple) else f"{result!r:.60}"
+            expected = '(observation, reward, done, info), with info["truncated"] for a truncated episode'
+            raise EnvViolation(f"{where} returned {what}; return {expected}")
+        observation, reward, done, info = result
         if not isinstance(done, bool):
-            self.problems.append(f"{where}: done is {short_repr(done)}; give True or False")
+            self.problems.append(f"{where}: done is {short_repr(done)}; use True or False")
         if reward is not None and not _is_number(reward):
-            self.problems.append(f"{where}: the reward is {short_repr(reward)}; give a finite number or None")
+            self.problems.append(f"{where}: the reward is {short_repr(reward)}; use a finite number or None")
         if not isinstance(info, dict):
-            self.problems.append(f"{where}: info is {short_repr(info)}; give a dictionary")
+            self.problems.append(f"{where}: info is {short_repr(info)}; use a dictionary")
         else:
             self._check_info(info, where)
-        known = info if isinstance(info, dict) else {}
-        return self._record(where, observation, float(reward) if _is_number(reward) else None, bool(done), known)
+        valid_info = info if isinstance(info, dict) else {}
+        return self._record(where, observation, float(reward) if _is_number(reward) else None, bool(done), valid_info)
 
     async def final_rewards(self) -> dict[str, float]:
-        given = await self._with_timeout(self.env.final_rewards(), "final_rewards")
-        if not isinstance(given, dict) or not all(_is_number(value) for value in given.values()):
-            raise EnvViolation(f"final_rewards gave {given!r:.60}; give a dictionary of finite numbers")
-        return given
+        rewards = await self._with_timeout(self.env.final_rewards(), "final_rewards")
+        if not isinstance(rewards, dict) or not all(_is_number(value) for value in rewards.values()):
+            raise EnvViolation(f"final_rewards returned {rewards!r:.60}; return a dictionary of finite numbers")
+        return rewards
 
     async def close(self) -> None:
         await self._with_timeout(self.env.close(), "close")
@@ -101,14 +101,14 @@ class EnvTrial:
     ) -> EnvSnapshot:
         key: Any = self._call_sync(lambda: self.env.state_key, f"{where}: state_key")
         if key is not None and not isinstance(key, str):
-            self.problems.append(f"{where}: state_key is {short_repr(key)}; give a string or None")
+            self.problems.append(f"{where}: state_key is {short_repr(key)}; use a string or None")
             key = str(key)
         tools = self._call_sync(self.env.tool_specs, f"{where}: tool_specs")
-        moment = EnvSnapshot(
+        snapshot = EnvSnapshot(
             self._read(observation, where), reward, done, to_jsonable(info or {}), key, to_jsonable(tools)
         )
-        self.snapshots.append(moment)
-        return moment
+        self.snapshots.append(snapshot)
+        return snapshot
 
     def _read(self, observation: Any, where: str) -> Any:
         if isinstance(observation, str):
@@ -116,39 +116,39 @@ class EnvTrial:
         try:
             return [message.to_openai() for message in as_messages(observation)]
         except ValueError:
-            self.problems.append(f"{where}: the observation is {short_repr(observation)}; give a string or messages")
+            self.problems.append(f"{where}: the observation is {short_repr(observation)}; use a string or messages")
             return to_jsonable(observation)
 
     def _check_info(self, info: dict[str, Any], where: str) -> None:
         for name in ("truncated", "is_action_valid"):
             if not isinstance(info.get(name, False), bool):
-                self.problems.append(f'{where}: info["{name}"] is {short_repr(info[name])}; give True or False')
+                self.problems.append(f'{where}: info["{name}"] is {short_repr(info[name])}; use True or False')
         try:
             json.dumps(info)
         except (TypeError, ValueError, RecursionError) as fault:
-            self.problems.append(f"{where}: info cannot be written as JSON ({fault}); rollouts are kept as JSON")
+            self.problems.append(f"{where}: info is not JSON-serializable ({fault}); rollouts are stored as JSON")
 
     async def _with_timeout(self, work: Any, what: str) -> Any:
         if not isinstance(work, Coroutine):
-            raise EnvViolation(f"{what} is no coroutine; write it as async def")
-        late = TimeoutError()
+            raise EnvViolation(f"{what} is not a coroutine; define it with async def")
+        timeout = TimeoutError()
         try:
-            return await run_with_deadline(self.limit_s, work, late)
+            return await run_with_deadline(self.limit_s, work, timeout)
         except Exception as fault:
-            if fault is late:
+            if fault is timeout:
                 raise EnvViolation(f"{what} took longer than {self.limit_s:g} s") from None
             raise EnvViolation(f"{what} raised {type(fault).__name__}: {one_line(str(fault))}") from fault
 
-    def _call_sync(self, ask: Callable[[], T], what: str) -> T:
+    def _call_sync(self, function: Callable[[], T], what: str) -> T:
         try:
-            return ask()
+            return function()
         except Exception as fault:
             raise EnvViolation(f"{what} raised {type(fault).__name__}: {one_line(str(fault))}") from fault
 
 
 @asynccontextmanager
 async def open_trial(env: BaseEnv, limit_s: float) -> AsyncIterator[EnvTrial]:
-    """A trial that is closed at its end; what went wrong before is not hidden by a close that fails as well."""
+    """A trial that is closed on exit. An error in the body is not masked by an error in `close`."""
     trial = EnvTrial(env, limit_s)
     try:
         yield trial
@@ -159,19 +159,19 @@ async def open_trial(env: BaseEnv, limit_s: float) -> AsyncIterator[EnvTrial]:
     await trial.close()
 
 
-def as_action(given: Any) -> Any:
-    """An action as files write it: text, one call `{"name": …, "arguments": …}`, or a list of such calls."""
-    if isinstance(given, str):
-        return given
-    calls = given if isinstance(given, list) else given.get("tool_calls") or ([given] if "name" in given else [])
+def as_action(action: Any) -> Any:
+    """Parse an action: text, one call `{"name": …, "arguments": …}`, or a list of such calls."""
+    if isinstance(action, str):
+        return action
+    calls = action if isinstance(action, list) else action.get("tool_calls") or ([action] if "name" in action else [])
     if not calls:
-        return dict(given)
-    read = [
+        return dict(action)
+    tool_calls = [
         c if isinstance(c, ToolCall) else ToolCall.model_validate({"id": f"call_{i}", **c}) for i, c in enumerate(calls)
     ]
-    content = given.get("content", "") if isinstance(given, dict) else ""
-    first = {"name": read[0].name, "arguments": read[0].arguments}
-    return {"type": "tool_call", "content": content, **first, "tool_calls": read}
+    content = action.get("content", "") if isinstance(action, dict) else ""
+    first = {"name": tool_calls[0].name, "arguments": tool_calls[0].arguments}
+    return {"type": "tool_call", "content": content, **first, "tool_calls": tool_calls}
 
 
 def _to_env_action(action: Any, structured: bool) -> Any:
@@ -186,7 +186,7 @@ def _is_number(value: Any) -> bool:
 
 
 def short_repr(value: Any) -> str:
-    """`value` in one short line."""
+    """`repr` on one line, cut to 80 characters."""
     text = one_line(repr(value))
     return text if len(text) <= 80 else f"{text[:79]}…"
 

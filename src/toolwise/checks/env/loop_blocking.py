@@ -1,4 +1,4 @@
-"""Who blocks the event loop: runs work on a loop of its own and watches it from outside, where a block cannot reach."""
+"""Detects code that blocks the event loop: runs it on a loop in another thread and watches that thread from outside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolwise.concurrency import deadlines
 
 HEARTBEAT_S = 0.05
 MIN_BLOCK_S = 1.0
-"""A pause of the loop shorter than this is the machine's, and nobody's fault."""
+"""Shorter pauses of the loop are blamed on the machine and ignored."""
 _IDLE = ("selectors.py", "threading.py")
 _ASYNC_PACKAGES = ("asyncio", "concurrent")
 _CURE = "await, or work in a thread"
@@ -24,31 +24,31 @@ _CURE = "await, or work in a thread"
 def run_watched(
     work: Callable[[], Coroutine[Any, Any, None]], *, limit_s: float
 ) -> tuple[Literal["ok", "warning", "wrong"], str]:
-    """Runs `work` to its end, or gives it up once it has kept its loop from turning for `limit_s`; says which.
+    """Run `work` to its end, or abandon it once it has blocked its loop for `limit_s`; return the verdict.
 
-    What `work` raises is raised here.
+    Exceptions from `work` propagate.
     """
     watch = _WatchedLoop(work)
     longest, where = 0.0, ""
     while watch.thread.is_alive():
         watch.thread.join(HEARTBEAT_S)
-        still_s = time.monotonic() - watch.last_beat
-        blocking_site = watch.blocking_site() if still_s > MIN_BLOCK_S else None
+        blocked_s = time.monotonic() - watch.last_beat
+        blocking_site = watch.blocking_site() if blocked_s > MIN_BLOCK_S else None
         if blocking_site is None:
             continue
-        if still_s > max(limit_s, MIN_BLOCK_S):
+        if blocked_s > max(limit_s, MIN_BLOCK_S):
             return (
                 "wrong",
-                f"{blocking_site} blocked it for over {limit_s:g} s, so all rollouts stood still; await, or use a "
-                f"thread",
+                f"{blocking_site} blocked the event loop, and so all rollouts, for over {limit_s:g} s; await, "
+                f"or use a thread",
             )
-        longest, where = max((longest, where), (still_s, blocking_site))
+        longest, where = max((longest, where), (blocked_s, blocking_site))
     if watch.fault is not None:
         raise watch.fault
     if longest:
         return (
             "warning",
-            f"{where} blocked it for {longest:.1f} s, and with it all other rollouts; await, or use a thread",
+            f"{where} blocked the event loop, and so all other rollouts, for {longest:.1f} s; await, or use a thread",
         )
     return "ok", "never blocked"
 
@@ -80,7 +80,7 @@ class _WatchedLoop:
             await asyncio.sleep(HEARTBEAT_S)
 
     def blocking_site(self) -> str | None:
-        """Where the loop's thread is now; None where it only waits for something to happen."""
+        """Code location of the loop's thread; None if it is idle."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         if frame is None or Path(frame.f_code.co_filename).name in _IDLE:
             return None

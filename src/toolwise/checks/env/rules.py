@@ -1,4 +1,4 @@
-"""The checks that an environment goes through, one method each; `conformance.py` runs them and tells what they said."""
+"""The checks of an environment, one method each; `check_env` runs them and collects the findings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from toolwise.untrusted.json_schema import compile_parameters
 Verdict = Literal["ok", "warning", "wrong", "skipped"]
 CheckOutcome = tuple[Verdict, str]
 SUSPECT_SHARE = 0.75
-"""A share of states met only once that makes a name for states suspect: it may hold the history, or a clock."""
+"""If more than this share of state keys occurs once, the key is suspect: it may contain the history or a clock."""
 
 
 class EnvChecks:
-    """The checks, in their order; later ones build on what earlier ones saw."""
+    """The checks in order; later checks use results of earlier ones."""
 
     def __init__(
         self,
@@ -65,14 +65,14 @@ class EnvChecks:
             ("gold actions", self._gold_actions),
         ]
 
-    async def run(self, tell: Callable[[str, Verdict, str], None]) -> None:
+    async def run(self, report: Callable[[str, Verdict, str], None]) -> None:
         for name, check in self._checks():
             try:
-                said = await check()
+                outcome = await check()
             except EnvViolation as fault:
-                said = "wrong", str(fault)
-            tell(name, *said)
-            if self.trial is None:  # nothing else can be tried in a world that does not begin
+                outcome = "wrong", str(fault)
+            report(name, *outcome)
+            if self.trial is None:  # nothing else works in an environment that cannot start
                 return
 
     async def _life_cycle(self) -> CheckOutcome:
@@ -95,18 +95,18 @@ class EnvChecks:
         endings = []
         for script in [*([self.gold] if self.gold else []), *self._scripts(4)]:
             snapshots = (await self._play(script)).snapshots
-            for at, moment in enumerate(snapshots):
-                if moment.truncated and not moment.done:
+            for index, snapshot in enumerate(snapshots):
+                if snapshot.truncated and not snapshot.done:
                     return (
                         "wrong",
-                        f'step {at}: info["truncated"] is True and done is not; an episode cut short is over',
+                        f'step {index}: info["truncated"] is True but done is not; a truncated episode must be done',
                     )
             endings.append(_ending(snapshots[-1]))
         return "ok", f"episodes tried: {', '.join(dict.fromkeys(endings))}"
 
     async def _tool_specs(self) -> CheckOutcome:
         if not self.specs:
-            return "ok", "none: it is acted in by text" if not self.structured else "no tools on offer"
+            return "ok", "none: actions are text" if not self.structured else "no tools offered"
         names = []
         for spec in self.specs:
             try:
@@ -115,56 +115,65 @@ class EnvChecks:
             except (ToolwiseError, ValueError) as fault:
                 return "wrong", f"{spec!r:.60}: {one_line(str(fault))[:120]}"
             names.append(function.name)
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            return "wrong", f"two tools have the name {twice[0]!r}"
-        silent = [spec["function"]["name"] for spec in self.specs if not spec["function"].get("description")]
-        if silent:
-            return "warning", f"no description, which is all a model knows them by: {', '.join(silent[:5])}"
+        duplicates = sorted({name for name in names if names.count(name) > 1})
+        if duplicates:
+            return "wrong", f"two tools are named {duplicates[0]!r}"
+        undescribed = [spec["function"]["name"] for spec in self.specs if not spec["function"].get("description")]
+        if undescribed:
+            return "warning", f"no description for the model to choose by: {', '.join(undescribed[:5])}"
         return "ok", f"{len(names)} tools"
 
     async def _determinism(self) -> CheckOutcome:
-        one, other = await self._play(self.script), await self._play(self.script)
-        difference = _first_difference(one.snapshots, other.snapshots)
-        if difference is not None:
-            return "wrong", f"the same seed and actions, and yet at {difference}; draw chance from set_seed"
-        self.is_deterministic = True
-        elsewhere = (await self._play(self.script, seed=self.seed + 1)).snapshots
-        moved = _first_difference(one.snapshots, elsewhere) is not None
-        return "ok", f"two runs are alike; another seed {'gives another episode' if moved else 'changes nothing'}"
-
-    async def _state_key(self) -> CheckOutcome:
-        trials = [await self._play(script) for script in self._scripts(4)]
-        keys = [moment.state_key for trial in trials for moment in trial.snapshots]
-        seen = {_as_json(moment.observation) for trial in trials for moment in trial.snapshots}
-        if all(key is None for key in keys):
-            return "ok", "none: step-level credit will go by what the agent last read"
-        if None in keys:
-            return "warning", "sometimes None: those steps have no state to be compared in"
-        if len(set(keys)) == 1 and len(seen) > 3:
-            return "warning", f"always the same, though {len(seen)} different observations were seen: it names no state"
-        once = sum(count == 1 for count in Counter(keys).values())
-        if len(keys) >= 12 and once > SUSPECT_SHARE * len(keys):
-            return "warning", f"{once} of {len(keys)} states were met only once: step-level credit would compare little"
-        return "ok", f"{len(set(keys))} states among {len(keys)} moments"
-
-    async def _independence(self) -> CheckOutcome:
-        if not self.is_deterministic:
-            return "skipped", "it is not deterministic, so nothing can be told"
-        alone = (await self._play(self.script)).snapshots
-        async with open_trial(self._new(), self.limit_s) as mine, open_trial(self._new(), self.limit_s) as other:
-            await mine.reset(self.seed)
-            await other.reset(self.seed + 1)
-            for action, elsewhere in zip(self.script, self._random_script(2), strict=True):
-                await _play_script(other, [elsewhere])
-                await _play_script(mine, [action])
-        difference = _first_difference(alone, mine.snapshots)
+        first, second = await self._play(self.script), await self._play(self.script)
+        difference = _first_difference(first.snapshots, second.snapshots)
         if difference is not None:
             return (
                 "wrong",
-                f"beside another episode, {difference}; keep state in the object, not in globals",
+                f"runs with equal seed and actions differ at {difference}; seed randomness in set_seed",
             )
-        return "ok", "an episode is the same beside another one"
+        self.is_deterministic = True
+        reseeded = (await self._play(self.script, seed=self.seed + 1)).snapshots
+        differs = _first_difference(first.snapshots, reseeded) is not None
+        return (
+            "ok",
+            f"two runs are equal; another seed {'gives another episode' if differs else 'changes nothing'}",
+        )
+
+    async def _state_key(self) -> CheckOutcome:
+        trials = [await self._play(script) for script in self._scripts(4)]
+        keys = [snapshot.state_key for trial in trials for snapshot in trial.snapshots]
+        seen = {_as_json(snapshot.observation) for trial in trials for snapshot in trial.snapshots}
+        if all(key is None for key in keys):
+            return "ok", "none: step-level credit groups steps by the last observation"
+        if None in keys:
+            return "warning", "sometimes None: those steps cannot be compared"
+        if len(set(keys)) == 1 and len(seen) > 3:
+            return "warning", f"constant over {len(seen)} different observations: it does not identify the state"
+        unique = sum(count == 1 for count in Counter(keys).values())
+        if len(keys) >= 12 and unique > SUSPECT_SHARE * len(keys):
+            return (
+                "warning",
+                f"{unique} of {len(keys)} states occurred only once: step-level credit compares little",
+            )
+        return "ok", f"{len(set(keys))} states in {len(keys)} snapshots"
+
+    async def _independence(self) -> CheckOutcome:
+        if not self.is_deterministic:
+            return "skipped", "cannot be tested: the environment is not deterministic"
+        solo = (await self._play(self.script)).snapshots
+        async with open_trial(self._new(), self.limit_s) as mine, open_trial(self._new(), self.limit_s) as other:
+            await mine.reset(self.seed)
+            await other.reset(self.seed + 1)
+            for action, other_action in zip(self.script, self._random_script(2), strict=True):
+                await _play_script(other, [other_action])
+                await _play_script(mine, [action])
+        difference = _first_difference(solo, mine.snapshots)
+        if difference is not None:
+            return (
+                "wrong",
+                f"with another episode running, {difference}; keep state in the object, not in globals",
+            )
+        return "ok", "an episode is not affected by another one"
 
     async def _invalid_actions(self) -> CheckOutcome:
         probes: list[Any] = list(NONSENSE)
@@ -175,12 +184,12 @@ class EnvChecks:
             trial = await self._play([probe])
             if trial.problems:
                 return "wrong", f"after the action {short_repr(probe)}: {trial.problems[0]}"
-            hopeless = probe in (NONSENSE[1], *nonsense_calls(self.specs)[:4])
-            if hopeless and trial.snapshots[-1].info.get("is_action_valid", True):
+            surely_invalid = probe in (NONSENSE[1], *nonsense_calls(self.specs)[:4])
+            if surely_invalid and trial.snapshots[-1].info.get("is_action_valid", True):
                 unmarked.append(short_repr(probe))
         if unmarked:
             return "warning", f'{unmarked[0]} was not marked by info["is_action_valid"] = False'
-        return "ok", f"{len(probes)} of them, and an answer to each"
+        return "ok", f"{len(probes)} tried, all were answered"
 
     async def _after_the_end(self) -> CheckOutcome:
         for script in ([*self.gold] if self.gold else [], ["done"] if self.structured else [], *self._scripts(8)):
@@ -189,32 +198,32 @@ class EnvChecks:
                 await _play_script(trial, script)
                 if trial.done:
                     return await self._step_after_end(trial, script[-1])
-        return "skipped", f"no episode ended within {self.max_steps} steps; give actions that do (--gold)"
+        return "skipped", f"no episode ended within {self.max_steps} steps; pass actions that end one (--gold)"
 
     async def _step_after_end(self, trial: EnvTrial, action: Any) -> CheckOutcome:
         try:
-            moment = await trial.step(action)
-        except EnvViolation as refused:
-            if "took longer" in str(refused):
+            snapshot = await trial.step(action)
+        except EnvViolation as fault:
+            if "took longer" in str(fault):
                 raise
-            return "ok", f"a step after the end is refused ({refused})"
-        if not moment.done:
-            return "wrong", "a step after the end goes on with the episode; raise, or say done again"
-        return "ok", "a step after the end says done again"
+            return "ok", f"a step after the end is refused ({fault})"
+        if not snapshot.done:
+            return "wrong", "a step after the end continues the episode; raise an error, or return done=True again"
+        return "ok", "a step after the end returns done again"
 
     async def _close(self) -> CheckOutcome:
         try:
             await EnvTrial(self._new(), self.limit_s).close()
         except EnvViolation as fault:
-            return "wrong", f"without a reset before, {fault}"
+            return "wrong", f"without a reset: {fault}"
         trial = EnvTrial(self._new(), self.limit_s)
         await trial.reset(self.seed)
         await trial.close()
         try:
             await trial.close()
         except EnvViolation as fault:
-            return "wrong", f"the second time, {fault}"
-        return "ok", "without a reset, and twice"
+            return "wrong", f"second call: {fault}"
+        return "ok", "works without a reset and twice"
 
     async def _gold_actions(self) -> CheckOutcome:
         if self.gold is None:
@@ -231,14 +240,14 @@ class EnvChecks:
     def _judge_gold(self, snapshots: list[EnvSnapshot], total: float) -> CheckOutcome:
         last = snapshots[-1]
         if not last.done or last.truncated:
-            return "wrong", f"{len(snapshots) - 1} gold actions, and the episode {_ending(last)}"
+            return "wrong", f"{len(snapshots) - 1} gold actions, but the episode {_ending(last)}"
         if self.gold_reward is not None and total < self.gold_reward:
             return "wrong", f"gold actions earn {total:g}, less than {self.gold_reward:g}"
         success = last.info.get("success")
         rewarded = any(m.reward is not None for m in snapshots) or total != 0
         if success is False or (success is None and self.gold_reward is None and rewarded and total <= 0):
-            told = 'info["success"] is False' if success is False else f"they earn {total:g}"
-            return "wrong", f"gold actions end the episode without reaching the goal: {told}"
+            evidence = 'info["success"] is False' if success is False else f"they earn {total:g}"
+            return "wrong", f"gold actions end the episode without reaching the goal: {evidence}"
         return "ok", f"{len(snapshots) - 1} actions reach the goal, earning {total:g}"
 
     def _new(self) -> BaseEnv:
@@ -247,7 +256,7 @@ class EnvChecks:
         except ToolwiseError:
             raise
         except Exception as fault:
-            raise EnvViolation(f"it cannot be made: {type(fault).__name__}: {fault}") from fault
+            raise EnvViolation(f"cannot create the environment: {type(fault).__name__}: {fault}") from fault
 
     async def _play(self, script: Sequence[Any], seed: int | None = None) -> EnvTrial:
         async with open_trial(self._new(), self.limit_s) as trial:
@@ -256,8 +265,8 @@ class EnvChecks:
         return trial
 
     def _choose_actions(self, env: BaseEnv) -> None:
-        own = env.gold_actions() if self.gold is None else None
-        self.gold = list(own) if own is not None else self.gold
+        gold_actions = env.gold_actions() if self.gold is None else None
+        self.gold = list(gold_actions) if gold_actions is not None else self.gold
         pool = self.actions or list(env.example_actions()) or (self.gold or [])
         self.actions = list(pool) or (example_calls(self.specs, Random(self.seed)) if self.structured else list(TEXTS))
 
@@ -276,16 +285,16 @@ async def _play_script(trial: EnvTrial, script: Sequence[Any]) -> None:
         await trial.step(action)
 
 
-def _first_difference(one: Sequence[EnvSnapshot], other: Sequence[EnvSnapshot]) -> str | None:
-    for at, (mine, theirs) in enumerate(zip(one, other, strict=False)):
+def _first_difference(first: Sequence[EnvSnapshot], second: Sequence[EnvSnapshot]) -> str | None:
+    for index, (mine, theirs) in enumerate(zip(first, second, strict=False)):
         difference = mine.difference(theirs)
         if difference is not None:
-            return f"{'reset' if at == 0 else f'step {at}'}: {difference}"
-    return None if len(one) == len(other) else f"step {min(len(one), len(other))}: one episode is longer"
+            return f"{'reset' if index == 0 else f'step {index}'}: {difference}"
+    return None if len(first) == len(second) else f"step {min(len(first), len(second))}: one episode is longer"
 
 
-def _ending(moment: EnvSnapshot) -> str:
-    return "was truncated" if moment.truncated else "ended" if moment.done else "went on"
+def _ending(snapshot: EnvSnapshot) -> str:
+    return "was truncated" if snapshot.truncated else "ended" if snapshot.done else "did not end"
 
 
 def _as_json(value: Any) -> str:

@@ -1,5 +1,4 @@
-"""Actions to try an environment with, where its author names none: calls that fit a schema, and calls and texts that
-fit nothing."""
+"""Test actions for an environment whose author gives none: calls that fit its schemas, and invalid calls and texts."""
 
 from __future__ import annotations
 
@@ -8,13 +7,13 @@ from random import Random
 from typing import Any
 
 TEXTS = ("look", "help", "0", "1", "2", "3", "wait")
-"""For worlds of text of which nothing is known."""
+"""Guesses for text environments without example actions."""
 NONSENSE = ("", "no such action 42x", "   \n", "🙂 <|im_end|> </tool_call> {", "x" * 10_000)
 _DEPTH = 5
 
 
 def example_calls(specs: Sequence[Mapping[str, Any]], random: Random) -> list[dict[str, Any]]:
-    """A call or two of each tool."""
+    """Two random valid calls per tool."""
     calls = []
     for spec in specs:
         function = spec["function"]
@@ -25,7 +24,7 @@ def example_calls(specs: Sequence[Mapping[str, Any]], random: Random) -> list[di
 
 
 def nonsense_calls(specs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Calls that no tool can take: another name, no JSON, wrong arguments."""
+    """Invalid calls: unknown name, broken JSON, wrong arguments."""
     name = specs[0]["function"]["name"] if specs else "anything"
     return [
         {"name": "no_such_tool", "arguments": {}},
@@ -37,16 +36,16 @@ def nonsense_calls(specs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def example_of(schema: Any, random: Random, depth: int = 0) -> Any:
-    """A value that fits a JSON schema, as far as its common words go."""
+    """A random value that fits a JSON schema; covers the common keywords only."""
     if not isinstance(schema, Mapping) or depth > _DEPTH:
         return "a"
     if "const" in schema:
         return schema["const"]
     if schema.get("enum"):
         return random.choice(list(schema["enum"]))
-    for several in ("anyOf", "oneOf", "allOf"):
-        if schema.get(several):
-            return example_of(schema[several][0], random, depth + 1)
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        if schema.get(keyword):
+            return example_of(schema[keyword][0], random, depth + 1)
     if schema.get("examples"):
         return random.choice(list(schema["examples"]))
     kind = schema.get("type", "object" if "properties" in schema else "string")
@@ -70,5 +69,5 @@ def _single(kind: Any, schema: Mapping[str, Any], random: Random) -> Any:
         return random.random() < 0.5
     if kind == "null":
         return None
-    word = random.choice(["a", "b", "note", "2 + 2"])
-    return word.ljust(int(schema.get("minLength", 0)), "a")[: int(schema.get("maxLength", 1000))]
+    text = random.choice(["a", "b", "note", "2 + 2"])
+    return text.ljust(int(schema.get("minLength", 0)), "a")[: int(schema.get("maxLength", 1000))]

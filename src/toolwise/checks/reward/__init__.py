@@ -1,1 +1,1 @@
-"""For people who write rewards: look at one before a run trusts it, and score a run's rollouts again after a fix."""
+"""Tools for reward authors: check a reward before a run uses it, and rescore stored rollouts after a fix."""

@@ -1,4 +1,4 @@
-"""`check_reward`: a reward in its sandbox over stored rollouts, looked at from every side before a run trusts it."""
+"""`check_reward`: runs a reward in its sandbox over stored rollouts and reports problems before a run uses it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from toolwise.training.scoring import Scoring, build_scoring
 
 TIMING_RUNS, QUICK_S = 3, 1.0
 MAX_PRINTED_LINES = 20
-"""Of what the function prints in the first pass."""
+"""Lines kept of what the function prints in the first pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardCheck:
-    """All that was found about one reward."""
+    """All findings about one reward."""
 
     reward: str
     mode: str
@@ -42,9 +42,9 @@ class RewardCheck:
     sandbox: str
     findings: tuple[Finding, ...]
     printed: tuple[str, ...] = ()
-    """The first lines that it printed, each with its rollout."""
+    """The first printed lines, each with its rollout."""
     printed_more: int = 0
-    """How many lines more there were."""
+    """Number of further lines."""
 
     @property
     def ok(self) -> bool:
@@ -57,9 +57,9 @@ class RewardCheck:
 def check_reward(
     config: RewardConfig, stored: Sequence[StoredRollout], *, gold: bool = True, gold_form: str | None = None
 ) -> RewardCheck:
-    """Runs the reward that `config` names over `stored`. `gold=False` is for rewards that only shape others.
+    """Check the reward in `config` on stored rollouts. Pass `gold=False` for rewards that only shape others.
 
-    `gold_form` says how a bare ground truth is to be answered, such as "Answer: {}".
+    `gold_form` turns a bare ground truth into an answer, such as "Answer: {}".
     """
     return asyncio.run(_check(config, stored, gold, gold_form))
 
@@ -69,30 +69,30 @@ async def _check(
 ) -> RewardCheck:
     scoring = build_scoring(config)
     try:
-        scoring.check([one.rollout.task for one in stored])
+        scoring.check([item.rollout.task for item in stored])
         printed = PrintPreview(MAX_PRINTED_LINES)
         scoring.set_print_callback(printed)
         first = await score_rollouts(scoring, stored)
         scoring.set_print_callback(None)
-        sound = _faultless_rollouts(scoring, stored, first)
-        repeated, seconds = await _time_scoring(scoring, sound)
+        usable = _faultless_rollouts(scoring, stored, first)
+        repeated, seconds = await _time_scoring(scoring, usable)
         trials = await run_gold_trials(scoring, stored, first, gold_form) if gold and _any_score(first) else []
         mode, sandbox = scoring_mode(scoring), scoring.describe()
     finally:
         scoring.close()
-    reordered = await _score_in_fresh_workers(config, sound)
-    picked = {id(one): result for one, result in zip(stored, first, strict=True)}
-    before = [picked[id(one)] for one in sound]
+    reordered = await _score_in_fresh_workers(config, usable)
+    first_by_id = {id(item): result for item, result in zip(stored, first, strict=True)}
+    before = [first_by_id[id(item)] for item in usable]
     findings = [
         check_results(stored, first),
-        check_determinism(sound, before, repeated, reordered, fresh=config.sandbox.tier != "off"),
-        check_speed(len(sound), seconds),
+        check_determinism(usable, before, repeated, reordered, fresh=config.sandbox.tier != "off"),
+        check_speed(len(usable), seconds),
         check_spread(stored, first, _best_gold(trials)),
         check_steps(stored, first),
     ]
     if trials:
         findings += [check_gold(trials), check_empty(trials)]
-    tasks = len({one.rollout.task.task_id for one in stored})
+    tasks = len({item.rollout.task.task_id for item in stored})
     return RewardCheck(
         *(
             scoring.rewards.name,
@@ -108,37 +108,37 @@ async def _check(
 
 
 def _faultless_rollouts(scoring: Scoring, stored: Sequence[StoredRollout], first: Results) -> list[StoredRollout]:
-    """About a step's worth of rollouts whose calls came through: what failed once has been told already."""
-    sound: list[StoredRollout] = []
+    """About one step's worth of rollouts whose calls succeeded; failures are reported already."""
+    usable: list[StoredRollout] = []
     for call in split_into_calls(stored, scoring_mode(scoring)):
-        results = [first[place] for place in call]
+        results = [first[index] for index in call]
         if all(result is not None and result.error is None for result in results):
-            sound += [stored[place] for place in call]
-        if len(sound) >= ROLLOUTS_PER_STEP:
+            usable += [stored[index] for index in call]
+        if len(usable) >= ROLLOUTS_PER_STEP:
             break
-    return sound
+    return usable
 
 
-async def _time_scoring(scoring: Scoring, sound: Sequence[StoredRollout]) -> tuple[Results, float]:
-    """All at once, as in training. What is quick is timed a few times: a worker may still be coming up."""
+async def _time_scoring(scoring: Scoring, rollouts: Sequence[StoredRollout]) -> tuple[Results, float]:
+    """Score all rollouts at once, as in training. Quick rewards run several times: a worker may still be starting."""
     fastest = inf
     for _ in range(TIMING_RUNS):
-        began = time.monotonic()
-        results = await score_rollouts(scoring, sound, first_chunk=ROLLOUTS_PER_STEP)
-        seconds = time.monotonic() - began
+        start = time.monotonic()
+        results = await score_rollouts(scoring, rollouts, first_chunk=ROLLOUTS_PER_STEP)
+        seconds = time.monotonic() - start
         fastest = min(fastest, seconds)
         if seconds > QUICK_S:
             break
     return results, fastest
 
 
-async def _score_in_fresh_workers(config: RewardConfig, sound: Sequence[StoredRollout]) -> Results:
-    """In fresh workers and in the reverse order; given back in the order of `sound`."""
-    if not sound:
+async def _score_in_fresh_workers(config: RewardConfig, rollouts: Sequence[StoredRollout]) -> Results:
+    """Score in fresh workers and in reverse order; return results in the original order."""
+    if not rollouts:
         return []
     scoring = build_scoring(config)
     try:
-        return (await score_rollouts(scoring, sound[::-1]))[::-1]
+        return (await score_rollouts(scoring, rollouts[::-1]))[::-1]
     finally:
         scoring.close()
 

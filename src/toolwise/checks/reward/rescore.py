@@ -1,4 +1,4 @@
-"""`rescore`: what a changed reward says of rollouts that a run has kept, beside what it said then."""
+"""`rescore`: scores the stored rollouts of a run with a changed reward and compares old and new scores."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ MAX_EXAMPLES = 5
 
 @dataclass(frozen=True, slots=True)
 class RescoreReport:
-    """Then and now."""
+    """Comparison of old and new scores."""
 
     reward: str
     rollouts: int
     old_mean: float | None
     new_mean: float | None
     changed: int
-    """Rollouts whose score is another, or that have one now and had none, or the other way round."""
+    """Rollouts whose score differs, or exists on only one side."""
     old_errors: dict[str, int]
     new_errors: dict[str, int]
     correlation: float | None
-    """Pearson's, over rollouts with both scores; None where one side does not vary."""
+    """Pearson correlation over rollouts with both scores; None if one side is constant."""
     pairs: int
-    """Pairs of rollouts of one group that differed then."""
+    """Pairs of rollouts in a group whose old scores differ."""
     pairs_turned: int
-    """Those of them that stand the other way round now: what a group-wise advantage would notice."""
+    """Pairs among them whose order is reversed now, which changes group-relative advantages."""
     not_tried: int
     largest: tuple[dict[str, Any], ...]
 
@@ -54,53 +54,53 @@ class RescoreReport:
 
 
 def load_run_reward(run: Path, reference: str | None, kwargs: Mapping[str, Any]) -> RewardConfig:
-    """The reward that the run was scored by, or `reference` in the run's sandbox.
+    """The run's reward, or `reference` with the run's sandbox settings.
 
-    A function that the run used already keeps the arguments it had there; `kwargs` go before them.
+    A function that the run already used keeps its arguments; `kwargs` override them.
     """
     file = run / "config.toml"
     config = load_config(file) if file.is_file() else RunConfig()
-    known = config.reward
+    run_reward = config.reward
     if reference is None:
         check_files(config, run, "reward")
-        if known.parts and kwargs:
-            raise DataError(f"{file}: has several rewards, so --kwargs does not say whose; name one with --reward")
-        if not known.parts and not known.function:
-            raise DataError(f"{run}: no configuration names a reward of these rollouts; add --reward REF")
-        return known.model_copy(update={"kwargs": {**known.kwargs, **kwargs}})
-    used = [(known.function, known.kwargs), *((part.function, part.kwargs) for part in known.parts)]
-    had = next(
+        if run_reward.parts and kwargs:
+            raise DataError(f"{file}: has several rewards, so --kwargs is ambiguous; choose one with --reward")
+        if not run_reward.parts and not run_reward.function:
+            raise DataError(f"{run}: no configuration names the reward of these rollouts; add --reward REF")
+        return run_reward.model_copy(update={"kwargs": {**run_reward.kwargs, **kwargs}})
+    used = [(run_reward.function, run_reward.kwargs), *((part.function, part.kwargs) for part in run_reward.parts)]
+    run_kwargs = next(
         (
-            found
-            for function, found in used
+            arguments
+            for function, arguments in used
             if function and _resolve_reference(function) == _resolve_reference(reference)
         ),
         {},
     )
-    return RewardConfig(function=reference, kwargs={**had, **kwargs}, sandbox=known.sandbox)
+    return RewardConfig(function=reference, kwargs={**run_kwargs, **kwargs}, sandbox=run_reward.sandbox)
 
 
 def _resolve_reference(reference: str) -> str:
-    """A reference with its file's whole path, so that two ways of naming it are one."""
-    place, colon, name = (reference, "", "") if reference.endswith(".py") else reference.rpartition(":")
-    return f"{Path(place).expanduser().resolve()}{colon}{name}" if place.endswith(".py") else reference
+    """A reference with the absolute path of its file, so that two spellings compare equal."""
+    path, colon, name = (reference, "", "") if reference.endswith(".py") else reference.rpartition(":")
+    return f"{Path(path).expanduser().resolve()}{colon}{name}" if path.endswith(".py") else reference
 
 
 def rescore(config: RewardConfig, stored: Sequence[StoredRollout]) -> tuple[RescoreReport, list[Row]]:
-    """What came of it, and the new rows: the old ones with the new word in place of the old."""
+    """The comparison, and the rows with new scores in place of the old."""
     scoring = build_scoring(config)
     try:
-        scoring.check([one.rollout.task for one in stored])
+        scoring.check([item.rollout.task for item in stored])
         results = asyncio.run(score_rollouts(scoring, stored))
     finally:
         scoring.close()
     name = scoring.rewards.name
-    tried = [(one, result) for one, result in zip(stored, results, strict=True) if result is not None]
-    return compare(name, stored, results), [_new_row(name, one, result) for one, result in tried]
+    tried = [(item, result) for item, result in zip(stored, results, strict=True) if result is not None]
+    return compare(name, stored, results), [_new_row(name, item, result) for item, result in tried]
 
 
 def compare(name: str, stored: Sequence[StoredRollout], results: Results) -> RescoreReport:
-    old, new = [_old_score(one.row) for one in stored], [usable_score(result) for result in results]
+    old, new = [_old_score(rollout.row) for rollout in stored], [usable_score(result) for result in results]
     tried = [i for i, result in enumerate(results) if result is not None]
     both = [(a, b) for a, b in zip(old, new, strict=True) if a is not None and b is not None]
     pairs, turned = _count_pairs(stored, old, new)
@@ -110,7 +110,7 @@ def compare(name: str, stored: Sequence[StoredRollout], results: Results) -> Res
         old_mean=_mean(old),
         new_mean=_mean(new),
         changed=sum(not scores_equal(old[i], new[i]) for i in tried),
-        old_errors=dict(Counter(kind for one in stored if (kind := _old_error(one.row)))),
+        old_errors=dict(Counter(kind for rollout in stored if (kind := _old_error(rollout.row)))),
         new_errors=dict(Counter(r.error.kind for r in results if r is not None and r.error is not None)),
         correlation=_correlation(both),
         pairs=pairs,
@@ -133,8 +133,8 @@ def _old_error(row: Row) -> str | None:
 
 
 def _mean(scores: Sequence[float | None]) -> float | None:
-    found = [score for score in scores if score is not None]
-    return fmean(found) if found else None
+    valid = [score for score in scores if score is not None]
+    return fmean(valid) if valid else None
 
 
 def _correlation(both: Sequence[tuple[float, float]]) -> float | None:
@@ -151,63 +151,63 @@ def _count_pairs(
     stored: Sequence[StoredRollout], old: Sequence[float | None], new: Sequence[float | None]
 ) -> tuple[int, int]:
     groups: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for one, a, b in zip(stored, old, new, strict=True):
+    for rollout, a, b in zip(stored, old, new, strict=True):
         if a is not None and b is not None:
-            groups[one.group].append((a, b))
-    differed = turned = 0
-    for found in groups.values():
-        for (a, b), (c, d) in combinations(found, 2):
+            groups[rollout.group].append((a, b))
+    differed = reversed_pairs = 0
+    for scores in groups.values():
+        for (a, b), (c, d) in combinations(scores, 2):
             if not scores_equal(a, c):
                 differed += 1
-                turned += (a - c) * (b - d) < 0 and not scores_equal(b, d)
-    return differed, turned
+                reversed_pairs += (a - c) * (b - d) < 0 and not scores_equal(b, d)
+    return differed, reversed_pairs
 
 
 def _largest_changes(
     stored: Sequence[StoredRollout], old: Sequence[float | None], new: Sequence[float | None]
 ) -> tuple[dict[str, Any], ...]:
-    moved = [
-        (abs(a - b), one.rollout.rollout_id, a, b)
-        for one, a, b in zip(stored, old, new, strict=True)
+    changes = [
+        (abs(a - b), item.rollout.rollout_id, a, b)
+        for item, a, b in zip(stored, old, new, strict=True)
         if a is not None and b is not None and not scores_equal(a, b)
     ]
-    moved.sort(key=lambda found: -found[0])
-    return tuple({"rollout_id": name, "old": a, "new": b} for _, name, a, b in moved[:MAX_EXAMPLES])
+    changes.sort(key=lambda change: -change[0])
+    return tuple({"rollout_id": name, "old": a, "new": b} for _, name, a, b in changes[:MAX_EXAMPLES])
 
 
-def _new_row(name: str, one: StoredRollout, result: EvaluateResult) -> Row:
-    """Advantages were those of the old score, so they go."""
-    steps, warnings = align_steps(one.rollout.steps, result.step_outputs or (), one.rollout.rollout_id)
-    told = one.row.get("steps") if isinstance(one.row.get("steps"), list) else [{} for _ in steps]
+def _new_row(name: str, stored: StoredRollout, result: EvaluateResult) -> Row:
+    """The row with its new score. Advantages are dropped: they were computed from the old one."""
+    steps, warnings = align_steps(stored.rollout.steps, result.step_outputs or (), stored.rollout.rollout_id)
+    old_steps = stored.row.get("steps") if isinstance(stored.row.get("steps"), list) else [{} for _ in steps]
     return {
-        **one.row,
-        "step": one.step,
+        **stored.row,
+        "step": stored.step,
         "score": result.score,
         "metrics": {key: metric.score for key, metric in result.metrics.items()},
         "reason": result.reason,
         "error": result.error.model_dump() if result.error else None,
         "warnings": [str(warning) for warning in warnings],
         "steps": [
-            {**(kept if isinstance(kept, dict) else {}), "advantage": None, "base_reward": step.base_reward}
-            for kept, step in zip(told or (), steps, strict=True)
+            {**(old if isinstance(old, dict) else {}), "advantage": None, "base_reward": step.base_reward}
+            for old, step in zip(old_steps or (), steps, strict=True)
         ],
-        "rescored": {"reward": name, "old_score": one.row.get("score"), "old_error": _old_error(one.row)},
+        "rescored": {"reward": name, "old_score": stored.row.get("score"), "old_error": _old_error(stored.row)},
     }
 
 
 def unused_path(source: Path, reward: str, out: Path | None = None) -> Path:
-    """Where the new rows go: beside the old ones, and never in the place of a file that is there."""
+    """A path for the new rows next to the old ones; never an existing file."""
     if out is not None:
         if out.suffix.lower() != ".jsonl":
-            raise DataError(f"{out}: the new rows are JSONL; end --out in .jsonl")
+            raise DataError(f"{out}: the output is JSONL; use a name that ends in .jsonl for --out")
         if out.exists():
-            raise DataError(f"{out} is there already; give another --out")
+            raise DataError(f"{out} already exists; give another --out")
         return out
     folder, stem = (source, "rescored") if source.is_dir() else (source.parent, f"{source.stem}-rescored")
     function = Path(reward).stem if reward.endswith(".py") else reward.rpartition(":")[2]
-    named = "".join(c if c.isalnum() or c in "._-" else "_" for c in function)[:60] or "reward"
+    slug = "".join(c if c.isalnum() or c in "._-" else "_" for c in function)[:60] or "reward"
     numbers = ["", *(f"-{number}" for number in range(2, 10_000))]
-    paths = (folder / f"{stem}-{named}{number}.jsonl" for number in numbers)
+    paths = (folder / f"{stem}-{slug}{number}.jsonl" for number in numbers)
     return next(path for path in paths if not path.exists())
 
 

@@ -1,4 +1,4 @@
-"""One pass of a reward over stored rollouts, in calls of the same make as in training, with an end to its patience."""
+"""Scores stored rollouts with the same calls as in training; stops early if too many calls time out."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from toolwise.training.scoring import Scoring
 from toolwise.types import EvaluateResult
 
 MAX_TIMEOUTS, MAX_TIMEOUT_SHARE = 3, 0.1
-"""A pass ends early once so many calls, and such a share of them, ran out of time: a hang costs one deadline each."""
+"""A pass stops once this number and this share of calls have timed out: each hanging call costs a full deadline."""
 _MAX_CHUNK_CALLS = 256
-"""Calls under way between two looks at how it goes."""
+"""Maximum number of calls between two checks for timeouts."""
 
 Results = list[EvaluateResult | None]
-"""One a rollout, in order; None where it was not tried any more."""
+"""One per rollout, in order; None if the pass stopped before it."""
 
 
 def scoring_mode(scoring: Scoring) -> Mode:
-    """What a call is given: one rollout, a group or a batch; of several rewards, the one that needs most."""
+    """What one call scores: a rollout, a group or a batch; with several rewards, the largest any of them needs."""
     modes: set[str] = {part.reward.mode for part in scoring.rewards.parts}
-    if scoring.rewards.combine_mode == "normalize":  # within groups, which must come whole
+    if scoring.rewards.combine_mode == "normalize":  # normalizes within groups, so a call needs whole groups
         modes.add("group")
     return "batch" if "batch" in modes else "group" if "group" in modes else "pointwise"
 
 
 def split_into_calls(stored: Sequence[StoredRollout], mode: Mode) -> list[list[int]]:
-    """The places of the rollouts that share a call, in the order in which they come."""
+    """Indices of the rollouts in each call, in order of first appearance."""
     calls: dict[object, list[int]] = {}
-    for place, one in enumerate(stored):
-        key: object = place if mode == "pointwise" else one.group if mode == "group" else one.batch
-        calls.setdefault(key, []).append(place)
+    for index, rollout in enumerate(stored):
+        key: object = index if mode == "pointwise" else rollout.group if mode == "group" else rollout.batch
+        calls.setdefault(key, []).append(index)
     return list(calls.values())
 
 
 async def score_rollouts(scoring: Scoring, stored: Sequence[StoredRollout], *, first_chunk: int = 1) -> Results:
-    """One pass. A few calls at first, then ever more of them, so that a function that hangs is found out early."""
+    """Score all rollouts, in growing chunks of calls so that a hanging function is noticed early."""
     results: Results = [None] * len(stored)
     tried = timeouts = 0
     for calls in _chunk_calls(stored, split_into_calls(stored, scoring_mode(scoring)), first_chunk):
         if timeouts >= max(MAX_TIMEOUTS, MAX_TIMEOUT_SHARE * tried):
             break
-        places = [place for call in calls for place in call]
-        step = stored[places[0]].step
-        scored = await scoring.evaluate([stored[place].rollout for place in places], step=step)
-        for place, result in zip(places, scored, strict=True):
-            results[place] = result
+        indices = [index for call in calls for index in call]
+        step = stored[indices[0]].step
+        scored = await scoring.evaluate([stored[index].rollout for index in indices], step=step)
+        for index, result in zip(indices, scored, strict=True):
+            results[index] = result
         tried += len(calls)
         timeouts += sum(1 for call in calls if _timed_out(results[call[0]]))
     return results
@@ -55,15 +55,15 @@ async def score_rollouts(scoring: Scoring, stored: Sequence[StoredRollout], *, f
 def _chunk_calls(
     stored: Sequence[StoredRollout], calls: Sequence[list[int]], first_chunk: int
 ) -> Iterator[list[list[int]]]:
-    """Twice as many calls each time, all of one step: the step is an argument of theirs."""
-    size, portion = first_chunk, list[list[int]]()
+    """Chunks that double in size; all calls of a chunk share a step, since the step is passed to the reward."""
+    size, chunk = first_chunk, list[list[int]]()
     for call in calls:
-        if portion and (len(portion) >= size or stored[call[0]].batch != stored[portion[0][0]].batch):
-            yield portion
-            size, portion = min(2 * size, _MAX_CHUNK_CALLS), []
-        portion.append(call)
-    if portion:
-        yield portion
+        if chunk and (len(chunk) >= size or stored[call[0]].batch != stored[chunk[0][0]].batch):
+            yield chunk
+            size, chunk = min(2 * size, _MAX_CHUNK_CALLS), []
+        chunk.append(call)
+    if chunk:
+        yield chunk
 
 
 def _timed_out(result: EvaluateResult | None) -> bool:

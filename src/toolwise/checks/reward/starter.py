@@ -1,4 +1,4 @@
-"""`create_reward_files`: a first reward of one's own, copied from starters/, with a few rollouts to try it on."""
+"""`create_reward_files`: writes a template for a reward function and a few rollouts to test it on."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from toolwise.serialization.json_text import json_text
 from toolwise.training.records import write_atomic
 
 PLACEHOLDER_NAME = "my_reward"
-"""What the function is called in the starters."""
+"""Name of the function in the templates."""
 
 
 def create_reward_files(folder: Path, name: str = PLACEHOLDER_NAME, mode: Mode = "pointwise") -> tuple[Path, Path]:
-    """Writes NAME.py and NAME_rollouts.jsonl; neither may be there yet."""
+    """Write NAME.py and NAME_rollouts.jsonl; neither may exist yet."""
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise ConfigError(f"{name!r} is no name for a function; give letters, digits and _ such as my_reward")
+        raise ConfigError(f"{name!r} is not a valid function name; use letters, digits and _, such as my_reward")
     code, rollouts = folder / f"{name}.py", folder / f"{name}_rollouts.jsonl"
     for path in (code, rollouts):
         if path.exists():
-            raise ConfigError(f"{path} is there already; give another name, or take the file away")
+            raise ConfigError(f"{path} already exists; give another name, or remove the file")
     text = (files("toolwise.checks.reward") / "starters" / f"{mode}.py").read_text("utf-8")
     write_atomic(code, text.replace(PLACEHOLDER_NAME, name).encode())
     lines = "".join(f"{json_text(row)}\n" for row in sample_rows())
@@ -34,27 +34,27 @@ def create_reward_files(folder: Path, name: str = PLACEHOLDER_NAME, mode: Mode =
 
 
 def sample_rows() -> list[Row]:
-    """Three tasks, four rollouts each: right at once, right after a call, wrong, and without an answer."""
+    """Three tasks with four rollouts each: correct directly, correct after a tool call, wrong, and no answer."""
     rows = []
     for task, (a, b) in enumerate([(17, 25), (6, 7), (340, 12)]):
         truth = str(a * b)
         question = {"role": "user", "content": f"What is {a} times {b}? End with 'Answer: ' and the number."}
         call = {"id": "call-0", "type": "function", "function": _call(f"{a} * {b}")}
-        asked: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
-        told = {"role": "tool", "content": truth, "tool_call_id": "call-0"}
+        tool_call: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
+        tool_result = {"role": "tool", "content": truth, "tool_call_id": "call-0"}
         right = {"role": "assistant", "content": f"Answer: {truth}"}
         wrong = {"role": "assistant", "content": f"I think it is close to {a * b + 10}.\nAnswer: {a * b + 10}"}
-        silent = {"role": "assistant", "content": "I would rather not say."}
-        ways = [[right], [asked, told, right], [wrong], [asked, told, silent]]
+        no_answer = {"role": "assistant", "content": "I would rather not say."}
+        endings = [[right], [tool_call, tool_result, right], [wrong], [tool_call, tool_result, no_answer]]
         rows += [
             {
                 "task_id": f"task-{task}",
                 "rollout_id": f"task-{task}/rollout-{number}",
-                "messages": [question, *way],
+                "messages": [question, *ending],
                 "ground_truth": truth,
                 "gold": f"Answer: {truth}",
             }
-            for number, way in enumerate(ways)
+            for number, ending in enumerate(endings)
         ]
     return rows
 

@@ -1,6 +1,6 @@
-"""Rollouts that were kept, read back as the loop would hand them to a reward.
+"""Reads stored rollouts back in the form in which the training loop passes them to a reward.
 
-They come from a run's folder, from one of its files, or from any rows with `messages` and `ground_truth`.
+They come from a run folder, one of its files, or any rows with `messages` and `ground_truth`.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _NON_ARGUMENT_COLUMNS = frozenset(
         ),
     }
 )
-"""Columns of rows of one's own that are no keyword arguments of the reward."""
+"""Columns of user files that are not keyword arguments of the reward."""
 _STEP_IN_NAME = re.compile(r"(?:step|eval)-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRollout:
-    """One rollout that was kept."""
+    """One stored rollout."""
 
     rollout: Rollout
     step: int
-    """The training step, which rewards may ask for."""
+    """Training step; rewards may take it as an argument."""
     batch: str
-    """What a batch function was given together: the rollouts of one step."""
+    """Key of the rollouts that a batch reward scores together: those of one step."""
     gold: Any
-    """How it should have gone: messages, or the text of the last one; None where nobody says."""
+    """Gold answer: messages, or the text of the last one; None if the row has none."""
     row: Row
-    """As it stood in the file."""
+    """The row as stored in the file."""
 
     @property
     def group(self) -> tuple[str, str]:
@@ -62,20 +62,20 @@ class StoredRollout:
 def read_rollouts(
     path: str | Path, *, step: int | None = None, limit: int | None = None, validation: bool = False
 ) -> list[StoredRollout]:
-    """The rollouts at `path`: all, or those of one step; at most `limit`, of a run the latest."""
+    """Read all rollouts at `path` or those of one step; at most `limit`: the latest of a run, the first of a file."""
     path = Path(path)
-    found: list[StoredRollout] = []
+    rollouts: list[StoredRollout] = []
     for file in reversed(_files(path, step, validation)):
-        found = [*_read_file(file), *found]
-        if limit is not None and len(found) >= limit:
+        rollouts = [*_read_file(file), *rollouts]
+        if limit is not None and len(rollouts) >= limit:
             break
     if step is not None:
-        found = [stored for stored in found if stored.step == step]
-        if not found:
+        rollouts = [stored for stored in rollouts if stored.step == step]
+        if not rollouts:
             raise DataError(f"{path}: has no rollouts of step {step}; give another --step or leave it out")
-    if limit is None or len(found) <= limit:
-        return found
-    return found[-limit:] if path.is_dir() else found[:limit]
+    if limit is None or len(rollouts) <= limit:
+        return rollouts
+    return rollouts[-limit:] if path.is_dir() else rollouts[:limit]
 
 
 def _files(path: Path, step: int | None, validation: bool) -> list[Path]:
@@ -96,8 +96,8 @@ def _files(path: Path, step: int | None, validation: bool) -> list[Path]:
 
 
 def _step_from_name(file: Path) -> int:
-    found = _STEP_IN_NAME.search(file.stem)
-    return int(found[1]) if found else 0
+    match = _STEP_IN_NAME.search(file.stem)
+    return int(match[1]) if match else 0
 
 
 def _read_file(path: Path) -> list[StoredRollout]:
@@ -135,9 +135,9 @@ def _read_row(path: Path, number: int, row: Row) -> StoredRollout:
 
 
 def _stop_reason(row: Row) -> StopReason:
-    """As a run's own record has it; a conversation from elsewhere counts as answered."""
-    known = "trained_on" in row and row.get("stop_reason") in list(StopReason)
-    return StopReason(row["stop_reason"]) if known else StopReason.ANSWERED
+    """From a run's record; conversations from other sources count as answered."""
+    from_run = "trained_on" in row and row.get("stop_reason") in list(StopReason)
+    return StopReason(row["stop_reason"]) if from_run else StopReason.ANSWERED
 
 
 def _is_int(value: Any) -> bool:
@@ -147,30 +147,30 @@ def _is_int(value: Any) -> bool:
 def _read_messages(path: Path, number: int, row: Row, field: str) -> list[Message]:
     value = row.get(field)
     if not isinstance(value, list) or not value:
-        hint = "this looks like a file of tasks: give rollouts" if "prompt" in row else "give the whole conversation"
-        raise row_error(path, number, field, f"missing, empty or no list of messages; {hint}")
+        hint = "this looks like a task file: give rollouts" if "prompt" in row else "give the whole conversation"
+        raise row_error(path, number, field, f"missing, empty or not a list of messages; {hint}")
     try:
         return [Message.model_validate(message) for message in value]
     except ValidationError as fault:
-        told = fault.errors()[0]
-        where = ".".join(map(str, told["loc"]))
+        first = fault.errors()[0]
+        where = ".".join(map(str, first["loc"]))
         raise row_error(
-            path, number, field, f"{where} {told['msg']}; write {{role, content}} objects".strip()
+            path, number, field, f"{where} {first['msg']}; write {{role, content}} objects".strip()
         ) from None
 
 
 def _arguments(path: Path, number: int, row: Row) -> dict[str, Any]:
-    """Keyword arguments of the reward: what a run kept as such, or every further column of a file of one's own."""
-    kept = row.get("reward_kwargs") or {}
-    if not isinstance(kept, dict):
-        raise row_error(path, number, "reward_kwargs", "no object; write names and values")
-    if "trained_on" in row:  # a run's own record: its columns say what happened, not what the reward was given
-        return dict(kept)
-    return {**{name: value for name, value in row.items() if name not in _NON_ARGUMENT_COLUMNS}, **kept}
+    """Keyword arguments of the reward: `reward_kwargs`, and in user files every other column too."""
+    kwargs = row.get("reward_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise row_error(path, number, "reward_kwargs", "not an object; write names and values")
+    if "trained_on" in row:  # a run's record: its other columns describe the rollout, they are not reward arguments
+        return dict(kwargs)
+    return {**{name: value for name, value in row.items() if name not in _NON_ARGUMENT_COLUMNS}, **kwargs}
 
 
 def _extra_info(path: Path, number: int, row: Row) -> dict[str, Any]:
-    """An object or its JSON text, as in a file of tasks."""
+    """An object or its JSON text, as in a task file."""
     value = row.get("extra_info") or {}
     if isinstance(value, str):
         try:
@@ -183,24 +183,24 @@ def _extra_info(path: Path, number: int, row: Row) -> dict[str, Any]:
 
 
 def _prompt_of(path: Path, number: int, row: Row, messages: Sequence[Message]) -> list[Message]:
-    """The conversation before the assistant's first turn that was sampled."""
+    """The messages before the first sampled assistant turn."""
     if isinstance(row.get("prompt"), list):
         return _read_messages(path, number, row, "prompt")
-    turns = [place for place, message in enumerate(messages) if message.role == "assistant"]
-    if isinstance(row.get("steps"), list) and 0 < len(row["steps"]) <= len(turns):
-        return list(messages[: turns[-len(row["steps"])]])
-    asked = [place for place, message in enumerate(messages) if message.role == "user"]
-    end = asked[-1] + 1 if asked else (turns[0] if turns else len(messages))
+    assistant_turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    if isinstance(row.get("steps"), list) and 0 < len(row["steps"]) <= len(assistant_turns):
+        return list(messages[: assistant_turns[-len(row["steps"])]])
+    user_turns = [index for index, message in enumerate(messages) if message.role == "user"]
+    end = user_turns[-1] + 1 if user_turns else (assistant_turns[0] if assistant_turns else len(messages))
     return list(messages[:end])
 
 
 def _steps_of(row: Row, messages: Sequence[Message], prompt: Sequence[Message]) -> tuple[StepData, ...]:
-    """As many steps as a run stored, else one for each time the assistant spoke, after the prompt where the row has
-    one: what step rewards must fit."""
-    kept = row.get("steps")
-    if not isinstance(kept, list):
-        behind = messages[len(prompt) :] if "prompt" in row and messages[: len(prompt)] == prompt else messages
-        kept = [{} for message in behind if message.role == "assistant"]
+    """The steps that step rewards must match: those a run stored, else one per assistant message (after the prompt if
+    the row has one)."""
+    steps = row.get("steps")
+    if not isinstance(steps, list):
+        rest = messages[len(prompt) :] if "prompt" in row and messages[: len(prompt)] == prompt else messages
+        steps = [{} for message in rest if message.role == "assistant"]
     return tuple(
         StepData(
             system_step_index=index,
@@ -209,11 +209,11 @@ def _steps_of(row: Row, messages: Sequence[Message], prompt: Sequence[Message]) 
             resulting_messages_history=[],
             base_reward=step.get("base_reward") if isinstance(step, dict) else None,
         )
-        for index, step in enumerate(kept)
+        for index, step in enumerate(steps)
     )
 
 
 def _fingerprint(prompt: Sequence[Message], truth: Any) -> str:
-    """What tells tasks apart where rows do not name them."""
+    """Task id for rows that have none."""
     text = json.dumps([[m.to_openai() for m in prompt], truth], sort_keys=True, default=str)
     return f"task-{hashlib.sha256(text.encode('utf-8', 'backslashreplace')).hexdigest()[:12]}"

@@ -1,1 +1,1 @@
-"""Is it a tool? What `toolwise check tool` tries on one."""
+"""`toolwise check tool`: tests a tool before a run uses it."""

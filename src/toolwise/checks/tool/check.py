@@ -1,4 +1,4 @@
-"""`check_tool`: whether a tool keeps what rollouts rely on, tried out before a run trusts it."""
+"""`check_tool`: tests whether a tool meets the contract that rollouts rely on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     name: str
     verdict: Verdict
@@ -34,7 +34,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ToolCheck:
-    """All that was found about one tool."""
+    """All findings about one tool."""
 
     tool: str
     findings: tuple[Finding, ...]
@@ -62,35 +62,37 @@ def check_tool(
     create_kwargs: Mapping[str, Any] | None = None,
     timeout_s: float = 10.0,
 ) -> ToolCheck:
-    """Tries `tool` out: its schema, its life cycle, good, odd and bad arguments, many at once, and a call called off.
+    """Test a tool: schema, life cycle, valid, unusual and invalid arguments, concurrent instances and cancellation.
 
-    `calls` are arguments to call it with; without any, the plainest that fit the schema are made up. `create_kwargs`
-    are what a task would give to `create`.
+    `calls` are arguments to call it with; by default, minimal arguments are generated from the schema. `create_kwargs`
+    are what a task would pass to `create`.
     """
-    notes = _FindingLog()
-    if not _check_schema(tool, notes.report):
-        return ToolCheck(tool.name, tuple(notes.findings))
-    given = list(calls) or [minimal_arguments(tool.tool_schema.function.parameters)]
-    misfits = {json.dumps(call): problems for call in given if (problems := validate_arguments(tool.tool_schema, call))}
-    if misfits:
-        call, problems = next(iter(misfits.items()))
+    log = _FindingLog()
+    if not _check_schema(tool, log.report):
+        return ToolCheck(tool.name, tuple(log.findings))
+    examples = list(calls) or [minimal_arguments(tool.tool_schema.function.parameters)]
+    invalid = {
+        json.dumps(call): problems for call in examples if (problems := validate_arguments(tool.tool_schema, call))
+    }
+    if invalid:
+        call, problems = next(iter(invalid.items()))
         hint = "correct --call" if calls else "give an example with --call"
-        notes.report("calls", "wrong", f"{call} does not fit the schema: {'; '.join(problems)}; {hint}")
-        return ToolCheck(tool.name, tuple(notes.findings))
-    trial = ToolTrial(tool, given, dict(create_kwargs or {}), timeout_s)
-    hint = "" if calls else "; the arguments were made up: give an example that works with --call"
-    asyncio.run(_run_trial(trial, notes.report, hint))
-    return ToolCheck(tool.name, tuple(notes.findings))
+        log.report("calls", "wrong", f"{call} does not fit the schema: {'; '.join(problems)}; {hint}")
+        return ToolCheck(tool.name, tuple(log.findings))
+    trial = ToolTrial(tool, examples, dict(create_kwargs or {}), timeout_s)
+    hint = "" if calls else "; the arguments were generated from the schema: give a working example with --call"
+    asyncio.run(_run_trial(trial, log.report, hint))
+    return ToolCheck(tool.name, tuple(log.findings))
 
 
 def _check_schema(tool: BaseTool, report: ReportFinding) -> bool:
-    """What can be seen without calling it; False where calling makes no sense."""
+    """Check what needs no call; return False if the tool cannot be called."""
     function = tool.tool_schema.function
     if _NAME.fullmatch(function.name):
         report("name", "ok", function.name)
     else:
         report("name", "wrong", f"{function.name!r}: use 1 to 64 letters, digits, _ or -")
-    says = function.description or "there is none, and models choose by it"
+    says = function.description or "missing; models choose tools by their description"
     report("description", "ok" if function.description else "warning", says)
     try:
         check_tool_options({"family": tool.family, "price": tool.price}, "it")
@@ -113,15 +115,17 @@ def _check_parameters(parameters: dict[str, Any]) -> tuple[Verdict, str]:
         return "wrong", f"the parameters are of type {parameters.get('type')!r}; arguments are always an object"
     unknown = [name for name in parameters.get("required") or () if name not in properties]
     if unknown:
-        return "wrong", f"required, but no property: {', '.join(unknown)}"
-    silent = [name for name, about in properties.items() if not isinstance(about, dict) or not about.get("description")]
-    if silent:
-        return "warning", f"no description: {', '.join(silent)}"
+        return "wrong", f"required, but not in properties: {', '.join(unknown)}"
+    missing = [
+        name for name, schema in properties.items() if not isinstance(schema, dict) or not schema.get("description")
+    ]
+    if missing:
+        return "warning", f"no description: {', '.join(missing)}"
     return "ok", f"{len(properties)} arguments, {len(parameters.get('required') or ())} required"
 
 
 async def _run_trial(trial: ToolTrial, report: ReportFinding, hint: str) -> None:
-    """The parts of the trial, in order; where there is no life cycle there is nothing more to try."""
+    """Run the parts in order; if the life cycle or the results are wrong, skip the rest."""
     parts: tuple[tuple[str, Callable[[], Awaitable[tuple[Verdict, str]]]], ...] = (
         ("life cycle", trial.life_cycle),
         ("results", trial.results),
@@ -140,7 +144,7 @@ async def _run_trial(trial: ToolTrial, report: ReportFinding, hint: str) -> None
                 continue
             try:
                 verdict, says = await part()
-            except Exception as fault:  # whatever other people's code raises is a finding
+            except Exception as fault:  # any exception from user code is a finding
                 verdict, says = "wrong", f"{type(fault).__name__}: {str(fault)[:200]}{hint}"
             report(name, verdict, says)
             broken = name in ("life cycle", "results") and verdict == "wrong"

@@ -1,4 +1,4 @@
-"""Arguments made up from a tool's JSON schema to try the tool out with: plain, odd, and such as do not fit."""
+"""Test arguments generated from a tool's JSON schema: minimal, odd and invalid."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _MAX_DEPTH = 8
 
 
 def minimal_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The least that fits: required arguments alone, each as its schema suggests."""
+    """Required arguments only, each with an example value of its schema."""
     properties = parameters.get("properties") or {}
     return {name: example_value(properties.get(name) or {}) for name in parameters.get("required") or ()}
 
 
 def odd_arguments(parameters: dict[str, Any], plain: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """`plain` with one argument at a time replaced by something its type allows and nobody thinks of."""
+    """`plain` with one argument at a time replaced by an unusual value of the right type."""
     for name, schema in (parameters.get("properties") or {}).items():
         kind = schema.get("type") if isinstance(schema, dict) else None
         if kind == "string" and "enum" not in schema:
@@ -29,7 +29,7 @@ def odd_arguments(parameters: dict[str, Any], plain: dict[str, Any]) -> Iterator
 
 
 def bad_arguments(parameters: dict[str, Any], plain: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What does not fit: an argument too few, one of another type, one too many."""
+    """`plain` with a missing argument, one of the wrong type, or an unknown one."""
     for name in parameters.get("required") or ():
         yield {key: value for key, value in plain.items() if key != name}
         yield {**plain, name: {"not": ["what", "was", "asked"]}}
@@ -37,7 +37,7 @@ def bad_arguments(parameters: dict[str, Any], plain: dict[str, Any]) -> Iterator
 
 
 def example_value(schema: Any, depth: int = 0) -> Any:
-    """A value that fits most schemas: what they give as an example, or else the plainest of their type."""
+    """A value that fits most schemas: their own example if they have one, else a simple value of their type."""
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return None
     for key in ("const", "default"):

@@ -1,4 +1,4 @@
-"""The calls that `check_tool` makes: each method tries one promise of the life cycle and says what it saw."""
+"""The calls that `check_tool` makes: each method tests one part of the tool contract and returns a verdict."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TrialOutcome = tuple[Literal["ok", "warning", "wrong"], str]
 
 CONCURRENT_INSTANCES = 8
 MAX_RESULT_CHARS = 4000
-"""Characters that a model gets to read of a result, unless a run says otherwise."""
-_NONDETERMINISTIC = "cannot be told: equal calls differ even from instances that are alone"
+"""Default number of characters of a result that a model reads."""
+_NONDETERMINISTIC = "cannot be tested: equal calls give different results even on a single instance"
 _HEARTBEAT_S = 0.02
 _BLOCKED_S = 0.5
 
@@ -37,31 +37,31 @@ class ToolTrial:
         self.slowest_s = 0.0
         self._longest_gap_s = 0.0
         self._solo_texts: list[str] = []
-        """What the calls say one after the other to an instance that is alone."""
+        """Results of the calls in sequence on a single instance."""
         self._deterministic = True
 
     async def life_cycle(self) -> TrialOutcome:
         first, second = await self._create(), await self._create()
         for instance in (first, second):
             if not isinstance(instance, str) or not instance:
-                return "wrong", f"create gave {instance!r:.80}; give the instance's id, a string"
+                return "wrong", f"create returned {instance!r:.80}; return the instance id, a string"
         if first == second:
-            return "wrong", f"create gave the same id twice ({first!r:.80}); rollouts would share an instance"
+            return "wrong", f"create returned the same id twice ({first!r:.80}); rollouts would share an instance"
         await self._execute(first, self.calls[0])
         reward = await self._with_timeout(self.tool.calc_reward(first))
         if not _is_reward(reward):
-            return "wrong", f"calc_reward gave {reward!r:.80}; give a finite number or None"
+            return "wrong", f"calc_reward returned {reward!r:.80}; return a finite number or None"
         await self._with_timeout(self.tool.release(first))
-        await self._execute(second, self.calls[0])  # one rollout's end is nothing to another
+        await self._execute(second, self.calls[0])  # the end of one rollout must not affect another
         await self._with_timeout(self.tool.release(second))
         try:
             await self._with_timeout(self.tool.release(second))
         except Exception as fault:
-            return "wrong", f"release fails where there is nothing to release: {type(fault).__name__}: {fault}"
+            return "wrong", f"release fails if the instance is already released: {type(fault).__name__}: {fault}"
         named = await self._create("my-id")
         await self._with_timeout(self.tool.release(named))
         if named != "my-id":
-            return "warning", f"create('my-id') gave {named!r:.80}; give back the id you were given"
+            return "warning", f"create('my-id') returned {named!r:.80}; return the given id"
         return "ok", f"create, execute, calc_reward ({reward}), release"
 
     async def results(self) -> TrialOutcome:
@@ -72,37 +72,37 @@ class ToolTrial:
                 return "wrong", problem
             longest = max(longest, len(result[0]))
         if longest > MAX_RESULT_CHARS:
-            return "warning", f"{longest} characters; of a result models read the first {MAX_RESULT_CHARS}: say less"
+            return "warning", f"{longest} characters; models read only the first {MAX_RESULT_CHARS}: return less"
         return "ok", f"texts of up to {longest} characters"
 
     async def equal_calls(self) -> TrialOutcome:
         self._solo_texts = [result[0] for result in await self._solo_results()]
         if await self._is_deterministic():
-            return "ok", "fresh instances say the same"
-        return "warning", "fresh instances say different things: chance, the clock, or a state that they share"
+            return "ok", "new instances give the same results"
+        return "warning", "new instances give different results: randomness, the clock, or shared state"
 
     async def _is_deterministic(self) -> bool:
-        """Asked again before anything is blamed on other instances: a clock says the same for a while, too."""
+        """Rerun before blaming other instances: a tool that reads the clock can repeat itself for a while."""
         if self._deterministic:
             self._deterministic = [result[0] for result in await self._solo_results()] == self._solo_texts
         return self._deterministic
 
     async def instances(self) -> TrialOutcome:
-        """Two at a time, turn by turn: neither may notice the other."""
+        """Interleave calls on two instances: neither may affect the other."""
         if not self._deterministic:
             return "warning", _NONDETERMINISTIC
         pair = [await self._create(), await self._create()]
         texts: tuple[list[str], list[str]] = ([], [])
         for call in self.calls * 2:
-            for instance, said in zip(pair, texts, strict=True):
-                said.append((await self._execute(instance, call))[0])
+            for instance, instance_texts in zip(pair, texts, strict=True):
+                instance_texts.append((await self._execute(instance, call))[0])
         for instance in pair:
             await self._with_timeout(self.tool.release(instance))
         if texts[0] != texts[1] or texts[0][: len(self._solo_texts)] != self._solo_texts:
             if not await self._is_deterministic():
                 return "warning", _NONDETERMINISTIC
-            return "wrong", "two instances notice each other: keep what belongs to a rollout under its instance_id"
-        return "ok", "two instances do not notice each other"
+            return "wrong", "two instances affect each other: keep state per instance_id"
+        return "ok", "two instances do not affect each other"
 
     async def concurrent_instances(self) -> TrialOutcome:
         runs = await asyncio.gather(*(self._solo_results() for _ in range(CONCURRENT_INSTANCES)))
@@ -111,8 +111,8 @@ class ToolTrial:
             return "wrong", problems[0]
         differ = self._deterministic and any([result[0] for result in run] != self._solo_texts for run in runs)
         if differ and await self._is_deterministic():
-            return "wrong", f"{CONCURRENT_INSTANCES} instances at once say something else than one alone"
-        return "ok", f"{CONCURRENT_INSTANCES} instances at once"
+            return "wrong", f"{CONCURRENT_INSTANCES} concurrent instances give other results than a single one"
+        return "ok", f"{CONCURRENT_INSTANCES} concurrent instances"
 
     async def odd_arguments(self) -> TrialOutcome:
         parameters = self.tool.tool_schema.function.parameters
@@ -120,37 +120,40 @@ class ToolTrial:
         return await self._try_arguments([a for a in odd if not validate_arguments(self.tool.tool_schema, a)])
 
     async def bad_arguments(self) -> TrialOutcome:
-        """A run's validation keeps most of these away from a tool; what it lets through the tool must bear."""
+        """Argument validation stops most of these in a run; the tool must cope with the rest."""
         parameters = self.tool.tool_schema.function.parameters
         bad = list(sample_arguments.bad_arguments(parameters, self.calls[0]))
         return await self._try_arguments([a for a in bad if not validate_arguments(self.tool.tool_schema, a)], len(bad))
 
     async def _try_arguments(self, arguments: list[dict[str, Any]], tried: int | None = None) -> TrialOutcome:
-        """Messages are fine, exceptions are read by the model as they are, and anything else is wrong."""
+        """An error message is fine; an exception is a warning (the model reads it as is); anything else is wrong."""
         raised: list[str] = []
         instance = await self._create()
-        for given in arguments:
+        for call in arguments:
             try:
-                problem = _result_problem(await self._execute(instance, given))
+                problem = _result_problem(await self._execute(instance, call))
             except ToolCallError as fault:
                 if fault.infrastructure:
-                    return "wrong", f"{_abbreviate(given)} brings down what stands behind the tool: {fault}"
+                    return "wrong", f"{_abbreviate(call)} breaks the tool's backend: {fault}"
                 continue
             except TimeoutError as fault:
-                return "wrong", f"{_abbreviate(given)}: {fault}"
+                return "wrong", f"{_abbreviate(call)}: {fault}"
             except Exception as fault:
-                raised.append(f"{_abbreviate(given)} raises {type(fault).__name__}: {fault}")
+                raised.append(f"{_abbreviate(call)} raises {type(fault).__name__}: {fault}")
                 continue
             if problem:
-                return "wrong", f"{_abbreviate(given)}: {problem}"
+                return "wrong", f"{_abbreviate(call)}: {problem}"
         await self._with_timeout(self.tool.release(instance))
         if raised:
-            return "warning", f"{len(raised)} of {len(arguments)}: {raised[0]}; say it in words that help a model"
+            return (
+                "warning",
+                f"{len(raised)} of {len(arguments)}: {raised[0]}; return a helpful error message",
+            )
         seen = len(arguments) if tried is None else tried
         return "ok", f"{seen} tried, {len(arguments)} reached the tool, all were answered"
 
     async def cancellation(self) -> TrialOutcome:
-        """A call is begun and called off, at once or a little later: it must end, and the tool must go on."""
+        """Cancel a call at once or a little later: it must end, and the tool must keep working."""
         ended = 0
         for after_s in (0.0, 0.05):
             instance = await self._create()
@@ -159,25 +162,25 @@ class ToolTrial:
             call.cancel()
             await asyncio.wait({call}, timeout=GRACE_S)
             if not call.done():
-                return "wrong", f"a cancelled call is still at work {GRACE_S:g} s later: let CancelledError through"
+                return "wrong", f"a cancelled call still runs {GRACE_S:g} s later: do not swallow CancelledError"
             ended += call.cancelled() or call.exception() is not None
             await self._with_timeout(self.tool.release(instance))
         again = await self._create()
         await self._execute(again, self.calls[0])
         await self._with_timeout(self.tool.release(again))
         if not ended:
-            return "ok", "it was done before it could be cancelled"
+            return "ok", "the call finished before it could be cancelled"
         return "ok", "a cancelled call ends, and the next one works"
 
     @asynccontextmanager
     async def monitor_event_loop(self) -> AsyncIterator[None]:
-        """Notes the longest time that nothing else could run."""
+        """Record the longest time that the event loop was blocked."""
 
         async def beat() -> None:
             while True:
-                began = time.monotonic()
+                start = time.monotonic()
                 await asyncio.sleep(_HEARTBEAT_S)
-                self._longest_gap_s = max(self._longest_gap_s, time.monotonic() - began - _HEARTBEAT_S)
+                self._longest_gap_s = max(self._longest_gap_s, time.monotonic() - start - _HEARTBEAT_S)
 
         beating = asyncio.create_task(beat())
         try:
@@ -188,9 +191,9 @@ class ToolTrial:
 
     def loop_verdict(self) -> TrialOutcome:
         if self._longest_gap_s > _BLOCKED_S:
-            says = f"it kept all other rollouts waiting for {self._longest_gap_s:.1f} s: await, or work in a thread"
+            says = f"the tool blocked all other rollouts for {self._longest_gap_s:.1f} s: await, or use a thread"
             return "wrong", says
-        return "ok", f"others waited {self._longest_gap_s:.3f} s at most"
+        return "ok", f"blocked for at most {self._longest_gap_s:.3f} s"
 
     async def _solo_results(self) -> list[Any]:
         instance = await self._create()
@@ -203,33 +206,33 @@ class ToolTrial:
         return await self._with_timeout(self.tool.create(instance_id, **self.create_kwargs))
 
     async def _execute(self, instance: str, call: dict[str, Any]) -> Any:
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             return await self._with_timeout(self.tool.execute(instance, json.loads(json.dumps(call))))
         finally:
-            self.slowest_s = max(self.slowest_s, time.monotonic() - began)
+            self.slowest_s = max(self.slowest_s, time.monotonic() - start)
 
     async def _with_timeout(self, work: Awaitable[T]) -> T:
-        async def whole() -> T:
+        async def wait() -> T:
             return await work
 
-        return await run_with_deadline(self.timeout_s, whole(), TimeoutError(f"took longer than {self.timeout_s:g} s"))
+        return await run_with_deadline(self.timeout_s, wait(), TimeoutError(f"took longer than {self.timeout_s:g} s"))
 
 
 def _result_problem(result: Any) -> str | None:
     if not isinstance(result, tuple) or len(result) != 3:
-        return f"execute gave {result!r:.80}; give (text, reward or None, info)"
+        return f"execute returned {result!r:.80}; return (text, reward or None, info)"
     text, reward, info = result
     if not isinstance(text, str):
-        return f"execute gave the text {text!r:.80}; give a string"
+        return f"execute returned the text {text!r:.80}; return a string"
     if not _is_reward(reward):
-        return f"execute gave the reward {reward!r:.80}; give a finite number or None"
+        return f"execute returned the reward {reward!r:.80}; return a finite number or None"
     if not isinstance(info, dict):
-        return f"execute gave the info {info!r:.80}; give a dictionary"
+        return f"execute returned the info {info!r:.80}; return a dictionary"
     try:
         json.dumps(info)
     except (TypeError, ValueError) as fault:
-        return f"execute gave an info that cannot be written as JSON: {fault}"
+        return f"execute returned an info that is not JSON-serializable: {fault}"
     return None
 
 

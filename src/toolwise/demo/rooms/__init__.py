@@ -1,1 +1,1 @@
-"""A text world for thinking levels: rooms, doors and keys, easy steps that need no thought and hard ones that do."""
+"""A text environment for thinking levels: rooms, doors and keys; easy steps need no thinking, hard ones do."""

@@ -1,10 +1,10 @@
-"""What a model is taught before it learns: walks through houses, with thoughts of every level.
+"""SFT data for the rooms environment: walks through houses, with thoughts of every level.
 
     python -m toolwise.demo.rooms.demonstrations runs/rooms --count 20000
     toolwise sft runs/rooms/teach.jsonl --out runs/rooms/taught
 
-The level of each step is drawn at random, easy or hard alike: the format is taught, and nothing about when to think.
-A fresh model needs `--lessons` and `--told` walks beside them.
+The level of each step is random, for easy and hard steps alike: the data trains the format, not when to think.
+An untrained model needs `--lessons` and `--told` walks too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from toolwise.terminal import print_line
 from toolwise.thinking.levels import DEFAULT_LEVELS, Levels, load_levels
 
 SPLITS = {"train": 0, "heldout": 1, "teach": 2}
-"""Each split has houses of its own: house = 3 · index + split."""
+"""Each split has its own houses: house = 3 · index + split."""
 
 
 def house_number(index: int, split: str) -> int:
@@ -30,15 +30,15 @@ def house_number(index: int, split: str) -> int:
 
 
 def prompt(plan: HouseConfig, levels: Levels | None = None) -> list[dict[str, str]]:
-    """How an episode begins. A model that knows no levels is told of them; one that was taught them need not be."""
-    told = f"{plan.task}\n{levels.explain()}" if levels else plan.task
-    return [{"role": "system", "content": told}]
+    """First message of an episode; explains the levels if given, for models that were not trained on them."""
+    text = f"{plan.task}\n{levels.explain()}" if levels else plan.task
+    return [{"role": "system", "content": text}]
 
 
 def task_rows(
     indices: Iterable[int], split: str, plan: HouseConfig | None = None, *, levels: Levels | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Tasks as dataset rows, one a house."""
+    """Tasks as dataset rows, one per house."""
     plan = plan or HouseConfig()
     changed = {name: value for name, value in _fields(plan).items() if value != _fields(HouseConfig())[name]}
     for index in indices:
@@ -60,7 +60,7 @@ def walk(
     *,
     explain: bool = False,
 ) -> list[dict[str, str]]:
-    """The right way through a house, `step_levels` the level of each of its steps."""
+    """The correct walk through a house; `step_levels` is the level of each step."""
     messages = prompt(plan, levels if explain else None)
     shown = ""
     for room, number in zip(house.rooms, step_levels, strict=True):
@@ -79,7 +79,7 @@ def demonstrations(
     levels: Levels = DEFAULT_LEVELS,
     explain: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """`count` conversations to teach on, each in a house of its own."""
+    """`count` SFT conversations, each in its own house."""
     plan = plan or HouseConfig()
     random = Random(f"levels/{seed}")
     for index in range(count):
@@ -91,17 +91,18 @@ def demonstrations(
 def instructed_walks(
     count: int, *, seed: int = 0, plan: HouseConfig | None = None, levels: Levels = DEFAULT_LEVELS
 ) -> Iterator[dict[str, Any]]:
-    """Walks of an agent that is told which level to use at which kind of place, and does; the levels are drawn at
-    random for each walk. Any grown model does as it is told. One that never had to look at the place when it chose a
-    level takes very long to find out that it may; which level is worth its tokens, nobody tells it.
+    """Walks of an agent that follows an instruction: a random level for each kind of room.
+
+    Pretrained models follow instructions anyway. A model that never had to look at the room when choosing a level takes
+    very long to discover that it can. Which level is worth its tokens is not given away.
     """
     plan = plan or HouseConfig()
     random = Random(f"told/{seed}")
     for index in range(count):
         house = build_house(house_number(seed * 1_000_003 + index, "teach"), plan)
-        at = {kind: random.choice(levels.numbers) for kind in get_args(RoomKind)}
-        messages = walk(house, [at[room.kind] for room in house.rooms], plan, levels)
-        rule = " ".join(f"{kind}{number}" for kind, number in at.items())
+        level_by_kind = {kind: random.choice(levels.numbers) for kind in get_args(RoomKind)}
+        messages = walk(house, [level_by_kind[room.kind] for room in house.rooms], plan, levels)
+        rule = " ".join(f"{kind}{number}" for kind, number in level_by_kind.items())
         messages[0] = {"role": "system", "content": f"{plan.task} {rule}."}
         yield {"messages": messages}
 
@@ -109,9 +110,9 @@ def instructed_walks(
 def lessons(
     count: int, *, seed: int = 0, plan: HouseConfig | None = None, questions: int = 3
 ) -> Iterator[dict[str, Any]]:
-    """Conversations that teach a fresh model to read a map, as any grown model can: no levels, no houses, no actions.
+    """SFT examples of reading a map, which pretrained models already can: no levels, no houses, no actions.
 
-    Without them the look-ups of a hall, a few in a long walk, take a small model very long to discover.
+    A walk contains only a few map look-ups, so without these a small model takes very long to learn them.
     """
     plan = plan or HouseConfig()
     random = Random(f"lessons/{seed}")
@@ -120,8 +121,8 @@ def lessons(
         messages: list[dict[str, str]] = []
         for mark in random.sample(sorted(next_mark), questions):
             marks = follow_map(next_mark, mark, plan.marks)
-            told = f"{text} " if not messages else ""
-            messages.append({"role": "user", "content": f"{told}You are at {mark}."})
+            prefix = f"{text} " if not messages else ""
+            messages.append({"role": "user", "content": f"{prefix}You are at {mark}."})
             messages.append({"role": "assistant", "content": " ".join(f"{a}{b}" for a, b in pairwise(marks))})
         yield {"messages": messages}
 
@@ -140,24 +141,22 @@ def _fields(plan: HouseConfig) -> dict[str, int]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for teach.jsonl, train.jsonl and heldout.jsonl")
-    parser.add_argument("--count", type=int, default=20_000, help="conversations to teach on")
-    parser.add_argument(
-        "--lessons", type=int, default=0, help="lessons in reading a map beside them, for a fresh model"
-    )
-    parser.add_argument("--told", type=int, default=0, help="walks whose agent is told its levels, for a fresh model")
-    parser.add_argument("--tasks", type=int, default=2000, help="tasks to train on; half as many are held out")
+    parser.add_argument("--count", type=int, default=20_000, help="SFT conversations")
+    parser.add_argument("--lessons", type=int, default=0, help="extra map-reading examples, for an untrained model")
+    parser.add_argument("--told", type=int, default=0, help="extra walks with given levels, for an untrained model")
+    parser.add_argument("--tasks", type=int, default=2000, help="training tasks; half this number is held out")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--levels", type=Path, help="a template file of your own in place of thinking/levels.toml")
+    parser.add_argument("--levels", type=Path, help="template file to use instead of thinking/levels.toml")
     parser.add_argument("--explain", action="store_true", help="explain the levels in the system prompt")
     args = parser.parse_args(arguments)
     levels = load_levels(args.levels) if args.levels else DEFAULT_LEVELS
-    told = levels if args.explain else None
-    teach = demonstrations(args.count, seed=args.seed, levels=levels, explain=args.explain)
-    told_too = instructed_walks(args.told, seed=args.seed, levels=levels)
+    explained = levels if args.explain else None
+    walks = demonstrations(args.count, seed=args.seed, levels=levels, explain=args.explain)
+    instructed = instructed_walks(args.told, seed=args.seed, levels=levels)
     for name, rows in (
-        ("teach", chain(teach, lessons(args.lessons, seed=args.seed), told_too)),
-        ("train", task_rows(range(args.tasks), "train", levels=told)),
-        ("heldout", task_rows(range(args.tasks // 2), "heldout", levels=told)),
+        ("teach", chain(walks, lessons(args.lessons, seed=args.seed), instructed)),
+        ("train", task_rows(range(args.tasks), "train", levels=explained)),
+        ("heldout", task_rows(range(args.tasks // 2), "heldout", levels=explained)),
     ):
         print_line(write_rows(args.out / f"{name}.jsonl", rows))
 

@@ -1,10 +1,10 @@
-"""The house as an environment: one sees the place one is in and acts in words, `<action>go left</action>`.
+"""The house as an environment: the agent sees its current room and acts in text, `<action>go left</action>`.
 
     toolwise check env toolwise.demo.rooms.env:RoomsEnv
     [env]    name = "toolwise.demo.rooms.env:RoomsEnv"
     [reward] function = "env"
 
-The way out is worth 1, all else 0. A wrong door in a hall ends the walk; anything else that is wrong costs a turn.
+Reaching the exit earns 1, all else 0. A wrong door in a hall ends the walk; any other wrong action costs a turn.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _VALID_ACTION = re.compile(
 
 
 class RoomsEnv(BaseEnv):
-    """One walk through the house of number `house`; without it, through that of the group's seed.
+    """One walk through house number `house`, by default the number given by the group's seed.
 
-    Both `rollout.tool_parser = "none"` and `"action"` will do: the action is found in the whole text too.
+    Works with `rollout.tool_parser = "none"` and `"action"`: the environment also finds the action in the whole text.
     """
 
     def __init__(self, house: int | None = None, plan: dict[str, int] | None = None, spare_turns: int = 2) -> None:
@@ -44,7 +44,7 @@ class RoomsEnv(BaseEnv):
 
     @property
     def room(self) -> Room | None:
-        """Where one is; None outside."""
+        """The current room; None outside."""
         return self.house.rooms[self.position] if self.position < len(self.house.rooms) else None
 
     async def reset(self) -> str:
@@ -52,8 +52,7 @@ class RoomsEnv(BaseEnv):
         return self.house.rooms[0].observation
 
     async def step(self, action: str) -> tuple[str, float | None, bool, dict[str, Any]]:
-        """`step_kind` says whether the step was easy or hard, and `optimal` whether it was the right one: for
-        metrics, not for the agent."""
+        """`info` has `step_kind` (easy or hard) and `optimal` (is the action right) for metrics, not for the agent."""
         room = self.room
         if self._outcome or room is None:
             return "The walk is over.", 0.0, True, {"is_action_valid": False, "truncated": self._outcome == "late"}
@@ -61,7 +60,7 @@ class RoomsEnv(BaseEnv):
         words = " ".join(parse_action(action)[0].lower().split())
         right = words == room.action
         valid = _VALID_ACTION.fullmatch(words) is not None
-        told = self._advance() if right else self._stay(room, words, valid)
+        observation = self._advance() if right else self._stay(room, words, valid)
         if not self._outcome and self.turns >= len(self.house.rooms) + self._spare_turns:
             self._outcome = "late"
         info = {
@@ -71,7 +70,7 @@ class RoomsEnv(BaseEnv):
             "step_kind": "hard" if room.hard else "easy",
             "optimal": right,
         }
-        return told, float(self._outcome == "out"), bool(self._outcome), info
+        return observation, float(self._outcome == "out"), bool(self._outcome), info
 
     def gold_actions(self) -> list[str]:
         return [f"<action>{action}</action>" for action in self.house.gold_actions]

@@ -1,8 +1,8 @@
-"""One house: its places in the order in which one passes them, and the map that its halls are crossed by.
+"""One house: its rooms in order, and the map needed in its halls.
 
-In most places what to do is in sight: an open door, a key, a lock and the key to it. In a hall one stands at a mark and
-must take the door `hops` marks further along the map, which was seen once, rooms ago: "37" leads from 3 to 7, and the
-arrows are in no order. Following them is one look-up after the other: easy to write down, hard to do at one glance.
+In most rooms the right action is visible: an open door, a key, a lock and its key. In a hall the agent stands at a mark
+and must take the door `hops` marks further along the map, which it saw once, rooms ago: "37" leads from 3 to 7, and the
+arrows are shuffled. Following them takes one look-up after another: easy to write down, hard to do in one pass.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NUMBER_WORDS = {3: "three", 4: "four", 5: "five", 6: "six"}
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where one may be, what is to be seen there, and the one action that leads on."""
+    """One room: what the agent sees, and the one action that leads on."""
 
     kind: RoomKind
     observation: str
     action: str
     parts: Mapping[str, str]
-    """What there is to think there: state, goal, reflection and candidates, for `Level.write`."""
+    """Content of a thought in this room: state, goal, reflection and candidates, for `Level.write`."""
 
     @property
     def hard(self) -> bool:
@@ -37,7 +37,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """The places, the map as it is written, and how the whole is begun."""
+    """The rooms, and the map as text."""
 
     rooms: tuple[Room, ...]
     map_text: str
@@ -49,15 +49,15 @@ class House:
 
 @dataclass(frozen=True, slots=True)
 class HouseConfig:
-    """What houses are like."""
+    """Size and difficulty of houses."""
 
     halls: int = 2
     doors: int = 1
     locks: int = 1
     marks: int = 8
-    """On the map, one of which is the door to take."""
+    """Marks on the map, one of which is the right door."""
     hops: int = 4
-    """How far along the map that door is."""
+    """Distance to the right door along the map."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.hops < self.marks <= 9 or self.hops not in NUMBER_WORDS:
@@ -67,17 +67,17 @@ class HouseConfig:
 
     @property
     def task(self) -> str:
-        """What the agent is told at the start."""
+        """Instruction in the agent's prompt."""
         return f"Get out. In a hall take the door {NUMBER_WORDS[self.hops]} on."
 
     @property
     def steps(self) -> int:
-        """Actions from the start to the way out."""
+        """Actions from the start to the exit."""
         return 1 + self.halls + self.doors + 2 * self.locks
 
 
 def build_house(seed: int, plan: HouseConfig | None = None) -> House:
-    """The house of that number: the same every time."""
+    """Build the house of a seed; deterministic."""
     plan = plan or HouseConfig()
     random = Random(f"house/{seed}")
     next_mark, map_text = draw_map(plan.marks, random)
@@ -91,7 +91,7 @@ def build_house(seed: int, plan: HouseConfig | None = None) -> House:
 
 
 def draw_map(marks: int, random: Random) -> tuple[dict[int, int], str]:
-    """Where each mark leads, one ring through all of them; and the same as text."""
+    """A random cycle through all marks: the next mark of each, and the map as text."""
     order = random.sample(range(1, marks + 1), marks)
     next_mark = {mark: order[(i + 1) % marks] for i, mark in enumerate(order)}
     arrows = random.sample(sorted(next_mark), marks)
@@ -99,7 +99,7 @@ def draw_map(marks: int, random: Random) -> tuple[dict[int, int], str]:
 
 
 def follow_map(next_mark: Mapping[int, int], start: int, hops: int) -> list[int]:
-    """The marks one passes, the first and the last with them."""
+    """The marks passed, including the first and the last."""
     marks = [start]
     for _ in range(hops):
         marks.append(next_mark[marks[-1]])
@@ -135,7 +135,7 @@ def _door(side: str) -> Room:
 
 
 def _locked(colour: str, random: Random) -> list[Room]:
-    """A room with a key, and the lock that it fits, beside another that hangs there too."""
+    """A room with the right key and a wrong one, followed by the locked door."""
     other = random.choice([c for c in COLOURS if c != colour])
     keys = random.sample([colour, other], 2)
     return [
@@ -165,8 +165,8 @@ def _locked(colour: str, random: Random) -> list[Room]:
 
 
 def _hall(start: int, next_mark: Mapping[int, int], hops: int) -> Room:
-    """The thought goes along the map: not at all when one only looks, half-way when one reflects, to the end when one
-    weighs the doors."""
+    """A thought follows the map as far as its level goes: not at all for the state, half-way for the reflection, to the
+    end for the candidates."""
     marks = follow_map(next_mark, start, hops)
     arrows = [f"{a}{b}" for a, b in pairwise(marks)]
     half = hops // 2

@@ -1,4 +1,4 @@
-"""Reinforcement learning in the house of rooms: the settings that runs of every estimator share, for one CPU core."""
+"""Base configuration for RL in the rooms environment, shared by all estimators; for one CPU core."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 MAX_NEW_TOKENS = 64
-"""Twice the longest taught thought, so that one that goes astray is cut."""
+"""Twice the longest thought in the SFT data; longer ones are cut off."""
 
 
 def rooms_config(model: str | Path, tasks: Path | None = None, *, seed: int = 0) -> dict[str, Any]:
-    """A configuration: what is in it is the world's, and an estimator's own settings come over it.
+    """A configuration for the environment; callers add the settings of an estimator.
 
     `tasks` is a folder with train.jsonl and heldout.jsonl (`toolwise.demo.rooms.demonstrations`); without it the caller
-    hands tasks over. The world reads `<action>` itself, so that the conversation keeps what was said in full.
+    passes tasks itself. The environment parses `<action>`, so the conversation keeps the full text of each reply.
     """
     data = {"train": str(tasks / "train.jsonl"), "val": str(tasks / "heldout.jsonl")} if tasks else {}
     return {

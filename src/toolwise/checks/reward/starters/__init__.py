@@ -1,1 +1,1 @@
-"""Files to begin with, one for each mode of a reward: `toolwise init reward` copies them as they are."""
+"""Reward templates, one per mode, copied by `toolwise init reward`."""

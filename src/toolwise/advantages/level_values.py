@@ -19,10 +19,10 @@ from typing import Literal
 import numpy as np
 
 from toolwise.advantages.arrays import Doubles, normalize
+from toolwise.types import LEVEL_COUNT
 
 LevelNormalization = Literal["mean_norm", "mean_std_norm"]
 LevelScoreKind = Literal["logprob", "confidence", "neg_entropy"]
-LEVEL_COUNT = 4
 MIN_SPREAD_NATS = 0.05
 """A smaller spread of scores is noise and must not be scaled up to the full range."""
 

@@ -3,6 +3,9 @@ The command line prints it without a traceback and exits with status 2."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 
 class ToolwiseError(Exception):
     """The user's input is invalid, or a request cannot be satisfied."""
@@ -49,3 +52,11 @@ class MissingExtraError(ToolwiseError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed: pip install 'toolwise[{extra}]'")
+
+
+def import_extra(package: str, extra: str) -> Any:
+    """Import an optional dependency; raise `MissingExtraError` if it is not installed."""
+    try:
+        return import_module(package)
+    except ImportError:
+        raise MissingExtraError(package, extra) from None

@@ -13,7 +13,6 @@ from toolwise.advantages.level_values import (
     diversity_bonus,
     level_advantages,
     level_scores,
-    used_level_advantages,
 )
 
 nan = np.nan
@@ -21,21 +20,21 @@ nan = np.nan
 
 def test_a_hand_worked_group() -> None:
     u = np.array([[-1.0, -2.0, -3.0, -2.0]])
-    assert used_level_advantages(u, np.array([0])).tolist() == [1.0]
-    assert used_level_advantages(u, np.array([2])).tolist() == [-1.0]
+    assert level_advantages(u)[0, 0] == 1.0
+    assert level_advantages(u)[0, 2] == -1.0
     # sample variance: (1 + 0 + 1 + 0) / 3
-    assert used_level_advantages(u, np.array([0]), "mean_std_norm")[0] == pytest.approx(1 / (np.sqrt(2 / 3) + 1e-6))
+    assert level_advantages(u, "mean_std_norm")[0, 0] == pytest.approx(1 / (np.sqrt(2 / 3) + 1e-6))
 
 
 def test_a_level_that_is_not_there_is_left_out() -> None:
     u = np.array([[-1.0, nan, -3.0, nan]])
-    assert used_level_advantages(u, np.array([0])).tolist() == [1.0]
+    assert level_advantages(u)[0, 0] == 1.0
     assert np.isnan(level_advantages(u)[0]).tolist() == [False, True, False, True]
 
 
 def test_alone_or_all_alike_is_exactly_nothing() -> None:
     u = np.array([[nan, -1.3, nan, nan], [0.1, 0.1, 0.1, 0.1]])
-    assert used_level_advantages(u, np.array([1, 2]), "mean_std_norm").tolist() == [0.0, 0.0]
+    assert level_advantages(u, "mean_std_norm")[[0, 1], [1, 2]].tolist() == [0.0, 0.0]
 
 
 @given(hnp.arrays(np.float64, (5, 4), elements=st.floats(-20, 0)))
@@ -54,9 +53,9 @@ def test_what_is_compared() -> None:
 
 def test_a_price_inside_the_four_says_something_and_a_common_one_nothing() -> None:
     u, tokens = np.array([[-1.0, -1.0, -1.0, -1.0]]), np.array([[0.0, 2.0, 4.0, 6.0]])
-    assert used_level_advantages(u - 0.1 * tokens, np.array([0]))[0] == pytest.approx(0.3)
-    assert used_level_advantages(u - 0.1 * tokens, np.array([3]))[0] == pytest.approx(-0.3)
-    assert used_level_advantages(u - 5.0, np.array([0])).tolist() == [0.0]
+    assert level_advantages(u - 0.1 * tokens)[0, 0] == pytest.approx(0.3)
+    assert level_advantages(u - 0.1 * tokens)[0, 3] == pytest.approx(-0.3)
+    assert level_advantages(u - 5.0)[0, 0] == 0.0
 
 
 def test_diversity_is_what_is_missing_from_the_groups_own_steps() -> None:

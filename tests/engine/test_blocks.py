@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from block_checks import check_blocks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ def test_full_blocks_are_shared_and_the_last_token_is_left_to_run() -> None:
     assert two.table[0] == one.table[0]
     assert two.table[1] != one.table[1], "the block to write into is a copy"
     assert blocks.copies == {two.table[1]: one.table[1]}
-    blocks.check([one, two])
+    check_blocks(blocks, [one, two])
 
 
 def test_all_is_held_where_the_last_hidden_state_is_there() -> None:
@@ -49,7 +50,7 @@ def test_all_is_held_where_the_last_hidden_state_is_there() -> None:
     lease = blocks.open([*range(7)], end=7)
     assert (lease.held, lease.hidden) == (6, None), "the state of another token is none of its own"
     blocks.close(lease, [*range(7)])
-    blocks.check([])
+    check_blocks(blocks, [])
 
 
 def test_a_partly_filled_block_is_copied_before_it_is_written_to() -> None:
@@ -60,7 +61,7 @@ def test_a_partly_filled_block_is_copied_before_it_is_written_to() -> None:
     second = blocks.open([1, 2, 3, 4, 5, 6, 7, 8, 9], end=9)
     assert second.held == 6
     assert blocks.copies == {second.table[1]: source}
-    blocks.check([second])
+    check_blocks(blocks, [second])
 
 
 def test_the_child_with_most_in_common_is_copied() -> None:
@@ -82,7 +83,7 @@ def test_two_who_computed_the_same_keep_one() -> None:
         blocks.commit(lease, tokens, 5)
     assert one.table[0] == two.table[0]
     assert blocks.in_use == 3
-    blocks.check([one, two])
+    check_blocks(blocks, [one, two])
 
 
 def test_the_oldest_leaf_gives_way_and_its_parent_after_it() -> None:
@@ -105,7 +106,7 @@ def test_what_somebody_holds_is_never_evicted() -> None:
     assert not blocks.extend(other, 8)
     assert blocks.extend(other, 4)
     assert not blocks.extend(other, 5)
-    blocks.check([lease, other])
+    check_blocks(blocks, [lease, other])
 
 
 def test_a_frozen_end_serves_others_while_its_maker_goes_on() -> None:
@@ -117,7 +118,7 @@ def test_a_frozen_end_serves_others_while_its_maker_goes_on() -> None:
     assert (follower.held, follower.hidden) == (6, "state")
     assert follower.table[1] != maker.table[1]
     assert set(blocks.copies.values()) == {maker.table[1]}, "what is still to be copied is copied from where it is"
-    blocks.check([maker, follower])
+    check_blocks(blocks, [maker, follower])
 
 
 def test_a_block_that_is_given_to_somebody_else_is_no_longer_copied_to() -> None:
@@ -161,7 +162,7 @@ def test_clear_forgets_all_but_what_is_held() -> None:
         blocks.close(lease, [2] * 6)
     blocks.clear()
     assert blocks.available == 8
-    blocks.check([])
+    check_blocks(blocks, [])
 
 
 @pytest.mark.parametrize("spoil", ["lose", "double", "refs"])
@@ -175,7 +176,7 @@ def test_the_check_sees_what_is_wrong(spoil: str) -> None:
     else:
         lease.path[0].refs += 1
     with pytest.raises(AssertionError):
-        blocks.check([lease])
+        check_blocks(blocks, [lease])
 
 
 actions = st.lists(
@@ -203,10 +204,10 @@ def test_no_block_is_ever_lost(count: int, share: bool, steps: list[tuple[str, i
             apply(blocks, lease, tokens, what, number, seen)
             if what in ("close", "drop"):
                 live.pop(number % len(live))
-        blocks.check([lease for lease, _ in live])
+        check_blocks(blocks, [lease for lease, _ in live])
     for lease, tokens in live:
         blocks.close(lease, tokens)
-    blocks.check([])
+    check_blocks(blocks, [])
     assert blocks.available == count
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_checks import check_engine
 from engine_cases import assert_forced, counted, generate_all, random_ids, run, tiny
 
 from toolwise.errors import PolicyError
@@ -60,7 +61,7 @@ def weather(count: int, limit_s: float) -> None:
     assert metrics["engine/evictions"] > 0
     assert metrics["engine/preemptions"] > 0
     assert engine.scheduler.requests == []
-    engine.check()
+    check_engine(engine)
 
 
 def test_a_storm_of_requests_and_cancellations_loses_no_block() -> None:
@@ -197,7 +198,7 @@ def test_a_model_that_fails_is_told_to_those_in_it_and_the_engine_recovers() -> 
         handle.remove()
     assert {str(f) for f in failed} == {"generation failed: RuntimeError: out of memory"}
     assert all(isinstance(w, Generation) for w in well)
-    engine.check()
+    check_engine(engine)
 
 
 def test_two_event_loops_in_two_threads_share_an_engine() -> None:

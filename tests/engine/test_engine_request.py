@@ -42,7 +42,7 @@ def test_whoever_starts_again_keeps_what_was_sampled_and_nothing_else() -> None:
     one.logprobs.extend([-1.0, -2.0])
     one.lease = Lease(held=8)
     one.reset_computed()
-    assert (one.lease, one.sampled, len(one.logprobs)) == (None, 2, 2)
+    assert (one.lease, one.sampled, len(one.logprobs)) == (Lease(), 2, 2)
     scored = request("score", 9, 7)
     scored.logprobs.append(-1.0)
     scored.reset_computed()

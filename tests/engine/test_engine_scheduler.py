@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from block_checks import check_blocks
 from engine_cases import random_ids
 
 from toolwise.engine.blocks import BlockManager
@@ -28,7 +29,6 @@ def scheduler(blocks: int = 64, tokens: int = 16, requests: int = 8, **more: Any
 def computed(on: Scheduler, plan: Plan, *, draw: bool = True) -> None:
     """Stands in for a forward pass: everything planned is computed, and finished prompts get a token."""
     for r, count in plan.items():
-        assert r.lease is not None
         on.blocks.commit(r.lease, r.tokens, r.held + count)
         if draw and not r.pending:
             r.tokens.append(7)
@@ -86,7 +86,7 @@ def test_the_last_to_come_gives_way_and_comes_back_first() -> None:
     assert early in on.running
     assert on.waiting == [late, later]
     assert late.tokens[7:], "what was sampled stays"
-    on.blocks.check(r.lease for r in on.running if r.lease)
+    check_blocks(on.blocks, (r.lease for r in on.running))
 
 
 def test_one_who_needs_what_another_computes_waits_for_it() -> None:
@@ -117,7 +117,7 @@ def test_followers_come_in_as_soon_as_the_tree_has_their_prompt() -> None:
     assert on.running == [leader, follower, alone]
     assert on.admit_followers() == {}
     assert on.schedule()[follower] == follower.pending
-    on.blocks.check(r.lease for r in on.running if r.lease)
+    check_blocks(on.blocks, (r.lease for r in on.running))
 
 
 def test_without_followers_nobody_comes_in_early() -> None:
@@ -149,7 +149,7 @@ def test_finishing_gives_everything_back() -> None:
     on.finish(one)
     assert (on.running, on.waiting, on.blocks.in_use) == ([], [], 0)
     on.finish(one)
-    on.blocks.check([])
+    check_blocks(on.blocks, [])
 
 
 def test_fixed_pieces_do_not_depend_on_the_room_there_is() -> None:

@@ -6,13 +6,14 @@ import asyncio
 from typing import Any
 
 import torch
+from block_checks import check_blocks
 from engine_cases import VOCABULARY, random_ids, tiny
 
 from toolwise.engine.blocks import BlockManager
 from toolwise.engine.request import Request
 from toolwise.engine.results import OutputProcessor
-from toolwise.engine.sampler import logits_head
 from toolwise.engine.scheduler import Scheduler
+from toolwise.models.logits import logits_head
 from toolwise.protocols import Sampling
 
 LOOP: Any = asyncio.new_event_loop()
@@ -79,7 +80,7 @@ def test_whoever_waited_for_a_whole_prompt_is_drawn_in_the_same_step() -> None:
     assert (twin.sampled, leader.sampled, longer.sampled) == (1, 1, 0)
     assert scheduler.running == [leader, twin, longer], "who has a token of its own runs next"
     assert scheduler.schedule() == {leader: 1, twin: 1, longer: 1}
-    scheduler.blocks.check(r.lease for r in scheduler.running if r.lease)
+    check_blocks(scheduler.blocks, (r.lease for r in scheduler.running))
 
 
 def test_scores_come_in_pieces() -> None:

@@ -11,8 +11,9 @@ import torch
 from engine_cases import VOCABULARY, random_ids, tiny
 
 from toolwise.engine.request import Request
-from toolwise.engine.sampler import NaNLogitsError, draw, logits_head, sample, score
+from toolwise.engine.sampler import NaNLogitsError, draw, sample, score
 from toolwise.errors import PolicyError
+from toolwise.models.logits import logits_head
 from toolwise.protocols import Sampling
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
+from block_checks import check_engine
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from toolwise.engine import Engine
@@ -60,7 +61,7 @@ def counted(model: Any, **settings: Any) -> Engine:
 
     def checked() -> None:
         step()
-        engine.check()
+        check_engine(engine)
 
     engine.step = checked  # type: ignore[method-assign]
     return engine

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolwise.learner.actor import Actor, ActorSettings
+from toolwise.learner.batch import build_batch
 from toolwise.messages import Message
 from toolwise.policies.transformers_generation import generate_batch
 from toolwise.protocols import Sampling
@@ -136,3 +137,8 @@ def gradients(actor: Actor, credited: Sequence[CreditedRollout]) -> tuple[torch.
 
 def drawn(credited: Sequence[CreditedRollout]) -> torch.Tensor:
     return torch.tensor([x for c in credited for s in c.steps for x in (s.policy_logprobs or {})["logprobs"]])
+
+
+def current_logprobs(actor: Actor, rollouts: Sequence[CreditedRollout]) -> torch.Tensor:
+    """Log-probs of all sampled tokens under the actor's current weights, in step order."""
+    return actor._logprobs(actor.model, build_batch(rollouts, actor.device))

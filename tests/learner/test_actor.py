@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_cases import LR, PAD, credit, drawn, gradients, same, sample, tiny_model, weights
+from learner_cases import LR, PAD, credit, current_logprobs, drawn, gradients, same, sample, tiny_model, weights
 from precision import assert_fp32_close
 from transformers import LlamaForCausalLM
 
@@ -72,11 +72,11 @@ def test_ratio_is_one_for_the_same_weights_at_any_temperature(temperature: float
     assert any(len(c.steps) > 1 for c in credited)
     assert len(rows) == len(credited)  # every multi-turn rollout is one row
     actor = Actor(model, ActorSettings(temperature=temperature))
-    logprobs, old = actor.logprobs(credited), drawn(credited)
+    logprobs, old = current_logprobs(actor, credited), drawn(credited)
     assert len(logprobs) == sum(r.rollout.usage.sampled_tokens for r in credited) > 100
     assert (logprobs - old).abs().max() < 1e-4
     assert torch.exp(logprobs - old) == pytest.approx(torch.ones(len(old)), abs=1e-4)
-    elsewhere = Actor(model, ActorSettings(temperature=1.0)).logprobs(credited)
+    elsewhere = current_logprobs(Actor(model, ActorSettings(temperature=1.0)), credited)
     assert (elsewhere - old).abs().max() > 0.1
     metrics = actor.update(credited)
     assert metrics["canary/logprob_gap_max"] < 1e-4
@@ -89,8 +89,8 @@ def test_log_probs_do_not_depend_on_the_rest_of_the_batch() -> None:
     model = tiny_model()
     actor = Actor(model, ActorSettings())
     credited = sample(model, [1.0] * 4)
-    together = actor.logprobs(credited)
-    apart = torch.cat([actor.logprobs([c]) for c in credited])
+    together = current_logprobs(actor, credited)
+    apart = torch.cat([current_logprobs(actor, [c]) for c in credited])
     assert_fp32_close(together, apart)
 
 
@@ -102,7 +102,7 @@ def test_forward_agrees_with_a_plain_pass_through_the_whole_model() -> None:
     plain = torch.log_softmax(logits / 0.5, -1)
     expected = [plain[at - 1, row.ids[at]].item() for at in range(1, len(row)) if row.sampled[at]]
     actor = Actor(model, ActorSettings(temperature=0.5))
-    assert_fp32_close(actor.logprobs([credited]), expected)
+    assert_fp32_close(current_logprobs(actor, [credited]), expected)
 
 
 # What an update depends on, and what it does not.
@@ -329,10 +329,10 @@ def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely() -> None
     model = tiny_model()
     good, bad = sample(model, [1.0, -1.0], seed=3)
     actor = Actor(model, replace(LR, lr=3e-3))
-    before = actor.logprobs([good]).sum(), actor.logprobs([bad]).sum()
+    before = current_logprobs(actor, [good]).sum(), current_logprobs(actor, [bad]).sum()
     metrics = actor.update([good, bad])
-    assert actor.logprobs([good]).sum() > before[0]
-    assert actor.logprobs([bad]).sum() < before[1]
+    assert current_logprobs(actor, [good]).sum() > before[0]
+    assert current_logprobs(actor, [bad]).sum() < before[1]
     assert metrics["actor/updates"] == 1.0
     assert actor.version == 1
 
@@ -347,7 +347,7 @@ def test_tokens_between_turns_are_never_trained_on() -> None:
     seen, ids, _ = turns[1]
     other = [*seen[:-4], *[(token + 1) % 48 for token in seen[-4:]]]
     actor = Actor(copy.deepcopy(model), ActorSettings())
-    drawn = actor.logprobs([credit([turns[0], (other, ids, [0.0] * len(ids))], 1.0)])[len(turns[0][1]) :]
+    drawn = current_logprobs(actor, [credit([turns[0], (other, ids, [0.0] * len(ids))], 1.0)])[len(turns[0][1]) :]
     changed = credit([turns[0], (other, ids, drawn.tolist())], 1.0)
     changed = replace(changed, advantages=first.advantages)
     left, right = (gradients(Actor(copy.deepcopy(model), LR), [c])[0] for c in (first, changed))
@@ -423,7 +423,7 @@ def test_a_gradient_that_is_not_a_number_is_skipped_and_counted() -> None:
     before = weights(actor.model)
     metrics = actor.update([good, poison(bad)])
     assert same(weights(actor.model), before)
-    assert actor.skipped_updates == 1
+    assert actor.optimizer.guard.skipped == 1
     assert metrics["actor/skipped_updates"] == 1.0
     assert not math.isfinite(metrics["actor/grad_norm"])
     assert not actor.optimizer.adamw.state  # the moments are untouched
@@ -586,7 +586,7 @@ def test_resuming_between_two_updates_changes_nothing(on_disk: bool, tmp_path: P
 def test_the_count_of_skipped_updates_survives(tmp_path: Path) -> None:
     first = Actor(tiny_model(), LR)
     first.update([poison(c) for c in sample(first.model, [1.0, 1.0])])
-    assert through_disk(first, Actor(tiny_model(), LR), tmp_path).skipped_updates == 1
+    assert through_disk(first, Actor(tiny_model(), LR), tmp_path).optimizer.guard.skipped == 1
 
 
 def test_plain_transformers_loads_what_was_saved(tmp_path: Path) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from copy import deepcopy
 from math import log
+from typing import Any
 
+import pytest
 import torch
 from learner_cases import tiny_model
 from precision import assert_fp32_close
 
+from toolwise.learner import continuation_scores
 from toolwise.learner.batch import MicroBatchSettings
 from toolwise.learner.continuation_scores import ContinuationScorer
+from toolwise.learner.forward import hidden_states
+from toolwise.learner.packing import Packed
 from toolwise.thinking.thinking_model import ScoringRequest
 
 CONTEXTS = [
@@ -38,17 +43,18 @@ def test_scores_equal_one_at_a_time_for_any_micro_batch_size() -> None:
                 assert_fp32_close(score.entropies, -(logp.exp() * logp).sum(-1), scale=log(model.config.vocab_size))
 
 
-def test_what_contexts_share_is_computed_once() -> None:
-    shared, whole = (
-        ContinuationScorer(tiny_model()),
-        ContinuationScorer(tiny_model(), MicroBatchSettings(share_prefixes=False)),
-    )
-    shared(CONTEXTS)
-    whole(CONTEXTS)
-    assert shared.total_tokens == whole.total_tokens == 8 + 9 + 7 + 10 + 4
+def test_what_contexts_share_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+
+    def counted(model: Any, packed: Packed) -> torch.Tensor:
+        computed.append(packed.T)
+        return hidden_states(model, packed)
+
+    monkeypatch.setattr(continuation_scores, "hidden_states", counted)
+    for share in (True, False):
+        ContinuationScorer(tiny_model(), MicroBatchSettings(share_prefixes=share))(CONTEXTS)
     # The last token of each row predicts nothing: 6 + (9) + (11) of one history, 14 after it, 9 again, and 20 21 22.
-    assert shared.computed_tokens == 6 + 1 + 1 + 1 + 1 + 3
-    assert whole.computed_tokens == 7 + 8 + 6 + 9 + 3
+    assert computed == [6 + 1 + 1 + 1 + 1 + 3, 7 + 8 + 6 + 9 + 3]
 
 
 def test_nothing_to_score_is_nothing() -> None:

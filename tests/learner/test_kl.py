@@ -16,7 +16,7 @@ from torch import Tensor
 
 from toolwise.errors import ConfigError
 from toolwise.learner.actor import Actor
-from toolwise.learner.kl import KlCoefficient, k1, k2, k3, kl_loss
+from toolwise.learner.kl import KlCoefficient, k2, k3, kl_loss
 
 LOGITS = torch.tensor([0.4, -0.7, 1.1], dtype=torch.float64)
 REFERENCE = torch.log_softmax(torch.tensor([-0.5, 0.9, 0.2], dtype=torch.float64), -1)
@@ -45,7 +45,7 @@ def expected_gradient(loss: Callable[[Tensor, Tensor], Tensor], *, in_reward: bo
 
 
 def test_k1_in_the_reward_has_the_right_gradient() -> None:
-    torch.testing.assert_close(expected_gradient(k1, in_reward=True), true_gradient())
+    torch.testing.assert_close(expected_gradient(torch.sub, in_reward=True), true_gradient())
 
 
 def test_k2_as_a_loss_has_the_right_gradient() -> None:
@@ -58,14 +58,14 @@ def test_k3_as_a_loss_has_the_gradient_of_the_other_divergence() -> None:
 
 
 def test_k1_as_a_loss_has_no_gradient_at_all() -> None:
-    torch.testing.assert_close(expected_gradient(k1), torch.zeros(3, dtype=torch.float64), atol=1e-12, rtol=0)
+    torch.testing.assert_close(expected_gradient(torch.sub), torch.zeros(3, dtype=torch.float64), atol=1e-12, rtol=0)
     assert float(true_gradient().norm()) > 0.1
 
 
 def test_k1_and_k3_measure_without_bias() -> None:
     logp = torch.log_softmax(LOGITS, -1)
     truth = float((logp.exp() * (logp - REFERENCE)).sum())
-    for estimator in (k1, k3):
+    for estimator in (torch.sub, k3):
         assert float((logp.exp() * estimator(logp, REFERENCE)).sum()) == pytest.approx(truth)
     assert float((logp.exp() * k2(logp, REFERENCE)).sum()) != pytest.approx(truth, rel=0.01)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import LR, PAD, sample, tiny_model
+from learner_cases import LR, PAD, current_logprobs, sample, tiny_model
 from transformers import LlamaForCausalLM
 
 from toolwise.engine import Engine
@@ -38,10 +38,10 @@ def test_only_adapters_learn_and_the_policy_samples_through_them() -> None:
     base = {name: w.detach().clone() for name, w in model.named_parameters()}
     actor = Actor(model, ADAPTED)
     credited = sample(model, [1.0, -1.0])
-    before = actor.logprobs(credited)
+    before = current_logprobs(actor, credited)
     actor.update(credited)
     actor.update(credited)
-    assert (actor.logprobs(credited) - before).abs().max() > 1e-3
+    assert (current_logprobs(actor, credited) - before).abs().max() > 1e-3
     kept = {name.replace(".base_layer", ""): w for name, w in model.named_parameters() if "lora_" not in name}
     assert all(torch.equal(kept[name], w) for name, w in base.items())
     assert sum(w.numel() for w in actor.optimizer.weights) < 0.3 * sum(w.numel() for w in base.values())
@@ -116,11 +116,13 @@ def test_checkpoints_keep_adapters_and_the_saved_model_is_plain(tmp_path: Path) 
     actor.update(credited)
     actor.save_model(tmp_path)
     merged = LlamaForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(Actor(merged, LR).logprobs(credited), actor.logprobs(credited), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        current_logprobs(Actor(merged, LR), credited), current_logprobs(actor, credited), rtol=0, atol=1e-4
+    )
     again = Actor(tiny_model(), ADAPTED)
     again.load_state_dict(copy.deepcopy(actor.state_dict()))
     again.load_weights(tmp_path)
-    assert torch.equal(again.logprobs(credited), actor.logprobs(credited))
+    assert torch.equal(current_logprobs(again, credited), current_logprobs(actor, credited))
 
 
 def test_layers_that_are_not_there_are_named() -> None:

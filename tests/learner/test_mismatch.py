@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from learner_cases import credit, same, sample, tiny_model, weights
+from learner_cases import credit, current_logprobs, same, sample, tiny_model, weights
 
 from toolwise.errors import ToolwiseError
 from toolwise.learner.actor import Actor, ActorSettings
-from toolwise.learner.fingerprint import fingerprint
 from toolwise.learner.mismatch import Evidence, MismatchError, MismatchMonitor, diagnose
 from toolwise.types import CreditedRollout
 
@@ -73,7 +72,7 @@ def test_diagnoses_logprobs_taken_before_temperature() -> None:
     model = tiny_model()
     raw = Actor(model, STOP)
     credited = sample(model, [1.0, -1.0, 0.5], temperature=1.5)
-    flat = iter(raw.logprobs(credited).tolist())
+    flat = iter(current_logprobs(raw, credited).tolist())
     untempered = [with_logprobs(c, lambda old: [next(flat) for _ in old]) for c in credited]
     error = stopped(Actor(model, replace(STOP, temperature=1.5)), untempered)
     assert error.cause == "temperature"
@@ -152,21 +151,3 @@ def passes(gaps: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def test_unknown_versions_do_not_count_as_stale() -> None:
     assert diagnose(evidence(torch.full((9,), 2.0)))[0] == "other weights"
-
-
-# Fingerprints.
-
-
-def test_a_policy_that_reports_other_weights_stops_the_run() -> None:
-    model, elsewhere = tiny_model(), tiny_model(seed=1)
-    credited = sample(model, [1.0, -1.0])
-    error = stopped(Actor(model, STOP, policy_fingerprint=lambda: fingerprint(elsewhere)), credited)
-    assert error.cause == "stale weights"
-    assert fingerprint(elsewhere) in str(error)
-
-
-def test_a_policy_that_reports_the_learner_s_weights_or_none_continues() -> None:
-    for report in (lambda model: fingerprint(model), lambda model: None):
-        model = tiny_model()
-        actor = Actor(model, STOP, policy_fingerprint=lambda report=report, model=model: report(model))
-        assert actor.update(sample(model, [1.0, -1.0]))["actor/updates"] == 1.0

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from toolwise.errors import ModelError
 from toolwise.learner import packed_attention
-from toolwise.learner.packed_attention import QUERY_CHUNK, Layout, attend, implementation
+from toolwise.learner.packed_attention import ATTENTION_NAME, QUERY_CHUNK, Layout, attend
 from toolwise.learner.row_trees import Segment
+from toolwise.models.weight_sharing import register_attention
 
 torch.set_num_threads(1)
 MODULE = torch.nn.Identity()
@@ -149,7 +150,7 @@ def test_transformers_makes_no_mask_for_it() -> None:
     from transformers import LlamaConfig
     from transformers.masking_utils import create_causal_mask
 
-    config = LlamaConfig(attn_implementation=implementation())
+    config = LlamaConfig(attn_implementation=register_attention(ATTENTION_NAME, attend))
     mask = create_causal_mask(
         config=config,
         inputs_embeds=torch.zeros(1, 6, 8),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from learner_cases import LR, same, sample, tiny_model, weights
+from learner_cases import LR, current_logprobs, same, sample, tiny_model, weights
 
 from toolwise.learner.actor import Actor
 from toolwise.learner.reference import build_reference
@@ -45,4 +45,4 @@ def test_a_resumed_run_keeps_the_same_reference(tmp_path: Path) -> None:
         assert a.ref_logprobs is not None
         assert b.ref_logprobs is not None
         assert [x.tolist() for x in a.ref_logprobs] == [x.tolist() for x in b.ref_logprobs]
-    assert second.logprobs(credited).tolist() != first.annotate(scored)[0].ref_logprobs
+    assert current_logprobs(second, credited).tolist() != first.annotate(scored)[0].ref_logprobs

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolwise.errors import PolicyError, ToolwiseError
-from toolwise.learner.rows import Row, build_rows, require_tokens, split_by_tokens
+from toolwise.learner.rows import Row, build_rows, require_tokens
 from toolwise.messages import Message, Prefix
 from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
@@ -163,26 +163,6 @@ def test_every_sampled_token_is_in_exactly_one_row_after_its_exact_prompt(turns:
     assert [row.logprobs[at] for row, at in places] == pytest.approx([-(i + 1) / 10 for i in range(len(expected))])
     assert all(len(row.ids) == len(row.sampled) == len(row.logprobs) == len(row.advantages) for row in rows)
     assert all(row.advantages[at] == 0.0 for row in rows for at, s in enumerate(row.sampled) if not s)
-
-
-@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 100))
-def test_the_split_covers_each_row_once_within_the_budget(lengths: list[int], budget: int) -> None:
-    rows = [row_of(length, str(place)) for place, length in enumerate(lengths)]
-    parts = split_by_tokens(rows, budget)
-    assert sorted(row.rollout_id for part in parts for row in part) == sorted(row.rollout_id for row in rows)
-    for part in parts:
-        assert part
-        assert len(part) == 1 or len(part) * max(map(len, part)) <= budget
-
-
-def test_the_split_of_nothing_is_nothing() -> None:
-    assert split_by_tokens([], 10) == []
-
-
-def test_the_split_leaves_its_input_in_order() -> None:
-    rows = [row_of(1, "a"), row_of(9, "b"), row_of(3, "c")]
-    split_by_tokens(rows, 10)
-    assert [row.rollout_id for row in rows] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(

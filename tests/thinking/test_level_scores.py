@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from precision import assert_fp32_close, fp32_bound
+from reference_model import ReferenceModel
 from thinking_cases import REPLY, THOUGHTS, ScriptedThinker, entropies, read, small, teacher_forced, writer
 
 from toolwise.learner.batch import MicroBatchSettings
@@ -20,7 +21,6 @@ from toolwise.protocols import Generation, Sampling
 from toolwise.thinking.alternatives import LeakError
 from toolwise.thinking.level_scores import score_levels
 from toolwise.thinking.parsed_step import ParsedStep
-from toolwise.thinking.reference import ReferenceModel
 from toolwise.thinking.thinking_model import PolicyWithScorer, ScoringRequest, TokenScores
 from toolwise.types import Alternative
 

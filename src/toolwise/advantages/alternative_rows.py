@@ -53,7 +53,7 @@ def _row(
     if len(alternative.sampled_ids):
         thought = _step(used_step, 0, prompt_ids, alternative.sampled_ids, alternative.logprobs, version)
         parts.append((thought, np.full(len(alternative.sampled_ids), advantage, dtype=np.float32)))
-    sampling_logprobs = _sampling_logprobs(group)
+    sampling_logprobs = np.asarray(group.used.action_logprobs, dtype=np.float64)  # in the context it was sampled in
     weights = np.minimum(np.exp(np.minimum(score.action_logprobs - sampling_logprobs, 20.0)), cap)
     action = _step(used_step, len(parts), action_prompt, group.action_ids, score.action_logprobs, version)
     parts.append((action, (advantage * weights).astype(np.float32)))
@@ -63,11 +63,6 @@ def _row(
     rollout = replace(scored.rollout, rollout_id=name, steps=steps)
     annotated = AnnotatedRollout(replace(scored, rollout=rollout, steps=steps))
     return CreditedRollout(annotated, steps, tuple(array for _, array in parts))
-
-
-def _sampling_logprobs(group: ThinkingGroup) -> Any:
-    """The action's log-probs in the context in which it was sampled."""
-    return np.asarray(group.used.action_logprobs, dtype=np.float64)
 
 
 def _step(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,16 +202,16 @@ def _merge_similar(keys: Sequence[Hashable], groups: Sequence[int], min_ratio: f
     for key, group in zip(keys, groups, strict=True):
         if isinstance(key, str):
             texts[group].add(key)
-    merged = {group: dict(_representatives(sorted(items, key=_by_length), min_ratio)) for group, items in texts.items()}
+    merged = {group: dict(_representatives(items, min_ratio)) for group, items in texts.items()}
     return [merged[g][key] if isinstance(key, str) else key for key, g in zip(keys, groups, strict=True)]
 
 
-def _representatives(texts: Sequence[str], min_ratio: float) -> Iterator[tuple[str, str]]:
+def _representatives(texts: Iterable[str], min_ratio: float) -> Iterator[tuple[str, str]]:
     from difflib import SequenceMatcher
 
     representatives: list[str] = []
     matcher = SequenceMatcher(autojunk=False)  # autojunk drops frequent characters, which in long texts are all of them
-    for text in texts:
+    for text in sorted(texts, key=lambda text: (len(text), text)):
         matcher.set_seq2(text)
         for other in representatives:
             matcher.set_seq1(other)
@@ -222,7 +222,3 @@ def _representatives(texts: Sequence[str], min_ratio: float) -> Iterator[tuple[s
         else:
             representatives.append(text)
             yield text, text
-
-
-def _by_length(text: str) -> tuple[int, str]:
-    return len(text), text

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -42,7 +42,7 @@ from toolwise.advantages.arrays import (
     whiten,
 )
 from toolwise.advantages.assign import credit_tokens
-from toolwise.advantages.step_rewards import TerminalScore, reward_settings
+from toolwise.advantages.step_rewards import RewardSettings, reward_settings
 from toolwise.advantages.tensors import Array, TokenMask, as_numpy
 from toolwise.advantages.token_rewards import TokenRewards, token_rewards_of
 from toolwise.protocols import Annotation
@@ -86,7 +86,7 @@ def compute_gae_advantage_return(
 
 
 @dataclass(frozen=True, slots=True)
-class Gae:
+class Gae(RewardSettings):
     """GAE: `adv_estimator = "gae"`."""
 
     gamma: float = 1.0
@@ -95,9 +95,6 @@ class Gae:
     whiten: bool = True
     bootstrap_truncated: bool = False
     kl_coef: float = 0.0
-    terminal_score: TerminalScore = "remainder"
-    default_step_reward: float = 0.0
-    invalid_action_penalty: float = 0.0
 
     min_group_size: ClassVar[int] = 1
     learns_from_equal_scores: ClassVar[bool] = True
@@ -106,7 +103,7 @@ class Gae:
         check_fraction("gamma", self.gamma)
         check_fraction("lam", self.lam)
         check_choice("per", self.per, ("token", "turn"))
-        check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
+        RewardSettings.__post_init__(self)  # super() would refer to the class before slots=True replaced it
 
     @property
     def needs(self) -> frozenset[Annotation]:

@@ -43,6 +43,7 @@ from toolwise.advantages.arrays import (
 from toolwise.advantages.assign import credit_steps, with_advantage
 from toolwise.advantages.step_rewards import (
     Episodes,
+    RewardSettings,
     TerminalScore,
     episodes_from_rollouts,
     episodes_of,
@@ -202,7 +203,7 @@ system_apply_gigpo_to_batch_steps = apply_gigpo_to_batch_steps
 
 
 @dataclass(frozen=True, slots=True)
-class Gigpo:
+class Gigpo(RewardSettings):
     """GiGPO: `adv_estimator = "gigpo"`."""
 
     gamma: float = 0.95
@@ -210,9 +211,6 @@ class Gigpo:
     combine: Combine = "convex"
     step_advantage_w: float = 1.0
     normalization: StepNormalization = "mean_std_norm"
-    terminal_score: TerminalScore = "remainder"
-    default_step_reward: float = 0.0
-    invalid_action_penalty: float = 0.0
     state_anchor: str | StateHash = "auto"
     anchor_messages: int = 3
     anchor_similarity: float = 1.0
@@ -225,7 +223,7 @@ class Gigpo:
 
     def __post_init__(self) -> None:
         check_settings(self.omega, self.gamma, self.combine, self.normalization)
-        check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
+        RewardSettings.__post_init__(self)  # super() would refer to the class before slots=True replaced it
         self._anchor().check()
         if isinstance(self.state_anchor, str) and ":" in self.state_anchor:
             # Loaded once, so that a run keeps its function if the file is edited meanwhile.
@@ -252,7 +250,7 @@ class Gigpo:
             combine=self.combine,
             step_advantage_w=self.step_advantage_w,
             normalization=self.normalization,
-            step_advantages=self._step_advantages,
+            step_advantages=self._step_advantages(),
         )
         metrics = result.metrics()
         warn_if_singletons(metrics)
@@ -261,8 +259,8 @@ class Gigpo:
     def _anchor(self) -> StateAnchor:
         return StateAnchor(self.state_anchor, self.anchor_messages, self.anchor_similarity)
 
-    def _step_advantages(self, returns: Doubles, states: Ints, lengths: Ints, mode: StepNormalization) -> Doubles:
-        return same_state_advantages(returns, states, lengths, mode)
+    def _step_advantages(self) -> StepAdvantageFn:
+        return same_state_advantages
 
 
 def warn_if_singletons(metrics: Metrics) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -29,12 +29,11 @@ from toolwise.advantages.arrays import (
     Doubles,
     Ints,
     Normalization,
-    check_choice,
     integer_codes,
     normalize,
 )
 from toolwise.advantages.assign import credit_rollout
-from toolwise.advantages.step_rewards import TerminalScore, reward_settings, total_rewards
+from toolwise.advantages.step_rewards import RewardSettings, reward_settings, total_rewards
 from toolwise.advantages.tensors import Array, TokenMask, copy_array
 from toolwise.protocols import Annotation
 from toolwise.types import AnnotatedRollout, CreditedRollout
@@ -65,39 +64,26 @@ def _normalize_in_groups(
 
 
 @dataclass(frozen=True, slots=True)
-class Grpo:
+class Grpo(RewardSettings):
     """GRPO: `adv_estimator = "grpo"`."""
 
     norm_by_std: bool = True
-    terminal_score: TerminalScore = "remainder"
-    default_step_reward: float = 0.0
-    invalid_action_penalty: float = 0.0
 
     needs: ClassVar[frozenset[Annotation]] = frozenset()
     min_group_size: ClassVar[int] = 2
     learns_from_equal_scores: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
         return _credit_groups(self, rollouts, norm_by_std=self.norm_by_std)
 
 
 @dataclass(frozen=True, slots=True)
-class Rloo:
+class Rloo(RewardSettings):
     """RLOO: `adv_estimator = "rloo"`."""
-
-    terminal_score: TerminalScore = "remainder"
-    default_step_reward: float = 0.0
-    invalid_action_penalty: float = 0.0
 
     needs: ClassVar[frozenset[Annotation]] = frozenset()
     min_group_size: ClassVar[int] = 2
     learns_from_equal_scores: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
         return _credit_groups(self, rollouts, leave_one_out=True)

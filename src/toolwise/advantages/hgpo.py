@@ -17,11 +17,12 @@ Shapes and grouping: as in `gigpo.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from toolwise.advantages.arrays import CreditError, Doubles, Ints, normalize, pair_codes
-from toolwise.advantages.gigpo import Gigpo, StepNormalization
+from toolwise.advantages.gigpo import Gigpo, StepAdvantageFn, StepNormalization
 
 
 def nested_state_advantages(
@@ -64,9 +65,5 @@ class Hgpo(Gigpo):
         if self.anchor_history < 0:
             raise CreditError(f"anchor_history is {self.anchor_history}; use 0 (GiGPO) or more")
 
-    def _step_advantages(
-        self, returns: Doubles, states: Ints, lengths: Ints, normalization: StepNormalization
-    ) -> Doubles:
-        return nested_state_advantages(
-            returns, states, lengths, normalization, k=self.anchor_history, alpha=self.depth_alpha
-        )
+    def _step_advantages(self) -> StepAdvantageFn:
+        return partial(nested_state_advantages, k=self.anchor_history, alpha=self.depth_alpha)

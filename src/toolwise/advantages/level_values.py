@@ -18,11 +18,11 @@ from typing import Literal
 
 import numpy as np
 
-from toolwise.advantages.arrays import Doubles, Ints, normalize
+from toolwise.advantages.arrays import Doubles, normalize
+from toolwise.types import LEVEL_COUNT
 
 LevelNormalization = Literal["mean_norm", "mean_std_norm"]
 LevelScoreKind = Literal["logprob", "confidence", "neg_entropy"]
-LEVEL_COUNT = 4
 MIN_SPREAD_NATS = 0.05
 """A smaller spread of scores is noise and must not be scaled up to the full range."""
 
@@ -42,15 +42,6 @@ def diversity_bonus(levels: Sequence[int | None], groups: Sequence[str]) -> dict
         if level is not None:
             group_counts[level - 1] += 1
     return {group: 1.0 - count / max(1.0, count.sum()) for group, count in counts.items()}
-
-
-def used_level_advantages(utilities: Doubles, used: Ints, mode: LevelNormalization = "mean_norm") -> Doubles:
-    """A_think of the level used at each step. `used` holds level indices from 0."""
-    present = np.isfinite(utilities)
-    values = normalize(utilities[present], np.nonzero(present)[0], mode)
-    advantages = np.zeros(utilities.shape)
-    advantages[present] = values
-    return np.asarray(advantages[np.arange(len(used)), used])
 
 
 def level_advantages(utilities: Doubles, mode: LevelNormalization = "mean_norm") -> Doubles:

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
-from toolwise.advantages.arrays import check_choice, check_fraction, discounted_sums, whiten
+from toolwise.advantages.arrays import check_fraction, discounted_sums, whiten
 from toolwise.advantages.assign import credit_tokens
-from toolwise.advantages.step_rewards import TerminalScore, reward_settings
+from toolwise.advantages.step_rewards import RewardSettings, reward_settings
 from toolwise.advantages.tensors import Array, TokenMask
 from toolwise.advantages.token_rewards import token_rewards_of
 from toolwise.protocols import Annotation
@@ -39,21 +39,18 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
 
 @dataclass(frozen=True, slots=True)
-class ReinforcePlusPlus:
+class ReinforcePlusPlus(RewardSettings):
     """REINFORCE++: `adv_estimator = "reinforce_plus_plus"`."""
 
     gamma: float = 1.0
     kl_coef: float = 0.0
-    terminal_score: TerminalScore = "remainder"
-    default_step_reward: float = 0.0
-    invalid_action_penalty: float = 0.0
 
     min_group_size: ClassVar[int] = 1
     learns_from_equal_scores: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fraction("gamma", self.gamma)
-        check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
+        RewardSettings.__post_init__(self)  # super() would refer to the class before slots=True replaced it
 
     @property
     def needs(self) -> frozenset[Annotation]:

@@ -36,7 +36,6 @@ from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice,
 from toolwise.advantages.assign import credit, learns_from_equal_scores, min_group_size, with_advantage
 from toolwise.advantages.grpo import Grpo
 from toolwise.advantages.level_values import (
-    LEVEL_COUNT,
     MIN_SPREAD_NATS,
     LevelNormalization,
     LevelScoreKind,
@@ -47,7 +46,7 @@ from toolwise.advantages.level_values import (
 )
 from toolwise.advantages.thinking_cost import credit_with_thinking_cost
 from toolwise.protocols import AdvantageEstimator, Annotation, Metrics
-from toolwise.types import AnnotatedRollout, CreditedRollout, ThinkingStep
+from toolwise.types import LEVEL_COUNT, AnnotatedRollout, CreditedRollout, ThinkingStep
 
 Gate = Literal["none", "signed", "success"]
 Combine = Literal["additive", "reweight"]
@@ -186,10 +185,7 @@ class Rlvcr:
     def _reweight(
         self, rollouts: Sequence[AnnotatedRollout], base: Sequence[CreditedRollout], comparison: LevelComparison
     ) -> tuple[list[CreditedRollout], Metrics]:
-        weights = copo_weights(comparison.utilities, self.score, floor=self.reweight_floor)
-        if self.shuffle:
-            order = _permutation(len(weights), f"{self.seed}/{_batch_name(base)}")
-            weights = weights[order]
+        weights = self._maybe_shuffle(copo_weights(comparison.utilities, self.score, floor=self.reweight_floor), base)
         tokens = [list(rollout.advantages) for rollout in base]
         alternatives: list[CreditedRollout] = []
         for row, ((i, t), step) in enumerate(zip(comparison.step_indices, comparison.steps, strict=True)):
@@ -224,10 +220,12 @@ class Rlvcr:
     def _succeeded(self, rollout: AnnotatedRollout, advantage: float) -> bool:
         return sign(advantage) > 0.0 if self.success_score is None else rollout.scored.score >= self.success_score
 
-    def _maybe_shuffle(self, used_advantages: Doubles, base: Sequence[CreditedRollout]) -> Doubles:
-        if not self.shuffle:
-            return used_advantages
-        return np.asarray(used_advantages[_permutation(len(used_advantages), f"{self.seed}/{_batch_name(base)}")])
+    def _maybe_shuffle(self, values: Doubles, base: Sequence[CreditedRollout]) -> Doubles:
+        """Seeds a different order for each batch, reproducible within a run."""
+        order = list(range(len(values)))
+        if self.shuffle:
+            Random(f"{self.seed}/{base[0].rollout.rollout_id}").shuffle(order)
+        return np.asarray(values[order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,14 +288,3 @@ def _with_token_advantages(rollout: CreditedRollout, tokens: Sequence[Any]) -> C
         for step, a in zip(rollout.steps, tokens, strict=True)
     )
     return CreditedRollout(rollout.annotated, steps, tuple(tokens), rollout.returns)
-
-
-def _permutation(count: int, seed: str) -> list[int]:
-    order = list(range(count))
-    Random(seed).shuffle(order)
-    return order
-
-
-def _batch_name(base: Sequence[CreditedRollout]) -> str:
-    """Seeds a different order for each batch, reproducible within a run."""
-    return base[0].rollout.rollout_id if base else ""

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, integer_codes, signs
 from toolwise.advantages.grpo import group_advantages
 from toolwise.advantages.level_values import (
-    LEVEL_COUNT,
     LevelNormalization,
     LevelScoreKind,
     copo_weights,
@@ -34,6 +33,7 @@ from toolwise.advantages.level_values import (
 )
 from toolwise.advantages.rlvcr import Combine, Gate
 from toolwise.advantages.tensors import Array, TokenMask, as_numpy, cast_like, copy_array
+from toolwise.types import LEVEL_COUNT
 
 RowRewards = Literal["episode", "step"]
 Bools = NDArray[np.bool_]

@@ -27,9 +27,21 @@ from toolwise.types import AnnotatedRollout, ScoredRollout, StepData
 
 TerminalScore = Literal["remainder", "add", "never"]
 REWARD_SETTINGS = ("terminal_score", "default_step_reward", "invalid_action_penalty")
-"""Fields of every built-in estimator that define its use of step rewards."""
+"""The fields of `RewardSettings`."""
 REMAINDER_TOLERANCE = 1e-12
 """A remainder this small relative to its rewards is rounding error and counts as 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSettings:
+    """How an estimator uses step rewards; the base of the built-in ones."""
+
+    terminal_score: TerminalScore = "remainder"
+    default_step_reward: float = 0.0
+    invalid_action_penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +111,8 @@ def episodes_of(
     filled = [_sum_base_rewards(rollout) if s is None else s for rollout, s in zip(batch_of_steps, scores, strict=True)]
     final = np.array(filled, dtype=np.float64)
     if not np.isfinite(final).all():
-        raise CreditError(
-            f"final score of rollout {_first_index(~np.isfinite(final))} is not a finite number; leave it out"
-        )
+        first = int(np.flatnonzero(~np.isfinite(final))[0])
+        raise CreditError(f"final score of rollout {first} is not a finite number; leave it out")
     base = np.array([step.base_reward for step in steps], dtype=np.float64)  # None becomes NaN
     lengths = np.array([len(rollout) for rollout in batch_of_steps], dtype=np.intp)
     groups = integer_codes(group_ids)
@@ -136,7 +147,7 @@ def _episodes(scored: Sequence[ScoredRollout], settings: dict[str, Any]) -> Epis
 
 
 def reward_settings(estimator: Any) -> dict[str, Any]:
-    """The `REWARD_SETTINGS` of an estimator, or of the one it wraps; empty for other kinds of estimator."""
+    """The `RewardSettings` of an estimator, or of the one it wraps; empty for other kinds of estimator."""
     inner = innermost_estimator(estimator)
     return {name: getattr(inner, name) for name in REWARD_SETTINGS if hasattr(inner, name)}
 
@@ -153,7 +164,3 @@ def _sum_base_rewards(steps: Sequence[StepData]) -> float:
     """NaN if no base reward is set."""
     rewards = [step.base_reward for step in steps if step.base_reward is not None]
     return float(sum(rewards)) if rewards else float("nan")
-
-
-def _first_index(condition: Any) -> int:
-    return int(np.flatnonzero(condition)[0])

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from toolwise.data.limits import ReadBudget, check_text, open_data, read_lines
+from toolwise.data.limits import ReadBudget, check_text, one_line, open_data, read_lines
 from toolwise.data.parquet import read_parquet
 from toolwise.errors import ConfigError, DataError
 from toolwise.serialization.json_text import json_text
@@ -92,7 +92,7 @@ def _read_jsonl(path: Path, file: BinaryIO, budget: ReadBudget) -> Iterator[Row]
         except UnicodeDecodeError as error:
             _raise_not_utf8(path, error, f", line {number}")
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({_one_line(error)}); each line must be one JSON object") from error
+            raise DataError(f"{where}: not JSON ({one_line(error)}); each line must be one JSON object") from error
         if not isinstance(value, dict):
             raise DataError(f"{where}: a {_json_type(value)}, not a JSON object; each line must be one object")
         yield value
@@ -108,7 +108,7 @@ def _read_json(path: Path, file: BinaryIO, budget: ReadBudget) -> Iterator[Row]:
         _raise_not_utf8(path, error)
     except (ValueError, RecursionError) as error:
         hint = "a .json file is one list of objects; if every line is an object, end the name with .jsonl"
-        raise DataError(f"{path}: not JSON ({_one_line(error)}); {hint}") from error
+        raise DataError(f"{path}: not JSON ({one_line(error)}); {hint}") from error
     if not isinstance(value, list):
         raise DataError(f"{path}: holds a {_json_type(value)}; a .json file must be one list of objects")
     for row, item in enumerate(value):
@@ -131,7 +131,7 @@ def _write_parquet(rows: Sequence[Row], path: Path) -> None:
             pq.write_table(table, file)
     except (pa.ArrowException, OverflowError) as error:
         raise DataError(
-            f"{path.stem}: cannot store these rows as Parquet ({_one_line(error)}); write to a .jsonl file instead"
+            f"{path.stem}: cannot store these rows as Parquet ({one_line(error)}); write to a .jsonl file instead"
         ) from error
 
 
@@ -148,7 +148,3 @@ def _raise_not_utf8(path: Path, error: UnicodeDecodeError, where: str = "") -> N
 def _json_type(value: Any) -> str:
     names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -92,6 +92,10 @@ def _unreadable(path: Path, error: OSError | ValueError) -> DataError:
     return DataError(f"{path}: cannot be read ({reason}); check the path and its permissions")
 
 
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def check_text(path: Path, file: BinaryIO) -> None:
     """Rejects files whose first bytes show that they are not UTF-8 text."""
     start = file.read(8)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import UUID
 
-from toolwise.data.limits import MIN_CELL_BYTES, ReadBudget
+from toolwise.data.limits import MIN_CELL_BYTES, ReadBudget, one_line
 from toolwise.errors import DataError
 
 _MAX_BATCH_ROWS = 1024
@@ -37,8 +37,7 @@ def read_parquet(path: Path, file: BinaryIO, budget: ReadBudget, limit: int | No
     except DataError:
         raise
     except Exception as error:  # a bad file can make the reader raise anything
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise DataError(f"{path}: not a Parquet file, or damaged ({reason}); write the file again") from error
+        raise DataError(f"{path}: not a Parquet file, or damaged ({one_line(error)}); write the file again") from error
 
 
 def _check_size(path: Path, parquet: Any, budget: ReadBudget, limit: int | None) -> None:
@@ -107,9 +106,9 @@ def _rows(path: Path, batch: Any) -> Iterator[dict[str, Any]]:
     try:
         rows = batch.to_pylist(maps_as_pydicts="strict")
     except Exception as error:
-        name, reason = _failing_column(batch), " ".join(str(error).split())[:300] or type(error).__name__
+        name = _failing_column(batch)
         raise DataError(
-            f"{path}: column {name!r:.80} cannot be read ({reason}); write it as text or numbers"
+            f"{path}: column {name!r:.80} cannot be read ({one_line(error)}); write it as text or numbers"
         ) from error
     for row in rows:
         yield {name: _to_json_value(path, name, value) for name, value in row.items() if value is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from os.path import realpath
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ RLLA_ABILITY = "math"
 _SPLITS = ("train", "test")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
-RowConverter = Callable[[Path, str, list[Row]], list[Row]]
-"""Converts (source file, split, rows) to rows in our layout."""
+RowConverter = Callable[[Path, int, Row, str], Row]
+"""Converts (source file, row number, row, split) to a row in our layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +50,18 @@ def prepare_gsm8k(source: str | Path, out: str | Path, *, oracle_tool: bool = Fa
 
     `oracle_tool` offers `calc_gsm8k_reward` instead, which tells the model whether its answer is correct.
     """
-
-    def convert(path: Path, split: str, rows: list[Row]) -> list[Row]:
-        return [_gsm8k_row(path, number, row, split, oracle_tool) for number, row in enumerate(rows)]
-
-    return _prepare(Path(source), Path(out), convert)
+    return _prepare(Path(source), Path(out), partial(_gsm8k_row, oracle_tool=oracle_tool))
 
 
 def prepare_rlla(source: str | Path, out: str | Path) -> list[PreparedFile]:
     """Converts RLLA's {instruction, input, output} rows to RLLA's Parquet layout; also accepts converted rows."""
-
-    def convert(path: Path, split: str, rows: list[Row]) -> list[Row]:
-        return [_rlla_row(path, number, row, split) for number, row in enumerate(rows)]
-
-    return _prepare(Path(source), Path(out), convert)
+    return _prepare(Path(source), Path(out), _rlla_row)
 
 
 def _prepare(source: Path, out: Path, convert: RowConverter) -> list[PreparedFile]:
-    plan = _plan(source, out)
     written = []
-    for path, split, target in plan:
-        rows = convert(path, split, read_rows(path))
+    for path, split, target in _plan(source, out):
+        rows = [convert(path, number, row, split) for number, row in enumerate(read_rows(path))]
         write_rows(rows, target)
         written.append(PreparedFile(target, len(rows)))
     return written

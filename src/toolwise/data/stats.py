@@ -34,7 +34,9 @@ def describe_tasks(path: str | Path) -> dict[str, Any]:
         "rows": len(tasks),
         "data_sources": _counts(task.data_source for task in tasks if task.data_source),
         "abilities": _counts(task.ability for task in tasks if task.ability),
-        "prompt_characters": _quantiles([_characters(task) for task in tasks if task.prompt]),
+        "prompt_characters": _quantiles(
+            [sum(len(m.content or "") for m in task.prompt) for task in tasks if task.prompt]
+        ),
         "prompt_tokens": _quantiles([len(task.prompt_ids) for task in tasks if task.prompt_ids is not None]),
         "tools_per_row": _quantiles([len(names) for names in listed]),
         "rows_without_own_tools": len(tasks) - len(listed),
@@ -122,10 +124,6 @@ def _missing(tasks: Sequence[Task]) -> dict[str, int]:
         "extra_info.split": sum("split" not in task.extra_info for task in tasks),
     }
     return {field: count for field, count in counts.items() if count}
-
-
-def _characters(task: Task) -> int:
-    return sum(len(message.content or "") for message in task.prompt)
 
 
 def _counts(values: Iterable[str]) -> dict[str, int]:

@@ -8,8 +8,8 @@ that no request holds stay as a cache, and the oldest leaves are evicted when bl
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,7 +149,7 @@ class BlockManager:
                 added += 1
             else:  # another request computed the same block meanwhile: keep one of the two
                 lease.table[index] = node.block
-                self._free_block(block)
+                self._free.append(block)
             path.append(node)
             parent = node
         existing = path[-1 - added] if len(path) > added else self._root
@@ -182,8 +182,7 @@ class BlockManager:
                 end = parent.children.get(key) if key else parent
                 if end is not None:
                     end.hidden = hidden
-        for block in lease.own:
-            self._free_block(block)
+        self._free += lease.own
         if lease.path:
             self._release(lease.path[-1])
         lease.path, lease.own, lease.table, lease.held, lease.hidden = [], [], [], 0, None
@@ -193,25 +192,6 @@ class BlockManager:
         while self._evictable:
             self._evict(self._evictable.popitem(last=False)[0])
         self.copies.clear()
-
-    def check(self, leases: Iterable[Lease]) -> None:
-        """Raises AssertionError unless every block is in exactly one place and every reference count is right."""
-        nodes, held, own = list(self._nodes()), Counter[int](), []
-        for lease in leases:
-            held.update(id(node) for node in lease.path[-1:])
-            own += lease.own
-            assert lease.table == [node.block for node in lease.path] + lease.own, (
-                "a block table does not match its lease"
-            )
-        blocks = [*self._free, *own, *(node.block for node in nodes)]
-        assert sorted(blocks) == list(range(self.count)), "a block is lost or in two places"
-        held.update(id(node.parent) for node in nodes if node.refs)
-        assert all(node.refs == held[id(node)] for node in nodes), "a reference count is wrong"
-        assert self._cached == sum(not node.refs for node in nodes), "cached blocks are miscounted"
-        assert set(self._evictable) == {n for n in nodes if not n.refs and not n.children}, (
-            "an unheld leaf is not evictable"
-        )
-        assert all(n.keys is None or sorted(n.children) == n.keys for n in nodes), "children are out of order"
 
     # --- the tree
 
@@ -318,7 +298,7 @@ class BlockManager:
 
     def _evict(self, node: PrefixNode) -> None:
         self._cached -= 1
-        self._free_block(node.block)
+        self._free.append(node.block)
         parent = node.parent
         assert parent is not None
         del parent.children[node.tokens]
@@ -328,19 +308,9 @@ class BlockManager:
         if not parent.children and not parent.refs and parent is not self._root:
             self._evictable[parent] = None
 
-    def _free_block(self, block: int) -> None:
-        self._free.append(block)
-
     def _copy(self, source: int, target: int) -> None:
         """If `source` itself is still waiting to be copied, copy from where its content is."""
         self.copies[target] = self.copies.get(source, source)
-
-    def _nodes(self) -> Iterable[PrefixNode]:
-        pending = list(self._root.children.values())
-        while pending:
-            node = pending.pop()
-            yield node
-            pending.extend(node.children.values())
 
 
 def _common_length(a: TokenKey, b: TokenKey) -> int:

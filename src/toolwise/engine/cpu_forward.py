@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Embedding, Linear
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
-from toolwise.kernels.llama import STATIC_ROPES, SUPPORTED_MODELS, is_linear_or_lora
+from toolwise.kernels.llama import unsupported_reason
 
 AttentionFn = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, query [rows, heads, size], key, value, scale) -> [rows, heads * size]"""
@@ -29,19 +29,8 @@ def supports_cpu_forward(model: Any) -> bool:
     """Whether `CpuForward` supports the model: fp32, rope that depends only on the position, linear projections with or
     without adapters."""
     weight = model.get_input_embeddings().weight
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or type(model).__name__ not in SUPPORTED_MODELS:
-        return False
-    trunk = model.get_decoder()
-    attention_types = set(getattr(trunk.config, "layer_types", None) or ("full_attention",))
-    parts = [part for layer in trunk.layers for part in (*layer.self_attn.children(), *layer.mlp.children())]
-    linear_only = all(is_linear_or_lora(part) for part in parts if hasattr(part, "in_features"))
-    uses_silu = trunk.config.hidden_act == "silu"
-    return (
-        linear_only
-        and uses_silu
-        and attention_types == {"full_attention"}
-        and trunk.rotary_emb.rope_type in STATIC_ROPES
-    )
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return on_cpu and unsupported_reason(model, any_head_size=True) is None
 
 
 def rope_per_step(trunk: Any, starts: np.ndarray[Any, Any], steps: int) -> list[Rope]:
@@ -56,7 +45,9 @@ class CpuForward:
     """The current parameters of a model, collected once per call: looking them up takes time too."""
 
     def __init__(self, trunk: Any) -> None:
-        self.embed, self.norm = _embedding(trunk.embed_tokens), _norm(trunk.norm)
+        plain = type(trunk.embed_tokens) is Embedding
+        self.embed = partial(embedding, weight=trunk.embed_tokens.weight) if plain else trunk.embed_tokens
+        self.norm = _norm(trunk.norm)
         self.layers = [_Layer.of(layer) for layer in trunk.layers]
 
     def forward(self, ids: Tensor, rope: Rope, attend: AttentionFn) -> Tensor:
@@ -119,10 +110,6 @@ def _norm(module: Any) -> Norm:
 def _projection(module: Any) -> Projection:
     """The plain matrix product, or the module itself if it does more (an adapter)."""
     return partial(linear, weight=module.weight, bias=module.bias) if type(module) is Linear else module
-
-
-def _embedding(module: Any) -> Projection:
-    return partial(embedding, weight=module.weight) if type(module) is Embedding else module
 
 
 def _apply_norm(states: Tensor, norm: Norm) -> Tensor:

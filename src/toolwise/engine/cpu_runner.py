@@ -104,8 +104,7 @@ class CpuRunner(Runner):
 
     @staticmethod
     def supports(request: Request) -> bool:
-        plain = request.kind == "generate" and not request.stop_strings and request.logits_mask is None
-        return plain and request.pending == 1 and request.sampled > 0
+        return request.decodes_freely and request.sampled > 0
 
     def has_room(self, requests: Sequence[Request]) -> bool:
         """Whether windows for all requests fit into memory."""
@@ -206,7 +205,7 @@ class CpuRunner(Runner):
         """Copy keys and values of some tokens of each request from blocks to windows, or back."""
         spans = [(row, np.arange(*span)) for row, span in enumerate(zip(starts, ends, strict=False))]
         size, kv_windows = self.block_size, batch.kv_windows
-        tables = [np.array(_block_table(request)) for request in batch.requests]
+        tables = [np.array(request.lease.table) for request in batch.requests]
         in_windows = torch.from_numpy(np.concatenate([row * kv_windows.width + positions for row, positions in spans]))
         in_blocks = torch.from_numpy(
             np.concatenate([tables[row][positions // size] * size + positions % size for row, positions in spans])
@@ -228,8 +227,3 @@ def _bucket_width(tokens: int) -> int:
     while width < tokens:
         width = -(-width * 5 // 64) * 16
     return width
-
-
-def _block_table(request: Request) -> list[int]:
-    assert request.lease is not None
-    return request.lease.table

@@ -94,13 +94,7 @@ class MultiStepDecoder:
 
     @staticmethod
     def supports(request: Request) -> bool:
-        return (
-            request.kind == "generate"
-            and request.pending == 1
-            and not request.stop_strings
-            and request.logits_mask is None
-            and len(request.sampling.stop_token_ids) <= MAX_STOP_TOKENS
-        )
+        return request.decodes_freely and len(request.sampling.stop_token_ids) <= MAX_STOP_TOKENS
 
     @torch.inference_mode()
     def run(
@@ -116,7 +110,8 @@ class MultiStepDecoder:
             for _ in range(min(POLL_INTERVAL_STEPS, steps - done)):
                 step()
             done = min(steps, done + POLL_INTERVAL_STEPS)
-            if done < steps and (interrupted() or self._count_active(count) < count):
+            # The sum waits for the device.
+            if done < steps and (interrupted() or int(self._state.fields["active"][:count].sum()) < count):
                 break
         tokens = self._state.tokens[:done, :count].cpu().numpy()
         logprobs = self._state.logprobs[:done, :count].cpu().numpy()
@@ -125,10 +120,6 @@ class MultiStepDecoder:
             [tokens[:n, i].tolist() for i, n in enumerate(counts)],
             [logprobs[:n, i].tolist() for i, n in enumerate(counts)],
         )
-
-    def _count_active(self, count: int) -> int:
-        """Number of requests that are not done; waits for the device."""
-        return int(self._state.fields["active"][:count].sum())
 
     # --- the step
 
@@ -185,7 +176,7 @@ class MultiStepDecoder:
     # --- loading the state
 
     def _load(self, requests: Sequence[Request]) -> Shape:
-        tables = [_block_table(r) for r in requests]
+        tables = [r.lease.table for r in requests]
         full = [r.held // self.block_size for r in requests]
         groups = prefix_groups(tables, full)
         if sum(group.saved_reads for group in groups) < MIN_SHARED_FRACTION * sum(full):
@@ -260,8 +251,3 @@ def _bucket_size(count: int) -> int:
     if count <= 32:
         return 1 << (count - 1).bit_length()
     return -(-count // 32) * 32
-
-
-def _block_table(request: Request) -> list[int]:
-    assert request.lease is not None
-    return request.lease.table

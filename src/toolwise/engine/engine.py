@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from toolwise.engine.blocks import BlockManager, Lease
+from toolwise.engine.blocks import BlockManager
 from toolwise.engine.cpu_forward import supports_cpu_forward
 from toolwise.engine.cpu_runner import CpuRunner
 from toolwise.engine.cuda_runner import CudaRunner, supports_fused_kernels
@@ -25,9 +25,10 @@ from toolwise.engine.paged_attention import supports_paged_attention
 from toolwise.engine.request import ContinuationScores, LogitsMask, Request
 from toolwise.engine.results import Decode, OutputProcessor
 from toolwise.engine.runner import Runner
-from toolwise.engine.sampler import NaNLogitsError, logits_head
+from toolwise.engine.sampler import NaNLogitsError
 from toolwise.engine.scheduler import Plan, Scheduler
 from toolwise.errors import ContextFullError, ModelError, PolicyError
+from toolwise.models.logits import logits_head
 from toolwise.protocols import Generation, Metrics, Sampling
 from toolwise.untrusted.user_code import describe
 
@@ -181,10 +182,6 @@ class Engine:
             "engine/steps": float(self.steps),
         }
 
-    def check(self) -> None:
-        """Raises AssertionError if a block is lost or held twice; for tests, between steps."""
-        self.blocks.check(r.lease for r in self.scheduler.running if r.lease is not None)
-
     # --- engine thread
 
     def step(self) -> None:
@@ -192,7 +189,8 @@ class Engine:
         self._current_plan = plan = self.scheduler.schedule()
         finished = self._decode_multi_step(plan)
         if finished is None:
-            states, rows = self._run(plan)
+            self._prepare()
+            states, rows = self.runner.run(plan, self.scheduler.chunks)
             finished = self.results.process_step(plan, states, rows, self.version, self._admit_followers)
         self.steps += 1
         self._finish(finished)
@@ -201,10 +199,6 @@ class Engine:
         followers = self.scheduler.admit_followers()
         self._current_plan |= followers
         return followers
-
-    def _run(self, plan: Plan) -> tuple[Tensor, dict[Request, list[int]]]:
-        self._prepare()
-        return self.runner.run(plan, self.scheduler.chunks)
 
     def _decode_multi_step(self, plan: Plan) -> list[Request] | None:
         """Decode many steps at once if all requests only decode and the runner can; otherwise None."""
@@ -228,9 +222,9 @@ class Engine:
         steps = max(max_steps.values())
         while True:
             ends = {r: r.held + min(steps, limit) for r, limit in max_steps.items()}
-            missing = sum(self.blocks.missing(_lease(r), end) for r, end in ends.items())
+            missing = sum(self.blocks.missing(r.lease, end) for r, end in ends.items())
             if missing <= (self.blocks.free if steps > MAX_EVICTING_STEPS else self.blocks.available):
-                return steps if all(self.blocks.extend(_lease(r), end) for r, end in ends.items()) else 0
+                return steps if all(self.blocks.extend(r.lease, end) for r, end in ends.items()) else 0
             if steps <= MAX_STEPS_WHILE_QUEUED:
                 return 0
             steps //= 2
@@ -361,11 +355,6 @@ class Engine:
             raise PolicyError("a prefix and each of its continuations need at least one token")
         request.tokens.pop()
         return request
-
-
-def _lease(request: Request) -> Lease:
-    assert request.lease is not None
-    return request.lease
 
 
 def _batch_tokens(model: Any) -> int:

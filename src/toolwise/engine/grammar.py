@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from toolwise.config.schema import GrammarConfig
-from toolwise.errors import MissingExtraError, ModelError, PolicyError
+from toolwise.errors import ModelError, PolicyError, import_extra
 from toolwise.protocols import Sampling
 
 log = logging.getLogger("toolwise.engine")
@@ -86,7 +86,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Any, size: int | None = None) -> None:
         """`size` is the model's vocabulary size, which may exceed the tokenizer's."""
         self.size = len(tokenizer) if size is None else size
-        self._library = _llguidance()
+        self._library = import_extra("llguidance", "grammar")
         self._ll_tokenizer = _ll_tokenizer(self._library, tokenizer, self.size)
         self._compiled: dict[Grammar, Constraint] = {}
 
@@ -164,14 +164,6 @@ class GrammarMask:
             return bool(self._state.is_accepting())
         after = self._state.deep_copy()
         return bool(after.consume_token(stop) and after.is_accepting())
-
-
-def _llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError:
-        raise MissingExtraError("llguidance", "grammar") from None
-    return llguidance
 
 
 class _TokenizerAdapter:

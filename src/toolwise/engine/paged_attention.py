@@ -7,7 +7,6 @@ then attends to its own blocks: in Triton kernels on a GPU, through SDPA in grou
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -57,15 +56,6 @@ class PagedContext:
     """Buffers for the gathered keys and values of a group."""
     calls: int = 0
     """Calls by attention layers: a layer that does not call did not use the paged cache."""
-
-
-@cache
-def register_attention() -> str:
-    """Register `attend` and return its name. transformers creates no mask for a name its mask interface lacks."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, attend)
-    return ATTENTION_NAME
 
 
 def supports_paged_attention(model: Any) -> bool:

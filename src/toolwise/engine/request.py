@@ -44,7 +44,8 @@ class Request:
 
     number: int = -1
     """Order of arrival: decides who goes first and who is preempted."""
-    lease: Lease | None = None
+    lease: Lease = field(default_factory=Lease)
+    """Empty unless it runs."""
     has_followers: bool = False
     """Other requests wait for this prompt: its end must be kept for them."""
     cancelled: bool = False
@@ -58,7 +59,7 @@ class Request:
 
     @property
     def held(self) -> int:
-        return self.lease.held if self.lease is not None else 0
+        return self.lease.held
 
     @property
     def pending(self) -> int:
@@ -68,6 +69,11 @@ class Request:
     @property
     def sampled(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def decodes_freely(self) -> bool:
+        """Whether its next tokens depend on nothing but the model, so that many can be decoded at once."""
+        return self.kind == "generate" and self.pending == 1 and not self.stop_strings and self.logits_mask is None
 
     @property
     def first_output_position(self) -> int:
@@ -85,7 +91,7 @@ class Request:
 
     def reset_computed(self) -> None:
         """Its blocks were freed: sampled tokens stay, everything else is recomputed."""
-        self.lease = None
+        self.lease = Lease()
         self.hidden = None
         if self.kind == "score":
             self.logprobs, self.entropies = array("f"), array("f")

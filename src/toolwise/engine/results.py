@@ -44,7 +44,6 @@ class OutputProcessor:
             self._commit(request, count)
             if request.has_followers and not request.sampled and not request.pending and request in rows:
                 request.has_followers = False
-                assert request.lease is not None
                 self.blocks.share_tail(request.lease, request.tokens, states[rows[request][-1]].clone())
         followers = before_sync()
         states, rows = _add_cached_states(followers, states, rows)
@@ -66,7 +65,6 @@ class OutputProcessor:
     ) -> list[Request]:
         """Like `process_step`, for many steps at once."""
         for request, new_tokens, new_logprobs in zip(requests, tokens, logprobs, strict=True):
-            assert request.lease is not None
             self.decoded_tokens += len(new_tokens) - (not request.sampled)
             self.prefilled_tokens += not request.sampled
             held = request.held + len(new_tokens)
@@ -86,7 +84,6 @@ class OutputProcessor:
             self.decoded_tokens += 1
         else:
             self.prefilled_tokens += count
-        assert request.lease is not None
         # Reply tokens are computed one by one, which rounds differently than a prompt does: do not share them when
         # results must be bitwise reproducible.
         up_to = request.prompt_length if self.blocks.full_blocks_only else None
@@ -142,7 +139,7 @@ def _add_cached_states(
     """Add the hidden states that came from the cache to the computed ones."""
     cached_states: list[Any] = []
     for request in plan:
-        if request.lease is not None and request.lease.hidden is not None:
+        if request.lease.hidden is not None:
             rows[request] = [len(states) + len(cached_states), *rows.get(request, ())]
             cached_states.append(request.lease.hidden)
             request.lease.hidden = None

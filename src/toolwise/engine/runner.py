@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from toolwise.engine.length_groups import MAX_GROUP_KEY_BYTES, chunk_order, group_chunks
-from toolwise.engine.paged_attention import PagedContext, Scratch, register_attention
+from toolwise.engine.paged_attention import ATTENTION_NAME, PagedContext, Scratch, attend
 from toolwise.engine.request import Request
 from toolwise.engine.scheduler import Plan
 from toolwise.errors import ModelError
 from toolwise.kernels.host_to_device import to_device
-from toolwise.models.weight_sharing import shared_copy
+from toolwise.models.weight_sharing import register_attention, shared_copy
 
 SplitChunks = Callable[[Request, int], Iterator[tuple[int, int]]]
 MAX_CPU_CACHE_BYTES = 4 << 30
@@ -63,7 +63,7 @@ class Runner:
 
     def refresh(self) -> None:
         """Copy the model's modules again: they change when adapters are added."""
-        self.trunk = shared_copy(self.model.get_decoder(), attention=register_attention())
+        self.trunk = shared_copy(self.model.get_decoder(), attention=register_attention(ATTENTION_NAME, attend))
 
     @property
     def block_bytes(self) -> int:
@@ -149,16 +149,16 @@ class Runner:
         size = self.block_size
         positions = np.concatenate([np.arange(start, start + length) for _, start, length in parts])
         if len(positions) == len(parts):
-            blocks = np.array([_lease(r).table[start // size] for r, start, _ in parts], dtype=np.int64)
+            blocks = np.array([r.lease.table[start // size] for r, start, _ in parts], dtype=np.int64)
         else:
-            block_ids = [np.array(_lease(r).table)[np.arange(start, start + n) // size] for r, start, n in parts]
+            block_ids = [np.array(r.lease.table)[np.arange(start, start + n) // size] for r, start, n in parts]
             blocks = np.concatenate(block_ids)
         return positions, blocks * size + positions % size
 
     def _context(self, parts: list[tuple[Request, int, int]], slots: Tensor) -> PagedContext:
         context = PagedContext(self.keys, self.values, slots, scratch=self._scratch)
         held, lengths = [start for _, start, _ in parts], [length for _, _, length in parts]
-        tables = [_lease(request).table for request, _, _ in parts]
+        tables = [request.lease.table for request, _, _ in parts]
         if not self.uses_block_tables:
             context.groups = group_chunks(
                 held,
@@ -195,7 +195,3 @@ def padded_tables(tables: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
     padded = np.zeros((len(tables), lengths.max()), dtype=np.int32)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(tables), dtype=np.int32)
     return padded
-
-
-def _lease(request: Request) -> Any:
-    return request.lease

@@ -7,7 +7,7 @@ which is what the learner must reproduce; a logits mask changes which token is s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,32 +28,6 @@ class NaNLogitsError(PolicyError):
 
     def __init__(self) -> None:
         super().__init__("the model gives NaN: its weights are broken, go back to an earlier checkpoint")
-
-
-def logits_head(model: Any, fixed_rows: int | None = None) -> Callable[[Tensor], Tensor]:
-    """Maps hidden states to logits, including what some model families apply after the projection.
-
-    `fixed_rows`: project this many rows at a time, padded: the rounding of a matrix product depends on its shape.
-    """
-    config = model.get_decoder().config
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-
-    def logits(states: Tensor) -> Tensor:
-        projection = model.get_output_embeddings()  # looked up on each call: an adapter may have replaced it
-        out: Tensor = projection(states) if fixed_rows is None else _in_fixed_rows(projection, states, fixed_rows)
-        out = out if factor == 1.0 else out * factor
-        return out if cap is None else torch.tanh(out / cap) * cap
-
-    return logits
-
-
-def _in_fixed_rows(projection: Callable[[Tensor], Tensor], states: Tensor, rows: int) -> Tensor:
-    parts = []
-    for chunk in torch.split(states, rows):
-        padded = torch.cat([chunk, chunk.new_zeros(rows - len(chunk), chunk.shape[1])])
-        parts.append(projection(padded)[: len(chunk)])
-    return torch.cat(parts)
 
 
 def uniforms(seeds: np.ndarray[Any, Any], positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -84,7 +58,9 @@ def draw(
     # CPU sums accumulate in fp64 and round to fp32; elsewhere use fp64 throughout, so that rare tokens stay possible.
     probabilities = masked.exp() if logits.device.type == "cpu" else masked.double().exp()
     cumulative = probabilities.cumsum(-1)
-    threshold = (u * cumulative[:, -1]).to(cumulative.dtype).minimum(_previous_float(cumulative[:, -1]))
+    total = cumulative[:, -1]
+    # At most the next smaller float, so that rounding never selects a token of zero probability at the end.
+    threshold = (u * total).to(total.dtype).minimum(torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
     if not all(s.do_sample for s in samplings):
         greedy = torch.tensor([not s.do_sample for s in samplings], device=logits.device)
@@ -97,11 +73,6 @@ def _mask_logprobs(logprobs: Tensor, allowed: Tensor) -> Tensor:
     exact."""
     masked = logprobs.masked_fill(~allowed, -torch.inf)
     return masked - masked.amax(-1, keepdim=True).masked_fill(allowed.all(-1, keepdim=True), 0.0)
-
-
-def _previous_float(total: Tensor) -> Tensor:
-    """The next smaller float, so that rounding never selects a token of zero probability at the end."""
-    return torch.nextafter(total, torch.zeros_like(total))
 
 
 def _apply_temperature(logits: Tensor, temperatures: Sequence[float]) -> Tensor:

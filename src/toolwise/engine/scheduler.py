@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 
-from toolwise.engine.blocks import BlockManager, TokenKey
+from toolwise.engine.blocks import BlockManager
 from toolwise.engine.request import Request
 
 Plan = dict[Request, int]
@@ -50,7 +50,7 @@ class Scheduler:
         prompts = [r for r in self.running if r.pending != 1]
         room = self.max_batch_tokens
         for request in (*decoding, *prompts):
-            if request.lease is not None:  # may have been preempted meanwhile
+            if request.lease.table:  # else it was preempted meanwhile
                 room -= self._schedule_running(request, plan, room)
         self._followers = []
         self._admit(plan, room, list(self.waiting))
@@ -65,16 +65,13 @@ class Scheduler:
 
     def finish(self, request: Request, *, keep: bool = True) -> None:
         """Remove a request that is done, failed or cancelled, and free all its blocks."""
-        if request.lease is not None:
-            is_prompt_end = request.kind == "read" and request.held == len(request.tokens) and not request.mean
-            self.blocks.close(request.lease, request.tokens, request.hidden if is_prompt_end else None, keep=keep)
-            request.lease = None
+        is_prompt_end = request.kind == "read" and request.held == len(request.tokens) and not request.mean
+        self.blocks.close(request.lease, request.tokens, request.hidden if is_prompt_end else None, keep=keep)
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
 
     def preempt(self, request: Request) -> None:
-        assert request.lease is not None
         self.blocks.close(request.lease, request.tokens)
         request.reset_computed()
         self.running.remove(request)
@@ -112,7 +109,6 @@ class Scheduler:
         count = self._count_to_compute(request, room)
         if not count:
             return 0
-        assert request.lease is not None
         freed = 0
         while not self.blocks.extend(request.lease, request.held + count):
             youngest = self.running[-1]
@@ -124,7 +120,8 @@ class Scheduler:
         return count - freed
 
     def _admit(self, plan: Plan, budget: int, waiting: list[Request]) -> None:
-        leaders = self._leaders()
+        # Requests whose prompt is being computed, by the next block they add to the tree.
+        leaders = {self.blocks.next_block(r.tokens, r.prompt_length): r for r in self.running if self._is_prefilling(r)}
         for request in waiting:
             if budget <= 0 or len(self.running) >= self.max_requests:
                 return
@@ -148,10 +145,6 @@ class Scheduler:
             budget -= count
             if self._is_prefilling(request):
                 leaders[block] = request
-
-    def _leaders(self) -> dict[tuple[int, TokenKey], Request]:
-        """Requests whose prompt is being computed, by the next block they add to the tree."""
-        return {self.blocks.next_block(r.tokens, r.prompt_length): r for r in self.running if self._is_prefilling(r)}
 
     def _is_prefilling(self, request: Request) -> bool:
         min_pending = self.blocks.size if self.blocks.full_blocks_only else 1

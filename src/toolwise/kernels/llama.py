@@ -53,8 +53,8 @@ class PrefixGroups:
     max_members: int
 
 
-def unsupported_reason(model: Any) -> str | None:
-    """Why this model needs its stock forward; None if it does not."""
+def unsupported_reason(model: Any, *, any_head_size: bool = False) -> str | None:
+    """Why this model needs its stock forward; None if it does not. The kernels need certain head sizes."""
     config = model.config
     if type(model).__name__ not in SUPPORTED_MODELS:
         return f"{type(model).__name__} is not one of {', '.join(SUPPORTED_MODELS)}"
@@ -65,18 +65,14 @@ def unsupported_reason(model: Any) -> str | None:
     if model.model.rotary_emb.rope_type not in STATIC_ROPES:
         return f"its rope ({model.model.rotary_emb.rope_type}) depends on the sequence length"
     dim = model.model.layers[0].self_attn.head_dim
-    if dim < 16 or dim & (dim - 1):
+    if not any_head_size and (dim < 16 or dim & (dim - 1)):
         return f"its head size {dim} is not a power of two of at least 16"
     for layer in model.model.layers:
         parts = (*_attention_inputs(layer), layer.self_attn.o_proj, *_mlp_inputs(layer), layer.mlp.down_proj)
-        if not all(map(is_linear_or_lora, parts)):
+        # peft's adapters have the plain layer as `base_layer`.
+        if any(type(getattr(part, "base_layer", part)) is not nn.Linear for part in parts):
             return "its projections are not linear layers (with or without LoRA)"
     return None
-
-
-def is_linear_or_lora(part: Any) -> bool:
-    """Whether a layer is a plain linear layer, or a LoRA adapter over one (peft's `base_layer`)."""
-    return type(getattr(part, "base_layer", part)) is nn.Linear
 
 
 def _attention_inputs(layer: Any) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@ ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,6 @@ class Actor:
         *,
         needs: frozenset[Annotation] = frozenset(),
         critic: Critic | None = None,
-        policy_fingerprint: Callable[[], str | None] | None = None,
         extra_parameters: Sequence[Tensor] = (),
     ) -> None:
         """`extra_parameters` are weights outside `model` that the actor's optimiser updates too."""
@@ -71,17 +70,13 @@ class Actor:
         self.adapters = None if settings.lora is None else Adapters(model, settings.lora)
         self.optimizer = Optimizer([*model.parameters(), *extra_parameters], settings)
         self.kl = KlCoefficient(settings.kl_coef, settings.kl_target, settings.kl_horizon)
-        self.mismatch = MismatchMonitor(settings.canary, policy_fingerprint=policy_fingerprint)
+        self.mismatch = MismatchMonitor(settings.canary)
         self.required_annotations = needs | _required_by_settings(settings, critic)
         self.reference = build_reference(model, self.adapters) if "ref_logprobs" in self.required_annotations else None
         if "values" in self.required_annotations and critic is None:
             raise ConfigError("the advantage estimator needs values but the actor has no critic: pass one")
         if settings.activation_checkpointing:
             _checkpoint_activations(model)
-
-    @property
-    def skipped_updates(self) -> int:
-        return self.optimizer.guard.skipped
 
     def weights_checksum(self) -> str:
         """Checksum of the trainable weights (with LoRA, the adapters): it changes whenever one of them does."""
@@ -118,7 +113,6 @@ class Actor:
         if not tokens:
             return {"actor/updates": 0.0}
         self._check(batch)
-        self.mismatch.check_weights(self.model)
         metrics = {} if self.critic is None else self.critic.update(batch, self.version)
         sums: dict[str, float] = {}
         updates = 0
@@ -200,10 +194,6 @@ class Actor:
         s = self.settings
         hidden = hidden_states(model, packed)
         return token_logprobs(model, hidden, packed, temperature or s.temperature, chunk_tokens=s.logit_chunk_tokens)
-
-    def logprobs(self, rollouts: Sequence[CreditedRollout]) -> Tensor:
-        """Log-probs of all sampled tokens under the current weights, in step order."""
-        return self._logprobs(self.model, build_batch(rollouts, self.device))
 
     @torch.no_grad()
     def _logprobs(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolwise.advantages.assign import sampled_tokens
 from toolwise.errors import ToolwiseError
 from toolwise.learner.packing import Packed, micro_batches
 from toolwise.learner.rows import Row, build_rows
@@ -101,7 +102,7 @@ class Batch:
         flat, offset = column.float().cpu().numpy(), 0
         rollouts = []
         for rollout_steps in steps:
-            ends = offset + np.cumsum([0, *(_count(step) for step in rollout_steps)])
+            ends = offset + np.cumsum([0, *(sampled_tokens(step) for step in rollout_steps)])
             rollouts.append(tuple(flat[begin:end] for begin, end in pairwise(ends)))
             offset = int(ends[-1])
         return rollouts
@@ -110,7 +111,9 @@ class Batch:
 def with_zero_advantages(scored: Sequence[ScoredRollout]) -> list[CreditedRollout]:
     """Wrap scored rollouts so that rows can be built from them."""
     return [
-        CreditedRollout(AnnotatedRollout(s), s.steps, tuple(np.zeros(_count(step), np.float32) for step in s.steps))
+        CreditedRollout(
+            AnnotatedRollout(s), s.steps, tuple(np.zeros(sampled_tokens(step), np.float32) for step in s.steps)
+        )
         for s in scored
     ]
 
@@ -120,7 +123,7 @@ def build_batch(credited: Sequence[CreditedRollout], device: Any = "cpu") -> Bat
     rows_of = [build_rows([rollout]) for rollout in credited]
     rows = [row for rollout_rows in rows_of for row in rollout_rows]
     steps = [step for rollout in credited for step in rollout.steps]
-    counts = np.array([_count(step) for step in steps], dtype=np.int64)
+    counts = np.array([sampled_tokens(step) for step in steps], dtype=np.int64)
     rollout_of_token = np.repeat(
         [i for i, rollout in enumerate(credited) for _ in rollout.steps] or [0], counts if steps else 0
     )
@@ -133,7 +136,9 @@ def build_batch(credited: Sequence[CreditedRollout], device: Any = "cpu") -> Bat
         return torch.as_tensor(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
 
     def column(name: str, arrays: Sequence[Any]) -> Tensor | None:
-        return to_tensor(_concatenate_column(name, credited, arrays), torch.float32) if _all_present(arrays) else None
+        if any(array is None for array in arrays):
+            return None
+        return to_tensor(_concatenate_column(name, credited, arrays), torch.float32)
 
     annotated = [rollout.annotated for rollout in credited]
     starts = np.concatenate([np.arange(count) == 0 for count in counts]) if len(counts) else np.zeros(0, bool)
@@ -161,10 +166,6 @@ def build_batch(credited: Sequence[CreditedRollout], device: Any = "cpu") -> Bat
     )
 
 
-def _count(step: StepData) -> int:
-    return len((step.policy_logprobs or {}).get("token_ids", ()))
-
-
 def _version(step: StepData) -> int:
     version = (step.policy_logprobs or {}).get("policy_version")
     return -1 if version is None else int(version)
@@ -175,18 +176,14 @@ def _rollout_logprobs(steps: Sequence[StepData]) -> Any:
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
 
-def _all_present(arrays: Sequence[Any]) -> bool:
-    return all(array is not None for array in arrays)
-
-
 def _concatenate_column(name: str, credited: Sequence[CreditedRollout], arrays: Sequence[Any]) -> Any:
     """Concatenate into one flat array. Lengths are checked: an off-by-one would shift every later token."""
     for rollout, per_step in zip(credited, arrays, strict=True):
         for step, array in zip(rollout.steps, per_step, strict=True):
-            if len(array) != _count(step):
+            if len(array) != sampled_tokens(step):
                 raise ToolwiseError(
                     f"rollout {rollout.rollout.rollout_id}, step {step.system_step_index}: {len(array)} {name} for "
-                    f"{_count(step)} sampled tokens; there must be one per token"
+                    f"{sampled_tokens(step)} sampled tokens; there must be one per token"
                 )
     parts = [np.asarray(array, dtype=np.float32) for per_step in arrays for array in per_step]
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)

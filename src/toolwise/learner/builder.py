@@ -24,7 +24,6 @@ def build_learner(
     estimator: AdvantageEstimator,
     *,
     load_critic: Callable[[str], Any],
-    policy_fingerprint: Callable[[], str | None] | None = None,
     extra_parameters: Sequence[Any] = (),
 ) -> tuple[Actor, AdvantageEstimator]:
     """Return the actor, with a critic and a reference if needed, and the estimator, wrapped with a KL penalty if KL is
@@ -44,7 +43,6 @@ def build_learner(
         settings,
         needs=estimator.needs,
         critic=critic,
-        policy_fingerprint=policy_fingerprint,
         extra_parameters=extra_parameters,
     )
     wrapped = KlRewardEstimator(estimator, actor.kl) if config.algorithm.kl == "reward" else estimator

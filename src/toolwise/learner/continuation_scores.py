@@ -23,14 +23,11 @@ class _Row:
 
 
 class ContinuationScorer:
-    """Scores with the learner's model. `computed_tokens` counts tokens that went through the trunk, `total_tokens` all
-    tokens of all continuations with their prefixes."""
+    """Scores with the learner's model."""
 
     def __init__(self, model: Any, micro_batch: MicroBatchSettings | None = None) -> None:
         self.model = model
         self.micro_batch = micro_batch or MicroBatchSettings()
-        self.computed_tokens = 0
-        self.total_tokens = 0
 
     @torch.no_grad()
     def __call__(self, contexts: Sequence[ScoringRequest], temperature: float = 1.0) -> list[tuple[TokenScores, ...]]:
@@ -55,8 +52,6 @@ class ContinuationScorer:
             for index in np.unique(of_row):
                 in_row = of_row == index
                 row_scores[index][:, position[in_row]] = values[:, in_row]
-            self.computed_tokens += packed.T
-        self.total_tokens += sum(len(row.ids) for row in rows)
         scores = iter(row_scores)
         return [
             tuple(TokenScores(*next(scores)[:, len(c.prefix_ids) :].copy()) for _ in c.continuations) for c in contexts

@@ -71,32 +71,26 @@ class Critic:
         s = self.settings
         sums: dict[str, float] = {}
         steps = 0
-        parts = mini_batches(batch, count=s.mini_batches, epochs=s.epochs, seed=f"critic/{s.seed}/{version}")
-        for rows in parts:
+        for rows in mini_batches(batch, count=s.mini_batches, epochs=s.epochs, seed=f"critic/{s.seed}/{version}"):
             for name, value in self._step(batch, rows, version).items():
                 sums[name] = sums.get(name, 0.0) + value
             steps += 1
         means = {f"critic/{name}": value / steps for name, value in sums.items()}
+        tokens = self._learned_tokens(batch, batch.trainable_rows())
         return means | {
             "critic/skipped_updates": float(self.optimizer.guard.skipped),
             "critic/lr": self.optimizer.learning_rate(version),
-            "critic/explained_variance": explained_variance(
-                *self._values_and_returns(batch, batch.predicted_tokens(batch.trainable_rows()))
-            ),
+            "critic/explained_variance": explained_variance(batch.values[tokens], batch.returns[tokens]),
         }
 
-    def _values_and_returns(self, batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = tokens[batch.first[tokens]] if self.settings.per == "turn" else tokens
-        assert batch.values is not None
-        assert batch.returns is not None
-        return batch.values[tokens], batch.returns[tokens]
+    def _learned_tokens(self, batch: Batch, rows: list[int]) -> Tensor:
+        tokens = batch.predicted_tokens(rows)
+        return tokens[batch.first[tokens]] if self.settings.per == "turn" else tokens
 
     def _step(self, batch: Batch, rows: list[int], version: int) -> Metrics:
         assert batch.values is not None
         assert batch.returns is not None
-        tokens = batch.predicted_tokens(rows)
-        if self.settings.per == "turn":
-            tokens = tokens[batch.first[tokens]]
+        tokens = self._learned_tokens(batch, rows)
         weights = torch.zeros(len(batch), device=batch.device)
         weights[tokens] = token_weights("token", batch.step[tokens], batch.rollout[tokens])
         sums = torch.zeros(2, device=batch.device)

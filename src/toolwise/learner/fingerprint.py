@@ -1,4 +1,4 @@
-"""Short hashes of model weights, to check that the policy holds the same weights as the learner."""
+"""Short hashes of model weights."""
 
 from __future__ import annotations
 
@@ -14,23 +14,17 @@ VALUES_PER_TENSOR = 64
 
 
 @torch.no_grad()
-def fingerprint(model: Any, dtype: torch.dtype | None = None) -> str:
-    """Hash a sample of the weights, rounded to `dtype` first: use the lower precision of the two copies compared."""
-    dtype_used = dtype or next(model.parameters()).dtype
+def fingerprint(model: Any) -> str:
+    """Hash a sample of the weights."""
     names, values = [], []
+    model_dtype = next(model.parameters()).dtype
     for name, weight in sorted(model.named_parameters()):
         flat = weight.detach().reshape(-1)
         names.append(name)
-        values.append(flat[:: max(1, len(flat) // VALUES_PER_TENSOR)][:VALUES_PER_TENSOR].to(dtype_used).float())
+        values.append(flat[:: max(1, len(flat) // VALUES_PER_TENSOR)][:VALUES_PER_TENSOR].to(model_dtype).float())
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=12)
     digest.update(torch.cat(values).cpu().numpy().tobytes())
-    return f"{str(dtype_used).removeprefix('torch.')}:{digest.hexdigest()}"
-
-
-def matches(model: Any, reported: str) -> bool:
-    """Whether `reported` is the fingerprint of `model`, in the precision it was computed in."""
-    dtype = getattr(torch, reported.partition(":")[0], None)
-    return isinstance(dtype, torch.dtype) and fingerprint(model, dtype) == reported
+    return f"{str(model_dtype).removeprefix('torch.')}:{digest.hexdigest()}"
 
 
 _INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from toolwise.errors import ModelError
 from toolwise.learner.fused_modules import fuse
-from toolwise.learner.logits import logits_head, logprobs_and_entropy
-from toolwise.learner.packed_attention import Layout, implementation
+from toolwise.learner.logits import logprobs_and_entropy
+from toolwise.learner.packed_attention import ATTENTION_NAME, Layout, attend
 from toolwise.learner.packing import Packed
-from toolwise.models.weight_sharing import shared_copy
+from toolwise.models.logits import logits_head
+from toolwise.models.weight_sharing import register_attention, shared_copy
 
 CHUNK_TOKENS, CHUNK_BYTES = 1024, 1 << 29
 """Logits are computed in chunks of at least this many tokens; on a GPU, which small chunks leave idle, of this many
@@ -50,7 +51,7 @@ def hidden_states(model: Any, packed: Packed) -> Tensor:
     trunk = model.get_decoder()
     if not can_share_prefixes(model):
         return _padded(trunk, packed)
-    copied = shared_copy(trunk, attention=implementation())
+    copied = shared_copy(trunk, attention=register_attention(ATTENTION_NAME, attend))
     fuse(copied, trunk)
     layout = Layout.of(packed.segments, packed.ids.device, keep_gathered=_recompute_layers(copied))
     out = copied(

@@ -41,30 +41,19 @@ def fuse(copied: Module, original: Module) -> None:
     for module, source in zip(copied.modules(), original.modules(), strict=True):
         if "forward" in vars(module):
             continue  # already patched by someone else
-        if fused_forward(source) is not None:
-            module.forward = _build_fused_forward(module)
-        else:
-            rotary_forward = _with_fused_rotary(type(module).forward)
-            if rotary_forward is not None:
-                module.forward = MethodType(rotary_forward, module)
+        if can_fuse(source):
+            module.forward = _norm(module) if hasattr(module, "variance_epsilon") else _mlp(module, SiluMul.apply)
+        elif (rotary_forward := _with_fused_rotary(type(module).forward)) is not None:
+            module.forward = MethodType(rotary_forward, module)
 
 
-def fused_forward(module: Any) -> Forward | None:
-    """A fused `forward` for the module, or None if it is no norm or MLP with the plain formula."""
+def can_fuse(module: Any) -> bool:
+    """Whether the module is a norm or MLP with the plain formula."""
     if hasattr(module, "variance_epsilon"):
-        return (
-            _build_fused_forward(module)
-            if _matches_formula(module, _norm(module), getattr(module, "weight", None))
-            else None
-        )
+        return _matches_formula(module, _norm(module), getattr(module, "weight", None))
     if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
-        weight = getattr(module.gate_proj, "weight", None)
-        return _build_fused_forward(module) if _matches_formula(module, _mlp(module, _silu_mul_torch), weight) else None
-    return None
-
-
-def _build_fused_forward(module: Any) -> Forward:
-    return _norm(module) if hasattr(module, "variance_epsilon") else _mlp(module, SiluMul.apply)
+        return _matches_formula(module, _mlp(module, _silu_mul_torch), getattr(module.gate_proj, "weight", None))
+    return False
 
 
 def _norm(module: Any) -> Forward:

@@ -28,10 +28,6 @@ from toolwise.learner.losses import MAX_LOG_RATIO
 LOSSES = ("k2", "k3")
 
 
-def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    return logprobs - ref_logprobs
-
-
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return 0.5 * (logprobs - ref_logprobs).square()
 

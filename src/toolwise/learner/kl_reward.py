@@ -72,18 +72,13 @@ class _ScorePenaltyEstimator:
 def with_kl_penalty(estimator: Any, beta: float) -> Any:
     """Set `kl_coef` on the estimator if it has that field; else wrap the estimator it contains, so that the outer one
     still sees the original scores (e.g. to tell which rollouts succeeded); else subtract the cost from the scores."""
-    settings = _init_fields(estimator)
+    settings = {field.name for field in fields(estimator) if field.init} if is_dataclass(estimator) else set()
     if "kl_coef" in settings:
         return replace(estimator, kl_coef=beta)
     for name in ("trajectory", "inner"):
         if name in settings and callable(getattr(estimator, name)):
             return replace(estimator, **{name: with_kl_penalty(getattr(estimator, name), beta)})
     return _ScorePenaltyEstimator(estimator, beta)
-
-
-def _init_fields(estimator: Any) -> set[str]:
-    """Names of the constructor fields; empty if it is not a dataclass."""
-    return {field.name for field in fields(estimator) if field.init} if is_dataclass(estimator) else set()
 
 
 def _cost(rollout: AnnotatedRollout, beta: float) -> float:

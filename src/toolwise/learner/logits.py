@@ -1,33 +1,16 @@
-"""From hidden states to log-probs: the LM head, and the log-prob and entropy of sampled tokens.
+"""From logits to log-probs: the log-prob and entropy of sampled tokens.
 
 Works on one chunk of tokens at a time; `forward` splits the chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolwise.kernels import available, kernel
-
-
-def logits_head(model: Any) -> Callable[[Tensor], Tensor]:
-    """A function from hidden states to logits, including the scaling or capping that some model families apply."""
-    projection, config = model.get_output_embeddings(), model.get_decoder().config
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
-
-    def logits(states: Tensor) -> Tensor:
-        logits: Tensor = projection(states)
-        if factor != 1.0 or divisor != 1.0:
-            logits = logits * (factor / divisor)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    return logits
 
 
 def logprobs_and_entropy(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from toolwise.errors import ConfigError, MissingExtraError
+from toolwise.errors import ConfigError, import_extra
 from toolwise.models.weight_sharing import shared_copy
 
 
@@ -28,7 +27,7 @@ class Adapters:
     """LoRA adapters inserted into `model` in place, so the local policy samples through them too."""
 
     def __init__(self, model: Any, settings: LoraSettings) -> None:
-        self.peft = _peft()
+        self.peft = import_extra("peft", "peft")
         self.model = model
         config = self.peft.LoraConfig(
             r=settings.rank,
@@ -73,10 +72,3 @@ class Adapters:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.peft.set_peft_model_state_dict(self.wrapped, state)
-
-
-def _peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ImportError:
-        raise MissingExtraError("peft", "peft") from None

@@ -6,14 +6,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from toolwise.errors import ToolwiseError
 from toolwise.learner import distributed
-from toolwise.learner.fingerprint import matches
 
 log = logging.getLogger("toolwise.learner")
 
@@ -50,21 +49,10 @@ class Evidence:
 
 
 class MismatchMonitor:
-    """Compares the policy's weights and log-probs with the learner's, and stops the run or warns if they differ."""
+    """Compares the policy's log-probs with the learner's, and stops the run or warns if they differ."""
 
-    def __init__(self, reaction: Reaction, *, policy_fingerprint: Callable[[], str | None] | None = None) -> None:
+    def __init__(self, reaction: Reaction) -> None:
         self.reaction = reaction
-        self.policy_fingerprint = policy_fingerprint
-
-    def check_weights(self, model: Any) -> None:
-        """Compare weight fingerprints, if the policy reports one."""
-        reported = self.policy_fingerprint() if self.policy_fingerprint and self.reaction != "off" else None
-        if reported is not None and not matches(model, reported):
-            self._react(
-                f"stale weights: the policy reports weights {reported}, which are not the learner's; "
-                "load the learner's weights into the policy after each update",
-                "stale weights",
-            )
 
     def check_logprobs(self, evidence: Evidence, dtype: torch.dtype) -> dict[str, float]:
         """Return the gap metrics. A gap above the limit for this precision raises an error or logs a warning."""

@@ -96,16 +96,6 @@ class Layout:
         return self._masks[window, like.dtype][:queries, skipped : skipped + keys]
 
 
-@cache
-def implementation() -> str:
-    """Register `attend` with transformers and return its name. transformers builds no mask for a name that its mask
-    interface does not know, so no T x T mask is ever allocated."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, attend)
-    return ATTENTION_NAME
-
-
 def attend(
     module: Any,
     query: Tensor,

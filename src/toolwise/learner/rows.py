@@ -85,14 +85,3 @@ def _tokens_of(step: StepData, rollout_id: str) -> tuple[list[int], list[int], l
             "sampled token needs one"
         )
     return list(record["prompt_ids"]), sampled, logprobs
-
-
-def split_by_tokens(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-    """Split rows into micro-batches of similar length, at most `max_tokens` each when padded; a longer row is alone."""
-    parts: list[list[Row]] = []
-    for row in sorted(rows, key=len, reverse=True):
-        if parts and (len(parts[-1]) + 1) * len(parts[-1][0]) <= max_tokens:
-            parts[-1].append(row)
-        else:
-            parts.append([row])
-    return parts

@@ -51,13 +51,13 @@ def check_folder(folder: Path) -> None:
     _check_tokenizer(folder)
 
 
-def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file of a model folder."""
-    _check_file_size(path, max_bytes)
+    _check_file_size(path, MAX_CONFIG_BYTES)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as fault:
-        raise ModelError(f"{path} is not JSON ({_first_line(fault)}): the model folder is damaged") from fault
+        raise ModelError(f"{path} is not JSON ({first_line(fault)}): the model folder is damaged") from fault
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object: the model folder is damaged")
     return value
@@ -97,5 +97,5 @@ def _check_file_size(path: Path, max_bytes: int) -> None:
         raise ModelError(f"{path} has {size} bytes, more than the limit of {max_bytes} for such a file: it is damaged")
 
 
-def _first_line(fault: BaseException) -> str:
-    return (str(fault).splitlines() or [type(fault).__name__])[0]
+def first_line(fault: BaseException) -> str:
+    return (str(fault).strip().splitlines() or [type(fault).__name__])[0]

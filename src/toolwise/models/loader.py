@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.errors import ModelError
-from toolwise.models.folder import locate
+from toolwise.models.folder import first_line, locate
 from toolwise.models.remote_code import check_hub_kernels, remote_code_error, warn_remote_code
 from toolwise.models.sizes import check_sizes
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
@@ -41,8 +41,7 @@ def load_model(
             raise
         if "trust_remote_code" in str(fault):
             raise remote_code_error(path, location) from fault
-        reason = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
-        raise ModelError(f"the model {path!r} cannot be loaded: {reason}") from fault
+        raise ModelError(f"the model {path!r} cannot be loaded: {first_line(fault)}") from fault
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would initialise them at random and continue
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

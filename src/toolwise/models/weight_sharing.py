@@ -9,9 +9,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from torch.nn import Module
+
+
+@cache
+def register_attention(name: str, attend: Callable[..., Any]) -> str:
+    """Register an attention function with transformers and return its name. transformers builds no mask for a name that
+    its mask interface does not know, so no T x T mask is ever allocated."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, attend)
+    return name
 
 
 def shared_copy(
@@ -19,7 +30,7 @@ def shared_copy(
 ) -> Any:
     """Copy the modules under `module`, but not their parameters, buffers and hooks.
 
-    `attention` is the attention implementation of the copy, under a name registered with transformers. `substitute`
+    `attention` is the name of the copy's attention (`register_attention`). `substitute`
     returns the module to copy in place of each one, such as the layer beneath an adapter. Takes about 2 µs per module.
     """
     configs: dict[int, Any] = {}

@@ -43,9 +43,6 @@ class AlignmentResult:
     final_scores: list[float | None]
     warnings: list[AlignmentIssue] = field(default_factory=list)
 
-    def warnings_of(self, rollout_id: str) -> tuple[AlignmentIssue, ...]:
-        return tuple(warning for warning in self.warnings if warning.rollout_id == rollout_id)
-
 
 @dataclass(frozen=True, slots=True)
 class RLDataAligner:

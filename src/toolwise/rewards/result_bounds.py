@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from toolwise.types import EvaluateResult, StepOutput
-from toolwise.types.results import MetricResult
+from toolwise.types import EvaluateResult
 from toolwise.untrusted.bounds import (
     MAX_FAULT_CHARS,
     MAX_METRIC_VALUE,
@@ -43,10 +42,14 @@ def find_excess(result: EvaluateResult) -> tuple[str, str] | None:
 
 def truncate_result(result: EvaluateResult) -> EvaluateResult:
     """`result` with its reasons, names and traceback cut to their limits."""
+    outputs = result.step_outputs or ()
     changes: dict[str, object] = {}
     if result.reason is not None and (reason := truncate_text(result.reason, MAX_REASON_CHARS)) != result.reason:
         changes["reason"] = reason
-    if any(_exceeds_limits(name, metric) for name, metric in result.metrics.items()):
+    if any(
+        truncate_text(name, MAX_NAME_CHARS) != name or truncate_text(metric.reason, MAX_REASON_CHARS) != metric.reason
+        for name, metric in result.metrics.items()
+    ):
         changes["metrics"] = {
             truncate_text(name, MAX_NAME_CHARS): metric.model_copy(
                 update={"reason": truncate_text(metric.reason, MAX_REASON_CHARS)}
@@ -55,11 +58,11 @@ def truncate_result(result: EvaluateResult) -> EvaluateResult:
         }
     if any(
         output.reason is not None and truncate_text(output.reason, MAX_REASON_CHARS) != output.reason
-        for output in _step_outputs(result)
+        for output in outputs
     ):
         changes["step_outputs"] = [
             output.model_copy(update={"reason": output.reason and truncate_text(output.reason, MAX_REASON_CHARS)})
-            for output in _step_outputs(result)
+            for output in outputs
         ]
     if result.error is not None:
         fields = ("kind", "message", "traceback")
@@ -67,13 +70,3 @@ def truncate_result(result: EvaluateResult) -> EvaluateResult:
         if any(texts[name] != getattr(result.error, name) for name in fields):
             changes["error"] = result.error.model_copy(update=texts)
     return result.model_copy(update=changes) if changes else result
-
-
-def _step_outputs(result: EvaluateResult) -> list[StepOutput]:
-    return result.step_outputs or []
-
-
-def _exceeds_limits(name: str, metric: MetricResult) -> bool:
-    return (
-        truncate_text(name, MAX_NAME_CHARS) != name or truncate_text(metric.reason, MAX_REASON_CHARS) != metric.reason
-    )

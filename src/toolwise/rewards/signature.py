@@ -67,7 +67,7 @@ class Signature:
             names=tuple(p.name for p in keywords),
             required=tuple(p.name for p in keywords if p.default is p.empty),
             takes_any=any(p.kind is p.VAR_KEYWORD for p in rest),
-            is_async=_is_async(function),
+            is_async=any(map(inspect.iscoroutinefunction, (function, type(function).__call__))),
         )
 
     def accepted_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,10 +125,6 @@ def _porting_hint(parameters: list[inspect.Parameter], name: str) -> str:
         f'Toolwise passes conversations: write {forms[0]} for one rollout (its reply is messages[-1]["content"]), '
         f"or {forms[1]} for all rollouts of a step, returning a list"
     )
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:

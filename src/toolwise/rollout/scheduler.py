@@ -175,24 +175,21 @@ class RolloutScheduler:
 
     def _env(self, decision: RouteDecision) -> BaseEnv:
         if self.make_env is None:
-            return self._tool_env(decision)
+            return ToolEnv(
+                decision.task,
+                self.tools,
+                offered=decision.tools,
+                forbidden=decision.forbidden,
+                tool_timeout_s=self.tool_timeout_s,
+                max_result_chars=self.max_result_chars,
+                gates=self.limits.tools,
+            )
         try:
             return call_user_code(self.make_env, decision)
         except ToolwiseError:  # a configuration error for the user to fix
             raise
         except Exception as fault:
             return FailedEnv(fault)
-
-    def _tool_env(self, decision: RouteDecision) -> ToolEnv:
-        return ToolEnv(
-            decision.task,
-            self.tools,
-            offered=decision.tools,
-            forbidden=decision.forbidden,
-            tool_timeout_s=self.tool_timeout_s,
-            max_result_chars=self.max_result_chars,
-            gates=self.limits.tools,
-        )
 
 
 class FailedEnv(BaseEnv):

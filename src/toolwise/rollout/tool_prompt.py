@@ -47,7 +47,13 @@ class ToolPrompt:
     """False if the template drops or rejects calls or results however they are written."""
 
     def describe(self) -> str:
-        text = self._describe_tools()
+        text = {
+            "template": "tools are shown by the chat template",
+            "system": f"tools are shown in the system message, with calls in the format of the parser {self.form}",
+            "user": f"tools are shown before the first user message, as the chat template has no system role, with "
+            f"calls in the format of the parser {self.form}",
+            "nowhere": f"the model does not see any tools: the chat template {self.reason or 'ignores tools'}",
+        }[self.where]
         if self.where == "nowhere":
             return text
         if not self.usable:
@@ -56,15 +62,6 @@ class ToolPrompt:
         if texts:
             text = f"{text}; {' and '.join(texts)}"
         return f"{text} (the chat template {self.reason})" if self.reason else text
-
-    def _describe_tools(self) -> str:
-        return {
-            "template": "tools are shown by the chat template",
-            "system": f"tools are shown in the system message, with calls in the format of the parser {self.form}",
-            "user": f"tools are shown before the first user message, as the chat template has no system role, with "
-            f"calls in the format of the parser {self.form}",
-            "nowhere": f"the model does not see any tools: the chat template {self.reason or 'ignores tools'}",
-        }[self.where]
 
     def arrange(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[Message]:
         """The conversation as the template should get it; it starts the same in every turn."""
@@ -118,16 +115,13 @@ def describe_tools(tools: Sequence[dict[str, Any]], form: str) -> str:
         )
     else:
         example = ToolCall(id="call_0", name="function-name", arguments={"argument-name": "value"})
-        how = f"To call a function, write its name and its arguments in exactly this form:\n{_example(form, example)}"
+        how = "To call a function, write its name and its arguments in exactly this form:\n"
+        how += RENDERERS[form]("", [example])
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
         "You are provided with function signatures within <tools></tools> XML tags:\n"
         f"<tools>\n{specs}\n</tools>\n\n{how}"
     )
-
-
-def _example(form: str, call: ToolCall) -> str:
-    return RENDERERS[form]("", [call])
 
 
 def choose_tool_prompt(render: Render, mode: ToolPromptMode, parser: str) -> ToolPrompt:

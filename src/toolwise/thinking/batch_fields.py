@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from toolwise.types import LevelScore, ThinkingStep
+from toolwise.types import ThinkingStep
 
 Quantity = Literal["thinking_advantage", "action_logprob", "action_entropy"]
 
@@ -33,7 +33,7 @@ def thinking_fields(
             )
         values = [float(a) for a in advantages]
     else:
-        values = [np.nan if step.group is None else _level_quantity(step.group.used, quantity) for step in steps]
+        values = [np.nan if step.group is None else getattr(step.group.used, quantity) for step in steps]
     if not len(values) == len(lengths) == len(steps):
         raise ValueError(
             f"got {len(values)} values and {len(lengths)} lengths for {len(steps)} steps; pass one per step"
@@ -47,10 +47,5 @@ def thinking_fields(
     }
 
 
-def _level_quantity(score: LevelScore, quantity: Quantity) -> float:
-    return score.action_logprob if quantity == "action_logprob" else score.action_entropy
-
-
 def _fill_rows(values: Sequence[float], inside: Any) -> Any:
-    rows = np.asarray(values, dtype=np.float32).reshape(-1, 1)
-    return np.where(inside, rows, np.float32(0.0))
+    return np.where(inside, np.asarray(values, dtype=np.float32).reshape(-1, 1), np.float32(0.0))

@@ -9,9 +9,8 @@ from typing import Any
 from toolwise.messages import Message
 from toolwise.protocols import Metrics
 from toolwise.rewards.function import reward_function
-from toolwise.thinking.levels import LEVEL_COUNT
 from toolwise.thinking.reply import FormatFault, ParsedReply, parse_reply
-from toolwise.types import EvaluateResult, MetricResult, StepOutput
+from toolwise.types import LEVEL_COUNT, EvaluateResult, MetricResult, StepOutput
 
 
 def format_metrics(replies: Sequence[ParsedReply]) -> Metrics:

@@ -70,14 +70,22 @@ async def score_levels(
     scorable = [index for index, contexts in enumerate(step_contexts) if len(contexts) >= 2]
     requests = [ScoringRequest(steps[i].history, tuple(c.ids for c in step_contexts[i])) for i in scorable]
     scores_of_step = dict(zip(scorable, await model.score(requests, temperature) if requests else [], strict=True))
-    gaps = _LogprobGaps()
+    thought_gaps: list[float] = []
+    action_gaps: list[float] = []
     groups = [
-        _group(step, contexts, scores_of_step[i], gaps, failures) if i in scores_of_step else None
+        _group(step, contexts, scores_of_step[i], thought_gaps, action_gaps, failures) if i in scores_of_step else None
         for i, (step, contexts) in enumerate(zip(steps, step_contexts, strict=True))
     ]
-    gaps.check(leak_nats)
+    thought_gap, action_gap = (float(np.mean(gaps)) if gaps else 0.0 for gaps in (thought_gaps, action_gaps))
+    # If the actions differ as well, it is a train–inference mismatch, which the learner checks (learner.mismatch).
+    if thought_gap > leak_nats and thought_gap > 2 * action_gap:
+        raise LeakError(
+            f"the log-probs of alternative thoughts are {thought_gap:.3g} nats per token off what the history "
+            f"alone gives (limit {leak_nats:g}): they were generated from something else, such as the action; "
+            "prompt with exactly the history and the level"
+        )
     token_count = sum(len(c.ids) for i in scorable for c in step_contexts[i])
-    return LevelScores(groups, failures, gaps.thoughts, gaps.actions, token_count)
+    return LevelScores(groups, failures, thought_gap, action_gap, token_count)
 
 
 def _context(step: ParsedStep, alternative: Alternative, codec: Codec) -> _Context | str:
@@ -104,9 +112,11 @@ def _group(
     step: ParsedStep,
     contexts: Sequence[_Context],
     scores: Sequence[TokenScores],
-    gaps: _LogprobGaps,
+    thought_gaps: list[float],
+    action_gaps: list[float],
     failures: dict[str, int],
 ) -> ThinkingGroup | None:
+    """Appends the absolute differences between the log-probs at sampling and at scoring time to the two lists."""
     count = len(step.spans.action)
     level_scores = []
     for context, token_scores in zip(contexts, scores, strict=True):
@@ -118,11 +128,11 @@ def _group(
                 return None
             continue
         if alternative is None:
-            gaps.add_action(np.asarray(step.logprobs)[step.spans.action.start : step.spans.action.stop] - logprobs)
+            sampled = np.asarray(step.logprobs)[step.spans.action.start : step.spans.action.stop]
+            action_gaps += np.abs(sampled - logprobs).tolist()
         else:
-            gaps.add_thought(
-                np.asarray(alternative.logprobs) - token_scores.logprobs[alternative.forced_tokens : context.head]
-            )
+            scored = token_scores.logprobs[alternative.forced_tokens : context.head]
+            thought_gaps += np.abs(np.asarray(alternative.logprobs) - scored).tolist()
         level = alternative.level if alternative else step.reply.level
         assert level is not None  # steps without a level are not comparable
         tokens = alternative.thinking_tokens if alternative else step.thinking_tokens
@@ -132,34 +142,3 @@ def _group(
     if used is None or len(level_scores) < 2:
         return None
     return ThinkingGroup(used, tuple(sorted(level_scores, key=lambda score: score.level)), step.action_ids)
-
-
-class _LogprobGaps:
-    """Absolute differences between log-probs at sampling and at scoring time."""
-
-    def __init__(self) -> None:
-        self._actions: list[float] = []
-        self._thoughts: list[float] = []
-
-    def add_action(self, gaps: np.ndarray[tuple[int, ...], np.dtype[np.floating]]) -> None:
-        self._actions += np.abs(gaps).tolist()
-
-    def add_thought(self, gaps: np.ndarray[tuple[int, ...], np.dtype[np.floating]]) -> None:
-        self._thoughts += np.abs(gaps).tolist()
-
-    @property
-    def actions(self) -> float:
-        return float(np.mean(self._actions)) if self._actions else 0.0
-
-    @property
-    def thoughts(self) -> float:
-        return float(np.mean(self._thoughts)) if self._thoughts else 0.0
-
-    def check(self, leak_nats: float) -> None:
-        # If the actions differ as well, it is a train–inference mismatch, which the learner checks (learner.mismatch).
-        if self.thoughts > leak_nats and self.thoughts > 2 * self.actions:
-            raise LeakError(
-                f"the log-probs of alternative thoughts are {self.thoughts:.3g} nats per token off what the history "
-                f"alone gives (limit {leak_nats:g}): they were generated from something else, such as the action; "
-                "prompt with exactly the history and the level"
-            )

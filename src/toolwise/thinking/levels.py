@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 
 from toolwise.errors import ConfigError
+from toolwise.types import LEVEL_COUNT
 
-LEVEL_COUNT = 4
 LEVELS_FILE = Path(__file__).with_name("levels.toml")
 THINK, END_THINK = "<think>", "</think>"
 ACTION, END_ACTION = "<action>", "</action>"
@@ -91,7 +91,8 @@ class Levels:
     def explain(self) -> str:
         """The text for a system prompt."""
         lines = [
-            f"{level.number} ({level.name}): {level.instruction}. {_elide_parts(level.skeleton)}" for level in self.all
+            f"{level.number} ({level.name}): {level.instruction}. {_PART.sub('…', level.skeleton)}"
+            for level in self.all
         ]
         return self.prompt.replace("{levels}", "\n".join(lines)).strip()
 
@@ -136,10 +137,6 @@ def _read_level(file: Path, number: int, row: object) -> Level:
             f"{prefix}: the skeleton has {{action}} in its thought, which would train thoughts to state the action"
         )
     return level
-
-
-def _elide_parts(skeleton: str) -> str:
-    return _PART.sub("…", skeleton)
 
 
 DEFAULT_LEVELS = load_levels()

@@ -9,9 +9,8 @@ from toolwise.protocols import Metrics
 from toolwise.thinking.alternatives import mentions_action
 from toolwise.thinking.format_metrics import format_metrics
 from toolwise.thinking.level_scores import LevelScores
-from toolwise.thinking.levels import LEVEL_COUNT
 from toolwise.thinking.parsed_step import ParsedStep
-from toolwise.types import Alternative
+from toolwise.types import LEVEL_COUNT, Alternative
 
 
 def level_usage_metrics(steps: Sequence[ParsedStep]) -> Metrics:

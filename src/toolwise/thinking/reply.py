@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from toolwise.thinking.levels import LEVEL_COUNT
+from toolwise.types import LEVEL_COUNT
 
 Span = tuple[int, int]
 """[start, end) in characters."""

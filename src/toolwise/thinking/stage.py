@@ -97,7 +97,7 @@ class ThinkingStage:
         level_scores = await score_levels(
             self.writer.model, codec, chosen, alternatives, temperature=self.writer.sampling.temperature
         )
-        groups = dict(zip(map(_key, chosen), level_scores.groups, strict=True))
+        groups = {(step.rollout_id, step.index): group for step, group in zip(chosen, level_scores.groups, strict=True)}
         times = {"time/alternatives_s": written_at - start, "time/level_scores_s": time.perf_counter() - written_at}
         metrics = level_usage_metrics(steps) | alternative_metrics(chosen, alternatives, level_scores, sampled) | times
         metrics |= {f"thinking/{k}": v - counters_before.get(k, 0.0) for k, v in self.writer.model.counters().items()}
@@ -159,10 +159,6 @@ class ThinkingStage:
 def attach_thinking(annotated: Sequence[AnnotatedRollout], thinking: ThinkingByRollout) -> list[AnnotatedRollout]:
     """The same rollouts with their `RolloutThinking` attached."""
     return [replace(a, thinking=thinking.get(a.scored.rollout.rollout_id)) for a in annotated]
-
-
-def _key(step: ParsedStep) -> tuple[str, int]:
-    return step.rollout_id, step.index
 
 
 def _thinking_step(step: ParsedStep | None, group: ThinkingGroup | None) -> ThinkingStep:

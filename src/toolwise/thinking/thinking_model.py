@@ -91,16 +91,15 @@ class EngineModel:
         results = await asyncio.gather(
             *(self.engine.score(c.prefix_ids, list(c.continuations), temperature=temperature) for c in contexts)
         )
-        return [tuple(_to_token_scores(scores) for scores in continuation_scores) for continuation_scores in results]
+        return [
+            tuple(TokenScores(np.asarray(s.logprobs, np.float32), np.asarray(s.entropies, np.float32)) for s in scores)
+            for scores in results
+        ]
 
     def counters(self) -> Metrics:
         metrics = self.engine.metrics()
         names = {"prefilled_tokens": "engine/prefilled_tokens", "reused_tokens": "engine/reused_tokens"}
         return {name: float(metrics[key]) for name, key in names.items() if key in metrics}
-
-
-def _to_token_scores(scores: Any) -> TokenScores:
-    return TokenScores(np.asarray(scores.logprobs, np.float32), np.asarray(scores.entropies, np.float32))
 
 
 def require_token_generator(policy: object) -> TokenGenerator:

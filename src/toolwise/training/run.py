@@ -185,7 +185,6 @@ def _assemble_with_model(
         policy.model,
         estimator_from_config(config),
         load_critic=partial(_critic_model, config),
-        policy_fingerprint=getattr(policy, "fingerprint", None),
         extra_parameters=[*head.parameters()] if head is not None and config.router.optimizer == "actor" else [],
     )
     return Run(

@@ -19,6 +19,7 @@ from toolwise.types.rollouts import (
     Usage,
 )
 from toolwise.types.thinking import (
+    LEVEL_COUNT,
     Alternative,
     LevelScore,
     RolloutThinking,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from toolwise.types.thinking import Floats as Floats
 
 __all__ = [
+    "LEVEL_COUNT",
     "Action",
     "Alternative",
     "AnnotatedRollout",

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float32]
 
+LEVEL_COUNT = 4
+"""Thinking levels, numbered from 1."""
+
 
 @dataclass(frozen=True, slots=True)
 class Alternative:

@@ -62,11 +62,10 @@ def gsm8k_reward(
     messages: list[Message], ground_truth: Any, method: Method = "strict", format_score: float = 0.0
 ) -> EvaluateResult:
     """1 for the correct number in the assistant's last message, `format_score` for a wrong one, 0 for none."""
-    expected, text = gold_answer(ground_truth), last_reply(messages)
-    answer = find_answer(text, method)
+    expected, answer = gold_answer(ground_truth), find_answer(last_reply(messages), method)
     correct = float(answer == expected)
     return EvaluateResult(
-        score=compute_score(text, ground_truth, method, format_score),
+        score=correct or (0.0 if answer is None else format_score),
         reason=f"answered {'nothing' if answer is None else answer!s:.80}, expected {expected!s:.80}",
         metrics={"correct": MetricResult(score=correct), "answered": MetricResult(score=float(answer is not None))},
     )

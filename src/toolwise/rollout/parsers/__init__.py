@@ -17,7 +17,7 @@ from toolwise.rollout.parsers.hermes import parse_hermes, render_hermes
 from toolwise.rollout.parsers.json_calls import ParsedReply
 from toolwise.rollout.parsers.llama3 import parse_llama3, render_llama3
 from toolwise.rollout.parsers.mistral import parse_mistral, render_mistral
-from toolwise.rollout.parsers.plain_text import parse_none, parse_openai
+from toolwise.rollout.parsers.plain_text import parse_plain_text
 from toolwise.rollout.parsers.rlla import parse_rlla, render_rlla
 
 __all__ = [
@@ -30,8 +30,7 @@ __all__ = [
     "parse_hermes",
     "parse_llama3",
     "parse_mistral",
-    "parse_none",
-    "parse_openai",
+    "parse_plain_text",
     "parse_rlla",
     "render_action",
     "render_hermes",
@@ -49,8 +48,8 @@ PARSERS: dict[str, Callable[[str], ParsedReply]] = {
     "mistral": parse_mistral,
     "rlla": parse_rlla,
     "action": parse_action,
-    "openai": parse_openai,
-    "none": parse_none,
+    "openai": parse_plain_text,
+    "none": parse_plain_text,
 }
 """The names accepted by `rollout.tool_parser`."""
 

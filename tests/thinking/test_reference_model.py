@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 from precision import assert_fp32_close
+from reference_model import ReferenceModel
 from thinking_cases import history, small, teacher_forced
 
 from toolwise.protocols import Sampling
-from toolwise.thinking.reference import ReferenceModel
 from toolwise.thinking.thinking_model import ScoringRequest
 
 

@@ -160,8 +160,8 @@ def evaluate(
 
 def _load_router(run: Run, model: str) -> None:
     """Load the model's trained router; without one, routes are sampled from the untrained router."""
-    from toolwise.agent.calibration import ROUTER_METADATA_FILE
     from toolwise.models import locate
+    from toolwise.routing.head import ROUTER_METADATA_FILE
 
     if not run.config.router.enable:
         return

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from toolwise.agent.agent import RoutedAgent
-from toolwise.agent.calibration import Calibration, sorted_budgets
+from toolwise.agent.calibration import Calibration
 from toolwise.agent.inference import TrainedRouter, values_of
 from toolwise.agent.time_saved import TimeSaved, time_saved
 from toolwise.config.schema import RunConfig
@@ -25,12 +27,6 @@ from toolwise.training.run import build_scheduler, local_policy
 from toolwise.training.scoring import build_scoring
 from toolwise.training.tasks import check_task_tools
 from toolwise.types import RouteDecision, Task
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +59,20 @@ async def evaluate_frontier(
     metric: str = "auto",
     replicates: int = 1000,
     seed: int = 0,
-    sharding: ShardSettings | None = None,
+    source: Path | None = None,
+    jobs: int = 1,
     on_done: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> FrontierEvaluation:
     """Rolls out `tasks` under every route and compares the router with the baselines at each budget.
 
     `folder` holds the pools, so that an interrupted evaluation resumes. `otc` is the configuration and the model of an
     actor trained with the OTC reward. `train_tasks` are what the classifiers are fitted to, by default the run's
-    training tasks. With `sharding`, several processes fill the pools.
+    training tasks. With `source`, where a process loads the router from, `jobs` processes fill the pools.
     """
-    levels = sorted_budgets(budgets)
+    levels = sorted(set(budgets))
     request = _PoolRequest(tasks, folder, otc, draws, metric, seed)
-    if sharding is not None and sharding.jobs > 1:
-        await _fill_in_processes(routing, request, sharding, on_done)
+    if source is not None and jobs > 1:
+        await _fill_in_processes(routing, request, source, jobs, on_done)
     first, *others = [await _fill(pool, routing, on_done) for pool in request.pools(routing)]
     outcomes = first if not others else first.concat_routes(others[0])
     router_values = route_values(routing, tasks)
@@ -96,8 +93,6 @@ async def evaluate_frontier(
 
 def route_values(routing: TrainedRouter, tasks: Sequence[Task]) -> RouteValues:
     """The head's predictions for every task."""
-    import numpy as np
-
     predictions = [
         prediction
         for i in range(0, len(tasks), PROMPT_BATCH_SIZE)
@@ -107,14 +102,6 @@ def route_values(routing: TrainedRouter, tasks: Sequence[Task]) -> RouteValues:
     has_costs = pairs[0][1] is not None
     costs = np.stack([cost for _, cost in pairs if cost is not None]) if has_costs else None
     return RouteValues(np.stack([values for values, _ in pairs]), costs, samples=not has_costs)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSettings:
-    """How many processes roll out, and where each loads the router from."""
-
-    source: Path
-    jobs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +170,7 @@ class _PoolFile:
 
 
 async def _fill_in_processes(
-    routing: TrainedRouter, request: _PoolRequest, sharding: ShardSettings, on_done: Any
+    routing: TrainedRouter, request: _PoolRequest, source: Path, jobs: int, on_done: Any
 ) -> None:
     """Splits the missing tasks among the processes and merges the results into the pools."""
     pools = request.pools(routing)
@@ -191,7 +178,7 @@ async def _fill_in_processes(
 
     def report() -> None:
         files = [file for pool in pools for file in (pool.path, *shard_paths(pool.path))]
-        on_done(f"{sharding.jobs} processes", min(count_cells(files), cells), cells)
+        on_done(f"{jobs} processes", min(count_cells(files), cells), cells)
 
     request.folder.mkdir(parents=True, exist_ok=True)
     for pool in pools:
@@ -199,11 +186,11 @@ async def _fill_in_processes(
     most = max(len(pool.missing) for pool in pools)
     if most:
         payload = {
-            "source": str(sharding.source),
+            "source": str(source),
             "config": routing.config.model_dump(mode="json"),
             "request": request.to_json(),
         }
-        await run_in_processes(f"{__name__}:fill_shard", payload, min(sharding.jobs, most), report)
+        await run_in_processes(f"{__name__}:fill_shard", payload, min(jobs, most), report)
     for pool in pools:
         merge_shards(pool.path, pool.plan)
 
@@ -246,15 +233,11 @@ async def _fill(pool: _PoolFile, routing: TrainedRouter, on_done: Any = lambda l
 
 def _provenance(routing: TrainedRouter) -> Mapping[str, Any]:
     """What the outcomes depend on: the weights and the settings of rollouts, rewards and routes."""
-    settings = routing.config.model_dump(mode="json", exclude_none=True)
-    relevant = {key: settings[key] for key in ("tools", "env", "rollout", "multi_turn", "reward", "router", "seed")}
-    return {"model": _fingerprint(routing.policy.model), "settings": checkpoint.settings_digest(relevant)}
-
-
-def _fingerprint(model: Any) -> str:
     from toolwise.learner.fingerprint import fingerprint
 
-    return str(fingerprint(model))
+    settings = routing.config.model_dump(mode="json", exclude_none=True)
+    relevant = {key: settings[key] for key in ("tools", "env", "rollout", "multi_turn", "reward", "router", "seed")}
+    return {"model": str(fingerprint(routing.policy.model)), "settings": checkpoint.settings_digest(relevant)}
 
 
 def _calibration(
@@ -264,23 +247,16 @@ def _calibration(
     budgets: Sequence[float],
     saved: TimeSaved | None,
 ) -> Calibration:
-    import numpy as np
-
     routed = outcomes.select_routes([route.value for route in ROUTES])
     spent, scores = routed.mean_over_draws("costs"), routed.mean_over_draws("scores")
-    complete = np.isfinite(scores).all(axis=1)
-    complete_values = RouteValues(
-        router_values.values[complete],
-        None if router_values.costs is None else router_values.costs[complete],
-        router_values.samples,
-    )
-    thresholds, means = calibrate(complete_values, spent[complete], scores[complete], budgets)
+    complete = np.flatnonzero(np.isfinite(scores).all(axis=1))
+    thresholds, means = calibrate(router_values.select_rows(complete), spent[complete], scores[complete], budgets)
     return Calibration(
         budgets=tuple(budgets),
         thresholds=tuple(thresholds),
         route_costs=tuple(means.tolist()),
         unit=routing.unit,
-        rows=int(complete.sum()),
+        rows=len(complete),
         direct_s=None if saved is None else saved.direct_s,
         with_tools_s=None if saved is None else saved.with_tools_s,
     )

@@ -100,7 +100,16 @@ class LearnedRouter:
             rng = Random(f"route/{self.seed}/{prompt_id}")
             counts = self._route_counts(used, n, rng) if explore else {self._choose(used, rng): n}
             task_decisions = [
-                self._decision(task, route, count, prompt_id, used.logprobs[route], rng.getrandbits(48))
+                self.conditioning.decision(
+                    task,
+                    ROUTES[route],
+                    self.tools,
+                    group_id=f"{prompt_id}/{ROUTES[route]}",
+                    n=count,
+                    seed=rng.getrandbits(48),
+                    prompt_id=prompt_id,
+                    log_prob=used.logprobs[route],
+                )
                 for route, count in sorted(counts.items())
             ]
             if explore and prediction is not None:
@@ -137,25 +146,6 @@ class LearnedRouter:
     def _choose(self, prediction: RoutePrediction, rng: Random) -> int:
         return prediction.sample(rng) if self.training.evaluate == "sample" else prediction.argmax()
 
-    def _decision(
-        self, task: Task, route_index: int, n: int, prompt_id: str, logprob: float, seed: int
-    ) -> RouteDecision:
-        route = ROUTES[route_index]
-        conditioned = self.conditioning(task, route, self.tools)
-        return RouteDecision(
-            # The task's token ids are those of the original prompt, not of the conditioned one.
-            task=task.model_copy(update={"prompt_ids": None}) if task.prompt_ids is not None else task,
-            group_id=f"{prompt_id}/{route}",
-            n=n,
-            seed=seed,
-            prompt=conditioned.messages,
-            tools=conditioned.tools,
-            route=route.value,
-            log_prob=logprob,
-            prompt_id=prompt_id,
-            forbidden=conditioned.forbidden,
-        )
-
     def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
         """Learns from all finished rollouts, including groups of one, which the actor learns nothing from."""
         pending, route_of_group = self._pending, self._route_of_group
@@ -165,15 +155,16 @@ class LearnedRouter:
             for s in scored
             if s.rollout.group_id in route_of_group and s.result.has_valid_score and s.rollout.trainable
         ]
-        outcomes = [self._outcome(s, *route_of_group[s.rollout.group_id]) for s in usable]
+        outcomes = [
+            RouteOutcome(prompt_id, route, s.score, self._costs(s.rollout, ROUTES[route]))
+            for s in usable
+            for prompt_id, route in [route_of_group[s.rollout.group_id]]
+        ]
         examples, metrics = self._examples(pending, outcomes)
         metrics |= self._report(pending, outcomes, lost=len(scored) - len(outcomes))
         model_metrics = self.model.learn(examples, self.multipliers)
         self.budgets.step()  # last: the examples use the λ that the routes were sampled with
         return model_metrics | metrics | self.budgets.metrics("router")
-
-    def _outcome(self, scored: ScoredRollout, prompt_id: str, route: int) -> RouteOutcome:
-        return RouteOutcome(prompt_id, route, scored.score, self._costs(scored.rollout, ROUTES[route]))
 
     def _costs(self, rollout: Rollout, route: RouteAction) -> Mapping[str, float]:
         """unit -> cost of a rollout under `route`"""

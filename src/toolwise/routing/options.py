@@ -12,7 +12,7 @@ from toolwise.routing.prompt_templates import Style, Wording
 from toolwise.routing.prompts import ConditionedPrompt, ConditioningMode, condition
 from toolwise.routing.usage import UsageSource
 from toolwise.tools.base import BaseTool
-from toolwise.types import Task
+from toolwise.types import RouteDecision, Task
 
 RouteSampling = Literal["one", "independent", "stratified"]
 
@@ -35,6 +35,34 @@ class Conditioning:
         families = self.families_of(task, tools)
         return condition(
             task.prompt, route, families, style=self.style, mode=self.mode, hard=self.hard, templates=self.wording
+        )
+
+    def decision(
+        self,
+        task: Task,
+        route: RouteAction,
+        tools: Mapping[str, BaseTool],
+        *,
+        group_id: str,
+        n: int,
+        seed: int,
+        prompt_id: str,
+        log_prob: float | None = None,
+    ) -> RouteDecision:
+        """The decision to roll a task out `n` times under a route."""
+        conditioned = self(task, route, tools)
+        return RouteDecision(
+            # The task's token ids are those of the original prompt, not of the conditioned one.
+            task=task.model_copy(update={"prompt_ids": None}) if task.prompt_ids is not None else task,
+            group_id=group_id,
+            n=n,
+            seed=seed,
+            prompt=conditioned.messages,
+            tools=conditioned.tools,
+            route=route.value,
+            log_prob=log_prob,
+            prompt_id=prompt_id,
+            forbidden=conditioned.forbidden,
         )
 
 

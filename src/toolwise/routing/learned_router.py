@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from toolwise.config.router import RouterConfig
 from toolwise.errors import ContextFullError
 from toolwise.protocols import Metrics
 from toolwise.routing.actions import MIXED, ROUTES, RouteAction, Target, parse_target
 from toolwise.routing.budget import Budgets
 from toolwise.routing.cost import CallsCost, Cost
-from toolwise.routing.options import Conditioning, RouterTraining
+from toolwise.routing.options import Conditioning
 from toolwise.routing.outcomes import RouteOutcome, credit_routes, policy_weights
 from toolwise.routing.overspend import overspend
 from toolwise.routing.prompts import allowed_tools
@@ -31,6 +32,8 @@ from toolwise.routing.usage import counts_written_calls, usage_of
 from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, RouteDecision, ScoredRollout, Task
 
+WARM_START_BATCH = 64
+"""Prompts per supervised step of the warm start."""
 _UNIFORM = RoutePrediction((-math.log(len(ROUTES)),) * len(ROUTES))
 """For a prompt that does not fit the context."""
 
@@ -56,7 +59,7 @@ class LearnedRouter:
         budgets: Budgets,
         cost: Cost | None = None,
         conditioning: Conditioning | None = None,
-        training: RouterTraining | None = None,
+        training: RouterConfig | None = None,
         seed: int = 0,
         tasks: Sequence[Task] = (),
         metadata: Mapping[str, Any] | None = None,
@@ -67,12 +70,12 @@ class LearnedRouter:
         self.budgets = budgets
         self.cost = cost or CallsCost()
         self.conditioning = conditioning or Conditioning()
-        self.training = training or RouterTraining()
+        self.training = training or RouterConfig()
         self.seed = seed
         self.tasks = tasks
         self.metadata = dict(metadata or {})
         budgets.check_units(self.cost.units)
-        self.baseline = RunningBaseline(self.training.baseline_decay)
+        self.baseline = RunningBaseline()
         self.scale = KindStandardizer()
         self._warm_started = False
         self._pending: dict[str, _PendingPrompt] = {}
@@ -243,7 +246,7 @@ class LearnedRouter:
         if self._warm_started or not self.training.warm_start_epochs:
             return
         self._warm_started = True
-        size = self.training.warm_start_batch
+        size = WARM_START_BATCH
         labelled = [(task, label) for task in self.tasks if (label := _label(target_of(task))) is not None]
         examples: list[tuple[RoutePrediction, int]] = []
         for start in range(0, len(labelled), size):  # one forward pass per prompt, for all epochs

@@ -1,4 +1,4 @@
-"""Router options: how a route changes a prompt, how routes are sampled in training, and how they get credit."""
+"""How a route changes a prompt."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from toolwise.routing.actions import RouteAction
 from toolwise.routing.families import Family, families_of_task
 from toolwise.routing.prompt_templates import Style, Wording
 from toolwise.routing.prompts import ConditionedPrompt, ConditioningMode, condition
-from toolwise.routing.usage import UsageSource
 from toolwise.tools.base import BaseTool
 from toolwise.types import RouteDecision, Task
-
-RouteSampling = Literal["one", "independent", "stratified"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,19 +61,3 @@ class Conditioning:
             prompt_id=prompt_id,
             forbidden=conditioned.forbidden,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterTraining:
-    """How routes are sampled and credited."""
-
-    routes: RouteSampling = "stratified"
-    evaluate: Literal["sample", "argmax"] = "sample"
-    """How a route is chosen in evaluation."""
-    standardize_by_kind: bool = False
-    divide_by_std_as_a_control: bool = False
-    usage: UsageSource = "auto"
-    baseline_decay: float = 0.9
-    warm_start_epochs: int = 0
-    """Supervised epochs over the labelled tasks before the first rollout."""
-    warm_start_batch: int = 64

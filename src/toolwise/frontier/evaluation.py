@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 
 from toolwise.agent.agent import RoutedAgent
 from toolwise.agent.calibration import Calibration
@@ -70,7 +71,7 @@ async def evaluate_frontier(
     training tasks. With `source`, where a process loads the router from, `jobs` processes fill the pools.
     """
     levels = sorted(set(budgets))
-    request = _PoolRequest(tasks, folder, otc, draws, metric, seed)
+    request = _PoolRequest(tasks=list(tasks), folder=folder, otc=otc, draws=draws, metric=metric, seed=seed)
     if source is not None and jobs > 1:
         await _fill_in_processes(routing, request, source, jobs, on_done)
     first, *others = [await _fill(pool, routing, on_done) for pool in request.pools(routing)]
@@ -104,28 +105,15 @@ def route_values(routing: TrainedRouter, tasks: Sequence[Task]) -> RouteValues:
     return RouteValues(np.stack([values for values, _ in pairs]), costs, samples=not has_costs)
 
 
-@dataclass(frozen=True, slots=True)
-class _PoolRequest:
+class _PoolRequest(BaseModel):
     """Everything a pool depends on except the router; sent as JSON to each worker process."""
 
-    tasks: Sequence[Task]
+    tasks: list[Task]
     folder: Path
     otc: tuple[RunConfig, Path] | None
     draws: int
     metric: str
     seed: int
-
-    def to_json(self) -> dict[str, Any]:
-        otc = None if self.otc is None else [self.otc[0].model_dump(mode="json"), str(self.otc[1])]
-        tasks = [task.model_dump(mode="json") for task in self.tasks]
-        settings = {"draws": self.draws, "metric": self.metric, "seed": self.seed}
-        return {"tasks": tasks, "folder": str(self.folder), "otc": otc, **settings}
-
-    @classmethod
-    def from_json(cls, payload: Mapping[str, Any]) -> _PoolRequest:
-        tasks = [Task.model_validate(task) for task in payload["tasks"]]
-        otc = None if payload["otc"] is None else (RunConfig.model_validate(payload["otc"][0]), Path(payload["otc"][1]))
-        return cls(tasks, Path(payload["folder"]), otc, payload["draws"], payload["metric"], payload["seed"])
 
     def pools(self, routing: TrainedRouter) -> list[_PoolFile]:
         """Every row under every route and unrouted; and unrouted with the OTC actor, scored and charged alike."""
@@ -188,7 +176,7 @@ async def _fill_in_processes(
         payload = {
             "source": str(source),
             "config": routing.config.model_dump(mode="json"),
-            "request": request.to_json(),
+            "request": request.model_dump(mode="json"),
         }
         await run_in_processes(f"{__name__}:fill_shard", payload, min(jobs, most), report)
     for pool in pools:
@@ -203,7 +191,7 @@ def fill_shard(payload: Mapping[str, Any], number: int, of: int) -> None:
 
     from toolwise.agent.loader import load_router
 
-    request = _PoolRequest.from_json(payload["request"])
+    request = _PoolRequest.model_validate(payload["request"])
     routing = load_router(Path(payload["source"]), config=RunConfig.model_validate(payload["config"]))
     torch.set_num_threads(1)  # one process per core: more threads would compete
     for pool in request.pools(routing):

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import toolwise
-from toolwise.api import new_run_folder, read_config, read_tasks, run_async
+from toolwise.api import new_run_folder, read_config, read_tasks
+from toolwise.concurrency.deadlines import run_async
 from toolwise.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"What is {a} * {b}?", "ground_truth": str(a * b)} for a, b in ((123, 45), (67, 89), (31, 271))]

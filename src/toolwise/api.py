@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from toolwise.concurrency import deadlines
+from toolwise.concurrency.deadlines import run_async
 from toolwise.config.imports import in_worker
 from toolwise.config.loader import apply_overrides, build_config
 from toolwise.config.schema import RunConfig, load_config
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("toolwise")
 
-T = TypeVar("T")
 MISSING_TOOLS_HINT = (
     "pass them as `tools` (in the config or to toolwise.evaluate), or set multi_turn.enable=false to run without "
     "tools on purpose"
@@ -160,8 +157,8 @@ def evaluate(
 
 def _load_router(run: Run, model: str) -> None:
     """Load the model's trained router; without one, routes are sampled from the untrained router."""
-    from toolwise.agent.calibration import ROUTER_METADATA_FILE
     from toolwise.models import locate
+    from toolwise.routing.head import ROUTER_METADATA_FILE
 
     if not run.config.router.enable:
         return
@@ -238,13 +235,3 @@ def read_tasks(tasks: Tasks | None, source: str) -> list[Task] | None:
 
 def new_run_folder(name: str) -> Path:
     return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
-def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to completion, also in a notebook, where an event loop is already running."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return deadlines.run(work)
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(deadlines.run, work).result()

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from toolwise.agent.calibration import ROUTER_METADATA_FILE, Calibration, calibration_of, store_calibration
+from toolwise.agent.calibration import Calibration, calibration_of, store_calibration
 from toolwise.errors import CheckpointError, ConfigError
+from toolwise.routing.head import ROUTER_METADATA_FILE
 from toolwise.routing.threshold import Threshold, find_threshold
 from toolwise.training import checkpoint
 

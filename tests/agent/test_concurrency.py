@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from toolwise.agent.agent import RoutedAgent
 from toolwise.messages import Message
-from toolwise.routing.head.head import ROUTER_WEIGHTS_FILE
+from toolwise.routing.head import ROUTER_WEIGHTS_FILE
 from toolwise.types import Task
 
 Told = tuple[str, str, dict[str, int]]

@@ -19,8 +19,9 @@ from toolwise.cli import app
 from toolwise.config.schema import RunConfig, load_config
 from toolwise.data import load_tasks
 from toolwise.frontier.baselines import baseline_routers
+from toolwise.messages import Message
 from toolwise.routing.learned_router import LearnedRouter, target_of
-from toolwise.routing.usage import usage_of_text
+from toolwise.routing.usage import usage_of_messages
 from toolwise.training.run import assemble
 from toolwise.training.trainer import RunResult, Training
 from toolwise.types import Rollout, StepData, StopReason, Task, Usage
@@ -121,7 +122,9 @@ def check_costs(out: Path, steps: Sequence[dict[str, Any]]) -> None:
     price = 1.0
     for line in steps:
         records = lines(out / "rollouts" / f"step-{line['step']:06d}.jsonl")
-        written = [usage_of_text(r["messages"][-1]["content"] or "", {}) for r in records]
+        written = [
+            usage_of_messages([Message(role="assistant", content=r["messages"][-1]["content"])], {}) for r in records
+        ]
         assert [r["cost"] for r in records] == [float(usage.used_any_tool) for usage in written]
         assert [sum(r["calls"].values()) for r in records] == [sum(u.calls_by_tool.values()) for u in written]
         assert line["cost/mean"] == pytest.approx(sum(r["cost"] for r in records) / len(records))

@@ -28,7 +28,7 @@ from toolwise.engine.request import Request
 from toolwise.engine.sampler import draw
 from toolwise.errors import ConfigError, MissingExtraError, ModelError, PolicyError
 from toolwise.messages import Message
-from toolwise.policies import LocalPolicy
+from toolwise.policies.local import LocalPolicy
 from toolwise.protocols import Generation, Sampling
 from toolwise.training.run import local_policy
 

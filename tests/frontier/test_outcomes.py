@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from toolwise.frontier.outcomes import OutcomeTable
 
@@ -31,10 +30,3 @@ def test_routes_of_the_same_rows_can_be_concatenated() -> None:
     both = made().concat_routes(made(routes=("C",)))
     assert both.routes == ("A", "B", "C")
     assert both.scores.shape == (2, 3, 4)
-    with pytest.raises(ValueError, match="different rows"):
-        made().concat_routes(made(3))
-
-
-def test_inconsistent_tables_are_refused() -> None:
-    with pytest.raises(ValueError, match="rows × routes"):
-        OutcomeTable(("r",), ("A",), np.zeros((1, 2, 3)), np.zeros((1, 1, 3)))

@@ -69,6 +69,6 @@ def test_old_names_of_curves_are_replaced() -> None:
 
 
 def test_the_picture_is_a_png() -> None:
-    png = plot_frontier(frontier(), "a run", "accuracy")
+    png = plot_frontier(frontier(), "a run")
     assert png.startswith(b"\x89PNG\r\n")
     assert len(png) > 10_000

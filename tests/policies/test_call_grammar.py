@@ -22,8 +22,8 @@ from toolwise.engine.grammar import GrammarError, Vocabulary, grammar_from_confi
 from toolwise.errors import PolicyError
 from toolwise.messages import Message
 from toolwise.models import load_model, locate
-from toolwise.policies import LocalPolicy
 from toolwise.policies.call_grammar import calls_grammar
+from toolwise.policies.local import LocalPolicy
 from toolwise.protocols import Sampling
 from toolwise.rollout.parsers import PARSERS
 from toolwise.routing.head.head import HeadSettings, RouterHead, save_head

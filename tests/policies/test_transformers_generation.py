@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer
 
+from toolwise.engine.sampler import draw, uniforms
 from toolwise.errors import PolicyError
 from toolwise.models import load_model
-from toolwise.policies.transformers_generation import BatchGenerator, PreallocatedLayer, draw, generate_batch, uniforms
+from toolwise.policies.transformers_generation import BatchGenerator, PreallocatedLayer, generate_batch
 from toolwise.protocols import Generation, Sampling
 
 torch.set_num_threads(1)
@@ -300,7 +301,7 @@ def test_tokens_come_as_often_as_their_probability_says() -> None:
     probabilities = torch.tensor([0.5, 0.0, 0.2, 0.05, 0.25])
     n = 20_000
     logits = probabilities.log().expand(n, -1)
-    tokens, logprobs = draw(logits, [Sampling(seed=i) for i in range(n)], 2)
+    tokens, logprobs = draw(logits, [Sampling(seed=i) for i in range(n)], [2] * n)
     counts = torch.bincount(tokens, minlength=5)
     assert counts[1] == 0
     kept = torch.tensor([0, 2, 3, 4])
@@ -317,7 +318,7 @@ def test_temperature_and_greed_are_each_rows_own() -> None:
         Sampling(seed=1, temperature=0.01),
         Sampling(seed=1, temperature=100.0),
     ]
-    tokens, logprobs = draw(logits, samplings, 0)
+    tokens, logprobs = draw(logits, samplings, [0] * len(samplings))
     assert tokens[:3].tolist() == [2, 2, 2]
     expected = torch.log_softmax(logits[:2] / torch.tensor([[1.0], [0.5]]), -1)[:, 2]
     torch.testing.assert_close(logprobs[:2], expected)
@@ -326,14 +327,14 @@ def test_temperature_and_greed_are_each_rows_own() -> None:
 
 def test_logits_in_half_precision_are_summed_in_full() -> None:
     logits = torch.randn(1, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
-    _, logprobs = draw(logits, [Sampling(do_sample=False)], 0)
+    _, logprobs = draw(logits, [Sampling(do_sample=False)], [0])
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, torch.log_softmax(logits.float(), -1).max(-1).values)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**70, 0])
 def test_any_integer_will_do_for_a_seed(seed: int) -> None:
-    tokens, _ = draw(torch.zeros(1, 8), [Sampling(seed=seed)], 0)
+    tokens, _ = draw(torch.zeros(1, 8), [Sampling(seed=seed)], [0])
     assert 0 <= int(tokens[0]) < 8
 
 

@@ -22,7 +22,8 @@ import torch
 from toolwise.errors import ContextFullError
 from toolwise.messages import Message, ToolCall
 from toolwise.models import load_model, locate
-from toolwise.policies import LocalPolicy, OpenAIAgentPolicy
+from toolwise.policies.local import LocalPolicy
+from toolwise.policies.openai.policy import OpenAIAgentPolicy
 from toolwise.policies.openai.server_errors import ServerError
 from toolwise.protocols import AgentPolicy, Sampling
 from toolwise.rollout.worker import RLRolloutWorker

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from toolwise.messages import Message
 from toolwise.models import locate
-from toolwise.policies import OpenAIAgentPolicy
+from toolwise.policies.openai.policy import OpenAIAgentPolicy
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.rollout.control_tokens import strip_guard_marks
 from toolwise.rollout.worker import RLRolloutWorker

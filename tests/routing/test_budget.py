@@ -54,15 +54,6 @@ def test_a_dual_step_without_a_rollout_waits_for_one() -> None:
     assert multiplier.value == 0.5
 
 
-def test_costs_can_be_weighted() -> None:
-    multiplier = Multiplier(Budget(0.0, rate=1.0))
-    multiplier.observe([1.0, 0.0], [3.0, 1.0])
-    multiplier.step()
-    assert multiplier.value == 0.75
-    with pytest.raises(ValueError, match="got 1 costs but 2 weights"):
-        multiplier.observe([1.0], [1.0, 1.0])
-
-
 def test_proportional_and_derivative_terms_by_hand() -> None:
     # B 0.2, η 0.5, kp 2, kd 1.   mean   e     I                λ = I + 2e + Δe
     #                             0.6   0.4   0.2              0.2 + 0.8 + 0   = 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from toolwise.routing.families import (
     family_of_call,
     gold_call_names,
     heuristic_target,
-    load_rules,
 )
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import build_tools
@@ -88,39 +86,6 @@ def test_the_verb_comes_before_the_object() -> None:
 
 def test_words_are_whole_words() -> None:
     assert family_of("budgets", "Forgets the widgets") is OTHER
-
-
-def test_rules_are_data_that_a_user_can_replace(tmp_path: Path) -> None:
-    path = tmp_path / "rules.toml"
-    path.write_text('skip = ["oh"]\n[[rule]]\nfamily = "calculate"\nverb = ["foresee"]\n')
-    rules = load_rules(path)
-    assert family_of("crystal_ball", "Oh foreseeing the future", rules) is CALCULATE
-    assert family_of("search", "Searches", rules) is OTHER
-    task = task_with()
-    found = families_of_task(task, {"look_up_city": look_up_city}, rules=rules)
-    assert found == {"look_up_city": OTHER}
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ('[[rule]]\nfamily = "SEEK"', "unknown family 'SEEK'; use one of SEARCH, CALCULATE, OTHER"),
-        (
-            '[[rule]]\nfamily = "SEARCH"\nwords = ["a"]',
-            "rule 1: 'words' must be a list under name, verb or description",
-        ),
-        ('[[rule]]\nfamily = "SEARCH"\nname = "a"', "rule 1: 'name' must be a list"),
-        ("rules = 3", "only `skip`"),
-        ("= 3", "write \\[\\[rule\\]\\] tables"),
-    ],
-)
-def test_a_bad_rules_file_is_named(tmp_path: Path, text: str, told: str) -> None:
-    path = tmp_path / "rules.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=told):
-        load_rules(path)
-    with pytest.raises(ConfigError, match=r"none\.toml"):
-        load_rules(tmp_path / "none.toml")
 
 
 def test_only_declared_families_count_as_declared() -> None:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from toolwise.advantages import Grpo
+from toolwise.config.router import RouterConfig
 from toolwise.messages import Message
+from toolwise.routing import learned_router
 from toolwise.routing.actions import ROUTES
 from toolwise.routing.budget import Budget, Budgets
 from toolwise.routing.cost import CallsCost
 from toolwise.routing.learned_router import LearnedRouter, target_of
-from toolwise.routing.options import Conditioning, RouterTraining
+from toolwise.routing.options import Conditioning
 from toolwise.routing.samples import RoutePrediction, RouterExample
 from toolwise.tools.builtin.calculator import CalculatorTool
 from toolwise.tools.builtin.search.tool import SearchTool
@@ -92,7 +94,7 @@ def router(model: ToldModel | None = None, *, limit: float | None = 0.4, **how: 
         budgets=budgets,
         cost=CallsCost(),
         conditioning=Conditioning(),
-        training=RouterTraining(**{name: how[name] for name in how if name != "tasks"}),
+        training=RouterConfig(**{name: how[name] for name in how if name != "tasks"}),
         seed=7,
         tasks=how.get("tasks", ()),
     )
@@ -284,10 +286,11 @@ def test_a_warm_start_predicts_each_prompt_once() -> None:
     assert sum(map(len, model.imitated)) == 15
 
 
-def test_a_warm_start_happens_once_before_the_first_route() -> None:
+def test_a_warm_start_happens_once_before_the_first_route(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ToldModel()
     labelled = [*tasks(3, router_target_action="ANSWER"), *tasks(2, router_target_action="MIXED")]
-    made = router(model, warm_start_epochs=2, warm_start_batch=2, tasks=labelled)
+    monkeypatch.setattr(learned_router, "WARM_START_BATCH", 2)
+    made = router(model, warm_start_epochs=2, tasks=labelled)
     made.decide(tasks(1), 3, 0, explore=False)
     assert model.imitated == []
     made.decide(tasks(1), 3, 0)

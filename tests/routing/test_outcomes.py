@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toolwise.routing.options import RouterTraining
+from toolwise.config.router import RouterConfig
 from toolwise.routing.outcomes import RouteOutcome, RouterAdvantages, credit_routes, policy_weights
 from toolwise.routing.reward_baselines import RunningBaseline
 
@@ -24,7 +24,7 @@ CAME = [
 
 
 def credited(outcomes: list[RouteOutcome], price: float = 0.5, probs: Any = PROBS, **how: Any) -> RouterAdvantages:
-    return credit_routes(outcomes, probs, {"cost": price}, RouterTraining(**how), RunningBaseline(), ["cost"])
+    return credit_routes(outcomes, probs, {"cost": price}, RouterConfig(**how), RunningBaseline(), ["cost"])
 
 
 def test_stratified_credit_by_hand() -> None:
@@ -82,7 +82,7 @@ def test_divided_by_the_std_lambda_has_no_effect(routes: Any) -> None:
 
 def test_one_route_for_all_rollouts_uses_the_running_baseline() -> None:
     baseline = RunningBaseline()
-    training = RouterTraining(routes="one")
+    training = RouterConfig(routes="one")
     first = [RouteOutcome("p", 1, 1.0, {"cost": 1.0}), RouteOutcome("p", 1, 1.0, {"cost": 1.0})]
     credit_routes(first, PROBS, {"cost": 0.5}, training, baseline, ["cost"])
     better = [RouteOutcome("q", 0, 2.0, {"cost": 0.0}), RouteOutcome("q", 0, 2.0, {"cost": 0.0})]

@@ -14,7 +14,6 @@ from toolwise.advantages.grpo import group_advantages
 from toolwise.routing.actions import MIXED, ROUTES, RouteAction
 from toolwise.routing.route_advantages import (
     RouterCreditError,
-    importance_weights,
     independent_advantages,
     mixed_share,
     router_rewards,
@@ -40,8 +39,6 @@ def test_independent_routes_by_hand() -> None:
     rewards = [1.0, 0.0, 0.5, 0.5, 3.0]
     groups = ["x", "x", "x", "x", "y"]
     assert independent_advantages(rewards, groups).tolist() == [0.5, -0.5, 0.0, 0.0, 0.0]
-    others = independent_advantages(rewards, groups, baseline="leave_one_out")
-    assert others == pytest.approx([1.0 - 1 / 3, 0.0 - 2 / 3, 0.5 - 0.5, 0.5 - 0.5, 0.0])
 
 
 def test_equal_rewards_give_exactly_zero() -> None:
@@ -74,11 +71,7 @@ def test_stratified_routes_by_hand() -> None:
         groups=["x"] * 5 + ["y"] * 3,
         probs=[[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]],
     )
-    assert credit.groups == ("x", "y")
-    assert credit.q == pytest.approx(np.array([[0.5, 0.0, 1.0], [2.0, 1.0, 0.0]]))
-    assert credit.values == pytest.approx([0.45, 1.0])
     assert credit.advantages == pytest.approx(np.array([[0.05, -0.45, 0.55], [1.0, 0.0, -1.0]]))
-    assert credit.route_costs["cost"] == pytest.approx(np.array([[0, 2, 1], [0, 1, 1]]))
     assert credit.policy_costs["cost"] == pytest.approx([0.8, 0.9])
 
 
@@ -94,7 +87,6 @@ def test_the_expected_cost_is_not_that_of_the_batch() -> None:
 def test_a_route_without_rollouts_is_not_counted() -> None:
     credit = stratified_credit([1.0, 0.0], {"cost": [0.0, 1.0]}, [0, 1], ["x", "x"], [[0.2, 0.2, 0.6]])
     assert credit.seen.tolist() == [[True, True, False]]
-    assert credit.values == pytest.approx([0.5])
     assert credit.advantages == pytest.approx(np.array([[0.5, -0.5, 0.0]]))
     assert credit.policy_costs["cost"] == pytest.approx([0.5])
 
@@ -142,7 +134,7 @@ def test_other_prompts_change_nothing(rows: list[tuple[int, int, float, float]],
         own = [a for a, p in zip(advantages.tolist(), prompts, strict=True) if p == 0]
         if 0 not in prompts:
             return own, None
-        place = stratified.groups.index(0)
+        place = list(dict.fromkeys(prompts)).index(0)
         return own, (stratified.advantages[place].tolist(), stratified.policy_costs["cost"][place])
 
     assert credit(rows) == credit(changed)
@@ -190,16 +182,10 @@ def test_the_stratified_gradient_is_that_of_the_expected_reward() -> None:
     credit = stratified_credit(rewards, {}, routes, ["x"] * 6, pi[None])
     by_hand = pi * credit.advantages[0]  # d/dz Σ π·A, with A held: π_k (A_k − Σ π A)
     differences = [
-        (probs(logits + 1e-6 * np.eye(3)[k]) - probs(logits - 1e-6 * np.eye(3)[k])) @ credit.q[0] / 2e-6
+        (probs(logits + 1e-6 * np.eye(3)[k]) - probs(logits - 1e-6 * np.eye(3)[k])) @ [0.6, 0.1, 0.5] / 2e-6
         for k in range(3)
     ]
     assert by_hand == pytest.approx(differences, abs=1e-9)
-
-
-def test_importance_weights_are_clipped() -> None:
-    assert importance_weights([0.9, 0.1], [1 / 3, 1 / 3]) == pytest.approx([2.0, 0.3])
-    with pytest.raises(RouterCreditError, match="sampled route has probability 0"):
-        importance_weights([0.5], [0.0])
 
 
 def test_the_share_of_mixed_rows() -> None:

@@ -10,11 +10,15 @@ import pytest
 from toolwise.data.rlla_rows import gold_calls
 from toolwise.messages import Message, ToolCall
 from toolwise.routing.families import Family, families_of_task
-from toolwise.routing.usage import UNREADABLE, RouteUsage, tool_calls_in, usage_of, usage_of_messages, usage_of_text
+from toolwise.routing.usage import UNREADABLE, RouteUsage, tool_calls_in, usage_of, usage_of_messages
 from toolwise.types import Rollout, StepData, StopReason, Task, Usage
 
 SEARCH, CALCULATE, OTHER = Family.SEARCH, Family.CALCULATE, Family.OTHER
 FAMILIES = {"search": SEARCH, "calculator": CALCULATE, "mail": OTHER}
+
+
+def reply(text: str) -> Message:
+    return Message(role="assistant", content=text)
 
 
 def rollout_of(
@@ -53,7 +57,7 @@ def test_calls_are_counted_by_tool_and_by_family() -> None:
     usage = usage_of(rollout_of(calls={"search": 2, "calculator": 1, "mail": 3}), FAMILIES)
     assert usage.calls_by_tool == {"search": 2, "calculator": 1, "mail": 3}
     assert usage.calls == {SEARCH: 2, CALCULATE: 1, OTHER: 3}
-    assert (usage.used_any_tool, usage.used_search, usage.used_calculate) == (True, True, True)
+    assert usage.used_any_tool
 
 
 @pytest.mark.parametrize(
@@ -67,7 +71,7 @@ def test_calls_are_counted_by_tool_and_by_family() -> None:
 )
 def test_what_was_used_follows_from_the_calls(calls: dict[str, int], flags: tuple[bool, bool, bool]) -> None:
     usage = usage_of(rollout_of(calls=calls), FAMILIES)
-    assert (usage.used_any_tool, usage.used_search, usage.used_calculate) == flags
+    assert (usage.used_any_tool, usage.calls[SEARCH] > 0, usage.calls[CALCULATE] > 0) == flags
 
 
 def test_refused_calls_do_not_count_and_malformed_ones_do() -> None:
@@ -76,11 +80,10 @@ def test_refused_calls_do_not_count_and_malformed_ones_do() -> None:
     assert whole.calls_by_tool == {"search": 1, "calculator": 2, UNREADABLE: 4}
     routed = usage_of(rollout_of(calls=calls), FAMILIES, allowed=("search", "mail"))
     assert routed.calls_by_tool == {"search": 1, UNREADABLE: 4}
-    assert routed.refused == 2
     malformed = usage_of(rollout_of(calls={UNREADABLE: 1}), FAMILIES, allowed=())
-    assert (malformed.used_any_tool, malformed.refused) == (True, 0)
+    assert malformed.used_any_tool
     nothing = usage_of(rollout_of(calls={"search": 4}), FAMILIES, allowed=())
-    assert (nothing.used_any_tool, nothing.refused) == (False, 4)
+    assert not nothing.used_any_tool
 
 
 TEXT = '<think> a <tool_call> </think>\n<tool_call>\n{"name": "search", "parameters": {}}\n</tool_call>'
@@ -94,7 +97,6 @@ def test_text_is_read_where_the_prompt_describes_its_tools() -> None:
         spoken.task.prompt = [DESCRIBED, *spoken.task.prompt]
         usage = usage_of(spoken, FAMILIES, allowed=())
         assert usage.calls == {SEARCH: 1, CALCULATE: 0, OTHER: 0}
-        assert usage.refused == 0
 
 
 def test_otherwise_only_executed_calls_count() -> None:
@@ -135,19 +137,19 @@ def test_a_policy_without_text_is_read_by_its_actions() -> None:
     ],
 )  # fmt: skip
 def test_every_block_is_an_attempt_to_use_a_tool(text: str, calls: dict[str, int]) -> None:
-    usage = usage_of_text(text, FAMILIES)
+    usage = usage_of_messages([reply(text)], FAMILIES)
     assert usage.calls_by_tool == calls
     assert usage.used_any_tool == bool(calls)
 
 
 def test_unreadable_calls_have_no_family() -> None:
-    usage = usage_of_text("<tool_call>oops</tool_call>", FAMILIES)
-    assert (usage.calls[OTHER], usage.used_search, usage.used_calculate) == (1, False, False)
+    usage = usage_of_messages([reply("<tool_call>oops</tool_call>")], FAMILIES)
+    assert usage.calls == {SEARCH: 0, CALCULATE: 0, OTHER: 1}
 
 
 def test_a_tool_that_was_not_offered_is_classified_by_its_name() -> None:
-    usage = usage_of_text('<tool_call>{"name": "web_search", "parameters": {}}</tool_call>', {})
-    assert usage.used_search
+    usage = usage_of_messages([reply('<tool_call>{"name": "web_search", "parameters": {}}</tool_call>')], {})
+    assert usage.calls[SEARCH] == 1
 
 
 def test_parsed_calls_of_a_message_come_first() -> None:
@@ -162,7 +164,7 @@ def test_parsed_calls_of_a_message_come_first() -> None:
 def test_the_gold_answers_of_480_rows(rlla_tasks: list[Task]) -> None:
     for task in rlla_tasks:
         families = families_of_task(task)
-        usage = usage_of_text(task.ground_truth, families)
+        usage = usage_of_messages([reply(task.ground_truth)], families)
         wanted = gold_calls(task.ground_truth)
         assert sum(usage.calls_by_tool.values()) == len(wanted)
         assert usage.used_any_tool == bool(wanted)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolwise.agent.inference import TrainedRouter
 from toolwise.agent.loader import load_router
 from toolwise.agent.spending_cap import OVER_BUDGET, CappedEnv
-from toolwise.concurrency import deadlines
+from toolwise.concurrency.deadlines import run_async
 from toolwise.errors import ConfigError, ContextFullError
 from toolwise.messages import Message, as_messages
 from toolwise.rollout.request import AsyncRolloutRequest
@@ -129,13 +126,7 @@ class RoutedAgent:
 
     def ask(self, question: Question, **options: Any) -> AgentAnswer:
         """Blocking version of `answer`; also works where an event loop is running, as in a notebook."""
-        work = partial(deadlines.run, self.answer(question, **options))
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return work()
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(work).result()
+        return run_async(self.answer(question, **options))
 
     def _request(
         self, task: Task, route: RouteAction, cap: float | None, do_sample: bool, seed: int

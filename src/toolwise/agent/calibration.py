@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from toolwise.errors import CheckpointError, ConfigError
-from toolwise.routing.threshold import Threshold
+from toolwise.routing.head import ROUTER_METADATA_FILE
+from toolwise.routing.threshold import Floats, Threshold
 from toolwise.serialization.json_text import json_text
 from toolwise.training import checkpoint
 from toolwise.training.checkpoint.amendment import amend
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-
-ROUTER_METADATA_FILE = "router.json"
-"""Metadata of the router head, next to the model's weights; written by `routing/head/head.py`."""
 _KEY = "calibration"
 
 
@@ -58,8 +53,6 @@ class Calibration:
 
     def route(self, values: Floats, costs: Floats | None, budget: float, chances: tuple[float, float]) -> int:
         """The route of one prompt from the head's values and predicted costs, [routes] each."""
-        import numpy as np
-
         expected = np.asarray(self.route_costs) if costs is None else costs
         return self.threshold_for(budget, chances[0]).route(values, expected, chances[1])
 
@@ -101,7 +94,3 @@ def store_calibration(model: Path, calibration: Calibration) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_bytes(data)
     temporary.replace(path)
-
-
-def sorted_budgets(budgets: Sequence[float]) -> list[float]:
-    return sorted(set(budgets))

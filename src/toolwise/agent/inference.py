@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from toolwise.agent.calibration import Calibration
 from toolwise.concurrency.deadlines import gather_all
 from toolwise.config.schema import RunConfig
@@ -18,18 +20,14 @@ from toolwise.routing.families import Family
 from toolwise.routing.options import Conditioning
 from toolwise.routing.prompts import allowed_tools
 from toolwise.routing.samples import RoutePrediction
+from toolwise.routing.threshold import Floats
 from toolwise.routing.usage import RouteUsage, merge_unknown_calls, usage_of
 from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, RouteDecision, Task
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from toolwise.policies.local import LocalPolicy
     from toolwise.routing.head.head import RouterHead
-
-    Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +52,13 @@ class TrainedRouter:
 
     def features(self, tasks: Sequence[Task]) -> Floats:
         """Inputs of the head, [tasks, width]."""
-        import numpy as np
-
         return np.asarray(self._features(tasks).double().cpu().numpy())
 
     def predict(self, tasks: Sequence[Task]) -> list[RoutePrediction]:
         """The head's predictions for the original prompts; one forward pass per prompt."""
-        return self._predictions(self._features(tasks))
+        from toolwise.routing.head.head import predict_routes
+
+        return predict_routes(self.head, self._features(tasks), self.multipliers)
 
     async def predict_in_engine(self, tasks: Sequence[Task]) -> list[RoutePrediction]:
         """Like `predict`, but the engine encodes the prompts alongside its other requests, and the rollouts reuse the
@@ -68,29 +66,14 @@ class TrainedRouter:
         import torch
 
         from toolwise.engine import Engine
+        from toolwise.routing.head.head import predict_routes
 
         engine, settings = self.policy.engine, self.head.settings
         if not isinstance(engine, Engine) or settings.layers != (-1,):
             return self.predict(tasks)
         prompts = self._prompts(tasks)
         features = await gather_all(engine.encode(prompt, pool=settings.pool) for prompt in prompts)
-        return self._predictions(torch.stack(features))
-
-    def _predictions(self, features: Any) -> list[RoutePrediction]:
-        import torch
-
-        with torch.no_grad():
-            outputs = self.head(features)
-            logprobs = self.head.logits(outputs, self.multipliers).log_softmax(-1).tolist()
-            values = outputs.tolist() if self.head.settings.mode == "value" else [None] * len(logprobs)
-        return [
-            RoutePrediction(
-                tuple(row),
-                rewards=None if predicted is None else tuple(route[0] for route in predicted),
-                costs=None if predicted is None else tuple(tuple(route[1:]) for route in predicted),
-            )
-            for row, predicted in zip(logprobs, values, strict=True)
-        ]
+        return predict_routes(self.head, torch.stack(features), self.multipliers)
 
     def _prompts(self, tasks: Sequence[Task]) -> list[Sequence[int]]:
         from toolwise.routing.head.builder import original_prompt
@@ -124,19 +107,8 @@ class TrainedRouter:
         name = "ALL-TOOLS" if route is None else route.value
         if route is None:
             return RouteDecision(task, f"{task.task_id}/{name}", n, seed, task.prompt)
-        conditioned = self.conditioning(task, route, self.tools)
-        # The task's token ids are those of its original prompt.
-        unrouted = task if task.prompt_ids is None else task.model_copy(update={"prompt_ids": None})
-        return RouteDecision(
-            task=unrouted,
-            group_id=f"{task.task_id}/{name}",
-            n=n,
-            seed=seed,
-            prompt=conditioned.messages,
-            tools=conditioned.tools,
-            route=name,
-            prompt_id=task.task_id,
-            forbidden=conditioned.forbidden,
+        return self.conditioning.decision(
+            task, route, self.tools, group_id=f"{task.task_id}/{name}", n=n, seed=seed, prompt_id=task.task_id
         )
 
     def families_of(self, task: Task) -> dict[str, Family]:
@@ -157,8 +129,6 @@ class TrainedRouter:
 
 def values_of(prediction: RoutePrediction) -> tuple[Floats, Floats | None]:
     """Inputs of a threshold, [routes] each: predicted rewards and costs, or log-probs and None."""
-    import numpy as np
-
     if prediction.rewards is None or prediction.costs is None or not prediction.costs[0]:
         return np.asarray(prediction.logprobs), None
     return np.asarray(prediction.rewards), np.asarray([costs[0] for costs in prediction.costs])

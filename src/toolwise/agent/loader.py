@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolwise.agent.calibration import ROUTER_METADATA_FILE, calibration_of
+from toolwise.agent.calibration import calibration_of
 from toolwise.agent.inference import TrainedRouter
+from toolwise.agent.source import find_checkpoint, find_run
 from toolwise.config.loader import apply_overrides, build_config
 from toolwise.config.schema import INFERENCE_FIELDS, RunConfig, load_config
 from toolwise.data.files import read_rows
 from toolwise.errors import CheckpointError, ConfigError, DataError
+from toolwise.routing.head import ROUTER_METADATA_FILE
 from toolwise.tools.catalog import build_tools
 from toolwise.tools.tool_record import check_recorded_tools
 from toolwise.training import checkpoint
@@ -65,27 +67,13 @@ def load_router(
 def find_router(source: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path]:
     """The configuration and the folder with the model and its head."""
     # The router.json of a checkpoint is the router's training state, that of its model folder describes the head.
-    is_checkpoint = (source / checkpoint.MANIFEST).is_file()
-    if (source / ROUTER_METADATA_FILE).is_file() and not is_checkpoint:
+    if (source / ROUTER_METADATA_FILE).is_file() and not (source / checkpoint.MANIFEST).is_file():
         if not (source.parent / checkpoint.MANIFEST).is_file():
             return _exported_config(source, overrides), source
-        source, is_checkpoint = source.parent, True  # the model's folder within a checkpoint
-    run = source.resolve().parent.parent if is_checkpoint else source
-    if not (run / "config.toml").is_file():
-        raise CheckpointError(
-            f"{source} is not a run, a checkpoint or an exported model with a router ({ROUTER_METADATA_FILE}): "
-            "give the path of one"
-        )
-    config = load_config(run / "config.toml", overrides)
-    damaged: list[str] = []
-    source_checkpoint = (
-        checkpoint.load(source) if is_checkpoint else checkpoint.latest(run / "checkpoints", warnings_out=damaged)
-    )
-    if damaged:  # do not silently use an older one
-        raise CheckpointError(f"{damaged[0].removeprefix('passed over: ')}: give RUN/checkpoints/step-…")
-    if source_checkpoint is None:
-        raise CheckpointError(f"{source} has no complete checkpoint yet: wait for the first one")
-    return config, source_checkpoint.path / "model"
+        source = source.parent  # from the model's folder to its checkpoint
+    problem = f"is not a run, a checkpoint or an exported model with a router ({ROUTER_METADATA_FILE}): give one"
+    config = load_config(find_run(source, problem) / "config.toml", overrides)
+    return config, find_checkpoint(source).path / "model"
 
 
 def _exported_config(folder: Path, overrides: Sequence[str]) -> RunConfig:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from toolwise.cli.label import label
 from toolwise.errors import ConfigError
 from toolwise.terminal import print_json, print_line
 
@@ -46,37 +47,7 @@ def prepare(
         print_line(f"wrote {file.rows:,} rows to {file.path}")
 
 
-@app.command()
-def label(
-    file: Annotated[Path, typer.Argument(help="Task file: .parquet, .jsonl or .json.")],
-    base_url: Annotated[str, typer.Option(help="URL of an OpenAI-compatible server, including /v1.")] = "",
-    model: Annotated[str, typer.Option(help="Name of the model on the server.")] = "",
-    heuristic: Annotated[
-        bool, typer.Option("--heuristic", help="Label offline, from rules and ground truths, without a model.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Output: .jsonl or .csv (labels only), or .parquet (data and labels) (default: FILE.labels.jsonl).",
-            show_default=False,
-        ),
-    ] = None,
-    tools: Annotated[list[str] | None, typer.Option(help="Tool that tasks refer to by name; repeatable.")] = None,
-    api_key_env: Annotated[str, typer.Option(help="Environment variable that holds the server's API key.")] = "",
-    cache: Annotated[
-        Path | None, typer.Option(help="Cache of the model's answers (default: OUT.cache.jsonl).", show_default=False)
-    ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent requests.")] = 16,
-) -> None:
-    """Label tools with families and tasks with routes, to warm-start the router. Optional."""
-    from toolwise.cli.label import LabelOptions, label_file
-
-    label_file(
-        file,
-        out if out is not None else file.with_name(f"{file.stem}.labels.jsonl"),
-        tools or [],
-        None if heuristic else LabelOptions(base_url, model, api_key_env, cache, concurrency),
-    )
+app.command()(label)
 
 
 @app.command()

@@ -13,6 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,25 +22,6 @@ from typing import Annotated, Any
 import typer
 
 from toolwise.terminal import print_json
-
-CORE = (
-    "torch>=2.11 transformers>=5.10 numpy>=2.0 safetensors>=0.5 pydantic>=2.10 typer>=0.15 rich>=13.9 "
-    "pyarrow>=18 jinja2>=3.1 httpx>=0.27 jsonschema>=4.23 tomli-w>=1.1 matplotlib>=3.9"
-)
-EXTRAS = {
-    "serve": "starlette>=0.41 uvicorn>=0.32",
-    "view": "starlette>=0.41 uvicorn>=0.32",
-    "ray": "ray>=2.40",
-    "vllm": "vllm>=0.20",
-    "mcp": "mcp>=2.0",
-    "worlds": "textworld-express>=1.1 scienceworld>=1.2 gymnasium>=1.0",
-    "peft": "peft>=0.17",
-    "gguf": "gguf>=0.10",
-    "grammar": "llguidance>=1.9",
-    "tensorboard": "tensorboard>=2.18",
-    "wandb": "wandb>=0.19",
-}
-"""Fallback for a checkout that was never installed and has no metadata; a test keeps both equal to pyproject.toml."""
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*([^;]*)(?:;(.*))?")
 _PROBE_TIMEOUT_S = 10
@@ -92,11 +74,12 @@ def inspect_packages(requirements: Sequence[str] | None = None) -> list[Package]
 
 def _requirements() -> list[str]:
     try:
-        requirements = importlib.metadata.requires("toolwise")
-    except importlib.metadata.PackageNotFoundError:
-        requirements = None
-    extras = [f'{line}; extra == "{extra}"' for extra, lines in EXTRAS.items() for line in lines.split()]
-    return requirements or [*CORE.split(), *extras]
+        return importlib.metadata.requires("toolwise") or []
+    except importlib.metadata.PackageNotFoundError:  # a checkout that was never installed
+        project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        extras = project["optional-dependencies"].items()
+        optional = [f'{line}; extra == "{extra}"' for extra, lines in extras if extra != "dev" for line in lines]
+        return [*project["dependencies"], *optional]
 
 
 def _version(package: str) -> str | None:
@@ -136,7 +119,6 @@ def inspect_machine() -> dict[str, Any]:
         "memory_gib": _memory_gib(),
         "free_disk_gib": round(shutil.disk_usage(Path.cwd()).free / 2**30, 1),
         "sqlite_fts5": _has_fts5(),
-        "java": _first_line("java", "-version"),
         "bubblewrap": _bubblewrap(),
         "landlock_abi": _landlock_abi(),
         "seccomp": Path("/proc/sys/kernel/seccomp/actions_avail").exists(),
@@ -228,17 +210,12 @@ def _run(
         return None
 
 
-def _first_line(*command: str) -> str | None:
-    process = _run(*command)
-    lines = (process.stdout + process.stderr).strip().splitlines() if process and process.returncode == 0 else []
-    return next((line.strip() for line in lines if not line.startswith("Picked up ")), None)
-
-
 def _bubblewrap() -> str | None:
     """Bubblewrap's version, and whether it works: many containers deny it the namespaces it needs."""
-    version = _first_line("bwrap", "--version")
-    if version is None:
+    process = _run("bwrap", "--version")
+    if process is None or process.returncode:
         return None
+    version = process.stdout.strip()
     trial = _run("bwrap", "--ro-bind", "/", "/", "--unshare-all", "true")
     return version if trial and trial.returncode == 0 else f"{version}, but it does not work here"
 
@@ -329,7 +306,6 @@ def _machine_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:
         ("GPU", f"{gpus}, CUDA {machine['cuda']}" if gpus else "none: train small models in float32"),
         ("bfloat16", _bf16(machine)),
         ("SQLite FTS5", "yes" if machine["sqlite_fts5"] else "no: the search tool needs it"),
-        ("Java", machine["java"] or "not found: TextWorld and ScienceWorld need it"),
         ("bubblewrap", machine["bubblewrap"] or "none"),
         ("Landlock", f"ABI {machine['landlock_abi']}" if machine["landlock_abi"] else "none"),
         ("seccomp", "yes" if machine["seccomp"] else "none"),

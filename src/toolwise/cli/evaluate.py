@@ -42,10 +42,21 @@ def evaluate(
 ) -> None:
     """Score a model on held-out tasks, one rollout per task; with --budgets, measure accuracy against cost."""
     if budgets:
-        from toolwise.cli.frontier import FrontierOptions, show_frontier
+        from toolwise.cli.frontier import show_frontier
 
-        options = FrontierOptions(budgets, draws, metric, otc, out, store, jobs)
-        return show_frontier(source, data, overrides or [], options, as_json=as_json)
+        return show_frontier(
+            source,
+            data,
+            overrides or [],
+            budgets=budgets,
+            draws=draws,
+            metric=metric,
+            otc=otc,
+            out=out,
+            store=store,
+            jobs=jobs,
+            as_json=as_json,
+        )
     from toolwise.api import evaluate as evaluate_model
     from toolwise.data import load_tasks
     from toolwise.errors import ConfigError
@@ -71,29 +82,18 @@ def resolve_model(source: Path, model: str | None, overrides: list[str]) -> tupl
 
     `model` overrides the model; a run folder means its latest checkpoint.
     """
+    from toolwise.agent.source import find_checkpoint, find_run
     from toolwise.config.schema import load_config
-    from toolwise.errors import CheckpointError
-    from toolwise.training import checkpoint
 
     if not source.is_dir():
         config = load_config(source, overrides)
         return config, model or config.model.path
-    is_checkpoint = (source / checkpoint.MANIFEST).is_file()
-    run = source.resolve().parent.parent if is_checkpoint else source
-    if not (run / "config.toml").is_file():
-        raise CheckpointError(
-            f"{run} has no config.toml, so it is not a run folder: give a run folder or a configuration file"
-        )
-    config = load_config(run / "config.toml", overrides)
-    if model is not None:
-        return config, model
-    damaged: list[str] = []
-    loaded = checkpoint.load(source) if is_checkpoint else checkpoint.latest(run / "checkpoints", warnings_out=damaged)
-    if damaged:  # an older checkpoint's metrics would be mistaken for those of the run
-        raise CheckpointError(f"{damaged[0].removeprefix('passed over: ')}: toolwise eval RUN/checkpoints/step-…")
-    if loaded is None:
-        raise CheckpointError(f"{source} has no complete checkpoint yet: choose a model with --model")
-    return config, str(loaded.path / "model")
+    problem = "has no config.toml, so it is not a run folder: give a run folder or a configuration file"
+    config = load_config(find_run(source, problem) / "config.toml", overrides)
+    if model is None:
+        found = find_checkpoint(source, command="toolwise eval", hint="choose a model with --model")
+        model = str(found.path / "model")
+    return config, model
 
 
 def _show(metrics: dict[str, Any], model: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,75 +11,75 @@ from toolwise.errors import ConfigError
 from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
-    from toolwise.config.schema import RunConfig
     from toolwise.frontier.evaluation import FrontierEvaluation
     from toolwise.terminal.display import Status
 
 _ELLIPSIS = re.compile(r"^(…|\.\.\.)$")
 
 
-@dataclass(frozen=True, slots=True)
-class FrontierOptions:
-    """Command line options of `--budgets`."""
-
-    budgets: str
-    draws: int = 16
-    metric: str = "auto"
-    otc: Path | None = None
-    out: Path | None = None
-    store: bool = True
-    jobs: int = 1
-
-
 def show_frontier(
-    source: Path, data: Path | None, overrides: Sequence[str], options: FrontierOptions, *, as_json: bool
+    source: Path,
+    data: Path | None,
+    overrides: list[str],
+    *,
+    budgets: str,
+    draws: int,
+    metric: str,
+    otc: Path | None,
+    out: Path | None,
+    store: bool,
+    jobs: int,
+    as_json: bool,
 ) -> None:
     """Evaluate the frontier, write and show it, and store the thresholds in the checkpoint."""
     from toolwise.agent.calibration import store_calibration
     from toolwise.agent.loader import find_router, load_router
+    from toolwise.cli.evaluate import resolve_model
     from toolwise.concurrency import deadlines
     from toolwise.data import load_tasks
-    from toolwise.frontier.evaluation import ShardSettings, evaluate_frontier
+    from toolwise.frontier.evaluation import evaluate_frontier
     from toolwise.frontier.report import as_json as to_json
     from toolwise.terminal.display import Console, Status
 
-    budgets = read_budgets(options.budgets)
+    levels = read_budgets(budgets)
     config, model = find_router(source, overrides)
     file = data or config.data.val
     if file is None:
         raise ConfigError(f"{source} does not set data.val: add --data FILE")
     tasks = load_tasks(file, limit=config.data.val_limit if data is None else None)
-    otc = None if options.otc is None else _resolve_run(options.otc)
-    folder = options.out or _folder(model)
+    otc_actor = None
+    if otc is not None:
+        otc_config, otc_model = resolve_model(otc, None, [])
+        otc_actor = (otc_config, Path(otc_model))
+    folder = out or _folder(model)
     routing = load_router(source, config=config)
 
     async def work(status: Status) -> FrontierEvaluation:
         return await evaluate_frontier(
             routing,
             tasks,
-            budgets,
+            levels,
             folder,
-            otc=otc,
-            draws=options.draws,
-            metric=options.metric,
+            otc=otc_actor,
+            draws=draws,
+            metric=metric,
             seed=config.seed,
-            sharding=ShardSettings(source, options.jobs),
-            on_done=lambda what, done, of: status.update(
-                f"{what}: {done:,} of {of:,} groups of {options.draws} rollouts"
-            ),
+            source=source,
+            jobs=jobs,
+            on_done=lambda what, done, of: status.update(f"{what}: {done:,} of {of:,} groups of {draws} rollouts"),
         )
 
     with Status(Console(stderr=True)) as status:
         evaluation = deadlines.run(work(status))
     evaluation.write(folder, str(source))
-    if options.store:
+    if store:
         store_calibration(model, evaluation.calibration)
     if as_json:
         print_json(to_json(evaluation.frontier))
         return
     _show(evaluation, str(source))
     print_line(f"wrote {folder / 'frontier.json'}, {folder / 'frontier.png'}")
-    if options.store:
+    if store:
         print_line(f"stored the thresholds for these budgets in {model}: toolwise run {source} QUESTION --budget B")
 
 
@@ -101,14 +100,6 @@ def _folder(model: Path) -> Path:
     step = model.resolve().parent
     is_checkpoint = (step / "manifest.json").is_file()
     return step.parent.parent / "frontier" / step.name if is_checkpoint else model.with_name(f"{model.name}-frontier")
-
-
-def _resolve_run(source: Path) -> tuple[RunConfig, Path]:
-    """Configuration and model of another run: its latest checkpoint, or `source` if that is a checkpoint."""
-    from toolwise.cli.evaluate import resolve_model
-
-    config, model = resolve_model(source, None, [])
-    return config, Path(model)
 
 
 def read_budgets(text: str) -> list[float]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,39 +19,53 @@ if TYPE_CHECKING:
     from toolwise.types import Task
 
 
-@dataclass(frozen=True, slots=True)
-class LabelOptions:
-    """The model to ask, and how."""
-
-    base_url: str
-    model: str
-    api_key_env: str = ""
-    cache: Path | None = None
-    concurrency: int = 16
-
-
-def label_file(file: Path, out: Path, tools: Sequence[str], options: LabelOptions | None) -> None:
-    """Label `file` by a model, or by rules if `options` is None. Exits with status 1 if questions went unanswered."""
+def label(
+    file: Annotated[Path, typer.Argument(help="Task file: .parquet, .jsonl or .json.")],
+    base_url: Annotated[str, typer.Option(help="URL of an OpenAI-compatible server, including /v1.")] = "",
+    model: Annotated[str, typer.Option(help="Name of the model on the server.")] = "",
+    heuristic: Annotated[
+        bool, typer.Option("--heuristic", help="Label offline, from rules and ground truths, without a model.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Output: .jsonl or .csv (labels only), or .parquet (data and labels) (default: FILE.labels.jsonl).",
+            show_default=False,
+        ),
+    ] = None,
+    tools: Annotated[list[str] | None, typer.Option(help="Tool that tasks refer to by name; repeatable.")] = None,
+    api_key_env: Annotated[str, typer.Option(help="Environment variable that holds the server's API key.")] = "",
+    cache: Annotated[
+        Path | None, typer.Option(help="Cache of the model's answers (default: OUT.cache.jsonl).", show_default=False)
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent requests.")] = 16,
+) -> None:
+    """Label tools with families and tasks with routes, to warm-start the router. Optional."""
     from toolwise.data import load_tasks
     from toolwise.data.files import read_rows
     from toolwise.routing.labels.label_files import count_routes, write_columns, write_labels
     from toolwise.routing.labels.labeler import label_by_rules
     from toolwise.tools.catalog import build_tools
 
+    out = out if out is not None else file.with_name(f"{file.stem}.labels.jsonl")
     if out.suffix.lower() not in (".jsonl", ".csv", ".parquet"):
         raise ConfigError(f"--out {out}: labels are written as .jsonl, .csv or .parquet")
     if os.path.realpath(out) == os.path.realpath(file):
         raise ConfigError(f"--out {out} is the input file: choose another path, the input is never overwritten")
-    built = build_tools(tools)
+    built = build_tools(tools or [])
     tasks = load_tasks(file)
-    result = label_by_rules(tasks, built) if options is None else _ask_model(tasks, options, out, built)
+    if heuristic:
+        result = label_by_rules(tasks, built)
+    else:
+        cache = cache if cache is not None else out.with_name(f"{out.name}.cache.jsonl")
+        result = _ask_model(tasks, built, base_url, model, api_key_env, cache, concurrency)
     if out.suffix.lower() == ".parquet":
         write_columns(read_rows(file), result.labels, out)
     else:
         write_labels(result.labels, out)
     counts = ", ".join(f"{route} {count:,}" for route, count in count_routes(result.labels).items())
     print_line(f"labelled {len(result.labels):,} rows: {counts}; wrote {out}")
-    if options is not None:
+    if not heuristic:
         print_line(f"asked {result.asked:,} questions, answered {result.from_cache:,} from the cache")
     if result.failed:
         name, reason = result.failed[0]
@@ -65,25 +78,28 @@ def label_file(file: Path, out: Path, tools: Sequence[str], options: LabelOption
 
 
 def _ask_model(
-    tasks: Sequence[Task], options: LabelOptions, out: Path, tools: Mapping[str, BaseTool]
+    tasks: Sequence[Task],
+    tools: Mapping[str, BaseTool],
+    base_url: str,
+    model: str,
+    api_key_env: str,
+    cache: Path,
+    concurrency: int,
 ) -> LabellingResult:
     from toolwise.concurrency import deadlines
-    from toolwise.policies.openai.endpoint import Endpoint
+    from toolwise.policies.openai.endpoint import Endpoint, read_api_key
     from toolwise.routing.labels.cache import AnswerCache
     from toolwise.routing.labels.labeler import label_by_model
     from toolwise.terminal.display import Console, Status
 
-    if not options.base_url or not options.model:
+    if not base_url or not model:
         raise ConfigError("give --base-url URL and --model NAME, or --heuristic to label without a model")
-    key = os.environ.get(options.api_key_env) if options.api_key_env else None
-    if options.api_key_env and not key:
-        raise ConfigError(
-            f"the environment variable {options.api_key_env} is not set: set it, or leave --api-key-env out"
-        )
     endpoint = Endpoint(
-        f"{options.base_url.rstrip('/')}/chat/completions", api_key=key, max_concurrent=options.concurrency
+        f"{base_url.rstrip('/')}/chat/completions",
+        api_key=read_api_key(api_key_env, "--api-key-env"),
+        max_concurrent=concurrency,
     )
-    cache = AnswerCache(options.cache if options.cache is not None else out.with_name(f"{out.name}.cache.jsonl"))
+    answers = AnswerCache(cache)
     answered = 0
 
     async def work() -> LabellingResult:
@@ -95,11 +111,11 @@ def _ask_model(
                 status.update(f"{answered:,} answers")
 
             try:
-                return await label_by_model(tasks, endpoint, options.model, cache, tools, on_answer=count_answer)
+                return await label_by_model(tasks, endpoint, model, answers, tools, on_answer=count_answer)
             finally:
                 await endpoint.aclose()
 
     try:
         return deadlines.run(work())
     finally:
-        cache.close()
+        answers.close()

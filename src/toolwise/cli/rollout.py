@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -113,13 +112,12 @@ def _policy(
     if config.rollout.grammar != GrammarConfig():
         raise ConfigError(f"rollout.grammar works only with --policy local; {kind.value} cannot enforce it")
     if kind is PolicyKind.OPENAI:
-        from toolwise.policies import OpenAIAgentPolicy
+        from toolwise.policies.openai.endpoint import read_api_key
+        from toolwise.policies.openai.policy import OpenAIAgentPolicy
 
         if not base_url or not model:
             raise ConfigError("--policy openai needs --base-url URL and --model NAME")
-        key = os.environ.get(api_key_env) if api_key_env else None
-        if api_key_env and not key:
-            raise ConfigError(f"the environment variable {api_key_env} is not set: set it, or leave --api-key-env out")
+        key = read_api_key(api_key_env, "--api-key-env")
         return OpenAIAgentPolicy(base_url, model, api_key=key, sampling=sampling_from_config(config))
     from toolwise.policies.scripted import ScriptedPolicy
 
@@ -140,11 +138,13 @@ def _roll_out(
     from dataclasses import replace
 
     from toolwise.concurrency import deadlines
+    from toolwise.rewards.align import align_rollouts
     from toolwise.routing.direct_router import DirectRouter
     from toolwise.terminal.display import Console, Status
     from toolwise.training.diagnosis import evaluation_findings
     from toolwise.training.run import build_scheduler
     from toolwise.training.scoring import build_scoring
+    from toolwise.types import EvaluateResult
 
     scoring = build_scoring(config.reward) if config.reward.function or config.reward.parts else None
     console = Console()
@@ -155,7 +155,11 @@ def _roll_out(
             scheduler = replace(build_scheduler(config, policy, tools), on_state=progress.state)
             decisions = DirectRouter(config.seed).decide(tasks, each, 0, label="rollout")
             rollouts = await scheduler.roll_out(decisions, do_sample=do_sample, on_done=progress.done)
-        return await _score_rollouts(scoring, rollouts)
+        if scoring is None:
+            results = [EvaluateResult(is_score_valid=False, reason="no reward") for _ in rollouts]
+        else:
+            results = await scoring.evaluate(rollouts, step=0)
+        return align_rollouts(rollouts, results)
 
     try:
         if scoring is not None:
@@ -167,15 +171,6 @@ def _roll_out(
     finally:
         if scoring is not None:
             scoring.close()
-
-
-async def _score_rollouts(scoring: Any, rollouts: list[Rollout]) -> list[ScoredRollout]:
-    from toolwise.rewards.align import align_rollouts
-    from toolwise.types import EvaluateResult
-
-    if scoring is None:
-        return align_rollouts(rollouts, [EvaluateResult(is_score_valid=False, reason="no reward") for _ in rollouts])
-    return align_rollouts(rollouts, await scoring.evaluate(rollouts, step=0))
 
 
 class _RolloutProgress:

@@ -270,6 +270,16 @@ def run(work: Coroutine[Any, Any, T]) -> T:
                 unhide_task(task)
 
 
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to completion, also in a notebook, where an event loop is already running."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run, work).result()
+
+
 def _forbid_loop_stop(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> None:
     stop = loop.stop
 

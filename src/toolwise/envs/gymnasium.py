@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -18,14 +17,6 @@ from toolwise.errors import ConfigError, MissingExtraError
 T = TypeVar("T")
 SEED_MODULUS = 2**31
 """Gymnasium accepts no negative seeds, and some environments none that do not fit in a C integer."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """The current observation as text, and the state key."""
-
-    text: str
-    key: str
 
 
 class GymnasiumEnv(BaseEnv):
@@ -83,10 +74,10 @@ class GymnasiumEnv(BaseEnv):
         return self._reader.examples() if self._reader is not None and self._parse_action is None else ()
 
     async def reset(self) -> str:
-        snapshot = await self._with_timeout(self._calls.call(self._reset_world), "reset")
-        self._key, self._truncated_at_end = snapshot.key, None
+        text, self._key = await self._with_timeout(self._calls.call(self._reset_world), "reset")
+        self._truncated_at_end = None
         menu = self._reader.menu() if self._reader is not None and self._parse_action is None else ""
-        return f"{snapshot.text}\n\n{menu[:1].upper()}{menu[1:]}." if menu and self._describe else snapshot.text
+        return f"{text}\n\n{menu[:1].upper()}{menu[1:]}." if menu and self._describe else text
 
     async def step(self, action: Any) -> tuple[str, float | None, bool, dict[str, Any]]:
         if self._reader is None:
@@ -103,10 +94,9 @@ class GymnasiumEnv(BaseEnv):
             move = parse(action if isinstance(action, str) else str((action or {}).get("content") or ""))
         except ValueError as error:
             return f"error: {error}", None, False, {"is_action_valid": False}
-        snapshot, reward, terminated, truncated, env_info = await self._with_timeout(
+        (text, self._key), reward, terminated, truncated, env_info = await self._with_timeout(
             self._calls.call(partial(self._step_world, move)), "step"
         )
-        self._key = snapshot.key
         truncated = truncated and not terminated  # termination takes precedence over truncation
         if terminated or truncated:
             self._truncated_at_end = truncated
@@ -115,12 +105,12 @@ class GymnasiumEnv(BaseEnv):
         success = env_info.get("is_success", env_info.get("success"))
         if success is not None:
             info["success"] = bool(success)
-        return snapshot.text, reward, terminated or truncated, info
+        return text, reward, terminated or truncated, info
 
     async def close(self) -> None:
         await self._with_timeout(self._calls.end(self._close_world), "close")
 
-    def _reset_world(self) -> _Snapshot:
+    def _reset_world(self) -> tuple[str, str]:
         if self._world is None:
             self._world = self._make()
             if self._draw and getattr(self._world, "render_mode", None) != "ansi":
@@ -130,16 +120,17 @@ class GymnasiumEnv(BaseEnv):
         observation, _ = self._world.reset(seed=None if seed is None else seed % SEED_MODULUS)
         return self._snapshot(observation)
 
-    def _step_world(self, move: Any) -> tuple[_Snapshot, float, bool, bool, Mapping[str, Any]]:
+    def _step_world(self, move: Any) -> tuple[tuple[str, str], float, bool, bool, Mapping[str, Any]]:
         observation, reward, terminated, truncated, env_info = self._world.step(move)
         return self._snapshot(observation), float(reward), bool(terminated), bool(truncated), env_info
 
-    def _snapshot(self, observation: Any) -> _Snapshot:
+    def _snapshot(self, observation: Any) -> tuple[str, str]:
+        """The observation as text, and the state key."""
         text = self._format(observation)
         if self._draw:
             text = f"{text}\n{rendered_text(self._world.render())}".strip()
         key = self._state_of(self._world, observation) if self._state_of is not None else state_digest(observation)
-        return _Snapshot(text, str(key))
+        return text, str(key)
 
     def _close_world(self) -> None:
         if self._world is not None:

@@ -7,8 +7,9 @@ oracle labels   `extra_info.oracle_route`, set by the author of the rows, who do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from toolwise.agent.inference import TrainedRouter
 from toolwise.errors import ConfigError
@@ -18,18 +19,10 @@ from toolwise.frontier.outcomes import CLASSIFIER, ORACLE_LABELS
 from toolwise.routing.actions import MIXED, ROUTES, RouteAction, Target, parse_target
 from toolwise.routing.families import families_of_task, heuristic_target
 from toolwise.routing.learned_router import target_of
+from toolwise.routing.threshold import Floats
+from toolwise.tools.base import BaseTool
 from toolwise.training.tasks import attach_labels, load_split
 from toolwise.types import Task
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from toolwise.tools.base import BaseTool
-
-    Floats = NDArray[np.float64]
 
 ORACLE_ROUTE_KEY = "oracle_route"
 """In `extra_info`: the best route for the row (or MIXED), where the author of the rows knows it."""
@@ -85,8 +78,6 @@ def baseline_routers(
 
 
 def batched_features(routing: TrainedRouter, tasks: Sequence[Task]) -> Floats:
-    import numpy as np
-
     return np.concatenate(
         [routing.features(tasks[i : i + PROMPT_BATCH_SIZE]) for i in range(0, len(tasks), PROMPT_BATCH_SIZE)]
     )

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
 
-    Floats = NDArray[np.float64]
+from toolwise.routing.threshold import Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +20,12 @@ class Estimate:
 
 def row_weights(rows: int, replicates: int, seed: int) -> Floats:
     """[1 + replicates, rows], each line sums to 1. The first is the original sample: every row once."""
-    import numpy as np
-
     counts = np.random.default_rng(seed).multinomial(rows, np.full(rows, 1 / rows), size=replicates)
     return np.concatenate([np.ones((1, rows)), counts]) / rows
 
 
 def estimate(samples: Floats, level: float = 0.95) -> Estimate:
     """`samples[0]` is the statistic of the original sample, the rest are its bootstrap replicates."""
-    import numpy as np
-
     tail = 100 * (1 - level) / 2
     resampled = samples[1:] if len(samples) > 1 else samples
     finite = resampled[np.isfinite(resampled)]

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from toolwise.errors import ConfigError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
+from toolwise.routing.threshold import Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +34,6 @@ def fit_classifier(
     Uses Nesterov's accelerated gradient with a step size from the curvature bound, so nothing needs tuning, and stops
     when the gradient is close to zero.
     """
-    import numpy as np
-
     labelled = np.array([i for i, label in enumerate(labels) if label is not None], dtype=int)
     if not len(labelled):
         raise ConfigError("no labelled rows to fit the classifier to: label the training rows first")
@@ -67,8 +61,6 @@ def fit_classifier(
 
 def _largest_eigenvalue(x: Floats) -> float:
     """An upper estimate of the largest eigenvalue of xᵀx, by power iteration."""
-    import numpy as np
-
     vector = np.asarray(np.random.default_rng(0).standard_normal(x.shape[1]))
     norm = 1.0
     for _ in range(100):
@@ -78,7 +70,5 @@ def _largest_eigenvalue(x: Floats) -> float:
 
 
 def _log_softmax(logits: Floats) -> Floats:
-    import numpy as np
-
     shifted = logits - logits.max(axis=1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))

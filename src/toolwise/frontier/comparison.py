@@ -7,20 +7,17 @@ meets a budget through a threshold that was fitted on other rows than those it i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from toolwise.errors import ConfigError
 from toolwise.frontier.bootstrap import Estimate, estimate, row_weights
 from toolwise.frontier.curves import Curve, fixed_mixture_curve, oracle_curve, random_curve
 from toolwise.frontier.outcomes import OutcomeTable
-from toolwise.routing.threshold import Threshold, find_threshold
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
+from toolwise.routing.threshold import Floats, Threshold, find_threshold
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +30,9 @@ class RouteValues:
     """[rows, routes] predicted costs; None: use the mean cost of each route on the rows thresholds are fitted on."""
     samples: bool = True
     """Whether `values` are log-probs, so that routes can be sampled from them without a threshold."""
+
+    def select_rows(self, chosen: NDArray[Any]) -> RouteValues:
+        return replace(self, values=self.values[chosen], costs=None if self.costs is None else self.costs[chosen])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,13 @@ def compute_frontier(
     """`routers` by name, the evaluated one first. `routes` are the outcome columns they choose from, the one without
     tools first; every other column becomes a fixed point."""
     _check(budgets, routers)
-    complete, left_out, kept = _complete_rows(outcomes)
+    kept = outcomes.complete_rows()
+    complete = outcomes.select_rows(kept)
     chosen = complete.select_routes(routes)
     weights = row_weights(len(complete.row_ids), replicates, seed)
     rows = _RowMeans(chosen.mean_over_draws("scores"), chosen.mean_over_draws("costs"), weights, seed)
     references = _reference_curves(chosen, rows.scores, rows.costs, weights)
-    values = {name: _select_rows(router_values, kept) for name, router_values in routers.items()}
+    values = {name: router_values.select_rows(kept) for name, router_values in routers.items()}
     at_budgets = {
         name: [rows.at_budget(router_values, budget) for budget in budgets] for name, router_values in values.items()
     }
@@ -113,7 +114,7 @@ def compute_frontier(
     }
     return Frontier(
         rows=len(complete.row_ids),
-        left_out=left_out,
+        left_out=len(outcomes.row_ids) - len(kept),
         draws=outcomes.scores.shape[2],
         curves=curves,
         fixed=_fixed_points(complete, routes, weights, level)
@@ -157,8 +158,6 @@ class _RowMeans:
 
     def at_budget(self, router_values: RouteValues, budget: float) -> _MixtureResult:
         """Two-fold: each half is routed with the threshold fitted on the other. A single row uses its own."""
-        import numpy as np
-
         count = len(self.costs)
         order = np.random.default_rng(self.seed).permutation(count)
         halves = [order[: count // 2], order[count // 2 :]] if count > 1 else [order, order]
@@ -198,8 +197,6 @@ def _as_trained(
 
 
 def _softmax(router_values: RouteValues) -> Floats:
-    import numpy as np
-
     weights = np.exp(router_values.values - router_values.values.max(axis=1, keepdims=True))
     return np.asarray(weights / weights.sum(axis=1, keepdims=True))
 
@@ -215,45 +212,22 @@ def calibrate(
 
     `spent` and `scores` [rows, routes] are the actual costs and scores, averaged over each row's draws.
     """
-    import numpy as np
-
     means = spent.mean(axis=0)
     costs = router_values.costs if router_values.costs is not None else np.broadcast_to(means, spent.shape)
     return [find_threshold(router_values.values, costs, spent, budget, scores) for budget in budgets], means
 
 
 def _curve_point(level: float, budget: float, curve: Curve, weights: Floats) -> Point:
-    import numpy as np
-
     costs = np.full(len(weights), budget)
     return Point(budget, estimate(curve.clip_cost(costs), level), estimate(curve.score_at(costs), level))
 
 
 def _check(budgets: Sequence[float], routers: Mapping[str, RouteValues]) -> None:
-    import numpy as np
-
     if not budgets or any(not np.isfinite(b) or b < 0 for b in budgets):
         raise ConfigError(f"budgets are {list(budgets)}: give at least one, all finite and not negative")
     for name, router_values in routers.items():
         if not np.isfinite(router_values.values).all():
             raise ConfigError(f"{name} gives a value that is not finite: is its head damaged?")
-
-
-def _complete_rows(outcomes: OutcomeTable) -> tuple[OutcomeTable, int, NDArray[np.int64]]:
-    import numpy as np
-
-    complete, left_out = outcomes.complete_rows()
-    complete_ids = set(complete.row_ids)
-    kept = np.array([i for i, row in enumerate(outcomes.row_ids) if row in complete_ids])
-    return complete, left_out, kept
-
-
-def _select_rows(router_values: RouteValues, kept: NDArray[np.int64]) -> RouteValues:
-    return RouteValues(
-        router_values.values[kept],
-        None if router_values.costs is None else router_values.costs[kept],
-        router_values.samples,
-    )
 
 
 def _reference_curves(chosen: OutcomeTable, scores: Floats, costs: Floats, weights: Floats) -> dict[str, Curve]:
@@ -266,8 +240,6 @@ def _reference_curves(chosen: OutcomeTable, scores: Floats, costs: Floats, weigh
     if half:
         chosen_by, evaluated_on = chosen.select_draws(slice(0, half)), chosen.select_draws(slice(half, None))
         parts = [part.mean_over_draws(what) for part in (chosen_by, evaluated_on) for what in ("scores", "costs")]
-        import numpy as np
-
         if all(np.isfinite(part).all() for part in parts):
             curves["oracle, held-out draws"] = oracle_curve(
                 parts[0], parts[1], weights, paid_scores=parts[2], paid_costs=parts[3]
@@ -288,8 +260,6 @@ def _fixed_points(outcomes: OutcomeTable, routes: Sequence[str], weights: Floats
 
 def _gap_closed(result: _MixtureResult, references: Mapping[str, Curve]) -> Floats:
     """NaN where there is no gap to close."""
-    import numpy as np
-
     low, high = references["random"].score_at(result.cost), references["oracle"].score_at(result.cost)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(high - low > 1e-9, (result.score - low) / (high - low), np.nan)

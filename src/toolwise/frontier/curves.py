@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from toolwise.routing.threshold import hull_moves
+import numpy as np
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
+from toolwise.routing.threshold import Floats, hull_moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +18,11 @@ class Curve:
 
     def score_at(self, costs: Floats) -> Floats:
         """The score at each replicate's own cost [replicates]; constant beyond the two ends."""
-        import numpy as np
-
         curves = zip(costs, self.costs, self.scores, strict=True)
         return np.array([np.interp(cost, xs, ys) for cost, xs, ys in curves])
 
     def clip_cost(self, costs: Floats) -> Floats:
         """What is actually spent under a budget: the cost, clipped to the ends of the curve."""
-        import numpy as np
-
         return np.clip(costs, self.costs[:, 0], self.costs[:, -1])
 
 
@@ -49,8 +40,6 @@ def oracle_curve(
     first; moves that gain nothing are skipped. With `paid_scores` and `paid_costs`, routes are still chosen by `scores`
     and `costs` but evaluated on these other draws of the same rows, so that luck does not count as knowledge.
     """
-    import numpy as np
-
     moves = hull_moves(scores, costs)
     gains = moves.slope > 0
     row, before, after = moves.row[gains], moves.before[gains], moves.after[gains]
@@ -64,8 +53,6 @@ def oracle_curve(
 
 def random_curve(scores: Floats, costs: Floats, weights: Floats, free: int) -> Curve:
     """Random routes: route `free`, or one of the others with equal probability; more of the others costs more."""
-    import numpy as np
-
     mean_costs, mean_scores = weights @ costs, weights @ scores
     others = [route for route in range(scores.shape[1]) if route != free]
     ends = [(line[:, free], line[:, others].mean(axis=1)) for line in (mean_costs, mean_scores)]
@@ -74,8 +61,6 @@ def random_curve(scores: Floats, costs: Floats, weights: Floats, free: int) -> C
 
 def fixed_mixture_curve(scores: Floats, costs: Floats, weights: Floats) -> Curve:
     """The best mixture of routes that is the same for every prompt: the upper hull of the routes' points."""
-    import numpy as np
-
     mean_costs, mean_scores = weights @ costs, weights @ scores
     lines = [_hull_line(xs, ys) for xs, ys in zip(mean_costs, mean_scores, strict=True)]
     longest = max(len(xs) for xs, _ in lines)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
 
 from toolwise.agent.agent import RoutedAgent
-from toolwise.agent.calibration import Calibration, sorted_budgets
+from toolwise.agent.calibration import Calibration
 from toolwise.agent.inference import TrainedRouter, values_of
 from toolwise.agent.time_saved import TimeSaved, time_saved
 from toolwise.config.schema import RunConfig
@@ -25,12 +28,6 @@ from toolwise.training.run import build_scheduler, local_policy
 from toolwise.training.scoring import build_scoring
 from toolwise.training.tasks import check_task_tools
 from toolwise.types import RouteDecision, Task
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +60,20 @@ async def evaluate_frontier(
     metric: str = "auto",
     replicates: int = 1000,
     seed: int = 0,
-    sharding: ShardSettings | None = None,
+    source: Path | None = None,
+    jobs: int = 1,
     on_done: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> FrontierEvaluation:
     """Rolls out `tasks` under every route and compares the router with the baselines at each budget.
 
     `folder` holds the pools, so that an interrupted evaluation resumes. `otc` is the configuration and the model of an
     actor trained with the OTC reward. `train_tasks` are what the classifiers are fitted to, by default the run's
-    training tasks. With `sharding`, several processes fill the pools.
+    training tasks. With `source`, where a process loads the router from, `jobs` processes fill the pools.
     """
-    levels = sorted_budgets(budgets)
-    request = _PoolRequest(tasks, folder, otc, draws, metric, seed)
-    if sharding is not None and sharding.jobs > 1:
-        await _fill_in_processes(routing, request, sharding, on_done)
+    levels = sorted(set(budgets))
+    request = _PoolRequest(tasks=list(tasks), folder=folder, otc=otc, draws=draws, metric=metric, seed=seed)
+    if source is not None and jobs > 1:
+        await _fill_in_processes(routing, request, source, jobs, on_done)
     first, *others = [await _fill(pool, routing, on_done) for pool in request.pools(routing)]
     outcomes = first if not others else first.concat_routes(others[0])
     router_values = route_values(routing, tasks)
@@ -96,8 +94,6 @@ async def evaluate_frontier(
 
 def route_values(routing: TrainedRouter, tasks: Sequence[Task]) -> RouteValues:
     """The head's predictions for every task."""
-    import numpy as np
-
     predictions = [
         prediction
         for i in range(0, len(tasks), PROMPT_BATCH_SIZE)
@@ -109,36 +105,15 @@ def route_values(routing: TrainedRouter, tasks: Sequence[Task]) -> RouteValues:
     return RouteValues(np.stack([values for values, _ in pairs]), costs, samples=not has_costs)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardSettings:
-    """How many processes roll out, and where each loads the router from."""
-
-    source: Path
-    jobs: int
-
-
-@dataclass(frozen=True, slots=True)
-class _PoolRequest:
+class _PoolRequest(BaseModel):
     """Everything a pool depends on except the router; sent as JSON to each worker process."""
 
-    tasks: Sequence[Task]
+    tasks: list[Task]
     folder: Path
     otc: tuple[RunConfig, Path] | None
     draws: int
     metric: str
     seed: int
-
-    def to_json(self) -> dict[str, Any]:
-        otc = None if self.otc is None else [self.otc[0].model_dump(mode="json"), str(self.otc[1])]
-        tasks = [task.model_dump(mode="json") for task in self.tasks]
-        settings = {"draws": self.draws, "metric": self.metric, "seed": self.seed}
-        return {"tasks": tasks, "folder": str(self.folder), "otc": otc, **settings}
-
-    @classmethod
-    def from_json(cls, payload: Mapping[str, Any]) -> _PoolRequest:
-        tasks = [Task.model_validate(task) for task in payload["tasks"]]
-        otc = None if payload["otc"] is None else (RunConfig.model_validate(payload["otc"][0]), Path(payload["otc"][1]))
-        return cls(tasks, Path(payload["folder"]), otc, payload["draws"], payload["metric"], payload["seed"])
 
     def pools(self, routing: TrainedRouter) -> list[_PoolFile]:
         """Every row under every route and unrouted; and unrouted with the OTC actor, scored and charged alike."""
@@ -183,7 +158,7 @@ class _PoolFile:
 
 
 async def _fill_in_processes(
-    routing: TrainedRouter, request: _PoolRequest, sharding: ShardSettings, on_done: Any
+    routing: TrainedRouter, request: _PoolRequest, source: Path, jobs: int, on_done: Any
 ) -> None:
     """Splits the missing tasks among the processes and merges the results into the pools."""
     pools = request.pools(routing)
@@ -191,7 +166,7 @@ async def _fill_in_processes(
 
     def report() -> None:
         files = [file for pool in pools for file in (pool.path, *shard_paths(pool.path))]
-        on_done(f"{sharding.jobs} processes", min(count_cells(files), cells), cells)
+        on_done(f"{jobs} processes", min(count_cells(files), cells), cells)
 
     request.folder.mkdir(parents=True, exist_ok=True)
     for pool in pools:
@@ -199,11 +174,11 @@ async def _fill_in_processes(
     most = max(len(pool.missing) for pool in pools)
     if most:
         payload = {
-            "source": str(sharding.source),
+            "source": str(source),
             "config": routing.config.model_dump(mode="json"),
-            "request": request.to_json(),
+            "request": request.model_dump(mode="json"),
         }
-        await run_in_processes(f"{__name__}:fill_shard", payload, min(sharding.jobs, most), report)
+        await run_in_processes(f"{__name__}:fill_shard", payload, min(jobs, most), report)
     for pool in pools:
         merge_shards(pool.path, pool.plan)
 
@@ -216,7 +191,7 @@ def fill_shard(payload: Mapping[str, Any], number: int, of: int) -> None:
 
     from toolwise.agent.loader import load_router
 
-    request = _PoolRequest.from_json(payload["request"])
+    request = _PoolRequest.model_validate(payload["request"])
     routing = load_router(Path(payload["source"]), config=RunConfig.model_validate(payload["config"]))
     torch.set_num_threads(1)  # one process per core: more threads would compete
     for pool in request.pools(routing):
@@ -246,15 +221,11 @@ async def _fill(pool: _PoolFile, routing: TrainedRouter, on_done: Any = lambda l
 
 def _provenance(routing: TrainedRouter) -> Mapping[str, Any]:
     """What the outcomes depend on: the weights and the settings of rollouts, rewards and routes."""
-    settings = routing.config.model_dump(mode="json", exclude_none=True)
-    relevant = {key: settings[key] for key in ("tools", "env", "rollout", "multi_turn", "reward", "router", "seed")}
-    return {"model": _fingerprint(routing.policy.model), "settings": checkpoint.settings_digest(relevant)}
-
-
-def _fingerprint(model: Any) -> str:
     from toolwise.learner.fingerprint import fingerprint
 
-    return str(fingerprint(model))
+    settings = routing.config.model_dump(mode="json", exclude_none=True)
+    relevant = {key: settings[key] for key in ("tools", "env", "rollout", "multi_turn", "reward", "router", "seed")}
+    return {"model": str(fingerprint(routing.policy.model)), "settings": checkpoint.settings_digest(relevant)}
 
 
 def _calibration(
@@ -264,23 +235,16 @@ def _calibration(
     budgets: Sequence[float],
     saved: TimeSaved | None,
 ) -> Calibration:
-    import numpy as np
-
     routed = outcomes.select_routes([route.value for route in ROUTES])
     spent, scores = routed.mean_over_draws("costs"), routed.mean_over_draws("scores")
-    complete = np.isfinite(scores).all(axis=1)
-    complete_values = RouteValues(
-        router_values.values[complete],
-        None if router_values.costs is None else router_values.costs[complete],
-        router_values.samples,
-    )
-    thresholds, means = calibrate(complete_values, spent[complete], scores[complete], budgets)
+    complete = np.flatnonzero(np.isfinite(scores).all(axis=1))
+    thresholds, means = calibrate(router_values.select_rows(complete), spent[complete], scores[complete], budgets)
     return Calibration(
         budgets=tuple(budgets),
         thresholds=tuple(thresholds),
         route_costs=tuple(means.tolist()),
         unit=routing.unit,
-        rows=int(complete.sum()),
+        rows=len(complete),
         direct_s=None if saved is None else saved.direct_s,
         with_tools_s=None if saved is None else saved.with_tools_s,
     )

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from toolwise.errors import DataError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
+from toolwise.routing.threshold import Floats
 
 ALL_TOOLS = "ALL-TOOLS"
 """Not a route: the unchanged prompt with all its tools."""
@@ -32,31 +29,21 @@ class OutcomeTable:
     scores: Floats
     costs: Floats
 
-    def __post_init__(self) -> None:
-        shape = (len(self.row_ids), len(self.routes))
-        for name in ("scores", "costs"):
-            if getattr(self, name).shape[:2] != shape or getattr(self, name).ndim != 3:
-                raise ValueError(f"{name} is {getattr(self, name).shape}, not rows × routes × draws = {shape} × …")
-
     def mean_over_draws(self, what: str) -> Floats:
         """The mean of "scores" or "costs" over the scored draws, [rows, routes]."""
-        import numpy as np
-
         values = np.where(np.isnan(self.scores), np.nan, getattr(self, what))
         counts = (~np.isnan(values)).sum(axis=2)
         sums = np.nan_to_num(values, nan=0.0).sum(axis=2)
         return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
-    def complete_rows(self) -> tuple[OutcomeTable, int]:
-        """The rows scored under every route, and the number of rows that were not."""
-        import numpy as np
-
-        complete = ~np.isnan(self.mean_over_draws("scores")).any(axis=1)
-        if not complete.any():
+    def complete_rows(self) -> NDArray[np.int64]:
+        """Indices of the rows scored under every route."""
+        complete = np.flatnonzero(~np.isnan(self.mean_over_draws("scores")).any(axis=1))
+        if not len(complete):
             raise DataError(
                 "no row was scored under every route: look for the reason in the pool's rollouts, then run again"
             )
-        return self.select_rows(np.flatnonzero(complete)), int((~complete).sum())
+        return complete
 
     def select_rows(self, chosen: Sequence[int] | NDArray[np.int64]) -> OutcomeTable:
         return replace(
@@ -81,10 +68,6 @@ class OutcomeTable:
 
     def concat_routes(self, other: OutcomeTable) -> OutcomeTable:
         """Adds the routes of `other`, which must have the same rows and number of draws."""
-        import numpy as np
-
-        if self.row_ids != other.row_ids or self.scores.shape[2] != other.scores.shape[2]:
-            raise ValueError("the two outcome tables have different rows or numbers of draws")
         return OutcomeTable(
             self.row_ids,
             (*self.routes, *other.routes),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from toolwise.frontier.bootstrap import Estimate
 from toolwise.frontier.comparison import Frontier, Point
 from toolwise.frontier.outcomes import CLASSIFIER, ORACLE_LABELS
+from toolwise.serialization.json_text import to_jsonable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,7 +35,7 @@ _FIXED = "#66727f"
 
 def as_json(frontier: Frontier) -> dict[str, Any]:
     """Every estimate with its interval; null where a value is not finite."""
-    record: dict[str, Any] = _replace_non_finite(asdict(frontier))
+    record: dict[str, Any] = to_jsonable(asdict(frontier))
     return record
 
 
@@ -50,14 +51,6 @@ def _new_name(name: str) -> str:
     for old, new in _OLD_NAMES.items():
         name = name.replace(old, new)
     return name
-
-
-def _replace_non_finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _replace_non_finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_replace_non_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def tables(frontier: Frontier, title: str) -> list[Table]:
@@ -113,7 +106,7 @@ def _format_percent(estimate: Estimate) -> str:
     return f"{estimate.value:.0%} [{estimate.low:.0%} {estimate.high:.0%}]"
 
 
-def plot_frontier(frontier: Frontier, title: str, score_name: str = "score") -> bytes:
+def plot_frontier(frontier: Frontier, title: str) -> bytes:
     """Score against cost, as PNG: curves with their intervals, and a dot for each method without a budget."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -134,7 +127,7 @@ def plot_frontier(frontier: Frontier, title: str, score_name: str = "score") -> 
             color=_FIXED,
         )
     axes.set_xlabel("mean cost per prompt")
-    axes.set_ylabel(score_name)
+    axes.set_ylabel("score")
     axes.set_title(f"{title}  ({frontier.rows:,} rows × {frontier.draws} draws)", fontsize=11, loc="left")
     axes.grid(color="#e4e7eb", linewidth=0.8)
     axes.set_axisbelow(True)

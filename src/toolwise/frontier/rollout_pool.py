@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
+from zlib import crc32
+
+import numpy as np
 
 from toolwise.errors import DataError
 from toolwise.frontier.outcomes import OutcomeTable
@@ -57,10 +60,12 @@ async def fill_pool(
     missing = [(task, name) for task, name in planned if (task.task_id, name) not in cells]
     done = len(planned) - len(missing)
     on_done(done, len(planned))
-    if missing:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with _open_for_append(path, plan) if missing else _null_file() as file:
-        for chunk in _chunks(missing, tasks_at_once * len(plan.routes)):
+    if not missing:
+        return _outcomes(plan, cells)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = tasks_at_once * len(plan.routes)
+    with _open_for_append(path, plan) as file:
+        for chunk in (missing[first : first + size] for first in range(0, len(missing), size)):
             decisions = [_decision(plan, task, name) for task, name in chunk]
             rollouts = await scheduler.roll_out(decisions, do_sample=True)
             results = await scoring.evaluate(rollouts, step=0)
@@ -74,9 +79,6 @@ async def fill_pool(
 
 
 def _decision(plan: PoolPlan, task: Task, name: str) -> RouteDecision:
-    from dataclasses import replace
-    from zlib import crc32
-
     # Seeded by the cell and not by its position: a resumed pool samples what an uninterrupted one would have.
     seed = (plan.seed * 1_000_003) ^ (crc32(f"{name}/{task.task_id}".encode()) << 8)
     return replace(plan.routes[name](task, seed), n=plan.draws, seed=seed)
@@ -158,20 +160,7 @@ def _open_for_append(path: Path, plan: PoolPlan) -> IO[str]:
     return file
 
 
-def _null_file() -> IO[str]:
-    import io
-
-    return io.StringIO()
-
-
-def _chunks(cells: Sequence[tuple[Task, str]], size: int) -> Iterator[Sequence[tuple[Task, str]]]:
-    for first in range(0, len(cells), size):
-        yield cells[first : first + size]
-
-
 def _outcomes(plan: PoolPlan, cells: Mapping[Cell, Mapping[str, Any]]) -> OutcomeTable:
-    import numpy as np
-
     shape = (len(plan.tasks), len(plan.routes), plan.draws)
     scores, costs = np.empty(shape), np.empty(shape)
     for i, task in enumerate(plan.tasks):

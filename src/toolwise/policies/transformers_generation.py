@@ -19,13 +19,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from toolwise.engine import sampler
-from toolwise.engine.sampler import uniforms
+from toolwise.engine.sampler import draw
 from toolwise.errors import PolicyError
 from toolwise.protocols import Generation, Sampling
 from toolwise.untrusted.user_code import describe
 
-__all__ = ["BatchGenerator", "PreallocatedLayer", "draw", "generate_batch", "uniforms"]
 _PendingRequest = tuple[Sequence[int], Sampling, "asyncio.Future[Generation]"]
 
 
@@ -132,17 +130,6 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is 
         return buffer
 
 
-def preallocated_cache(layers: int) -> DynamicCache:
-    cache = DynamicCache()
-    cache.layers = [PreallocatedLayer() for _ in range(layers)]
-    return cache
-
-
-def draw(logits: torch.Tensor, samplings: Sequence[Sampling], position: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample one token per row, all at the same position of their replies, with its log-prob after temperature."""
-    return sampler.draw(logits, samplings, [position] * len(samplings))
-
-
 @torch.inference_mode()
 def generate_batch(
     model: Any,
@@ -161,7 +148,7 @@ def generate_batch(
     active = list(range(len(prompts)))
     position = 0
     while active:
-        tokens, chosen = draw(logits, [samplings[i] for i in active], position)
+        tokens, chosen = draw(logits, [samplings[i] for i in active], [position] * len(active))
         position += 1
         remaining = []
         for row, (i, token, logprob) in enumerate(zip(active, tokens.tolist(), chosen.tolist(), strict=True)):
@@ -204,7 +191,8 @@ def _prefill(
     device = next(model.parameters()).device
     padded = [[pad_id] * (width - len(p)) + list(p) for p in distinct]
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=device)
-    cache = preallocated_cache(model.config.num_hidden_layers)
+    cache = DynamicCache()
+    cache.layers = [PreallocatedLayer() for _ in range(model.config.num_hidden_layers)]
     out = model(
         input_ids=torch.tensor(padded, device=device),
         attention_mask=mask,

@@ -72,14 +72,11 @@ class Multiplier:
         self._step_weight = 0.0
         self._last_mean: float | None = None
 
-    def observe(self, costs: Iterable[float], weights: Iterable[float] | None = None) -> None:
-        """Adds costs since the last dual step: of rollouts, or expected ones of prompts. Equal weights by default."""
+    def observe(self, costs: Iterable[float]) -> None:
+        """Adds costs since the last dual step: of rollouts, or expected ones of prompts."""
         paid = [float(cost) for cost in costs]
-        factors = [1.0] * len(paid) if weights is None else [float(weight) for weight in weights]
-        if len(paid) != len(factors):
-            raise ValueError(f"got {len(paid)} costs but {len(factors)} weights")
-        spent, weight = math.fsum(c * w for c, w in zip(paid, factors, strict=True)), math.fsum(factors)
-        if not (math.isfinite(spent) and math.isfinite(weight)):
+        spent, weight = math.fsum(paid), float(len(paid))
+        if not math.isfinite(spent):
             raise ValueError(f"a cost in {self.budget.unit!r} is not a finite number")
         self._spent += spent
         self._weight += weight
@@ -176,12 +173,12 @@ class Budgets:
             if unit not in known:
                 raise ConfigError(f"a budget is in {unit!r}, but costs are in {', '.join(known)}")
 
-    def observe(self, costs: Mapping[str, Iterable[float]], weights: Sequence[float] | None = None) -> None:
+    def observe(self, costs: Mapping[str, Iterable[float]]) -> None:
         """unit -> costs; units without a budget are ignored."""
         for unit, multiplier in self.multipliers.items():
             if unit not in costs:
                 raise ValueError(f"there is a budget in {unit!r} but no costs in it")
-            multiplier.observe(costs[unit], weights)
+            multiplier.observe(costs[unit])
 
     def step(self) -> None:
         """Ends a training step."""

@@ -12,9 +12,9 @@ The first three are in the unit "cost". `family` and `calls` also give each fami
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from toolwise.config.imports import did_you_mean
 from toolwise.errors import ConfigError
@@ -24,6 +24,7 @@ from toolwise.tools.base import BaseTool
 
 COST_UNIT = "cost"
 """The default unit."""
+_FAMILY_UNITS = (COST_UNIT, *(family.value.lower() for family in Family))
 
 
 class Cost(Protocol):
@@ -41,14 +42,11 @@ class Cost(Protocol):
 class AnyCost:
     """`cost = "any"`: a flat price for using any tool."""
 
+    units: ClassVar[tuple[str, ...]] = (COST_UNIT,)
     price: float = 1.0
 
     def __post_init__(self) -> None:
         check_price("price", self.price)
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        return (COST_UNIT,)
 
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
         return {COST_UNIT: self.price * usage.used_any_tool}
@@ -58,6 +56,7 @@ class AnyCost:
 class FamilyCost:
     """`cost = "family"`: a flat price per family used."""
 
+    units: ClassVar[tuple[str, ...]] = _FAMILY_UNITS
     c_search: float = 1.0
     c_calc: float = 1.0
     c_other: float = 1.0
@@ -66,10 +65,6 @@ class FamilyCost:
     def __post_init__(self) -> None:
         for name in ("c_search", "c_calc", "c_other"):
             check_price(name, getattr(self, name))
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        return _FAMILY_UNITS
 
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
         prices = {Family.SEARCH: self.c_search, Family.CALCULATE: self.c_calc, Family.OTHER: self.c_other}
@@ -80,14 +75,11 @@ class FamilyCost:
 class CallsCost:
     """`cost = "calls"`: every call costs the same."""
 
+    units: ClassVar[tuple[str, ...]] = _FAMILY_UNITS
     price: float = 1.0
 
     def __post_init__(self) -> None:
         check_price("price", self.price)
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        return _FAMILY_UNITS
 
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
         return _with_total({family: self.price * usage.calls.get(family, 0) for family in Family})
@@ -143,20 +135,19 @@ COSTS: dict[str, Callable[..., Cost]] = {
 def build_cost(kind: str, **settings: Any) -> Cost:
     """Builds the cost called `kind`."""
     if kind not in COSTS:
-        raise ConfigError(
-            f"unknown cost {kind!r}{did_you_mean(kind, COSTS) or f'; use one of {_comma_separated(COSTS)}'}"
-        )
+        hint = did_you_mean(kind, COSTS) or f"; use one of {', '.join(COSTS)}"
+        raise ConfigError(f"unknown cost {kind!r}{hint}")
     cost_class: Any = COSTS[kind]
     known = [each.name for each in fields(cost_class)]
     for name in settings:
         if name not in known:
-            raise ConfigError(f"cost {kind!r} has no setting {name!r}; it has {_comma_separated(known)}")
+            raise ConfigError(f"cost {kind!r} has no setting {name!r}; it has {', '.join(known)}")
     return COSTS[kind](**settings)
 
 
-def tool_prices(tools: Mapping[str, BaseTool], unit: str = COST_UNIT) -> PricesCost:
+def tool_prices(tools: Mapping[str, BaseTool]) -> PricesCost:
     """The tools' own prices; tools that a prompt only describes have the default price."""
-    return PricesCost({unit: {name: tool.price for name, tool in tools.items()} | {"*": BaseTool.price}})
+    return PricesCost({COST_UNIT: {name: tool.price for name, tool in tools.items()} | {"*": BaseTool.price}})
 
 
 def check_price(name: str, price: Any) -> None:
@@ -166,10 +157,3 @@ def check_price(name: str, price: Any) -> None:
 
 def _with_total(parts: Mapping[Family, float]) -> dict[str, float]:
     return {COST_UNIT: float(sum(parts.values()))} | {family.value.lower(): float(c) for family, c in parts.items()}
-
-
-def _comma_separated(names: Iterable[str]) -> str:
-    return ", ".join(names)
-
-
-_FAMILY_UNITS = (COST_UNIT, *(family.value.lower() for family in Family))

@@ -50,45 +50,21 @@ class Rule:
         return any(pattern is not None and pattern.search(text) for pattern, text in pairs)
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Rules in order; the first match decides."""
-
-    rules: tuple[Rule, ...]
-    skip: frozenset[str] = frozenset()
-    """Words to skip before a description's verb: "This API returns …"."""
-
-    def family_of(self, name: str, description: str) -> Family:
-        words = " ".join(_WORDS.findall(name)).lower()
-        text = " ".join(description.split()).lower()
-        verb = next((word for word in _LETTERS.findall(text) if word not in self.skip), "")
-        return next((rule.family for rule in self.rules if rule.matches(words, verb, text)), Family.OTHER)
-
-
-def load_rules(path: str | Path = RULES_FILE) -> Rules:
-    """Reads a file in the format of families.toml."""
-    path = Path(path)
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as fault:
-        raise ConfigError(f"{path}: {fault}; write [[rule]] tables as families.toml has them") from fault
-    rules, skip = tables.pop("rule", []), tables.pop("skip", [])
-    if tables or not isinstance(rules, list) or not isinstance(skip, list):
-        raise ConfigError(f"{path}: only `skip`, a list of words, and [[rule]] tables are allowed")
-    return Rules(tuple(_parse_rule(path, number, table) for number, table in enumerate(rules, 1)), frozenset(skip))
-
-
-def _parse_rule(path: Path, number: int, table: Mapping[str, Any]) -> Rule:
-    words = {key: value for key, value in table.items() if key != "family"}
-    for key, value in words.items():
-        if key not in ("name", "verb", "description") or not isinstance(value, list):
-            raise ConfigError(f"{path}: rule {number}: {key!r} must be a list under name, verb or description")
-    patterns: dict[str, Any] = {
-        "name": _words_pattern(words.get("name"), verbs=False),
-        "verb": _words_pattern(words.get("verb"), verbs=True),
-        "description": _words_pattern(words.get("description"), verbs=False),
-    }
-    return Rule(Family.parse(table.get("family", "")), **patterns)
+@cache
+def _rules() -> tuple[list[Rule], frozenset[str]]:
+    """The rules, of which the first match decides, and the words to skip before a description's verb: "This API
+    returns …"."""
+    tables = tomllib.loads(RULES_FILE.read_text(encoding="utf-8"))
+    rules = [
+        Rule(
+            Family.parse(table["family"]),
+            _words_pattern(table.get("name"), verbs=False),
+            _words_pattern(table.get("verb"), verbs=True),
+            _words_pattern(table.get("description"), verbs=False),
+        )
+        for table in tables["rule"]
+    ]
+    return rules, frozenset(tables["skip"])
 
 
 def _words_pattern(words: list[str] | None, *, verbs: bool) -> re.Pattern[str] | None:
@@ -106,15 +82,14 @@ def _word_pattern(word: str, verb: bool) -> str:
     return rf"{stem.removesuffix('e')}ing|{stem}(?:|s|es|d|ed|ing)"
 
 
-@cache
-def default_rules() -> Rules:
-    return load_rules()
-
-
 @lru_cache(maxsize=100_000)
-def family_of(name: str, description: str = "", rules: Rules | None = None) -> Family:
+def family_of(name: str, description: str = "") -> Family:
     """The family according to the rules alone."""
-    return (default_rules() if rules is None else rules).family_of(name, description)
+    rules, skip = _rules()
+    words = " ".join(_WORDS.findall(name)).lower()
+    text = " ".join(description.split()).lower()
+    verb = next((word for word in _LETTERS.findall(text) if word not in skip), "")
+    return next((rule.family for rule in rules if rule.matches(words, verb, text)), Family.OTHER)
 
 
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
@@ -125,12 +100,10 @@ def declared_family(tool: BaseTool) -> Family | None:
     """The family set in the tool's configuration, decorator or class; None if it is set in none of them."""
     if "family" in tool.config:
         return Family.parse(tool.config["family"])
-    declared = tool.family != BaseTool.family or any("family" in vars(kind) for kind in _tool_classes(type(tool)))
+    declared = tool.family != BaseTool.family or any(
+        "family" in vars(kind) for kind in type(tool).__mro__ if issubclass(kind, BaseTool) and kind is not BaseTool
+    )
     return Family.parse(tool.family) if declared else None
-
-
-def _tool_classes(kind: type) -> list[type]:
-    return [each for each in kind.__mro__ if issubclass(each, BaseTool) and each is not BaseTool]
 
 
 def families_of_task(
@@ -138,8 +111,6 @@ def families_of_task(
     tools: Mapping[str, BaseTool] | None = None,
     overrides: Mapping[str, Family | str] | None = None,
     labels: Mapping[str, Family | str] | None = None,
-    *,
-    rules: Rules | None = None,
 ) -> dict[str, Family]:
     """The family of every tool of a task, in order: real tools, then those that its prompt only describes.
 
@@ -149,11 +120,11 @@ def families_of_task(
     for name, tool in offered_tools(task, tools or {}).items():
         declared = declared_family(tool)
         family = _lookup_family(name, overrides) or declared or _lookup_family(name, labels)
-        families[name] = family or family_of(name, tool.tool_schema.function.description, rules)
+        families[name] = family or family_of(name, tool.tool_schema.function.description)
     for name, description in described_tools(task).items():
         if name not in families:
             family = _lookup_family(name, overrides) or _lookup_family(name, labels)
-            families[name] = family or family_of(name, description, rules)
+            families[name] = family or family_of(name, description)
     return families
 
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from toolwise.config.router import RouterConfig
 from toolwise.errors import ContextFullError
 from toolwise.protocols import Metrics
 from toolwise.routing.actions import MIXED, ROUTES, RouteAction, Target, parse_target
 from toolwise.routing.budget import Budgets
 from toolwise.routing.cost import CallsCost, Cost
-from toolwise.routing.options import Conditioning, RouterTraining
+from toolwise.routing.options import Conditioning
 from toolwise.routing.outcomes import RouteOutcome, credit_routes, policy_weights
 from toolwise.routing.overspend import overspend
 from toolwise.routing.prompts import allowed_tools
@@ -31,6 +32,8 @@ from toolwise.routing.usage import counts_written_calls, usage_of
 from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, RouteDecision, ScoredRollout, Task
 
+WARM_START_BATCH = 64
+"""Prompts per supervised step of the warm start."""
 _UNIFORM = RoutePrediction((-math.log(len(ROUTES)),) * len(ROUTES))
 """For a prompt that does not fit the context."""
 
@@ -56,7 +59,7 @@ class LearnedRouter:
         budgets: Budgets,
         cost: Cost | None = None,
         conditioning: Conditioning | None = None,
-        training: RouterTraining | None = None,
+        training: RouterConfig | None = None,
         seed: int = 0,
         tasks: Sequence[Task] = (),
         metadata: Mapping[str, Any] | None = None,
@@ -67,12 +70,12 @@ class LearnedRouter:
         self.budgets = budgets
         self.cost = cost or CallsCost()
         self.conditioning = conditioning or Conditioning()
-        self.training = training or RouterTraining()
+        self.training = training or RouterConfig()
         self.seed = seed
         self.tasks = tasks
         self.metadata = dict(metadata or {})
         budgets.check_units(self.cost.units)
-        self.baseline = RunningBaseline(self.training.baseline_decay)
+        self.baseline = RunningBaseline()
         self.scale = KindStandardizer()
         self._warm_started = False
         self._pending: dict[str, _PendingPrompt] = {}
@@ -100,7 +103,16 @@ class LearnedRouter:
             rng = Random(f"route/{self.seed}/{prompt_id}")
             counts = self._route_counts(used, n, rng) if explore else {self._choose(used, rng): n}
             task_decisions = [
-                self._decision(task, route, count, prompt_id, used.logprobs[route], rng.getrandbits(48))
+                self.conditioning.decision(
+                    task,
+                    ROUTES[route],
+                    self.tools,
+                    group_id=f"{prompt_id}/{ROUTES[route]}",
+                    n=count,
+                    seed=rng.getrandbits(48),
+                    prompt_id=prompt_id,
+                    log_prob=used.logprobs[route],
+                )
                 for route, count in sorted(counts.items())
             ]
             if explore and prediction is not None:
@@ -137,25 +149,6 @@ class LearnedRouter:
     def _choose(self, prediction: RoutePrediction, rng: Random) -> int:
         return prediction.sample(rng) if self.training.evaluate == "sample" else prediction.argmax()
 
-    def _decision(
-        self, task: Task, route_index: int, n: int, prompt_id: str, logprob: float, seed: int
-    ) -> RouteDecision:
-        route = ROUTES[route_index]
-        conditioned = self.conditioning(task, route, self.tools)
-        return RouteDecision(
-            # The task's token ids are those of the original prompt, not of the conditioned one.
-            task=task.model_copy(update={"prompt_ids": None}) if task.prompt_ids is not None else task,
-            group_id=f"{prompt_id}/{route}",
-            n=n,
-            seed=seed,
-            prompt=conditioned.messages,
-            tools=conditioned.tools,
-            route=route.value,
-            log_prob=logprob,
-            prompt_id=prompt_id,
-            forbidden=conditioned.forbidden,
-        )
-
     def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
         """Learns from all finished rollouts, including groups of one, which the actor learns nothing from."""
         pending, route_of_group = self._pending, self._route_of_group
@@ -165,15 +158,16 @@ class LearnedRouter:
             for s in scored
             if s.rollout.group_id in route_of_group and s.result.has_valid_score and s.rollout.trainable
         ]
-        outcomes = [self._outcome(s, *route_of_group[s.rollout.group_id]) for s in usable]
+        outcomes = [
+            RouteOutcome(prompt_id, route, s.score, self._costs(s.rollout, ROUTES[route]))
+            for s in usable
+            for prompt_id, route in [route_of_group[s.rollout.group_id]]
+        ]
         examples, metrics = self._examples(pending, outcomes)
         metrics |= self._report(pending, outcomes, lost=len(scored) - len(outcomes))
         model_metrics = self.model.learn(examples, self.multipliers)
         self.budgets.step()  # last: the examples use the λ that the routes were sampled with
         return model_metrics | metrics | self.budgets.metrics("router")
-
-    def _outcome(self, scored: ScoredRollout, prompt_id: str, route: int) -> RouteOutcome:
-        return RouteOutcome(prompt_id, route, scored.score, self._costs(scored.rollout, ROUTES[route]))
 
     def _costs(self, rollout: Rollout, route: RouteAction) -> Mapping[str, float]:
         """unit -> cost of a rollout under `route`"""
@@ -252,7 +246,7 @@ class LearnedRouter:
         if self._warm_started or not self.training.warm_start_epochs:
             return
         self._warm_started = True
-        size = self.training.warm_start_batch
+        size = WARM_START_BATCH
         labelled = [(task, label) for task in self.tasks if (label := _label(target_of(task))) is not None]
         examples: list[tuple[RoutePrediction, int]] = []
         for start in range(0, len(labelled), size):  # one forward pass per prompt, for all epochs

@@ -1,4 +1,4 @@
-"""Router options: how a route changes a prompt, how routes are sampled in training, and how they get credit."""
+"""How a route changes a prompt."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from toolwise.routing.actions import RouteAction
 from toolwise.routing.families import Family, families_of_task
 from toolwise.routing.prompt_templates import Style, Wording
 from toolwise.routing.prompts import ConditionedPrompt, ConditioningMode, condition
-from toolwise.routing.usage import UsageSource
 from toolwise.tools.base import BaseTool
-from toolwise.types import Task
-
-RouteSampling = Literal["one", "independent", "stratified"]
+from toolwise.types import RouteDecision, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +34,30 @@ class Conditioning:
             task.prompt, route, families, style=self.style, mode=self.mode, hard=self.hard, templates=self.wording
         )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterTraining:
-    """How routes are sampled and credited."""
-
-    routes: RouteSampling = "stratified"
-    evaluate: Literal["sample", "argmax"] = "sample"
-    """How a route is chosen in evaluation."""
-    standardize_by_kind: bool = False
-    divide_by_std_as_a_control: bool = False
-    usage: UsageSource = "auto"
-    baseline_decay: float = 0.9
-    warm_start_epochs: int = 0
-    """Supervised epochs over the labelled tasks before the first rollout."""
-    warm_start_batch: int = 64
+    def decision(
+        self,
+        task: Task,
+        route: RouteAction,
+        tools: Mapping[str, BaseTool],
+        *,
+        group_id: str,
+        n: int,
+        seed: int,
+        prompt_id: str,
+        log_prob: float | None = None,
+    ) -> RouteDecision:
+        """The decision to roll a task out `n` times under a route."""
+        conditioned = self(task, route, tools)
+        return RouteDecision(
+            # The task's token ids are those of the original prompt, not of the conditioned one.
+            task=task.model_copy(update={"prompt_ids": None}) if task.prompt_ids is not None else task,
+            group_id=group_id,
+            n=n,
+            seed=seed,
+            prompt=conditioned.messages,
+            tools=conditioned.tools,
+            route=route.value,
+            log_prob=log_prob,
+            prompt_id=prompt_id,
+            forbidden=conditioned.forbidden,
+        )

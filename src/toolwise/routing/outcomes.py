@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from toolwise.config.router import RouterConfig
 from toolwise.routing.actions import ROUTES
-from toolwise.routing.options import RouterTraining, RouteSampling
 from toolwise.routing.reward_baselines import RunningBaseline
 from toolwise.routing.route_advantages import independent_advantages, router_rewards, stratified_credit
 
@@ -44,7 +44,7 @@ def credit_routes(
     outcomes: Sequence[RouteOutcome],
     probs: RouteProbs,
     lambdas: Mapping[str, float],
-    training: RouterTraining,
+    training: RouterConfig,
     baseline: RunningBaseline,
     units: Sequence[str],
 ) -> RouterAdvantages:
@@ -85,7 +85,7 @@ def _stratified(
     )
 
 
-def policy_weights(outcomes: Sequence[RouteOutcome], probs: RouteProbs, routes: RouteSampling) -> list[float]:
+def policy_weights(outcomes: Sequence[RouteOutcome], probs: RouteProbs, routes: str) -> list[float]:
     """The weight of each rollout in the mean under the policy: π for stratified routes, equal for sampled ones."""
     if routes != "stratified":
         return [1.0] * len(outcomes)

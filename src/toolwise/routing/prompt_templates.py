@@ -77,9 +77,7 @@ def _read_templates(path: Path) -> dict[tuple[str, RouteAction, str], str]:
 def _check_known(path: Path, name: str, known: Any, table: Any, where: str | None = None) -> None:
     names = [str(item) for item in known]
     if name not in names:
-        raise ConfigError(
-            f"{path}: unknown name {where or name}{did_you_mean(name, names)}; use {_comma_separated(names)}"
-        )
+        raise ConfigError(f"{path}: unknown name {where or name}{did_you_mean(name, names)}; use {', '.join(names)}")
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: {where or name} is {table!r}; write a table")
 
@@ -100,7 +98,3 @@ def _compile(text: str) -> Any:
 
     # The file may come from someone other than the user who runs it: sandboxed, so templates can only render text.
     return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True).from_string(text)
-
-
-def _comma_separated(names: list[str]) -> str:
-    return ", ".join(names)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,6 @@ from toolwise.routing.actions import MIXED, ROUTES
 
 Doubles = NDArray[np.float64]
 Ints = NDArray[np.intp]
-Baseline = Literal["group", "leave_one_out"]
 
 
 class RouterCreditError(ToolwiseError, ValueError):
@@ -64,7 +63,6 @@ def independent_advantages(
     rewards: Sequence[float] | Doubles,
     groups: Sequence[Hashable],
     *,
-    baseline: Baseline = "group",
     divide_by_std_as_a_control: bool = False,
 ) -> Doubles:
     """One advantage per rollout, relative to its prompt. A single rollout, or equal rewards, give exactly 0.
@@ -78,8 +76,6 @@ def independent_advantages(
         if len(x) < 2 or bool((x == x[0]).all()):
             continue
         centred = x - x.mean()
-        if baseline == "leave_one_out":
-            centred *= len(x) / (len(x) - 1)
         if divide_by_std_as_a_control:
             centred /= x.std(ddof=1) + 1e-6
         advantages[members] = centred
@@ -90,17 +86,10 @@ def independent_advantages(
 class RouteCredit:
     """The value of each route of each prompt; prompts in order of first occurrence, routes in that of `ROUTES`."""
 
-    groups: tuple[Hashable, ...]
     seen: NDArray[np.bool_]
     """[prompts, routes] whether any rollout took the route; others count nowhere."""
-    q: Doubles
-    """[prompts, routes] mean router reward; 0 if not seen"""
     advantages: Doubles
     """[prompts, routes] relative to the mean under the policy; 0 if not seen"""
-    values: Doubles
-    """[prompts] Σ π·Q̂"""
-    route_costs: Mapping[str, Doubles]
-    """unit -> [prompts, routes] mean cost; 0 if not seen"""
     policy_costs: Mapping[str, Doubles]
     """unit -> [prompts] Σ π·ĉ"""
 
@@ -142,21 +131,13 @@ def stratified_credit(
     anchor = r[[members[0] for members in indices.values()]]
     relative = by_route(r - anchor[prompt])
     advantages = np.where(seen, relative - (weights * relative).sum(axis=1, keepdims=True), 0.0)
-    q = np.where(seen, relative + anchor[:, None], 0.0)
-    values = (weights * q).sum(axis=1)
     if divide_by_std_as_a_control:
         advantages = advantages / (np.sqrt((weights * advantages**2).sum(axis=1, keepdims=True)) + 1e-6)
-    route_costs = {unit: by_route(finite_array(c, f"cost in {unit!r}", len(r))) for unit, c in costs.items()}
-    policy_costs = {unit: (weights * c).sum(axis=1) for unit, c in route_costs.items()}
-    return RouteCredit(tuple(indices), seen, q, advantages, values, route_costs, policy_costs)
-
-
-def importance_weights(probs: Any, behavior_probs: Any, cap: float = 2.0) -> Doubles:
-    """min(π_r/q, cap) for routes that were sampled with probabilities q instead of the policy's."""
-    q = np.asarray(behavior_probs, dtype=np.float64)
-    if not (q > 0).all():
-        raise RouterCreditError("a sampled route has probability 0; give the probabilities it was sampled with")
-    return np.asarray(np.minimum(np.asarray(probs, dtype=np.float64) / q, cap))
+    policy_costs = {
+        unit: (weights * by_route(finite_array(c, f"cost in {unit!r}", len(r)))).sum(axis=1)
+        for unit, c in costs.items()
+    }
+    return RouteCredit(seen, advantages, policy_costs)
 
 
 def mixed_share(targets: Sequence[Any]) -> float:

@@ -12,14 +12,12 @@ So one sort gives the exact mean cost at every λ'.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
 
-    Floats = NDArray[np.float64]
-    Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 OFFSET_MARGIN = 1e6
 """Distance of the outermost offsets from the lowest and the highest slope; larger than any value."""
@@ -41,8 +39,6 @@ class Moves:
 
 def hull_moves(values: Floats, costs: Floats) -> Moves:
     """The upper hull of each row's points (cost, value), from left to right; both inputs are [rows, routes]."""
-    import numpy as np
-
     rows = np.arange(len(values))
     cheapest = costs == costs.min(axis=1, keepdims=True)
     first = np.where(cheapest, values, -np.inf).argmax(axis=1)
@@ -65,8 +61,6 @@ def hull_moves(values: Floats, costs: Floats) -> Moves:
 
 def _all_moves(values: Floats, costs: Floats) -> Moves:
     """All moves as λ' falls from +∞ to −∞."""
-    import numpy as np
-
     hull = hull_moves(values, costs)
     gains = hull.slope > 0
     rows = np.arange(len(values))
@@ -87,8 +81,6 @@ def _all_moves(values: Floats, costs: Floats) -> Moves:
 
 def choose_routes(values: Floats, costs: Floats, offset: float) -> Ints:
     """The route of every row at an offset; the cheapest of equals."""
-    import numpy as np
-
     charged = costs if offset >= 0 else (costs > costs.min(axis=1, keepdims=True)).astype(float)
     net = values - offset * charged
     best = net == net.max(axis=1, keepdims=True)
@@ -107,8 +99,6 @@ class Threshold:
 
     def probabilities(self, values: Floats, costs: Floats) -> Floats:
         """The probability of every route, [rows, routes]."""
-        import numpy as np
-
         one_hot = np.eye(values.shape[1])
         tight, loose = (one_hot[choose_routes(values, costs, offset)] for offset in (self.offset, self.looser))
         return (1 - self.share) * tight + self.share * loose
@@ -117,9 +107,6 @@ class Threshold:
         """The route of one prompt; `uniform` is a random number in [0, 1)."""
         offset = self.looser if uniform < self.share else self.offset
         return int(choose_routes(values[None, :], costs[None, :], offset)[0])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"offset": self.offset, "looser": self.looser, "share": self.share}
 
 
 def find_threshold(
@@ -131,8 +118,6 @@ def find_threshold(
     the cheapest routes exceed the budget, they are used. With `scores`, the actual scores, the budget is an upper
     limit: of all offsets within it, the one with the highest mean score is used.
     """
-    import numpy as np
-
     moves, rows = _all_moves(values, costs), len(values)
     # Moves with the same slope, up to rounding, are grouped: no offset separates them.
     order = np.argsort(-moves.slope, kind="stable")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,8 +26,6 @@ class RouteUsage:
     calls_by_tool: Mapping[str, int] = field(default_factory=dict)
     families: Mapping[str, Family] = field(default_factory=dict)
     """The family of each tool in `calls_by_tool`."""
-    refused: int = 0
-    """Calls of tools that the route hides or forbids: the model gets an error, nothing is executed."""
 
     @property
     def calls(self) -> dict[Family, int]:
@@ -40,19 +38,11 @@ class RouteUsage:
     def used_any_tool(self) -> bool:
         return any(self.calls_by_tool.values())
 
-    @property
-    def used_search(self) -> bool:
-        return self.calls[Family.SEARCH] > 0
-
-    @property
-    def used_calculate(self) -> bool:
-        return self.calls[Family.CALCULATE] > 0
-
     @classmethod
-    def of(cls, calls_by_tool: Mapping[str, int], families: Mapping[str, Family], *, refused: int = 0) -> RouteUsage:
+    def of(cls, calls_by_tool: Mapping[str, int], families: Mapping[str, Family]) -> RouteUsage:
         """A tool that is not in `families` is classified by its name."""
         calls = {tool: count for tool, count in calls_by_tool.items() if count}
-        return cls(calls, {tool: family_of_call(tool, families) for tool in calls}, refused)
+        return cls(calls, {tool: family_of_call(tool, families) for tool in calls})
 
 
 def usage_of(
@@ -62,13 +52,16 @@ def usage_of(
     allowed: Collection[str] | None = None,
     source: UsageSource = "auto",
 ) -> RouteUsage:
-    """The tools a rollout used. `allowed` are the tools of its route; calls of others were refused.
+    """The tools a rollout used. `allowed` are the tools of its route; calls of others were refused and are free.
 
     "auto" reads the text if the prompt itself describes its tools, as RLLA's do: those calls are not executed.
     """
     if counts_written_calls(rollout, source):
         return usage_of_messages([_step_message(step) for step in rollout.steps], families)
-    return _executed_usage(rollout.usage.calls, families, families if allowed is None else allowed)
+    # As the environment charges: calls of available tools, including failed ones, and calls that name no tool.
+    reachable = {UNREADABLE, *(families if allowed is None else allowed)}
+    calls = merge_unknown_calls(rollout.usage.calls, families)
+    return RouteUsage.of({tool: count for tool, count in calls.items() if tool in reachable}, families)
 
 
 def counts_written_calls(rollout: Rollout, source: UsageSource) -> bool:
@@ -82,12 +75,8 @@ def usage_of_messages(messages: Sequence[Message], families: Mapping[str, Family
     A block that cannot be parsed counts as a call of an unknown tool: it was an attempt to use one.
     """
     replies = (message for message in messages if message.role == "assistant")
-    return RouteUsage.of(_count_by_name(call for message in replies for call in tool_calls_in(message)), families)
-
-
-def usage_of_text(text: str, families: Mapping[str, Family]) -> RouteUsage:
-    """The same for the raw text of one reply."""
-    return RouteUsage.of(_count_by_name(tool_calls_in(Message(role="assistant", content=text))), families)
+    calls = Counter(call.name or UNREADABLE for message in replies for call in tool_calls_in(message))
+    return RouteUsage.of(calls, families)
 
 
 def tool_calls_in(message: Message) -> list[ToolCall]:
@@ -98,18 +87,6 @@ def tool_calls_in(message: Message) -> list[ToolCall]:
     # Only this parser handles blocks with one call per line and both kinds of keys.
     parse = parse_rlla if "<tool_call>" in text.lower() else parse_auto
     return parse(text)[1]
-
-
-def _count_by_name(calls: Iterable[ToolCall]) -> Counter[str]:
-    return Counter(call.name or UNREADABLE for call in calls)
-
-
-def _executed_usage(calls: Mapping[str, int], families: Mapping[str, Family], reachable: Collection[str]) -> RouteUsage:
-    """As the environment charges: calls of available tools, including failed ones, and calls that name no tool. Calls
-    that the route refuses are free."""
-    by_tool = merge_unknown_calls(calls, families)
-    executed = {tool: count for tool, count in by_tool.items() if tool in reachable or tool == UNREADABLE}
-    return RouteUsage.of(executed, families, refused=sum(by_tool.values()) - sum(executed.values()))
 
 
 def merge_unknown_calls(calls: Mapping[str, int], families: Mapping[str, Family]) -> Counter[str]:

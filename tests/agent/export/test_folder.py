@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from toolwise.agent.export import export_model
-from toolwise.agent.export.folder import find_model
+from toolwise.agent.source import find_checkpoint, find_run
 from toolwise.errors import CheckpointError, ConfigError, ModelError
 from toolwise.training.checkpoint import save
 
@@ -74,11 +74,11 @@ def test_all_files_are_present_and_readable(trained: Path, tmp_path: Path) -> No
 
 
 def test_the_latest_is_exported_or_the_best_or_the_one_named(trained: Path, tmp_path: Path) -> None:
-    assert find_model(trained)[1].step == 10
-    assert find_model(trained, "score")[1].step == 5
-    assert find_model(trained, "-cost")[1].step == 0
+    assert find_checkpoint(trained).step == 10
+    assert find_checkpoint(trained, best="score").step == 5
+    assert find_checkpoint(trained, best="-cost").step == 0
     named = trained / "checkpoints" / "step-000000"
-    assert (find_model(named)[0], find_model(named)[1].step) == (trained.resolve(), 0)
+    assert (find_run(named, ""), find_checkpoint(named).step) == (trained.resolve(), 0)
     done = export_model(trained, tmp_path / "out", best="score")
     assert (done.checkpoint.step, done.dtype) == (5, "float32")
     assert "| steps | 5 of" in (done.out / "README.md").read_text(encoding="utf-8")
@@ -98,14 +98,14 @@ def test_nothing_is_overwritten(trained: Path, tmp_path: Path) -> None:
 
 def test_a_folder_without_a_run_is_refused(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config\.toml: give the folder of a run"):
-        find_model(tmp_path)
+        export_model(tmp_path, tmp_path / "out")
     with pytest.raises(ConfigError, match="is a single checkpoint: give its run"):
-        find_model(trained / "checkpoints" / "step-000005", "score")
+        find_checkpoint(trained / "checkpoints" / "step-000005", best="score")
     with pytest.raises(CheckpointError, match="was validated for 'correct': available: cost, score"):
-        find_model(trained, "correct")
+        find_checkpoint(trained, best="correct")
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(CheckpointError, match="has no complete checkpoint yet"):
-        find_model(tmp_path)
+        find_checkpoint(tmp_path)
 
 
 def test_a_damaged_checkpoint_is_not_skipped_silently(trained: Path, tmp_path: Path) -> None:

@@ -124,5 +124,5 @@ def test_a_missing_layer_is_refused() -> None:
 
 
 def test_a_frozen_actor_without_a_router_is_refused() -> None:
-    with pytest.raises(ConfigError, match="nothing would learn"):
+    with pytest.raises(ConfigError, match="nothing would be trained"):
         config(enable=False, train_actor=False)

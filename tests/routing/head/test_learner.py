@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -36,24 +38,8 @@ def strata(router: RouterLearner, best: list[int]) -> list[RouterExample]:
     ]
 
 
-def test_route_gives_logits_an_action_and_its_log_prob() -> None:
-    router = learner()
-    torch.nn.init.normal_(router.head.out.weight)
-    routed = router.route(PROMPTS, seed=3)
-    assert routed.router_logits.shape == (4, 3)
-    assert routed.router_logits.dtype == torch.float32
-    chosen = routed.router_logits.log_softmax(-1)[torch.arange(4), routed.router_action]
-    assert torch.equal(routed.router_log_prob, chosen)
-    greedy = router.route(PROMPTS, do_sample=False)
-    assert torch.equal(greedy.router_action, routed.router_logits.argmax(-1))
-
-
-def test_samples_depend_on_the_seed_and_the_index_only() -> None:
-    router = learner()
-    first = [router.route(PROMPTS, seed=s).router_action.tolist() for s in range(30)]
-    assert first == [router.route(PROMPTS, seed=s).router_action.tolist() for s in range(30)]
-    assert first[4][:2] == router.route(PROMPTS[:2], seed=4).router_action.tolist()
-    assert {a for row in first for a in row} == {0, 1, 2}
+def best_routes(router: RouterLearner, multipliers: Sequence[float] = ()) -> list[int]:
+    return [prediction.argmax() for prediction in router.predict(PROMPTS, multipliers)]
 
 
 @pytest.mark.parametrize("hidden", [0, 16])
@@ -62,7 +48,7 @@ def test_it_learns_which_route_each_prompt_wants(hidden: int, epochs: int) -> No
     router, best = learner(settings=replace(FAST, epochs=epochs), hidden=hidden), [0, 1, 2, 1]
     for _ in range(100):
         metrics = router.learn(strata(router, best))
-    assert router.route(PROMPTS, do_sample=False).router_action.tolist() == best
+    assert best_routes(router) == best
     assert metrics["router/updates"] == epochs
 
 
@@ -70,15 +56,15 @@ def test_it_learns_which_route_each_prompt_wants(hidden: int, epochs: int) -> No
 def test_it_learns_from_sampled_routes_too() -> None:
     router, best = learner(), [0, 1, 2, 1]
     for step in range(300):
-        weighed, routed = router.predict(PROMPTS), router.route(PROMPTS, seed=step)
-        actions = routed.router_action.tolist()
+        weighed = router.predict(PROMPTS)
+        actions = [w.sample(Random(f"{step}/{i}")) for i, w in enumerate(weighed)]
         router.learn(
             [
                 RouterExample(w, (RouteSample(a, 0.0, (), advantage=float(a == b) - w.probs[b]),))
                 for w, a, b in zip(weighed, actions, best, strict=True)
             ]
         )
-    assert router.route(PROMPTS, do_sample=False).router_action.tolist() == best
+    assert best_routes(router) == best
 
 
 def test_a_frozen_trunk_is_unchanged_and_runs_once_per_prompt() -> None:
@@ -153,7 +139,7 @@ def test_labels_are_learned_and_mixed_rows_ignored() -> None:
             for w, label in zip(router.predict(PROMPTS), [2, None, 1, 2], strict=True)
         ]
         figures = router.learn(examples)
-    actions = router.route(PROMPTS, do_sample=False).router_action.tolist()
+    actions = best_routes(router)
     assert [actions[0], *actions[2:]] == [2, 1, 2]
     assert figures["router/label_loss"] < 0.3
 
@@ -184,7 +170,7 @@ def test_a_warm_start_learns_labels_alone() -> None:
     router = learner()
     for _ in range(40):
         router.supervised_step(router.predict(PROMPTS), [0, 1, 2, 1])
-    assert router.route(PROMPTS, do_sample=False).router_action.tolist() == [0, 1, 2, 1]
+    assert best_routes(router) == [0, 1, 2, 1]
 
 
 @pytest.mark.long
@@ -203,10 +189,7 @@ def test_predicted_values_give_routes_for_any_lambda() -> None:
         )
     assert figures["router/calibration/reward"] < 0.1
     assert figures["router/calibration/cost"] < 0.15
-    found = {
-        price: router.route(PROMPTS, do_sample=False, multipliers=[price]).router_action.tolist()
-        for price in (0, 0.5, 5)
-    }
+    found = {price: best_routes(router, [price]) for price in (0, 0.5, 5)}
     assert found[0] == [1, 1, 2, 1]  # by reward alone
     assert found[0.5] == [1, 0, 2, 1]
     assert found[5] == [0, 0, 0, 0]

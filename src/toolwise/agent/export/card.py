@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +14,11 @@ from toolwise.rollout.tool_prompt import ToolPrompt
 from toolwise.training.checkpoint import Checkpoint
 from toolwise.training.trackers.jsonl import read_metrics
 
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 TOOL_TEXT = "tool_prompt.txt"
 """In an export whose chat template ignores tools: the text that described them in training prompts."""
-
-_USAGE_SNIPPET = """\
-```python
-{imports}from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder = "."  # where this file is
-tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained(folder)
-{messages}
-prompt = tokenizer.apply_chat_template(
-    messages,{tools} add_generation_prompt=True, return_tensors="pt", return_dict=True
-)
-reply = model.generate(**prompt, max_new_tokens=256)
-print(tokenizer.decode(reply[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
-```"""
-_IMPORTS = {"json": "import json\nfrom pathlib import Path\n\n", "text": "from pathlib import Path\n\n", "": ""}
-_QUESTION = 'messages = [{"role": "user", "content": "What is 3 + 4?"}]'
-_LOAD_SCHEMAS = 'tools = json.loads(Path(folder, "tools.json").read_text(encoding="utf-8"))["tools"]'
-_LOAD_TEXT = f'tools = Path(folder, "{TOOL_TEXT}").read_text(encoding="utf-8")'
-_MESSAGES_WITH_SYSTEM = """\
-messages = [
-    {"role": "system", "content": tools},  # append to your own system message after an empty line, if you have one
-    {"role": "user", "content": "What is 3 + 4?"},
-]"""
-_MESSAGES_WITH_USER = 'messages = [{"role": "user", "content": tools + "\\n\\nWhat is 3 + 4?"}]  # the first one only'
 
 
 def model_card(
@@ -55,48 +31,27 @@ def model_card(
     tool_prompt: ToolPrompt | None = None,
 ) -> str:
     """README.md of an exported model; `tool_prompt` is how prompts describe its tools, None for a model without any."""
+    from jinja2 import Environment, StrictUndefined
+
     version = source.facts.get("toolwise", __version__)
-    table = {**_training(config, source), "weights": _weights(dtype, saved_in), "made with": f"toolwise {version}"}
-    return "\n".join(
-        [
-            *_front_matter(config),
-            f"# {_one_line(config.name)}",
-            "",
-            f"A language model, trained with Toolwise {version} by reinforcement learning to use tools.",
-            "",
-            "## How it was trained",
-            "",
-            "| | |",
-            "|---|---|",
-            *(f"| {name} | {value} |" for name, value in table.items() if value),
-            "",
-            "## Results",
-            "",
-            *_metrics_table(run, source.step),
-            "",
-            "## How to use it",
-            "",
-            *_usage(tool_prompt),
-            "",
-            "## Licence",
-            "",
-            "Not stated yet. Before you publish the model, state its licence here and in the metadata at the top of "
-            "this file, within what the licences of the base model and of the data allow.",
-            "",
-        ]
+    tools_in = "" if tool_prompt is None or tool_prompt.where == "nowhere" else tool_prompt.where
+    template = Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+    ).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        name=_one_line(config.name),
+        base_model=json.dumps(config.model.path) if _HUB_NAME.fullmatch(config.model.path) else "",
+        version=version,
+        training={
+            **_training(config, source),
+            "weights": _weights(dtype, saved_in),
+            "made with": f"toolwise {version}",
+        },
+        tools_in=tools_in,
+        description=tool_prompt.describe() if tools_in and tool_prompt is not None else "",
+        tool_text=TOOL_TEXT,
+        **_results(run, source.step),
     )
-
-
-def _front_matter(config: RunConfig) -> Iterator[str]:
-    yield "---"
-    yield "library_name: transformers"
-    yield "pipeline_tag: text-generation"
-    if _HUB_NAME.fullmatch(config.model.path):
-        yield f"base_model: {json.dumps(config.model.path)}"
-    yield from ("tags:", "- toolwise", "- reinforcement-learning", "- tool-use")
-    yield "# license: to be set by the publisher of this model"
-    yield "---"
-    yield ""
 
 
 def _training(config: RunConfig, source: Checkpoint) -> dict[str, str]:
@@ -119,27 +74,6 @@ def _training(config: RunConfig, source: Checkpoint) -> dict[str, str]:
 def _lora(config: RunConfig) -> str:
     lora = config.actor.lora
     return f"adapters of rank {lora.rank} (alpha {lora.alpha:g}), merged into the weights" if lora.rank else ""
-
-
-def _usage(tool_prompt: ToolPrompt | None) -> Iterator[str]:
-    """A snippet that prompts the model as in training."""
-    if tool_prompt is None or tool_prompt.where == "nowhere":
-        yield _USAGE_SNIPPET.format(imports=_IMPORTS[""], messages=_QUESTION, tools="")
-        return
-    description = tool_prompt.describe()
-    yield (
-        "The model was trained with tools and answers badly without them: `tools.json` has their schemas. "
-        f"{description[0].upper()}{description[1:]}. It writes calls as text; your program runs them and "
-        "adds the results."
-    )
-    yield ""
-    if tool_prompt.where == "template":
-        yield _USAGE_SNIPPET.format(
-            imports=_IMPORTS["json"], messages=f"{_LOAD_SCHEMAS}\n{_QUESTION}", tools=" tools=tools,"
-        )
-    else:
-        messages = f"{_LOAD_TEXT}\n{_MESSAGES_WITH_SYSTEM if tool_prompt.where == 'system' else _MESSAGES_WITH_USER}"
-        yield _USAGE_SNIPPET.format(imports=_IMPORTS["text"], messages=messages, tools="")
 
 
 def _base(path: str) -> str:
@@ -172,7 +106,7 @@ def _weights(dtype: str, saved_in: str) -> str:
     return dtype if dtype == saved_in else f"{dtype}, converted from {saved_in}"
 
 
-def _metrics_table(run: Path, step: int) -> Iterator[str]:
+def _results(run: Path, step: int) -> dict[str, Any]:
     """The validation before training and the last one up to the checkpoint's step."""
     lines = [line for line in read_metrics(run / "metrics.jsonl") if line.get("step", step + 1) <= step]
     validations = [line for line in lines if any(name.startswith("eval/") for name in line)]
@@ -180,17 +114,11 @@ def _metrics_table(run: Path, step: int) -> Iterator[str]:
     before = next((line for line in validations if line["step"] == 0), empty)
     after = next((line for line in reversed(validations) if line["step"] > 0), empty)
     names = _headline_metrics([name for name in dict.fromkeys([*before, *after]) if name.startswith("eval/")])
-    if not names:
-        yield "The run was not validated on held-out tasks."
-        return
-    after_step = f"after step {after['step']}" if after else "after"
-    yield f"On held-out tasks, one rollout each{'' if before and after else ', as far as it was validated'}:"
-    yield ""
-    yield f"| | before | {after_step} |"
-    yield "|---|---:|---:|"
-    for name in names:
-        values = f"{_format_metric(before.get(name))} | {_format_metric(after.get(name))}"
-        yield f"| {_one_line(name.removeprefix('eval/'))} | {values} |"
+    rows = [
+        (_one_line(name.removeprefix("eval/")), _format_metric(before.get(name)), _format_metric(after.get(name)))
+        for name in names
+    ]
+    return {"before": before, "after": after, "results": rows}
 
 
 def _headline_metrics(names: Sequence[str]) -> list[str]:

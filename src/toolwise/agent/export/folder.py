@@ -8,17 +8,17 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolwise.agent.calibration import ROUTER_METADATA_FILE
 from toolwise.agent.export.card import TOOL_TEXT, model_card
 from toolwise.agent.export.weights import convert, saved_dtype
+from toolwise.agent.source import find_checkpoint, find_run
 from toolwise.config.schema import RunConfig, inference_settings, load_config
 from toolwise.errors import CheckpointError, ConfigError, ModelError
 from toolwise.models import load_model
 from toolwise.rollout.tool_prompt import describe_tools
+from toolwise.routing.head import ROUTER_METADATA_FILE
 from toolwise.serialization.files import disk_fault
 from toolwise.serialization.json_text import json_text
 from toolwise.tools.tool_record import read_tools
-from toolwise.training import checkpoint
 from toolwise.training.checkpoint import Checkpoint
 
 
@@ -39,7 +39,8 @@ def export_model(source: Path, out: Path, *, dtype: str | None = None, best: str
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} already exists: choose another --out, nothing is ever overwritten")
-    run, source_checkpoint = find_model(source, best)
+    run = find_run(source, "has no config.toml: give the folder of a run, or RUN/checkpoints/step-…")
+    source_checkpoint = find_checkpoint(source, best=best, command="toolwise export")
     config = load_config(run / "config.toml")
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
@@ -61,40 +62,6 @@ def export_model(source: Path, out: Path, *, dtype: str | None = None, best: str
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Export(out, source_checkpoint, dtype or saved_in)
-
-
-def find_model(source: Path, best: str = "") -> tuple[Path, Checkpoint]:
-    """The run's folder and the checkpoint that `source` refers to."""
-    is_checkpoint = (source / checkpoint.MANIFEST).is_file()
-    run = source.resolve().parent.parent if is_checkpoint else source
-    if not (run / "config.toml").is_file():
-        raise CheckpointError(f"{run} has no config.toml: give the folder of a run, or RUN/checkpoints/step-…")
-    if is_checkpoint and best:
-        raise ConfigError(
-            f"{source} is a single checkpoint: give its run, {run}, to choose one of its checkpoints with --best"
-        )
-    if is_checkpoint:
-        return run, checkpoint.load(source)
-    folder, damaged = run / "checkpoints", list[str]()
-    if best:
-        chosen = checkpoint.best(folder, best, warnings_out=damaged)
-    else:
-        chosen = checkpoint.latest(folder, warnings_out=damaged)
-    if damaged:  # do not silently use an older one
-        raise CheckpointError(f"{damaged[0].removeprefix('passed over: ')}: toolwise export RUN/checkpoints/step-…")
-    if chosen is None and best:
-        raise CheckpointError(
-            f"no checkpoint in {folder} was validated for {best.removeprefix('-')!r}: {_available_metrics(folder)}"
-        )
-    if chosen is None:
-        raise CheckpointError(f"{source} has no complete checkpoint yet: wait for the first one")
-    return run, chosen
-
-
-def _available_metrics(folder: Path) -> str:
-    latest = checkpoint.latest(folder, warnings_out=[])
-    names = sorted(latest.figures) if latest is not None else []
-    return f"available: {', '.join(names)}" if names else "leave --best out to export the latest"
 
 
 def _write_export(folder: Path, source: Checkpoint, config: RunConfig, run: Path, dtype: str | None) -> str:

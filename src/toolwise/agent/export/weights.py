@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.errors import ModelError
+from toolwise.routing.head import ROUTER_WEIGHTS_FILE
 from toolwise.serialization.json_text import json_text
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -48,7 +49,7 @@ def convert(folder: Path, dtype: str) -> None:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The model's files; a router head next to it stays in fp32."""
-    return [file for file in sorted(folder.glob("*.safetensors")) if file.name != "router.safetensors"]
+    return [file for file in sorted(folder.glob("*.safetensors")) if file.name != ROUTER_WEIGHTS_FILE]
 
 
 def _convert_file(file: Path, dtype: str) -> int:

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolwise.cli.check.marks import verdict_text
+from toolwise.cli.check.findings import show_findings, show_verdict
 from toolwise.cli.reward_options import KwargsOption, read_kwargs
 from toolwise.errors import ConfigError, DataError
-from toolwise.terminal import print_json, print_line
+from toolwise.terminal import print_json
 
 if TYPE_CHECKING:
-    from toolwise.checks.env.check import EnvCheck
     from toolwise.types import Task
 
 
@@ -68,7 +67,8 @@ def check_env(
     if as_json:
         print_json(result.to_json())
     else:
-        _show(result)
+        show_findings(result.env, result.findings)
+        show_verdict(result.findings)
     if not result.ok:
         raise typer.Exit(1)
 
@@ -126,18 +126,3 @@ def _read_action(action: Any, where: str) -> Any:
         return as_action(action)
     except ValidationError as fault:
         raise ConfigError(f"{where}: {action!r:.60} is not a tool call: {fault.errors()[0]['msg']}") from None
-
-
-def _show(check: EnvCheck) -> None:
-    from rich.table import Table
-
-    from toolwise.terminal.display import Console
-
-    table = Table(title=check.env)
-    for column in ("", "", "details"):
-        table.add_column(column)
-    for finding in check.findings:
-        table.add_row(finding.name, verdict_text(finding.verdict), finding.says)
-    Console().print(table)
-    wrong = [finding.name for finding in check.findings if finding.verdict == "wrong"]
-    print_line(f"wrong: {', '.join(wrong)}" if wrong else "no problems found")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolwise.cli.check.marks import verdict_text
+from toolwise.cli.check.findings import show_findings, show_verdict
 from toolwise.cli.reward_options import (
     AllowOption,
     KwargsOption,
@@ -70,25 +70,14 @@ def check_reward(
 
 
 def _show(check: RewardCheck) -> None:
-    from rich.table import Table
-
-    from toolwise.terminal.display import Console
-
-    console = Console()
-    table = Table(title=f"{check.reward} ({check.mode}) on {check.rollouts} rollouts of {check.tasks} tasks")
-    for column in ("", "", "details"):
-        table.add_column(column)
-    for finding in check.findings:
-        table.add_row(finding.name, verdict_text(finding.verdict), finding.says)
-    console.print(table)
+    show_findings(f"{check.reward} ({check.mode}) on {check.rollouts} rollouts of {check.tasks} tasks", check.findings)
     for finding in check.findings:
         _show_details(finding)
     if check.printed:
         more = f"  … and {check.printed_more:,} more lines" if check.printed_more else ""
         print_line("\n".join(["\noutput of the reward:", *(f"  {line}" for line in check.printed), more]))
     print_line(check.sandbox)
-    wrong = [finding.name for finding in check.findings if finding.verdict == "wrong"]
-    print_line(f"wrong: {', '.join(wrong)}" if wrong else "no problems found")
+    show_verdict(check.findings)
 
 
 def _show_details(finding: Finding) -> None:

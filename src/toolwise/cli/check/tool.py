@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from toolwise.cli.check.marks import verdict_text
+from toolwise.cli.check.findings import show_findings, show_verdict
 from toolwise.errors import ConfigError
-from toolwise.terminal import print_json, print_line
-
-if TYPE_CHECKING:
-    from toolwise.checks.tool.check import ToolCheck
+from toolwise.terminal import print_json
 
 
 def check_tool(
@@ -41,7 +38,8 @@ def check_tool(
         print_json([result.to_json() for result in results])
     else:
         for result in results:
-            _show(result)
+            show_findings(result.tool, result.findings)
+            show_verdict(result.findings)
     if not all(result.ok for result in results):
         raise typer.Exit(1)
 
@@ -56,18 +54,3 @@ def _read_object(text: str, option: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f'{option} {text!r:.80} is not a JSON object; write {{"argument": value}}')
     return value
-
-
-def _show(check: ToolCheck) -> None:
-    from rich.table import Table
-
-    from toolwise.terminal.display import Console
-
-    table = Table(title=check.tool)
-    for column in ("", "", "details"):
-        table.add_column(column)
-    for finding in check.findings:
-        table.add_row(finding.name, verdict_text(finding.verdict), finding.says)
-    Console().print(table)
-    wrong = [finding.name for finding in check.findings if finding.verdict == "wrong"]
-    print_line(f"wrong: {', '.join(wrong)}" if wrong else "no problems found")

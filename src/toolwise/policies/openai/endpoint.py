@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolwise.errors import ContextFullError, PolicyError
+from toolwise.errors import ConfigError, ContextFullError, PolicyError
 from toolwise.policies.openai.server_errors import ServerError, error_from_response
 from toolwise.protocols import Metrics
 
@@ -192,6 +193,14 @@ def _validate_url(url: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise PolicyError(f"base_url {url!r} is not an http URL; give one like http://localhost:8000/v1")
     return url
+
+
+def read_api_key(variable: str, option: str) -> str | None:
+    """The key in an environment variable; None if `option`, which names the variable, is not set."""
+    key = os.environ.get(variable) if variable else None
+    if variable and not key:
+        raise ConfigError(f"{option}: the environment variable {variable} is not set: set it, or leave {option} out")
+    return key
 
 
 def _authorization(api_key: str | None) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from toolwise.errors import PolicyError
 from toolwise.messages import Message, Prefix
 from toolwise.policies.openai.endpoint import Endpoint, loop_time
-from toolwise.policies.openai.reply import Reply, read_reply
+from toolwise.policies.openai.reply import NEUTRAL_SAMPLING, Reply, read_reply
 from toolwise.protocols import Metrics, Sampling
 from toolwise.rollout.parsers import PARSERS, to_action
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     import httpx
 
 _SERVER_PARSER = "openai"
-# Servers take top-k, min-p and penalties from the model's folder or have their own defaults; training needs log-probs
-# of the full distribution.
-_NEUTRAL_SAMPLING = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class OpenAIAgentPolicy:
@@ -140,7 +137,7 @@ class OpenAIAgentPolicy:
         if self.logprobs:
             body["logprobs"] = True
         if self.return_token_ids:
-            body |= {"return_token_ids": True} | _NEUTRAL_SAMPLING
+            body |= {"return_token_ids": True} | NEUTRAL_SAMPLING
         return body | self.extra_body
 
     def metrics(self) -> Metrics:

@@ -18,6 +18,9 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 Parse = Callable[[str], tuple[str, list[ToolCall]]]
 
 _TOKEN_ID = "token_id:"
+# Servers take top-k, min-p and penalties from the model's folder or have their own defaults; training needs log-probs
+# of the full distribution.
+NEUTRAL_SAMPLING = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class TextLogprobs(TypedDict):
@@ -45,14 +48,14 @@ class Reply:
 
 def read_reply(body: Any, headers: Mapping[str, str], parse: Parse | None) -> Reply:
     """Parse a reply. `parse` extracts tool calls from the text; None uses those parsed by the server."""
-    choice = _choice(body)
+    choice = first_choice(body)
     message, reasoning = _message(choice)
     text = message.content or ""
     content, calls = parse(text) if parse is not None else (text, [])
     calls = calls or _with_call_ids(message.tool_calls or [])
     finish = _finish_reason(choice, bool(calls))
     tokens, logprobs = _logprobs(choice)
-    prompt_ids = _ids(body.get("prompt_token_ids") or choice.get("prompt_token_ids"), "prompt_token_ids")
+    prompt_ids = parse_ids(body.get("prompt_token_ids") or choice.get("prompt_token_ids"), "prompt_token_ids")
     token_ids = _token_ids(choice, tokens)
     if not (text or calls or reasoning or token_ids or tokens or _completion_tokens(body)):
         raise ServerError("bad_reply", "the reply is empty: no text, tool calls or tokens", retryable=True)
@@ -80,7 +83,7 @@ def read_reply(body: Any, headers: Mapping[str, str], parse: Parse | None) -> Re
     )
 
 
-def _choice(body: Any) -> dict[str, Any]:
+def first_choice(body: Any) -> dict[str, Any]:
     choices = body.get("choices") if isinstance(body, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise ServerError("bad_reply", f"the reply has no choices: {str(body)[:80]!r}", retryable=True)
@@ -132,14 +135,14 @@ def _logprobs(choice: dict[str, Any]) -> tuple[list[str], array[float] | None]:
 
 
 def _token_ids(choice: dict[str, Any], tokens: Sequence[str]) -> array[int] | None:
-    ids = _ids(choice.get("token_ids"), "token_ids")
+    ids = parse_ids(choice.get("token_ids"), "token_ids")
     if ids is None and tokens and all(token.startswith(_TOKEN_ID) for token in tokens):
         numbers = [token.removeprefix(_TOKEN_ID) for token in tokens]  # vLLM's return_tokens_as_token_ids
-        return _ids([int(n) if n.isascii() and n.isdigit() else n for n in numbers], "logprobs")
+        return parse_ids([int(n) if n.isascii() and n.isdigit() else n for n in numbers], "logprobs")
     return ids
 
 
-def _ids(value: Any, name: str) -> array[int] | None:
+def parse_ids(value: Any, name: str) -> array[int] | None:
     if value is None:
         return None
     valid = isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from typing import Any
 
 from toolwise.config.schema import RunConfig
-from toolwise.errors import ConfigError
-from toolwise.policies.openai.endpoint import Endpoint
+from toolwise.policies.openai.endpoint import Endpoint, read_api_key
 from toolwise.policies.vllm.control import VllmControlClient
 from toolwise.policies.vllm.engine import VllmEngine
 from toolwise.policies.vllm.server import VllmServer
@@ -19,9 +17,7 @@ from toolwise.policies.vllm.weights import WeightsFolder
 def build_vllm(config: RunConfig, model: Any, folder: str) -> VllmEngine:
     """`folder` is where `model` was loaded from; a server that is started here takes its tokenizer from there."""
     settings, rollout = config.rollout.vllm, config.rollout
-    key = os.environ.get(settings.api_key_env) if settings.api_key_env else None
-    if settings.api_key_env and not key:
-        raise ConfigError(f"rollout.vllm.api_key_env: the environment variable {settings.api_key_env} is not set")
+    key = read_api_key(settings.api_key_env, "rollout.vllm.api_key_env")
     with ExitStack() as cleanup:
         weights = WeightsFolder(settings.weights_dir)
         cleanup.callback(weights.close)

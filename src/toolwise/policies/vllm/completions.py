@@ -8,19 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from toolwise.policies.openai.reply import NEUTRAL_SAMPLING, first_choice, parse_ids
 from toolwise.policies.openai.server_errors import ServerError
 from toolwise.protocols import Sampling
-
-# Servers have their own defaults for these, and take some from the model's folder; training needs log-probs of the full
-# distribution.
-_NEUTRAL_SAMPLING = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +24,10 @@ class Completion:
 
 def completion_body(model: str, token_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
     """The request body. Log-probs of greedy decoding are always at temperature 1: servers offer no others."""
-    return _NEUTRAL_SAMPLING | {
+    return NEUTRAL_SAMPLING | {
+        "top_p": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "model": model,
         "prompt": list(token_ids),
         "max_tokens": sampling.max_new_tokens,
@@ -50,10 +43,7 @@ def completion_body(model: str, token_ids: Sequence[int], sampling: Sampling) ->
 
 def read_completion(body: Any, prompt: Sequence[int]) -> Completion:
     """Parse the reply to `completion_body(…, prompt, …)`; raises `ServerError` if it is invalid."""
-    choices = body.get("choices") if isinstance(body, dict) else None
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise ServerError("bad_reply", f"the reply has no choices: {str(body)[:80]!r}", retryable=True)
-    choice = choices[0]
+    choice = first_choice(body)
     finish = choice.get("finish_reason")
     if finish not in ("stop", "length"):  # "abort": the server gave up midway, which is not the model's decision
         raise ServerError("bad_reply", f"the server ended the reply with finish_reason {finish!r}", retryable=True)
@@ -69,14 +59,12 @@ def read_completion(body: Any, prompt: Sequence[int]) -> Completion:
 
 
 def _ids(choice: dict[str, Any], name: str) -> array[int]:
-    value = choice.get(name)
-    if value is None:
+    ids = parse_ids(choice.get(name), name)
+    if ids is None:
         raise ServerError(
             "bad_reply", f"the reply has no {name}: vLLM 0.20 or later returns them, other servers do not"
         )
-    if not isinstance(value, list) or not all(type(i) is int and 0 <= i < 2**31 for i in value):
-        raise ServerError("bad_reply", f"{name} is not a list of token ids")
-    return array("i", value)
+    return ids
 
 
 def _logprobs(choice: dict[str, Any]) -> array[float]:

@@ -18,7 +18,7 @@ from toolwise.routing.head.features import engine_encoder, feature_width
 from toolwise.routing.head.head import HeadSettings, RouterHead
 from toolwise.routing.head.learner import RouterLearner, RouterSettings
 from toolwise.routing.learned_router import LearnedRouter, target_of
-from toolwise.routing.options import Conditioning, RouterTraining
+from toolwise.routing.options import Conditioning
 from toolwise.routing.prompt_templates import load_wording
 from toolwise.tools.base import BaseTool
 from toolwise.types import Task
@@ -102,14 +102,7 @@ def build_router(
         budgets=Budgets([Budget(**budget.model_dump()) for budget in router.budgets]),
         cost=cost_from_config(config, tools),
         conditioning=conditioning_from_config(config),
-        training=RouterTraining(
-            routes=router.routes,
-            evaluate=router.evaluate,
-            standardize_by_kind=router.standardize_by_kind,
-            divide_by_std_as_a_control=router.divide_by_std_as_a_control,
-            usage=router.usage,
-            warm_start_epochs=router.warm_start_epochs,
-        ),
+        training=router,
         seed=config.seed,
         tasks=tasks,
         metadata={"router": router.model_dump(mode="json", exclude={"labels"}), **inference_settings(config)},

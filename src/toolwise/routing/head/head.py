@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from toolwise.errors import CheckpointError
+from toolwise.routing.head import ROUTER_METADATA_FILE, ROUTER_WEIGHTS_FILE
+from toolwise.routing.samples import RoutePrediction
 from toolwise.serialization.json_text import json_text
 
-ROUTER_WEIGHTS_FILE, ROUTER_METADATA_FILE = "router.safetensors", "router.json"
 FORMAT = 1
 
 
@@ -78,6 +79,23 @@ class RouterHead(nn.Module):
             return outputs
         weights = outputs.new_tensor(list(multipliers))
         return (outputs[..., 0] - (outputs[..., 1:] * weights).sum(-1)) / self.settings.temperature
+
+
+@torch.no_grad()
+def predict_routes(head: RouterHead, features: Tensor, multipliers: Sequence[float] = ()) -> list[RoutePrediction]:
+    """The head's prediction for each row of `features` [batch, width]."""
+    outputs = head(features)
+    logprobs = head.logits(outputs, multipliers).log_softmax(-1).tolist()
+    if head.settings.mode == "policy":
+        return [RoutePrediction(tuple(row)) for row in logprobs]
+    return [
+        RoutePrediction(
+            tuple(row),
+            rewards=tuple(route[0] for route in values),
+            costs=tuple(tuple(route[1:]) for route in values),
+        )
+        for row, values in zip(logprobs, outputs.tolist(), strict=True)
+    ]
 
 
 def save_head(head: RouterHead, folder: Path, metadata: dict[str, Any] | None = None) -> None:

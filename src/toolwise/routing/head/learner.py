@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,7 @@ from toolwise.protocols import Metrics
 from toolwise.routing.head.average import HeadAverage
 from toolwise.routing.head.batch import RouterBatch
 from toolwise.routing.head.features import prompt_features
-from toolwise.routing.head.head import RouterHead, load_head, save_head
+from toolwise.routing.head.head import RouterHead, load_head, predict_routes, save_head
 from toolwise.routing.head.loss import (
     NO_LABEL,
     calibration_error,
@@ -57,18 +56,6 @@ class RouterSettings(OptimizerSettings):
     """Prompt tokens per forward pass (and backward pass, if the trunk is trained)."""
 
 
-@dataclass(frozen=True, slots=True)
-class RouteOutput:
-    """One row per prompt."""
-
-    router_logits: Tensor
-    """[batch, routes], in fp32"""
-    router_action: Tensor
-    """[batch]"""
-    router_log_prob: Tensor
-    """[batch], of that action"""
-
-
 class RouterLearner:
     """`optimizer` is the actor's if the head shares it; `on_trunk_update` is called after weights of the trunk have
     changed."""
@@ -80,7 +67,6 @@ class RouterLearner:
         settings: RouterSettings,
         *,
         optimizer: Optimizer | None = None,
-        encode: Encode | None = None,
         on_trunk_update: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
@@ -90,7 +76,7 @@ class RouterLearner:
         parameters = [*self.head.parameters(), *self.trunk]
         self.shares_optimizer = optimizer is not None
         self.optimizer = Optimizer(parameters, settings, owner="router") if optimizer is None else optimizer
-        self.encode = encode or self._encode
+        self.encode: Encode = self._encode
         self.on_trunk_update = on_trunk_update
         self.updates = 0
         self.average = HeadAverage()
@@ -111,38 +97,12 @@ class RouterLearner:
         features = self.encode(prompts).detach()
         self.prefills += len(prompts)
         head, used_multipliers = self.average.of(self.head, multipliers) if averaged else (self.head, multipliers)
-        outputs = head(features)
-        logprobs = head.logits(outputs, used_multipliers).log_softmax(-1).tolist()
-        values = outputs.tolist() if self.head.settings.mode == "value" else None
         return [
-            RoutePrediction(
-                tuple(logprobs[i]),
-                head_inputs=(tuple(prompt), features[i] if not self.trunk else None),
-                rewards=None if values is None else tuple(route[0] for route in values[i]),
-                costs=None if values is None else tuple(tuple(route[1:]) for route in values[i]),
+            replace(prediction, head_inputs=(tuple(prompt), features[i] if not self.trunk else None))
+            for i, (prompt, prediction) in enumerate(
+                zip(prompts, predict_routes(head, features, used_multipliers), strict=True)
             )
-            for i, prompt in enumerate(prompts)
         ]
-
-    @torch.no_grad()
-    def route(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        do_sample: bool = True,
-        seed: int = 0,
-        multipliers: Sequence[float] = (),
-    ) -> RouteOutput:
-        """Samples depend only on the seed and the index of the prompt."""
-        logits = self.head.logits(self.head(self.encode(prompts)), multipliers)
-        self.prefills += len(prompts)
-        predictions = [RoutePrediction(tuple(row)) for row in logits.log_softmax(-1).tolist()]
-        chosen = [
-            prediction.sample(Random(f"{seed}/{i}")) if do_sample else prediction.argmax()
-            for i, prediction in enumerate(predictions)
-        ]
-        action = torch.tensor(chosen, device=logits.device, dtype=torch.long)
-        return RouteOutput(logits, action, logits.log_softmax(-1).gather(1, action[:, None])[:, 0])
 
     def learn(self, examples: Sequence[RouterExample], multipliers: Sequence[float] = ()) -> Metrics:
         """One update: `epochs` optimizer steps over all examples."""
@@ -150,35 +110,26 @@ class RouterLearner:
         if not examples:
             return {"router/updates": 0.0}
         s = self.settings
-        batch = RouterBatch.of(examples, self._dtype_reference)
+        batch = RouterBatch.of(examples, self.head.out.weight)
         metrics = {"router/updates": float(s.epochs), "router/lr": self.optimizer.learning_rate(self.updates)}
         metrics |= self._calibration_metrics(batch)
         sums: dict[str, float] = {}
         for _ in range(s.epochs):
             for name, value in self._step(batch, multipliers).items():
                 sums[name] = sums.get(name, 0.0) + value / s.epochs
-        if self._is_averaging:
+        if s.average_last > 0 and self.updates > s.schedule_steps * (1.0 - s.average_last):
             self.average.add(self.head, multipliers)
         else:
             self.average.reset()  # the run was extended after it had ended
         return metrics | {f"router/{name}": value for name, value in sums.items()}
 
-    @property
-    def _is_averaging(self) -> bool:
-        s = self.settings
-        return s.average_last > 0 and self.updates > s.schedule_steps * (1.0 - s.average_last)
-
     def supervised_step(self, predictions: Sequence[RoutePrediction], labels: Sequence[int]) -> Metrics:
         """A cross-entropy step at the learning rate of the next update; it does not advance the schedule."""
         batch = RouterBatch.of(
             [RouterExample(prediction, (), label=label) for prediction, label in zip(predictions, labels, strict=True)],
-            self._dtype_reference,
+            self.head.out.weight,
         )
         return {f"router/{name}": value for name, value in self._step(batch, (), only_labels=True).items()}
-
-    @property
-    def _dtype_reference(self) -> Tensor:
-        return self.head.out.weight
 
     def _step(self, batch: RouterBatch, multipliers: Sequence[float], *, only_labels: bool = False) -> Metrics:
         if self.trunk:
@@ -209,7 +160,8 @@ class RouterLearner:
         prompts, rollouts = len(batch.examples), max(1, len(batch.actions))
         if self.head.settings.mode == "value" and not only_labels:
             loss = value_loss(outputs, part.prompt_index, part.actions, part.targets) / rollouts
-            return loss, {"loss": float(loss.detach()), "entropy": self._entropy(outputs, multipliers, prompts)}
+            entropy = entropies(self.head.logits(outputs.detach(), multipliers)).sum()
+            return loss, {"loss": float(loss.detach()), "entropy": float(entropy) / prompts}
         logits = self.head.logits(outputs, multipliers)
         entropy = entropies(logits).sum() / prompts
         labelled = max(1, int((batch.labels != NO_LABEL).sum()))
@@ -243,9 +195,6 @@ class RouterLearner:
         finally:
             for weight in others:
                 weight.requires_grad_(True)
-
-    def _entropy(self, outputs: Tensor, multipliers: Sequence[float], prompts: int) -> float:
-        return float(entropies(self.head.logits(outputs.detach(), multipliers)).sum()) / prompts
 
     @property
     def entropy_coef(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from toolwise.types.events import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
 from toolwise.types.results import EvaluateResult, EvaluationFault, MetricResult, StepOutput
 from toolwise.types.rollouts import (
     Action,
@@ -34,7 +35,9 @@ __all__ = [
     "Action",
     "Alternative",
     "AnnotatedRollout",
+    "CheckpointEvent",
     "CreditedRollout",
+    "EndEvent",
     "EvaluateResult",
     "EvaluationFault",
     "LevelScore",
@@ -42,9 +45,12 @@ __all__ = [
     "Rollout",
     "RolloutThinking",
     "RouteDecision",
+    "RunStart",
     "ScoredRollout",
     "StepData",
+    "StepEvent",
     "StepOutput",
+    "Stop",
     "StopReason",
     "Task",
     "ThinkingByRollout",
@@ -52,4 +58,5 @@ __all__ = [
     "ThinkingStep",
     "TokenLogprobs",
     "Usage",
+    "ValidationEvent",
 ]

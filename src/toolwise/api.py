@@ -22,8 +22,9 @@ from toolwise.types import Task
 
 if TYPE_CHECKING:
     from toolwise.training.run import Run
+    from toolwise.training.run_result import RunResult
     from toolwise.training.scoring import RewardSources
-    from toolwise.training.trainer import RunResult
+    from toolwise.training.trackers.observers import CallbackSpec, TrackerSpec
 
 log = logging.getLogger("toolwise")
 
@@ -44,6 +45,8 @@ def train(
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: RewardSources | None = None,
     env: str | Callable[..., Any] | None = None,
+    trackers: Sequence[TrackerSpec] | TrackerSpec | None = None,
+    callbacks: Sequence[CallbackSpec] | CallbackSpec | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     overrides: Sequence[str] = (),
@@ -53,7 +56,8 @@ def train(
     `config` is a file, a nested mapping or a `RunConfig`; the other arguments override it. `tasks` and `val` are files,
     `Task`s, or rows such as {"prompt": "…", "ground_truth": "…"}. `tools` are typed functions, tool objects or names,
     as a list or a single one. `reward` is a function, or a list of functions or (function, weight) pairs whose scores
-    are added. `env` is a class, a function or a name. `overrides` are strings such as "actor.lr=1e-5".
+    are added. `env` is a class, a function or a name. `trackers` receive the metrics; `callbacks` follow the run and
+    may stop it. `overrides` are strings such as "actor.lr=1e-5".
 
     Everything is recorded in the run folder, so that `toolwise eval`, `resume`, `score` and `export` work on it.
     """
@@ -61,15 +65,25 @@ def train(
     from toolwise.training.inputs import gather_inputs
     from toolwise.training.run import assemble, check_learnable
     from toolwise.training.run_files import check_folder
-    from toolwise.training.trainer import Training, finished_result
-    from toolwise.view.report import write_report
+    from toolwise.training.run_result import finished_result
+    from toolwise.training.trackers.observers import Observers, load_observers
+    from toolwise.training.trainer import Training
+    from toolwise.view.report import ReportFiles
 
     run_config = read_config(config, overrides, model)
     folder = Path(out) if out is not None else new_run_folder(run_config.name)
     check_learnable(run_config)
     rows, held_out = read_tasks(tasks, "tasks"), read_tasks(val, "val")
     inputs = gather_inputs(
-        run_config, folder, tasks=(tasks, rows), val=(val, held_out), tools=tools, reward=reward, env=env
+        run_config,
+        folder,
+        tasks=(tasks, rows),
+        val=(val, held_out),
+        tools=tools,
+        reward=reward,
+        env=env,
+        trackers=trackers,
+        callbacks=callbacks,
     )
     check_folder(folder, inputs.recorded, resume=resume)
     if resume:
@@ -79,12 +93,16 @@ def train(
             return finished
     for note in inputs.notes:
         log.warning("%s", note)
+    observers = Observers()
     try:
         inputs.write()
+        observers.create(load_observers(run_config.trainer, trackers, callbacks))
         with show_startup(enabled=run_config.trainer.console):
             run = assemble(inputs.config, tasks=rows, validation_tasks=held_out, tools=tools, reward=reward)
-        training = Training(replace(run, config=inputs.recorded), folder, resume=resume, write_report=write_report)
+        recorded_run = replace(run, config=inputs.recorded)
+        training = Training(recorded_run, folder, resume=resume, callbacks=[ReportFiles()], observers=observers)
     except BaseException:
+        observers.close()
         inputs.discard()
         raise
     return run_async(training.run_training())
@@ -96,18 +114,24 @@ def resume(
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: RewardSources | None = None,
     env: str | Callable[..., Any] | None = None,
+    trackers: Sequence[TrackerSpec] | TrackerSpec | None = None,
+    callbacks: Sequence[CallbackSpec] | CallbackSpec | None = None,
     overrides: Sequence[str] = (),
 ) -> RunResult:
     """Resume the run in the folder `run` with its recorded settings plus `overrides`.
 
-    `tools`, `reward` and `env` are needed only if the run was given objects that config.toml cannot reference.
+    `tools`, `reward`, `env`, `trackers` and `callbacks` are needed only if the run was given objects that config.toml
+    cannot reference; each replaces what is recorded.
     """
     from toolwise.training.changes import load_run_config
 
     config = load_run_config(Path(run), overrides)
     if tools is not None:
         config = config.model_copy(update={"tools": []})
-    return train(config, tools=tools, reward=reward, env=env, out=run, resume=True)
+    replaced: dict[str, Any] = {"trackers": trackers, "callbacks": callbacks}
+    cleared: dict[str, Any] = {name: [] for name, value in replaced.items() if value is not None}
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update=cleared)})
+    return train(config, tools=tools, reward=reward, env=env, **replaced, out=run, resume=True)
 
 
 def evaluate(

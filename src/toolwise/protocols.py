@@ -1,7 +1,8 @@
-"""Protocols of the parts a user may replace: policy, token generator, estimator, tracker, router and learner."""
+"""Protocols of what a user may replace: policy, token generator, estimator, tracker, callback, router and learner."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -9,10 +10,16 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from toolwise.messages import Message
 from toolwise.types import (
     AnnotatedRollout,
+    CheckpointEvent,
     CreditedRollout,
+    EndEvent,
     RouteDecision,
+    RunStart,
     ScoredRollout,
+    StepEvent,
+    Stop,
     Task,
+    ValidationEvent,
 )
 
 Metrics = dict[str, float]
@@ -90,12 +97,47 @@ class MeasuredEstimator(AdvantageEstimator, Protocol):
     def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]: ...
 
 
+@runtime_checkable
 class Tracker(Protocol):
-    """Receives the metrics of a run."""
+    """Receives the metrics of a run. A subclass need only define `log`: the other methods do nothing by default."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def start(self, run: RunStart) -> None:
+        """Called once, before the first `log`."""
+        return
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called after each step, and again after a validation, with other metrics for the same step."""
+        ...
+
+    def close(self) -> None:
+        """Called once at the end, also if the run fails."""
+        return
+
+
+@runtime_checkable
+class Callback(Protocol):
+    """Follows a run and may stop it. A subclass defines the methods it needs: by default they do nothing.
+
+    A method that returns `Stop(reason)` ends the run as Ctrl-C does: the current step is finished, a checkpoint is
+    written, the summary has the reason, and the run can be resumed.
+    """
+
+    def on_step(self, event: StepEvent) -> Stop | None:
+        """After each training step, when its rollouts and metrics are written."""
+        return None
+
+    def on_validation(self, event: ValidationEvent) -> Stop | None:
+        """After each validation, including the one before training."""
+        return None
+
+    def on_checkpoint(self, event: CheckpointEvent) -> Stop | None:
+        """After each checkpoint."""
+        return None
+
+    def on_end(self, event: EndEvent) -> None:
+        """At the end, after the summary is written; not called if an error ends the run."""
+        return
 
 
 class Stateful(Protocol):

@@ -32,6 +32,16 @@ def calculator(expression: str) -> str:
     '''
     return "".join(NUMBER.findall(expression))
 """,
+    """from dataclasses import dataclass
+
+@dataclass
+class Steps(toolwise.Callback):
+    file: str
+
+    def on_step(self, event):
+        with open(event.run_folder / self.file, "a") as lines:
+            print(event.step, file=lines)
+""",
     """import asyncio
 await asyncio.sleep(0)  # IPython runs this cell inside an event loop, as a notebook does
 rows = [{"prompt": f"What is {a} * {b}?", "ground_truth": a * b} for a, b in ((123, 45), (67, 89))]
@@ -43,7 +53,8 @@ config = {
     "multi_turn": {"max_turns": 2},
     "trainer": {"total_steps": 1, "console": False},
 }
-result = toolwise.train(config, tasks=rows, val=rows[:1], tools=[calculator], reward=grade, out="run")
+given = {"tools": [calculator], "reward": grade, "callbacks": [Steps("steps.txt")]}
+result = toolwise.train(config, tasks=rows, val=rows[:1], **given, out="run")
 """,
     # A cell edited and run again: the function that counts is the last one.
     """@reward_function
@@ -87,3 +98,6 @@ def test_a_run_of_cells_in_ipython(tmp_path: Path, cli: Cli) -> None:
     ended = cli("eval", run, "--json")
     assert ended.status == 0, ended.err
     assert json.loads(ended.out) == json.loads((run / "summary.json").read_bytes())["after"]
+    ended = cli("resume", run, "--set", "trainer.total_steps=2")
+    assert ended.status == 0, ended.err
+    assert (run / "steps.txt").read_text().split() == ["1", "2"]

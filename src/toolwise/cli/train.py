@@ -13,7 +13,7 @@ from toolwise.terminal import print_error, print_line
 
 if TYPE_CHECKING:
     from toolwise.config.schema import RunConfig
-    from toolwise.training.trainer import RunResult
+    from toolwise.training.run_result import RunResult
 
 OverridesOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a configuration setting; repeatable.")
@@ -51,8 +51,10 @@ def run_dry_run(config: RunConfig, out: Path | None, resume: bool) -> None:
     """Roll out and score two tasks without writing anything. Exits with status 1 if there are problems."""
     from toolwise.training.run import check_learnable
     from toolwise.training.run_files import check_folder
+    from toolwise.training.trackers.observers import load_observers
 
     check_learnable(config)
+    load_observers(config.trainer)
     if out is not None:
         check_folder(out, config, resume=resume)
     from toolwise.checks.dry_run import dry_run
@@ -90,6 +92,7 @@ def report_result(result: RunResult) -> None:
     from toolwise.terminal.display import Console
     from toolwise.training.changes import resume_command
     from toolwise.training.fault_rates import describe_totals
+    from toolwise.training.trackers.contained import describe_observer_errors
     from toolwise.view.report import before_after_table
 
     if result.note:
@@ -102,11 +105,14 @@ def report_result(result: RunResult) -> None:
     console.print(f"{steps} in {summary['seconds']:.0f} s, peak memory {summary['peak_rss_mb']:.0f} MB")
     if faults := describe_totals(summary.get("faults") or {}):
         print_line(f"faults: {faults}")
+    for line in describe_observer_errors(summary.get("observers") or []):
+        print_line(line)
     for line in (f"  {result.out / 'report.html'}", f"  {result.out / 'report.png'}", f"run folder: {result.out}"):
         print_line(line)
     if summary["interrupted"]:
-        print_line(f"stopped after step {summary['steps']}; resume with: {resume_command(result.out)}")
-        sys.exit(130)
+        why = f" by {summary['stopped']}" if summary["stopped"] else ""
+        print_line(f"stopped after step {summary['steps']}{why}; resume with: {resume_command(result.out)}")
+        sys.exit(0 if summary["stopped"] else 130)
     if summary["updated"] is False:
         sys.exit(3)  # the actor should have been trained and was not updated
     return None

@@ -23,7 +23,8 @@ WORKER_ENV_VAR = "TOOLWISE_WORKER"
 """Set in the environment of worker processes, which load user files again."""
 
 GIVEN_IN_PYTHON = "given in Python: "
-"""Prefix in a run's config.toml of a tool or reward that was passed as a Python object and has no reference."""
+"""Prefix in a run's config.toml of a tool, reward, tracker or callback that was passed as a Python object and has no
+reference."""
 
 
 class Registration(NamedTuple):
@@ -65,12 +66,16 @@ def file_version(file: str | Path) -> str:
         return ""
 
 
-def check_nameable(reference: str, what: str) -> None:
-    """Raise if `reference` stands for an object that was passed in Python and cannot be loaded by name."""
+def check_nameable(reference: str, what: str, otherwise: str = "") -> None:
+    """Raise if `reference` stands for an object that was passed in Python and cannot be loaded by name.
+
+    `otherwise` is added to the message.
+    """
     if reference.startswith(GIVEN_IN_PYTHON):
         raise ConfigError(
             f"{what}: this run was started from Python with {reference.removeprefix(GIVEN_IN_PYTHON)}, which "
             "config.toml cannot name: resume it from Python, or put the code in a file and set its reference with --set"
+            f"{otherwise}"
         )
 
 

@@ -84,4 +84,8 @@ _PATH_RULES: dict[str, PathRule] = {
     "reward.parts.*.function": _reference,
     "reward.sandbox.read.*": _path,
     "algorithm.rlvcr.levels": _path,
+    "trainer.trackers.*": _reference,
+    "trainer.trackers.*.name": _reference,
+    "trainer.callbacks.*": _reference,
+    "trainer.callbacks.*.name": _reference,
 }

@@ -12,6 +12,7 @@ from toolwise.config.algorithm import AlgorithmConfig
 from toolwise.config.loader import Section, apply_overrides, build_config, read_settings
 from toolwise.config.paths import resolve_paths
 from toolwise.config.router import RouterConfig
+from toolwise.config.trainer import TrainerConfig
 
 
 class ModelConfig(Section):
@@ -321,22 +322,6 @@ class ValidationConfig(Section):
     """Validate every `every` steps; 0: only before and after training."""
     before: bool = True
     """Validate before training."""
-
-
-class TrainerConfig(Section):
-    total_steps: PositiveInt = 100
-    """Number of training steps."""
-    save_every: PositiveInt = 10
-    """Steps between checkpoints."""
-    keep_checkpoints: PositiveInt = 2
-    """Number of latest checkpoints to keep."""
-    keep_best: bool = True
-    """Also keep the checkpoint with the best validation, and save one at each new best. With router.budgets, a
-    validation within them (up to 5 % over) beats any that is not."""
-    best_metric: str = "score"
-    """Validation metric that decides: "correct", "lookup/score", …; "-cost": lower is better."""
-    console: bool = True
-    """Show progress on the console."""
 
 
 class RunConfig(Section):

@@ -124,7 +124,8 @@ class _Collector:
     def _add_references(self, source: str, namespace: Mapping[str, Any], user: str) -> None:
         """Bind every name that a piece of source refers to."""
         for name in global_names(source):
-            if name in namespace and not (name.startswith("__") and name.endswith("__")):
+            special = name.startswith("__") and name.endswith("__")
+            if name in namespace and not special and not _is_wrapped_builtin(name, namespace[name]):
                 self.add(name, namespace[name], namespace, user)
                 if isinstance(namespace[name], ModuleType):
                     self._submodules(namespace[name], source, name)
@@ -253,6 +254,11 @@ def _is_importable_as(module: str, name: str, value: Any) -> bool:
     """Whether `from module import name` gives this object in a fresh interpreter."""
     loaded = sys.modules.get(module)
     return loaded is not None and getattr(loaded, name, None) is value and _is_installed(loaded)
+
+
+def _is_wrapped_builtin(name: str, value: Any) -> bool:
+    """Whether `value` is a wrapper of the builtin `name`, as IPython's `open` is."""
+    return name in vars(builtins) and getattr(value, "__wrapped__", None) is vars(builtins)[name]
 
 
 def _is_installed(module: ModuleType) -> bool:

@@ -91,6 +91,8 @@ MUTABLE_SETTINGS = frozenset(
         "trainer.keep_best",
         "trainer.best_metric",
         "trainer.console",
+        "trainer.trackers",
+        "trainer.callbacks",
         "validation.do_sample",
         "validation.every",
         "validation.before",
@@ -109,7 +111,8 @@ class Change:
 
     @property
     def allowed(self) -> bool:
-        return re.sub(r"\[\d+\]", "[]", self.key) in MUTABLE_SETTINGS or _is_moved_file(self.old, self.new)
+        setting = re.sub(r"^(trainer\.(trackers|callbacks))\[.*", r"\1", re.sub(r"\[\d+\]", "[]", self.key))
+        return setting in MUTABLE_SETTINGS or _is_moved_file(self.old, self.new)
 
     def __str__(self) -> str:
         return f"{self.key}: {_display_value(self.old)} → {_display_value(self.new)}"
@@ -157,6 +160,8 @@ def check_files(config: RunConfig, run: Path, *sections: str) -> None:
     named |= _flatten(
         {"reward": config.reward.model_dump(include={"function", "parts"}), "env": {"name": config.env.name}}
     )
+    for kind, entries in (("trackers", config.trainer.trackers), ("callbacks", config.trainer.callbacks)):
+        named[f"trainer.{kind}"] = [entry if isinstance(entry, str) else entry.name for entry in entries]
     missing = [
         (key, file)
         for key, value in named.items()
@@ -213,11 +218,12 @@ def portable_config(config: RunConfig, out: Path) -> RunConfig:
     for table in (reward, *reward["parts"]):
         table["function"] = _relative(table["function"], folder)
     env["name"] = _relative(env["name"], folder)
-    for index, entry in enumerate(settings["tools"]):
-        if isinstance(entry, dict):
-            entry["name"] = _relative(entry.get("name"), folder)
-        else:
-            settings["tools"][index] = _relative(entry, folder)
+    for entries in (settings["tools"], settings["trainer"]["trackers"], settings["trainer"]["callbacks"]):
+        for index, entry in enumerate(entries):
+            if isinstance(entry, dict):
+                entry["name"] = _relative(entry.get("name"), folder)
+            else:
+                entries[index] = _relative(entry, folder)
     return RunConfig.model_validate(settings)
 
 

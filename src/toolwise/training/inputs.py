@@ -11,15 +11,17 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from os.path import realpath
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 from toolwise.config.imports import GIVEN_IN_PYTHON, register, unregister
+from toolwise.config.loader import build_config
 from toolwise.config.moved_modules import current_module
 from toolwise.config.schema import RewardPart, RunConfig
+from toolwise.config.trainer import ObserverEntry
 from toolwise.data.task_rows import tasks_to_jsonl
 from toolwise.errors import ConfigError, DataError, RewardError, ToolwiseError
 from toolwise.notebook import collect_source, lacks_file, unwrap_target
@@ -31,6 +33,7 @@ from toolwise.tools.function import FunctionTool
 from toolwise.tools.isolation.code_location import has_main_guard
 from toolwise.training.records import write_atomic
 from toolwise.training.scoring import weighted_sources
+from toolwise.training.trackers.observers import observer_entries, qualified_name
 from toolwise.types import Task
 
 
@@ -101,6 +104,13 @@ class RunInputs:
         env = self.recorded.env.model_copy(update={"name": name})
         self._record("env", env)
         self.config = self.config.model_copy(update={"env": env})
+
+    def add_observers(self, kind: str, observers: Any) -> None:
+        """`kind` is "tracker" or "callback"; each is a reference, a table, a class, a function or an object."""
+        trainer = self.recorded.trainer
+        before = trainer.trackers if kind == "tracker" else trainer.callbacks
+        entries = [*before, *(self._observer_entry(kind, entry) for entry in observer_entries(observers))]
+        self._record("trainer", trainer.model_copy(update={f"{kind}s": entries}))
 
     def check_files(self) -> None:
         """Raise if a resumed run was given other rows or notebook cells than when it started."""
@@ -175,6 +185,19 @@ class RunInputs:
             return self._note_unnameable(f"the tool {name}", str(fault))
         return str(table["name"]) if len(table) == 1 else table
 
+    def _observer_entry(self, kind: str, entry: Any) -> str | ObserverEntry:
+        if isinstance(entry, str | ObserverEntry):
+            return entry
+        if isinstance(entry, Mapping):
+            return build_config(ObserverEntry, dict(entry), source=f"trainer.{kind}s")
+        by_fields = is_dataclass(entry) and not isinstance(entry, type)
+        try:
+            kwargs = _field_values(entry) if by_fields else {}
+            reference = self._reference(type(entry) if by_fields else entry, kind)
+        except ToolwiseError as fault:
+            return self._note_unnameable(f"the {kind} {qualified_name(entry)}", str(fault))
+        return ObserverEntry(name=reference, kwargs=kwargs) if kwargs else reference
+
     def _function_tool(self, tool: FunctionTool[..., Any]) -> dict[str, Any]:
         """A decorated function by its name alone; a function wrapped by calling `tool(…)` with its options."""
         function = unwrap_target(tool)
@@ -224,6 +247,8 @@ def gather_inputs(
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: Any = None,
     env: Any = None,
+    trackers: Any = None,
+    callbacks: Any = None,
 ) -> RunInputs:
     """Collect the inputs without writing anything. `tasks` and `val` are pairs (argument, tasks loaded from it)."""
     inputs = RunInputs(Path(realpath(folder)), config, config)
@@ -232,6 +257,8 @@ def gather_inputs(
     inputs.add_tools(tools)
     inputs.add_reward(reward)
     inputs.add_env(env)
+    inputs.add_observers("tracker", trackers)
+    inputs.add_observers("callback", callbacks)
     return inputs
 
 
@@ -276,6 +303,15 @@ def _builtin_entry(tool: BaseTool) -> dict[str, Any]:
     if name is None or tool.tool_schema != TOOLS[name](dict(tool.config)).tool_schema:
         raise ToolwiseError(f"it is a {type(tool).__name__} object that exists only in this process; pass its class")
     return {"name": name, **tool.config}
+
+
+def _field_values(entry: Any) -> dict[str, Any]:
+    """The arguments that create a dataclass object again, without those that have their default value."""
+    values = {item.name: getattr(entry, item.name) for item in fields(entry) if item.init}
+    defaults = {item.name: item.default for item in fields(entry)}
+    kwargs = {name: value for name, value in values.items() if value is not defaults[name]}
+    _check_serializable(kwargs)
+    return kwargs
 
 
 def _check_serializable(table: Mapping[str, Any]) -> None:

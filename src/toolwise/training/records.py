@@ -7,9 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolwise.protocols import Callback
 from toolwise.serialization.json_text import json_line, json_text
-from toolwise.types import CreditedRollout, ScoredRollout, StepData
+from toolwise.types import CreditedRollout, ScoredRollout, StepData, StepEvent, ValidationEvent
 from toolwise.untrusted.bounds import MAX_WARNINGS
+
+
+class RolloutFiles(Callback):
+    """Writes the rollouts of each step and of each validation to RUN/rollouts."""
+
+    def on_step(self, event: StepEvent) -> None:
+        write_records(event.run_folder / "rollouts", f"step-{event.step:06d}", event.rollouts, event.credited)
+
+    def on_validation(self, event: ValidationEvent) -> None:
+        write_records(event.run_folder / "rollouts", f"eval-{event.step:06d}", event.rollouts, [])
 
 
 def rollout_record(scored: ScoredRollout, credited: CreditedRollout | None = None) -> dict[str, Any]:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-import re
 import resource
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from toolwise import __version__
 from toolwise.advantages.description import describe_rewards
 from toolwise.advantages.score_check import ScoreCheck
 from toolwise.config.loader import to_toml
-from toolwise.config.schema import RunConfig
-from toolwise.config.secret_names import secret_keys
+from toolwise.config.secret_names import mask_secrets, secret_keys
 from toolwise.errors import ConfigError, FaultRateError
+from toolwise.protocols import Callback, Tracker
 from toolwise.rewards.printed_output import PrintLog
 from toolwise.serialization.json_text import json_text
-from toolwise.terminal import print_line
 from toolwise.tools.tool_record import write_tools
 from toolwise.training import checkpoint
 from toolwise.training.changes import (
@@ -40,38 +34,41 @@ from toolwise.training.diagnosis import FindingChanges, show_changes
 from toolwise.training.evaluate import validate
 from toolwise.training.loop import StepResult, train_step
 from toolwise.training.metrics import summarize_validation, validation_metrics
-from toolwise.training.records import rollout_record, write_atomic, write_records
+from toolwise.training.records import RolloutFiles, write_atomic
 from toolwise.training.run import Run
 from toolwise.training.run_files import check_folder, delete_rollouts_after, find_checkpoint, remove_partial_files
-from toolwise.training.run_folder import open_run
+from toolwise.training.run_result import RunResult
+from toolwise.training.stop_signal import StopSignal
 from toolwise.training.trackers.console import ConsoleTracker
+from toolwise.training.trackers.contained import ContainedCallback
 from toolwise.training.trackers.jsonl import JsonlTracker, read_metrics, truncate_after
-from toolwise.untrusted.user_code import Interrupt
+from toolwise.training.trackers.observers import Observers
+from toolwise.types import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
+from toolwise.untrusted.bounds import truncate_text
 
 log = logging.getLogger("toolwise.training.trainer")
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """Where a run wrote its files, and its summary."""
-
-    out: Path
-    summary: dict[str, Any]
-    note: str = ""
-    """Set if a resumed run had nothing left to do and changed nothing."""
 
 
 class Training:
     """One run in one folder. `run_training` trains until done or interrupted, and saves everything either way."""
 
     def __init__(
-        self, run: Run, out: Path, *, resume: bool, write_report: Callable[[Path], object] | None = None
+        self,
+        run: Run,
+        out: Path,
+        *,
+        resume: bool,
+        callbacks: Sequence[Callback] = (),
+        observers: Observers | None = None,
     ) -> None:
+        """`observers` are the user's trackers and callbacks; unlike theirs, an error in `callbacks` ends the run."""
         self.run = run
-        self._write_report = write_report
         self.out = out
-        self.interrupted = False
+        self._signal = StopSignal()
+        self._stop_reason: str | None = None
+        """Set when a callback stops the run."""
         self._validation_metrics: dict[str, float] = {}
+        self._step_metrics: Mapping[str, float] = {}
         self._fault_rate_message: str | None = None
         """Set when more fails than `faults` allows; stops the run."""
         self._lock = checkpoint.FolderLock(out)
@@ -85,6 +82,10 @@ class Training:
         self.console: ConsoleTracker | None = None
         if run.config.trainer.console:
             self.console = ConsoleTracker(run.config.trainer.total_steps, title=run.config.name)
+        self.observers = observers or Observers()
+        own = [self.console] if self.console is not None else []
+        self._own_trackers: list[Tracker] = [self.metrics, *own]
+        self._callbacks: list[Callback] = [RolloutFiles(), *own, *self.observers.callbacks, *callbacks]
         self._start_time = time.monotonic() - run.progress.seconds
         self._reward_description = describe_rewards(run.config.algorithm.adv_estimator, run.estimator)
         self._score_check = ScoreCheck.of(run.estimator)
@@ -99,22 +100,26 @@ class Training:
                 )
             return RunResult(self.out, summary)
         finally:
-            self._lock.release()
+            try:
+                self.observers.close()
+            finally:
+                self._lock.release()
 
     async def _train(self) -> None:
         run, total = self.run, self.run.config.trainer.total_steps
         try:
-            with self._stop_on_signal():
+            with self._signal.handled():
                 if run.config.router.train_actor:
                     never = run.config.algorithm.terminal_score == "never"
                     self._announce(self._reward_description, logging.WARNING if never else logging.INFO)
                 self._warn_about_secrets()
+                self.observers.start(self._run_start())
                 self._publish_findings(run.progress.diagnosis.begin(run.startup_findings()))
                 if run.progress.step == 0 and run.progress.before is None and run.config.validation.before:
                     run.progress.before = await self._validate()
                     self._save()
                 run.router.warm_start()
-                while run.progress.step < total and not self.interrupted and self._fault_rate_message is None:
+                while self._unfinished() and not self._must_stop():
                     run.progress.diagnosis.before_step(run.config, run.learner.weights_checksum)
                     self._record_step(await train_step(run))
                     self._validation_metrics = {}
@@ -130,9 +135,14 @@ class Training:
                     self._save()
         finally:
             run.close()
-            self.metrics.close()
-            if self.console is not None:
-                self.console.close()
+            for tracker in self._own_trackers:
+                tracker.close()
+
+    def _unfinished(self) -> bool:
+        return self.run.progress.step < self.run.config.trainer.total_steps
+
+    def _must_stop(self) -> bool:
+        return self._signal.received or self._stop_reason is not None or self._fault_rate_message is not None
 
     def _is_last_updated_step(self) -> bool:
         """Whether this is the last step and the weights have changed; unchanged weights have another exit status."""
@@ -142,12 +152,10 @@ class Training:
     def _record_step(self, result: StepResult) -> None:
         step, learner = self.run.progress.step, self.run.learner
         self.run.progress.faults.add(result.scored, self.run.config.faults.window)
-        self.metrics.log(step, result.metrics)
-        write_records(self.out / "rollouts", f"step-{step:06d}", result.scored, result.credited)
-        if self.console is not None:
-            self.console.log(step, result.metrics)
-            for scored in result.scored[:1]:
-                self.console.show_rollout(rollout_record(scored))
+        self._step_metrics = result.metrics | self.observers.error_metrics()
+        self._log_metrics(step, self._step_metrics)
+        event = StepEvent(self.out, step, self._step_metrics, tuple(result.scored), tuple(result.credited))
+        self._notify(lambda callback: callback.on_step(event))
         warning = self._score_check.observe(result.scored) if self._score_check and result.credited else None
         if warning is not None:
             self._announce(warning, logging.WARNING)
@@ -155,6 +163,24 @@ class Training:
         self._publish_findings(
             diagnosis.after_step(config, step, result.scored, result.metrics, learner.weights_checksum)
         )
+
+    def _log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        for tracker in (*self._own_trackers, *self.observers.trackers):
+            tracker.log(step, metrics)
+
+    def _notify(self, call: Callable[[Callback], Stop | None]) -> None:
+        """Call a method of all callbacks. The first `Stop` gives the reason; after the last step it has no effect."""
+        for callback in self._callbacks:
+            stop = call(callback)
+            if stop is not None and self._stop_reason is None and self._unfinished():
+                name = callback.containment.name if isinstance(callback, ContainedCallback) else type(callback).__name__
+                self._stop_reason = f"{name}: {truncate_text(' '.join(stop.reason.split()), 300)}"
+                self._announce(f"{self._stop_reason}; finishing this step and saving", logging.WARNING)
+
+    def _run_start(self) -> RunStart:
+        config, step = self.run.config, self.run.progress.step
+        settings = mask_secrets(config.model_dump(mode="json"))
+        return RunStart(self.out, config.name, step, config.trainer.total_steps, settings)
 
     def _warn_about_secrets(self) -> None:
         keys = list(secret_keys(self.run.config.model_dump()))
@@ -187,10 +213,9 @@ class Training:
             metrics |= {f"eval/{name}": value for name, value in self.run.thinking.measure(scored).items()}
         overspend = self.run.router.overspend(scored)
         metrics |= {} if overspend is None else {f"eval/{checkpoint.OVERSPEND}": overspend}
-        self.metrics.log(step, metrics)
-        write_records(self.out / "rollouts", f"eval-{step:06d}", scored, [])
-        if self.console is not None:
-            self.console.log(step, metrics)
+        self._log_metrics(step, metrics)
+        event = ValidationEvent(self.out, step, metrics, tuple(scored))
+        self._notify(lambda callback: callback.on_validation(event))
         self._validation_metrics = {name.removeprefix("eval/"): value for name, value in metrics.items()}
         self._update_best_rank()
         self._publish_findings(self.run.progress.diagnosis.after_validation(step, scored))
@@ -221,7 +246,7 @@ class Training:
         for folder in (self.out, self.out / "rollouts"):
             if folder.exists():
                 checkpoint.sync(folder)
-        checkpoint.save(
+        saved = checkpoint.save(
             self.out / "checkpoints",
             progress.step,
             self.run.registry().state_dict(),
@@ -236,6 +261,8 @@ class Training:
             keep_best=trainer.best_metric if trainer.keep_best else "",
         )
         self._saved_step = progress.step
+        event = CheckpointEvent(self.out, progress.step, self._validation_metrics, saved.path)
+        self._notify(lambda callback: callback.on_checkpoint(event))
 
     def _save_model(self, folder: Path) -> None:
         self.run.learner.save_model(folder)
@@ -245,7 +272,7 @@ class Training:
 
     def _summarize(self) -> dict[str, Any]:
         run, diagnosis = self.run, self.run.progress.diagnosis
-        interrupted = self.interrupted and run.progress.step < run.config.trainer.total_steps
+        interrupted = self._unfinished() and (self._signal.received or self._stop_reason is not None)
         if not interrupted and self._fault_rate_message is None:
             self._publish_findings(diagnosis.end(run.progress.step))
             if diagnosis.updated is False:
@@ -258,7 +285,8 @@ class Training:
             "steps": run.progress.step,
             "total_steps": run.config.trainer.total_steps,
             "interrupted": interrupted,
-            "stopped": self._fault_rate_message,
+            "stopped": self._fault_rate_message or (None if self._signal.received else self._stop_reason),
+            "observers": self.observers.to_json(),
             "faults": run.progress.faults.totals,
             "seed": run.config.seed,
             "seconds": round(time.monotonic() - self._start_time, 3),
@@ -272,10 +300,22 @@ class Training:
             "diagnosis": [finding.to_json() for finding in diagnosis.findings],
             "tool_prompt": run.chat.tool_prompt.describe() if run.scheduler.tools else None,
         }
-        write_atomic(self.out / "summary.json", json_text(summary, indent=2).encode())
-        if self._write_report is not None:
-            self._write_report(self.out)
+        self._end(summary)
         return summary
+
+    def _end(self, summary: dict[str, Any]) -> None:
+        """Write the summary, tell the callbacks, and add to it what failed after that."""
+        self._write_summary(summary)
+        event = EndEvent(self.out, self.run.progress.step, self._step_metrics, copy.deepcopy(summary))
+        for callback in self._callbacks:
+            callback.on_end(event)
+        self.observers.close()
+        if summary["observers"] != self.observers.to_json():
+            summary["observers"] = self.observers.to_json()
+            self._write_summary(summary)
+
+    def _write_summary(self, summary: Mapping[str, Any]) -> None:
+        write_atomic(self.out / "summary.json", json_text(summary, indent=2).encode())
 
     def _open_folder(self, resume: bool) -> int:
         """Create the folder, or restore an existing one to its last valid checkpoint, discarding later steps.
@@ -332,44 +372,6 @@ class Training:
             if (ranking_key := checkpoint.ranking_key(metrics, trainer.best_metric)) is not None
         ]
         progress.best_rank = min(ranks, default=None)
-
-    @contextmanager
-    def _stop_on_signal(self) -> Iterator[None]:
-        """The first Ctrl-C (or SIGTERM) finishes the step and saves; the second stops immediately.
-
-        Uses plain signal handlers: the event loop's would not run until an update has finished.
-        """
-
-        def stop(number: int, frame: FrameType | None) -> None:
-            if self.interrupted:
-                raise Interrupt
-            self.interrupted = True
-            name = signal.Signals(number).name
-            print_line(f"\n{name}: finishing this step and saving; repeat to stop immediately", err=True)
-
-        if threading.current_thread() is not threading.main_thread():
-            yield  # signal handlers can only be set in the main thread
-            return
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-
-def finished_result(out: Path, config: RunConfig) -> RunResult | None:
-    """The result of the run in `out` if it has reached `trainer.total_steps` and written its summary, else None."""
-    total = config.trainer.total_steps
-    names = [re.match(r"step-(\d+)", path.name) for path in (out / "checkpoints").glob("step-*")]
-    if max((int(name[1]) for name in names if name), default=-1) < total:
-        return None  # decided without reading a checkpoint
-    newest = checkpoint.latest(out / "checkpoints", warnings_out=[])
-    summary = open_run(out).saved_summary
-    if newest is None or newest.step < total or (newest.step == total and summary is None):
-        return None
-    empty_summary = {"before": None, "after": None, "steps": newest.step, "total_steps": total, "interrupted": False}
-    return RunResult(out, summary or empty_summary, f"nothing left to do: the run is at step {newest.step} of {total}")
 
 
 def peak_rss_mb() -> float:

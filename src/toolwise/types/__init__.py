@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from toolwise.types.events import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
 from toolwise.types.results import EvaluateResult, EvaluationFault, MetricResult, StepOutput
 from toolwise.types.rollouts import (
     Action,
@@ -36,7 +37,9 @@ __all__ = [
     "Action",
     "Alternative",
     "AnnotatedRollout",
+    "CheckpointEvent",
     "CreditedRollout",
+    "EndEvent",
     "EvaluateResult",
     "EvaluationFault",
     "LevelScore",
@@ -44,9 +47,12 @@ __all__ = [
     "Rollout",
     "RolloutThinking",
     "RouteDecision",
+    "RunStart",
     "ScoredRollout",
     "StepData",
+    "StepEvent",
     "StepOutput",
+    "Stop",
     "StopReason",
     "Task",
     "ThinkingByRollout",
@@ -54,4 +60,5 @@ __all__ = [
     "ThinkingStep",
     "TokenLogprobs",
     "Usage",
+    "ValidationEvent",
 ]

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from toolwise.config.secret_names import mask_secrets, secret_keys
+from toolwise.protocols import Callback
 from toolwise.training.changes import describe_changes
 from toolwise.training.fault_rates import describe_totals
 from toolwise.training.run_folder import RunFolder, open_run
 from toolwise.training.trackers.console import format_duration, format_metric
+from toolwise.training.trackers.contained import describe_observer_errors
 from toolwise.training.trackers.conversation import Turn, clean_text, conversation_turns, is_correct, shorten
+from toolwise.types import EndEvent
 from toolwise.view.comparison import headline, rows_by_kind
 from toolwise.view.curves import DARK, LIGHT, render_curves
 from toolwise.view.frontier import frontier_rows, read_frontier, render_frontier
@@ -64,6 +67,13 @@ TRAINING_COLUMNS = (
     "time/update_s",
     "time/step_s",
 )
+
+
+class ReportFiles(Callback):
+    """Writes the report when a run ends."""
+
+    def on_end(self, event: EndEvent) -> None:
+        write_report(event.run_folder)
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
@@ -180,6 +190,7 @@ def _facts(run: RunFolder) -> list[str]:
         facts.append(f"faults: {failed}")
     if summary.get("stopped"):
         facts.append(f"stopped: {summary['stopped']}")
+    facts += describe_observer_errors(summary.get("observers") or [])
     tasks = (summary.get("before") or {}).get("n")
     if tasks:
         facts.append(f"{tasks} held-out tasks")

@@ -14,10 +14,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from toolwise.protocols import Callback, Tracker
 from toolwise.terminal import write_line
 from toolwise.terminal.display import Console, Live
+from toolwise.training.records import rollout_record
 from toolwise.training.trackers.conversation import clean_text, conversation_turns, is_correct, shorten
 from toolwise.training.trackers.route_text import budget_metric, format_shares, route_shares, share_bar
+from toolwise.types import StepEvent
 
 DISPLAYED_METRICS: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
     ("score", ("router/r_task", "score/mean"), "eval/score"),
@@ -64,7 +67,7 @@ def format_duration(seconds: float) -> str:
     return f"{hours}h{m:02}m" if hours else f"{m}m{s:02}s" if m else f"{s}s"
 
 
-class ConsoleTracker:
+class ConsoleTracker(Tracker, Callback):
     """Shows a run's progress. Model output is shown as plain text, without markup or control characters."""
 
     def __init__(
@@ -107,6 +110,10 @@ class ConsoleTracker:
         elif evaluated or step >= self._total or time.monotonic() - self._printed_at >= self._every_s:
             self._printed_at = time.monotonic()
             self._print(self._plain_line(step, metrics, evaluated))
+
+    def on_step(self, event: StepEvent) -> None:
+        for scored in event.rollouts[:1]:
+            self.show_rollout(rollout_record(scored))
 
     def show_rollout(self, record: Mapping[str, Any]) -> None:
         """Show one rollout, given as a record of rollouts/*.jsonl."""

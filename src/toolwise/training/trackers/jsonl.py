@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.errors import CheckpointError
+from toolwise.protocols import Tracker
 from toolwise.serialization.json_text import json_line
 
 
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """Appends and flushes one line per call. Non-finite values become null, so that every line is valid JSON."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

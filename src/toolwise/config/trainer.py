@@ -1,0 +1,39 @@
+"""The `[trainer]` section of a run's configuration: length, checkpoints, observers. Source of docs/settings.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, PositiveInt
+
+from toolwise.config.loader import Section
+
+
+class ObserverEntry(Section):
+    """A tracker or callback with arguments."""
+
+    name: str
+    """package.module:Name or path/to/file.py:Name."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class or function."""
+
+
+class TrainerConfig(Section):
+    total_steps: PositiveInt = 100
+    """Number of training steps."""
+    save_every: PositiveInt = 10
+    """Steps between checkpoints."""
+    keep_checkpoints: PositiveInt = 2
+    """Number of latest checkpoints to keep."""
+    keep_best: bool = True
+    """Also keep the checkpoint with the best validation, and save one at each new best. With router.budgets, a
+    validation within them (up to 5 % over) beats any that is not."""
+    best_metric: str = "score"
+    """Validation metric that decides: "correct", "lookup/score", …; "-cost": lower is better."""
+    console: bool = True
+    """Show progress on the console."""
+    trackers: list[str | ObserverEntry] = Field(default_factory=list)
+    """Trackers, which receive the metrics: classes as package.module:Name or path/to/file.py:Name, or tables {name = …,
+    kwargs = {…}}: docs/trackers.md."""
+    callbacks: list[str | ObserverEntry] = Field(default_factory=list)
+    """Callbacks, which see every step, validation and checkpoint and may stop the run; given like trackers."""

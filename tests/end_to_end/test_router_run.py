@@ -25,7 +25,8 @@ from toolwise.routing.labels.label_files import Label, write_labels
 from toolwise.routing.learned_router import LearnedRouter, target_of
 from toolwise.training import checkpoint
 from toolwise.training.loop import StepResult, score, train_step
-from toolwise.training.run import Run, assemble, build_scheduler
+from toolwise.training.rollout_setup import build_scheduler
+from toolwise.training.run import Run, assemble
 from toolwise.training.trainer import Training
 from toolwise.types import EvaluateResult, ScoredRollout
 

@@ -1,28 +1,24 @@
-"""Trains the router's head (and optionally the trunk) and computes its predictions.
+"""Trains the router's head, and optionally the trunk.
 
-`encode` computes prompt features with the trunk. With a frozen trunk they are kept with the prediction until the prompt
+With a frozen trunk the features of a prompt are kept with the prediction until the prompt
 is learned from, so that each prompt needs one forward pass, however many rollouts it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from toolwise.errors import CheckpointError
 from toolwise.learner.optimizer import Optimizer, OptimizerSettings
 from toolwise.protocols import Metrics
-from toolwise.routing.head.average import HeadAverage
 from toolwise.routing.head.batch import RouterBatch
-from toolwise.routing.head.features import prompt_features
-from toolwise.routing.head.head import RouterHead, load_head, save_head
+from toolwise.routing.head.head import RouterHead, save_head
 from toolwise.routing.head.loss import (
     NO_LABEL,
     calibration_error,
@@ -32,9 +28,8 @@ from toolwise.routing.head.loss import (
     sampled_loss,
     value_loss,
 )
+from toolwise.routing.head.predictor import Encode, HeadPredictor
 from toolwise.routing.samples import RoutePrediction, RouterExample
-
-Encode = Callable[[Sequence[Sequence[int]]], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,19 +52,7 @@ class RouterSettings(OptimizerSettings):
     """Prompt tokens per forward pass (and backward pass, if the trunk is trained)."""
 
 
-@dataclass(frozen=True, slots=True)
-class RouteOutput:
-    """One row per prompt."""
-
-    router_logits: Tensor
-    """[batch, routes], in fp32"""
-    router_action: Tensor
-    """[batch]"""
-    router_log_prob: Tensor
-    """[batch], of that action"""
-
-
-class RouterLearner:
+class RouterLearner(HeadPredictor):
     """`optimizer` is the actor's if the head shares it; `on_trunk_update` is called after weights of the trunk have
     changed."""
 
@@ -83,66 +66,14 @@ class RouterLearner:
         encode: Encode | None = None,
         on_trunk_update: Callable[[], None] = lambda: None,
     ) -> None:
-        self.model = model
-        self.head = head.to(model.device)
+        super().__init__(model, head, micro_batch_tokens=settings.micro_batch_tokens, encode=encode)
         self.settings = settings
         self.trunk = trunk_weights(model, settings.backbone, settings.top_layers)
         parameters = [*self.head.parameters(), *self.trunk]
         self.shares_optimizer = optimizer is not None
         self.optimizer = Optimizer(parameters, settings, owner="router") if optimizer is None else optimizer
-        self.encode = encode or self._encode
         self.on_trunk_update = on_trunk_update
         self.updates = 0
-        self.average = HeadAverage()
-        self.prefills = 0
-        """Number of prompts encoded for predictions."""
-
-    def _encode(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        s = self.head.settings
-        max_tokens = self.settings.micro_batch_tokens
-        return prompt_features(self.model, prompts, pool=s.pool, layers=s.layers, max_tokens=max_tokens)
-
-    @torch.no_grad()
-    def predict(
-        self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float] = (), *, averaged: bool = False
-    ) -> list[RoutePrediction]:
-        if not prompts:
-            return []
-        features = self.encode(prompts).detach()
-        self.prefills += len(prompts)
-        head, used_multipliers = self.average.of(self.head, multipliers) if averaged else (self.head, multipliers)
-        outputs = head(features)
-        logprobs = head.logits(outputs, used_multipliers).log_softmax(-1).tolist()
-        values = outputs.tolist() if self.head.settings.mode == "value" else None
-        return [
-            RoutePrediction(
-                tuple(logprobs[i]),
-                head_inputs=(tuple(prompt), features[i] if not self.trunk else None),
-                rewards=None if values is None else tuple(route[0] for route in values[i]),
-                costs=None if values is None else tuple(tuple(route[1:]) for route in values[i]),
-            )
-            for i, prompt in enumerate(prompts)
-        ]
-
-    @torch.no_grad()
-    def route(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        do_sample: bool = True,
-        seed: int = 0,
-        multipliers: Sequence[float] = (),
-    ) -> RouteOutput:
-        """Samples depend only on the seed and the index of the prompt."""
-        logits = self.head.logits(self.head(self.encode(prompts)), multipliers)
-        self.prefills += len(prompts)
-        predictions = [RoutePrediction(tuple(row)) for row in logits.log_softmax(-1).tolist()]
-        chosen = [
-            prediction.sample(Random(f"{seed}/{i}")) if do_sample else prediction.argmax()
-            for i, prediction in enumerate(predictions)
-        ]
-        action = torch.tensor(chosen, device=logits.device, dtype=torch.long)
-        return RouteOutput(logits, action, logits.log_softmax(-1).gather(1, action[:, None])[:, 0])
 
     def learn(self, examples: Sequence[RouterExample], multipliers: Sequence[float] = ()) -> Metrics:
         """One update: `epochs` optimizer steps over all examples."""
@@ -280,13 +211,6 @@ class RouterLearner:
             head, Path(folder), metadata | {"multipliers": dict(zip(multipliers, saved_multipliers, strict=True))}
         )
 
-    @torch.no_grad()
-    def load(self, folder: Any) -> dict[str, Any]:
-        head, metadata = load_head(Path(folder))
-        self._copy_head_weights(dict(head.named_parameters()), f"{folder} has a router with")
-        self.average.reset()
-        return metadata
-
     def state_dict(self) -> dict[str, Any]:
         """Without the trunk's weights, which are in the model's file, and without a shared optimizer's state."""
         state: dict[str, Any] = {"head": dict(self.head.named_parameters()), "updates": self.updates}
@@ -302,13 +226,6 @@ class RouterLearner:
             self.optimizer.load_state_dict(state["optimizer"])
         self.average.load_state_dict(state.get("average") or {}, self.head)
         self.updates = state["updates"]
-
-    def _copy_head_weights(self, weights: Mapping[str, Tensor], whose: str) -> None:
-        parameters = dict(self.head.named_parameters())
-        if parameters.keys() != weights.keys() or any(parameters[k].shape != weights[k].shape for k in parameters):
-            raise CheckpointError(f"{whose} a different head than the run: check [router]")
-        for name, weight in parameters.items():
-            weight.copy_(weights[name])
 
 
 def trunk_weights(model: Any, backbone: str, top_layers: int) -> list[Tensor]:

@@ -145,7 +145,7 @@ def fill(out: Path, scale: Scale, split: str, shard: int, shards: int) -> None:
     from toolwise.routing.actions import ROUTES, RouteAction
     from toolwise.routing.head.builder import conditioning_from_config
     from toolwise.tools.catalog import build_tools
-    from toolwise.training.run import build_scheduler, local_policy
+    from toolwise.training.rollout_setup import build_scheduler, local_policy
     from toolwise.training.scoring import build_scoring
     from toolwise.types import RouteDecision, Task
 

@@ -21,7 +21,7 @@ from toolwise.training.startup import show_startup
 from toolwise.types import Task
 
 if TYPE_CHECKING:
-    from toolwise.training.run import Run
+    from toolwise.training.rollout_setup import RolloutSetup
     from toolwise.training.run_result import RunResult
     from toolwise.training.scoring import RewardSources
     from toolwise.training.trackers.observers import CallbackSpec, TrackerSpec
@@ -155,40 +155,39 @@ def evaluate(
     from toolwise.training.evaluate import validate
     from toolwise.training.inputs import gather_inputs
     from toolwise.training.metrics import summarize_validation
-    from toolwise.training.run import assemble
+    from toolwise.training.rollout_setup import setup_evaluation
 
     held_out = read_tasks(tasks, "tasks") or []
-    no_training = ["data.batch_size=1", "router.label_coef=0", "router.warm_start_epochs=0"]
-    run_config = read_config(config, [*overrides, *no_training], model)
+    run_config = read_config(config, overrides, model)
     with TemporaryDirectory(prefix="toolwise-") as folder:  # holds the source of notebook cells
         inputs = gather_inputs(run_config, Path(folder), tools=tools, reward=reward, env=env)
         try:
             inputs.write()
-            run = assemble(inputs.config, tasks=held_out, validation_tasks=held_out, tools=tools, reward=reward)
+            setup = setup_evaluation(inputs.config, held_out, tools=tools, reward=reward)
             try:
-                if run.config.multi_turn.enable and (tools is None or tools):
-                    check_recorded_tools(Path(locate(str(model))), run.scheduler.tools, MISSING_TOOLS_HINT)
-                _load_router(run, str(model))
-                scored = run_async(validate(run))
-                for finding in evaluation_findings(run.scoring.rewards, held_out, scored):
+                if setup.config.multi_turn.enable and (tools is None or tools):
+                    check_recorded_tools(Path(locate(str(model))), setup.scheduler.tools, MISSING_TOOLS_HINT)
+                _load_router(setup, str(model))
+                scored = run_async(validate(setup))
+                for finding in evaluation_findings(setup.scoring.rewards, held_out, scored):
                     log.warning("%s", finding)
-                return summarize_validation(scored, run.config.multi_turn.held_out_tools)
+                return summarize_validation(scored, setup.config.multi_turn.held_out_tools)
             finally:
-                run.close()
+                setup.close()
         finally:
             inputs.discard()
 
 
-def _load_router(run: Run, model: str) -> None:
+def _load_router(setup: RolloutSetup, model: str) -> None:
     """Load the model's trained router; without one, routes are sampled from the untrained router."""
     from toolwise.models import locate
     from toolwise.routing.head import ROUTER_METADATA_FILE
 
-    if not run.config.router.enable:
+    if not setup.config.router.enable:
         return
     folder = Path(locate(model))
     if (folder / ROUTER_METADATA_FILE).is_file():
-        run.router.load(folder)
+        setup.router.load(folder)
     else:
         log.warning("%s has no router (%s): routes are sampled from an untrained one", model, ROUTER_METADATA_FILE)
 

@@ -12,7 +12,7 @@ import pytest
 from toolwise.config.schema import load_config
 from toolwise.demo.tasks import write_rows
 from toolwise.serve import ServedModel, Server, build_app
-from toolwise.training.run import local_policy
+from toolwise.training.rollout_setup import local_policy
 
 Cli = Callable[..., Any]
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'

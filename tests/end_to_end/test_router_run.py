@@ -25,7 +25,8 @@ from toolwise.routing.labels.label_files import Label, write_labels
 from toolwise.routing.learned_router import LearnedRouter, target_of
 from toolwise.training import checkpoint
 from toolwise.training.loop import StepResult, score, train_step
-from toolwise.training.run import Run, assemble, build_scheduler
+from toolwise.training.rollout_setup import build_scheduler
+from toolwise.training.run import Run, assemble
 from toolwise.training.trainer import Training
 from toolwise.types import EvaluateResult, ScoredRollout
 
@@ -197,7 +198,7 @@ def test_words_that_only_follow_leave_the_prompts_prefill_to_the_rollouts(
 ) -> None:
     """The engine reads each original prompt once, for its route; no rollout computes it again."""
     run = assemble(config(tmp_path, conditioning="append", wording="", train_actor=False))
-    monkeypatch.setattr("toolwise.routing.head.learner.prompt_features", lambda *given, **how: pytest.fail("twice"))
+    monkeypatch.setattr("toolwise.routing.head.predictor.prompt_features", lambda *given, **how: pytest.fail("twice"))
     read: list[Sequence[int]] = []
     real = run.policy.engine.encode  # type: ignore[union-attr]
 
@@ -291,8 +292,8 @@ def test_the_best_checkpoint_keeps_within_the_budget(tmp_path: Path, monkeypatch
     """Validations of a score and a cost, one a step, against a budget of 0.5; the run is resumed on the way."""
     found = {1: (0.9, 1.0), 2: (0.7, 0.75), 3: (0.5, 0.5), 4: (0.95, 1.0), 5: (0.4, 0.25)}
 
-    async def validated(run: Run) -> list[ScoredRollout]:
-        value, cost = found[run.progress.step]
+    async def validated(run: Run, *, step: int) -> list[ScoredRollout]:
+        value, cost = found[step]
         (given, *_) = run.router.decide(run.validation_tasks[:1], 1, 0, label="eval", explore=False)
         (rollout,) = await run.scheduler.roll_out([given])
         calls = [1] * round(4 * cost) + [0] * round(4 * (1 - cost))

@@ -30,7 +30,7 @@ from toolwise.errors import ConfigError, MissingExtraError, ModelError, PolicyEr
 from toolwise.messages import Message
 from toolwise.policies.local import LocalPolicy
 from toolwise.protocols import Generation, Sampling
-from toolwise.training.run import local_policy
+from toolwise.training.rollout_setup import local_policy
 
 llguidance = pytest.importorskip("llguidance")
 PERSON: dict[str, Any] = {

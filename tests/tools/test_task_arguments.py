@@ -15,7 +15,8 @@ from toolwise.errors import DataError
 from toolwise.messages import Message, ToolCall
 from toolwise.tools.catalog import build_tools
 from toolwise.tools.task_arguments import check_task_arguments
-from toolwise.training.run import assemble, build_scheduler
+from toolwise.training.rollout_setup import build_scheduler
+from toolwise.training.run import assemble
 from toolwise.training.tasks import check_task_tools
 from toolwise.types import RouteDecision, Task
 

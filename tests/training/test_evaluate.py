@@ -71,13 +71,11 @@ def test_nothing_is_learned_and_no_data_is_used_up() -> None:
 def test_it_is_greedy_unless_do_sample_is_set() -> None:
     run = tiny_run()
     first = said(asyncio.run(validate(run)))
-    run.progress.step = 9  # other seeds
-    assert said(asyncio.run(validate(run))) == first
+    assert said(asyncio.run(validate(run, step=9))) == first  # other seeds
     sampled = tiny_run(do_sample=True)
     drawn = said(asyncio.run(validate(sampled)))
     assert drawn != first
-    sampled.progress.step = 9
-    assert said(asyncio.run(validate(sampled))) != drawn
+    assert said(asyncio.run(validate(sampled, step=9))) != drawn
 
 
 def test_no_held_out_tasks_no_rollouts() -> None:

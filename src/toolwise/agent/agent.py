@@ -17,7 +17,7 @@ from toolwise.errors import ConfigError, ContextFullError
 from toolwise.messages import Message, as_messages
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.routing.actions import ROUTES, RouteAction
-from toolwise.training.run import build_scheduler
+from toolwise.training.rollout_setup import build_scheduler
 from toolwise.training.tasks import check_task_tools
 from toolwise.types import Rollout, StopReason, Task
 

@@ -18,7 +18,7 @@ from toolwise.routing.head import ROUTER_METADATA_FILE
 from toolwise.tools.catalog import build_tools
 from toolwise.tools.tool_record import check_recorded_tools
 from toolwise.training import checkpoint
-from toolwise.training.run import local_policy
+from toolwise.training.rollout_setup import local_policy
 
 MISSING_TOOLS_HINT = (
     "give each with --tools NAME or FILE.py:NAME (eval: --set 'tools=[\"NAME\"]'; Python: tools=[…]), or --tools none "

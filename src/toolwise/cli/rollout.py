@@ -105,7 +105,7 @@ def _policy(
 ) -> AgentPolicy:
     from toolwise.config.schema import GrammarConfig
     from toolwise.errors import ConfigError
-    from toolwise.training.run import local_policy, sampling_from_config
+    from toolwise.training.rollout_setup import local_policy, sampling_from_config
 
     if kind is PolicyKind.LOCAL:
         return local_policy(config, model or config.model.path)
@@ -142,7 +142,7 @@ def _roll_out(
     from toolwise.routing.direct_router import DirectRouter
     from toolwise.terminal.display import Console, Status
     from toolwise.training.diagnosis import evaluation_findings
-    from toolwise.training.run import build_scheduler
+    from toolwise.training.rollout_setup import build_scheduler
     from toolwise.training.scoring import build_scoring
     from toolwise.types import EvaluateResult
 

@@ -24,7 +24,7 @@ from toolwise.frontier.shards import count_cells, merge_shards, run_in_processes
 from toolwise.routing.actions import ROUTES, RouteAction
 from toolwise.serialization.json_text import json_text
 from toolwise.training import checkpoint
-from toolwise.training.run import build_scheduler, local_policy
+from toolwise.training.rollout_setup import build_scheduler, local_policy
 from toolwise.training.scoring import build_scoring
 from toolwise.training.tasks import check_task_tools
 from toolwise.types import RouteDecision, Task

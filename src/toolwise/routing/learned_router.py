@@ -3,12 +3,11 @@
     decide   original prompt ─► predict ─► routes ─► conditioned prompts, one group of rollouts per (prompt, route)
     learn    scored rollouts ─► usage, cost ─► r_task − λ·cost ─► advantages of the prompt's routes ─► the head; then λ
 
-The head is behind `RouterModel`; this module handles plain numbers only.
+`InferenceRouter` routes without learning. The head is behind `RouterModel`; this module handles plain numbers only.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,26 +15,21 @@ from random import Random
 from typing import Any
 
 from toolwise.config.router import RouterConfig
-from toolwise.errors import ContextFullError
 from toolwise.protocols import Metrics
 from toolwise.routing.actions import MIXED, ROUTES, RouteAction, Target, parse_target
 from toolwise.routing.budget import Budgets
-from toolwise.routing.cost import CallsCost, Cost
+from toolwise.routing.cost import Cost
+from toolwise.routing.inference_router import InferenceRouter
 from toolwise.routing.options import Conditioning
 from toolwise.routing.outcomes import RouteOutcome, credit_routes, policy_weights
-from toolwise.routing.overspend import overspend
-from toolwise.routing.prompts import allowed_tools
 from toolwise.routing.reward_baselines import KindStandardizer, RunningBaseline
 from toolwise.routing.route_advantages import mixed_share
 from toolwise.routing.samples import RoutePrediction, RouterExample, RouterModel, RouteSample
-from toolwise.routing.usage import counts_written_calls, usage_of
 from toolwise.tools.base import BaseTool
-from toolwise.types import Rollout, RouteDecision, ScoredRollout, Task
+from toolwise.types import RouteDecision, ScoredRollout, Task
 
 WARM_START_BATCH = 64
 """Prompts per supervised step of the warm start."""
-_UNIFORM = RoutePrediction((-math.log(len(ROUTES)),) * len(ROUTES))
-"""For a prompt that does not fit the context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +41,10 @@ class _PendingPrompt:
     target: Target | None
 
 
-class LearnedRouter:
-    """`prompt_of` returns the tokens of a task's original prompt; `tasks` are used by the warm start."""
+class LearnedRouter(InferenceRouter):
+    """`tasks` are used by the warm start; `metadata` is saved with the head."""
+
+    model: RouterModel
 
     def __init__(
         self,
@@ -64,27 +60,24 @@ class LearnedRouter:
         tasks: Sequence[Task] = (),
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        self.model = model
-        self.prompt_of = prompt_of
-        self.tools = tools
-        self.budgets = budgets
-        self.cost = cost or CallsCost()
-        self.conditioning = conditioning or Conditioning()
-        self.training = training or RouterConfig()
-        self.seed = seed
+        super().__init__(
+            model,
+            prompt_of=prompt_of,
+            tools=tools,
+            budgets=budgets,
+            cost=cost,
+            conditioning=conditioning,
+            training=training,
+            seed=seed,
+        )
         self.tasks = tasks
         self.metadata = dict(metadata or {})
-        budgets.check_units(self.cost.units)
         self.baseline = RunningBaseline()
         self.scale = KindStandardizer()
         self._warm_started = False
         self._pending: dict[str, _PendingPrompt] = {}
         self._route_of_group: dict[str, tuple[str, int]] = {}
         """group id -> prompt id, route"""
-
-    @property
-    def multipliers(self) -> list[float]:
-        return list(self.budgets.lambdas.values())
 
     def decide(
         self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step", explore: bool = True
@@ -93,48 +86,20 @@ class LearnedRouter:
 
         A prompt that does not fit the context gets random routes, which are not learned from: its rollouts end with
         `prompt_too_long`."""
-        if explore:
-            self.warm_start()
-        predictions = self._predict([self.prompt_of(task) for task in tasks], averaged=not explore)
+        if not explore:
+            return super().decide(tasks, n, step, label=label, explore=False)
+        self.warm_start()
         decisions: list[RouteDecision] = []
-        for index, (task, prediction) in enumerate(zip(tasks, predictions, strict=True)):
-            used = prediction if prediction is not None else _UNIFORM
-            prompt_id = f"{label}-{step}/{index}/{task.task_id}"
-            rng = Random(f"route/{self.seed}/{prompt_id}")
-            counts = self._route_counts(used, n, rng) if explore else {self._choose(used, rng): n}
-            task_decisions = [
-                self.conditioning.decision(
-                    task,
-                    ROUTES[route],
-                    self.tools,
-                    group_id=f"{prompt_id}/{ROUTES[route]}",
-                    n=count,
-                    seed=rng.getrandbits(48),
-                    prompt_id=prompt_id,
-                    log_prob=used.logprobs[route],
-                )
-                for route, count in sorted(counts.items())
-            ]
-            if explore and prediction is not None:
-                self._pending[prompt_id] = _PendingPrompt(task, used, target_of(task))
+        for prompt in self._prompts(tasks, step, label, averaged=False):
+            counts = self._route_counts(prompt.prediction, n, prompt.rng)
+            prompt_decisions = [self._decision(prompt, route, count) for route, count in sorted(counts.items())]
+            if prompt.fits:
+                self._pending[prompt.prompt_id] = _PendingPrompt(prompt.task, prompt.prediction, target_of(prompt.task))
                 self._route_of_group |= {
-                    d.group_id: (prompt_id, RouteAction.parse(d.route or "").index) for d in task_decisions
+                    d.group_id: (prompt.prompt_id, RouteAction.parse(d.route or "").index) for d in prompt_decisions
                 }
-            decisions += task_decisions
+            decisions += prompt_decisions
         return decisions
-
-    def _predict(self, prompts: Sequence[Sequence[int]], *, averaged: bool = False) -> list[RoutePrediction | None]:
-        """None for prompts that do not fit the context; the others are still predicted."""
-        try:
-            return list(self.model.predict(prompts, self.multipliers, averaged=averaged))
-        except ContextFullError:
-            if len(prompts) == 1:
-                return [None]
-            half = len(prompts) // 2
-            return [
-                *self._predict(prompts[:half], averaged=averaged),
-                *self._predict(prompts[half:], averaged=averaged),
-            ]
 
     def _route_counts(self, prediction: RoutePrediction, n: int, rng: Random) -> Counter[int]:
         """route -> rollouts"""
@@ -145,9 +110,6 @@ class LearnedRouter:
         # A remainder goes to routes in random order, so that no route is always sampled less.
         order = rng.sample(range(len(ROUTES)), len(ROUTES))
         return Counter(order[i % len(order)] for i in range(n))
-
-    def _choose(self, prediction: RoutePrediction, rng: Random) -> int:
-        return prediction.sample(rng) if self.training.evaluate == "sample" else prediction.argmax()
 
     def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
         """Learns from all finished rollouts, including groups of one, which the actor learns nothing from."""
@@ -169,21 +131,8 @@ class LearnedRouter:
         self.budgets.step()  # last: the examples use the λ that the routes were sampled with
         return model_metrics | metrics | self.budgets.metrics("router")
 
-    def _costs(self, rollout: Rollout, route: RouteAction) -> Mapping[str, float]:
-        """unit -> cost of a rollout under `route`"""
-        families = self.conditioning.families_of(rollout.task, self.tools)
-        allowed = allowed_tools(route, families, hard=self.conditioning.hard)
-        return self.cost(usage_of(rollout, families, allowed=allowed, source=self.training.usage))
-
-    def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
-        """How far rollouts routed by this router exceed its budgets; None without budgets or rollouts."""
-        answered = [s.rollout for s in scored if not s.rollout.unanswered]
-        routed = [(rollout, RouteAction.parse(rollout.route)) for rollout in answered if rollout.route is not None]
-        limits = {unit: multiplier.budget.limit for unit, multiplier in self.budgets.multipliers.items()}
-        if not routed or not limits:
-            return None
-        costs = [self._costs(rollout, route) for rollout, route in routed]
-        return overspend({unit: [cost[unit] for cost in costs] for unit in limits}, limits)
+    def _outcome(self, scored: ScoredRollout, prompt_id: str, route: int) -> RouteOutcome:
+        return RouteOutcome(prompt_id, route, scored.score, self._costs(scored.rollout, ROUTES[route]))
 
     def _examples(
         self, pending: Mapping[str, _PendingPrompt], outcomes: Sequence[RouteOutcome]
@@ -230,17 +179,6 @@ class LearnedRouter:
             metrics |= {"router/mixed_share": mixed_share(targets), "router/label_agreement": _mean(agreement)}
         return metrics
 
-    def with_written_usage(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Rollouts with the usage of their written calls, in the first budget's unit. Where no tool is executed, the
-        tools' own accounting would be 0 everywhere."""
-        unit = next(iter(self.budgets.lambdas), self.cost.units[0])
-        return [self._with_text_usage(r, unit) if counts_written_calls(r, self.training.usage) else r for r in rollouts]
-
-    def _with_text_usage(self, rollout: Rollout, unit: str) -> Rollout:
-        usage = usage_of(rollout, self.conditioning.families_of(rollout.task, self.tools), source="text")
-        written = replace(rollout.usage, calls=dict(usage.calls_by_tool), cost=self.cost(usage)[unit])
-        return replace(rollout, usage=written)
-
     def warm_start(self) -> None:
         """Trains the head on the labels, once, before the first route is sampled."""
         if self._warm_started or not self.training.warm_start_epochs:
@@ -269,7 +207,7 @@ class LearnedRouter:
 
     def load(self, folder: Any) -> None:
         """Loads what `save` wrote."""
-        self.budgets.set_lambdas(self.model.load(folder).get("multipliers") or {})
+        super().load(folder)
         self._warm_started = True
 
     def state_dict(self) -> dict[str, Any]:

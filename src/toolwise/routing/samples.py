@@ -62,8 +62,8 @@ class RouterExample:
     """The labelled route."""
 
 
-class RouterModel(Stateful, Protocol):
-    """The head and its trunk."""
+class RoutePredictor(Protocol):
+    """The head and its trunk, for predictions."""
 
     def predict(
         self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float], *, averaged: bool = False
@@ -71,6 +71,14 @@ class RouterModel(Stateful, Protocol):
         """One forward pass per prompt, for all its rollouts. `averaged`: use the averaged head that will be saved, if
         there is one, instead of the one being trained."""
         ...
+
+    def load(self, folder: Any) -> dict[str, Any]:
+        """Replaces the head with the one in `folder`; returns the metadata saved with it."""
+        ...
+
+
+class RouterModel(RoutePredictor, Stateful, Protocol):
+    """The head and its trunk, for training."""
 
     def learn(self, examples: Sequence[RouterExample], multipliers: Sequence[float]) -> Metrics: ...
 
@@ -80,8 +88,4 @@ class RouterModel(Stateful, Protocol):
 
     def save(self, folder: Any, metadata: dict[str, Any]) -> None:
         """Saves the head next to a model's weights."""
-        ...
-
-    def load(self, folder: Any) -> dict[str, Any]:
-        """Replaces the head with the one in `folder`; returns the metadata saved with it."""
         ...

@@ -13,12 +13,11 @@ from toolwise.advantages import credit, learns_from_equal_scores, min_group_size
 from toolwise.advantages.step_rewards import reward_settings, total_rewards
 from toolwise.concurrency.deadlines import abandoned_counts
 from toolwise.concurrency.tasks import spawn
-from toolwise.errors import RewardError
 from toolwise.protocols import Metrics
-from toolwise.rewards.align import align_rollouts
 from toolwise.rollout.watchdog import Watchdog
 from toolwise.thinking.stage import attach_thinking
 from toolwise.tools import isolation
+from toolwise.training.evaluate import score
 from toolwise.training.metrics import mean, summarize
 from toolwise.training.run import Run
 from toolwise.training.thinking import annotate_added_rows
@@ -93,7 +92,7 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
         if attempt:
             run.queue.return_unused(len(tasks))
         rollouts = await roll_out(run, decisions)
-        batch = await score(run, rollouts)
+        batch = await score(run, rollouts, step=step)
         selected, share, n_dropped = select_groups(
             batch,
             keeps_equal=lambda score: (
@@ -171,24 +170,6 @@ async def think(
     result = await run.thinking.think(scored, usable, training_step=run.progress.step)
     run.thinking.end_step()
     return result
-
-
-async def score(run: Run, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
-    """Score all rollouts and align the rewards to steps; raises only if too many rewards failed."""
-    rollouts = run.router.with_written_usage(rollouts)
-    results = await run.scoring.evaluate(rollouts, step=run.progress.step)
-    faults = [(r, result.error) for r, result in zip(rollouts, results, strict=True) if result.error is not None]
-    if len(faults) > run.config.reward.max_error_rate * len(rollouts):
-        rollout, fault = faults[0]
-        reason = " ".join(fault.message.split())
-        error = RewardError(
-            f"reward {run.scoring.rewards.name} failed on {len(faults)} of {len(rollouts)} rollouts, more than "
-            f"reward.max_error_rate allows; first on {rollout.rollout_id}: {fault.kind}: {reason}"
-        )
-        if fault.traceback:
-            error.add_note(fault.traceback.rstrip())
-        raise error
-    return align_rollouts(rollouts, results)
 
 
 def select_groups(

@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolwise.advantages import build_estimator, min_group_size
-from toolwise.concurrency.limits import Gate, Limits
-from toolwise.concurrency.threads import configure_threads, set_thread_count
 from toolwise.config.schema import RunConfig
 from toolwise.data import Batches
-from toolwise.envs.base import BaseEnv
-from toolwise.envs.catalog import build_env_factory
 from toolwise.errors import ConfigError
-from toolwise.protocols import AdvantageEstimator, AgentPolicy, Sampling
+from toolwise.protocols import AdvantageEstimator
 from toolwise.rollout.queue import RolloutQueue
-from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.routing.direct_router import DirectRouter
 from toolwise.thinking.stage import ThinkingStage
-from toolwise.tools import isolation
-from toolwise.tools.base import BaseTool
-from toolwise.tools.catalog import as_entries, build_tools
 from toolwise.training.checkpoint import RngState, StateRegistry
 from toolwise.training.diagnosis import Diagnosis, Finding, check_routable, startup_findings
 from toolwise.training.fault_rates import FaultRates
-from toolwise.training.scoring import RewardSources, Scoring, build_scoring
+from toolwise.training.rollout_setup import RolloutSetup, check_tasks, load_options, setup_rollouts, tools_and_scoring
+from toolwise.training.scoring import RewardSources
 from toolwise.training.startup import announce
-from toolwise.training.tasks import attach_labels, check_task_tools, load_split, without_held_out_tools
+from toolwise.training.tasks import attach_labels, load_split, without_held_out_tools
 from toolwise.training.thinking import build_rlvcr, build_thinking_stage, check_thinking, with_rlvcr_metrics
-from toolwise.types import Rollout, RouteDecision, Task
+from toolwise.types import Rollout, Task
 
 if TYPE_CHECKING:
     from toolwise.learner.actor import Actor
-    from toolwise.policies.local import LocalPolicy
-    from toolwise.rollout.chat_tokenizer import ChatTokenizer
-    from toolwise.routing.head.head import RouterHead
     from toolwise.routing.learned_router import LearnedRouter
-
-log = logging.getLogger("toolwise")
 
 
 @dataclass(slots=True)
@@ -83,19 +70,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Run(RolloutSetup):
     """Every part that the training loop uses."""
 
-    config: RunConfig
-    batches: Batches
-    validation_tasks: Sequence[Task]
     router: DirectRouter | LearnedRouter
-    scheduler: RolloutScheduler
-    policy: LocalPolicy
-    scoring: Scoring
+    batches: Batches
     learner: Actor
     estimator: AdvantageEstimator
-    chat: ChatTokenizer
     queue: RolloutQueue[list[Rollout]]
     progress: Progress = field(default_factory=Progress)
     thinking: ThinkingStage | None = None
@@ -105,12 +86,6 @@ class Run:
         """Problems, known before the first step, that would keep the run from learning."""
         tasks, held_out = self.batches.tasks, self.validation_tasks
         return startup_findings(self.config, self.scoring.rewards, self.scheduler.tools, train=tasks, held_out=held_out)
-
-    def close(self) -> None:
-        """Stop the worker processes of rewards and tools, and the generation server if we started one."""
-        self.policy.close()
-        self.scoring.close()
-        isolation.close()
 
     def registry(self) -> StateRegistry:
         """All state that must survive a crash."""
@@ -134,23 +109,18 @@ def assemble(
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: RewardSources | None = None,
 ) -> Run:
-    """Build a run from its configuration; Python arguments override what the file names.
+    """Build a training run from its configuration; Python arguments override what the file names.
 
     All errors in the input are found here, before any work is done.
     """
-    announce("starting the tools")
-    tool_objects = build_tools([*config.tools, *as_entries(tools)])
-    announce("starting the reward sandbox")
-    scoring = build_scoring(config.reward, reward)
-    try:
+    with tools_and_scoring(config, tools, reward) as (tool_objects, scoring):
         announce("reading the tasks")
         train = tasks if tasks is not None else load_split(config, "train", config.data.limit)
         held_out = (
             validation_tasks if validation_tasks is not None else load_split(config, "val", config.data.val_limit)
         )
         train, held_out = attach_labels(config, train), attach_labels(config, held_out)
-        for task in (*train, *held_out):
-            check_task_tools(task, tool_objects, env=config.env.name)
+        check_tasks(config, [*train, *held_out], tool_objects)
         check_routable(config, tool_objects, train)
         scoring.check([*train, *held_out])
         batches = Batches(
@@ -160,26 +130,15 @@ def assemble(
             shuffle=config.data.shuffle,
             drop_last=config.data.drop_last,
         )
-        return _assemble_with_model(config, batches, held_out, tool_objects, scoring)
-    except BaseException:
-        scoring.close()
-        raise
+        return add_training(setup_rollouts(config, held_out, tool_objects, scoring), batches)
 
 
-def _assemble_with_model(
-    config: RunConfig, batches: Batches, held_out: Sequence[Task], tools: dict[str, BaseTool], scoring: Scoring
-) -> Run:
-    policy = local_policy(config, config.model.path)
-    prompt = policy.chat.tool_prompt
-    if config.multi_turn.enable and tools:
-        check_tool_prompt(config, policy.chat)
-    elif config.env.name != "tools" and (prompt.where == "nowhere" or not prompt.usable):
-        log.warning("%s", prompt.describe())
+def add_training(setup: RolloutSetup, batches: Batches) -> Run:
+    """Add what training needs: learner, estimator, batches, queue, thinking stage, and a router that learns."""
     from toolwise.learner.builder import build_learner
-    from toolwise.routing.head.builder import build_head
 
     announce("building the learner")
-    head = build_head(config, policy.model) if config.router.enable else None
+    config, policy, head = setup.config, setup.policy, setup.head
     learner, estimator = build_learner(
         config,
         policy.model,
@@ -189,169 +148,32 @@ def _assemble_with_model(
     )
     return Run(
         config=config,
-        batches=batches,
-        validation_tasks=held_out,
-        router=_router(config, head, learner, policy, tools, batches.tasks),
-        scheduler=build_scheduler(config, policy, tools),
+        validation_tasks=setup.validation_tasks,
+        router=_learning_router(setup, learner, batches.tasks),
+        head=head,
+        scheduler=setup.scheduler,
         policy=policy,
-        scoring=scoring,
+        scoring=setup.scoring,
+        batches=batches,
         learner=learner,
         estimator=with_rlvcr_metrics(config, estimator),
-        chat=policy.chat,
         queue=RolloutQueue(per_update=config.data.batch_size),
         thinking=build_thinking_stage(config, policy, policy.model, policy.chat, learner.settings.micro_batch),
     )
 
 
-def check_tool_prompt(config: RunConfig, chat: ChatTokenizer) -> None:
-    """Log how tools are presented to the model; raise if its template cannot show tools, calls or results."""
-    prompt = chat.tool_prompt
-    if prompt.where == "nowhere":
-        raise ConfigError(
-            f"the chat template of {chat.name} {prompt.reason}, and rollout.tool_prompt = "
-            f'"{config.rollout.tool_prompt}" with rollout.tool_parser = "{config.rollout.tool_parser}" does not show '
-            'them either: use tool_prompt = "auto" and a parser that reads calls, such as hermes'
-        )
-    if not prompt.usable:
-        raise ConfigError(
-            f"the chat template of {chat.name} {prompt.reason}: "
-            + (
-                'use rollout.tool_prompt = "auto", which writes them as text if it can'
-                if config.rollout.tool_prompt == "template"
-                else "they are lost even when written as text, so tools cannot be used: use another chat template"
-            )
-        )
-    log.info("%s", prompt.describe())
+def _learning_router(setup: RolloutSetup, learner: Actor, tasks: Sequence[Task]) -> DirectRouter | LearnedRouter:
+    if setup.head is None or isinstance(setup.router, DirectRouter):
+        return DirectRouter(setup.config.seed)
+    from toolwise.routing.head.builder import build_learned_router
 
-
-def _router(
-    config: RunConfig,
-    head: RouterHead | None,
-    learner: Actor,
-    policy: Any,
-    tools: dict[str, BaseTool],
-    tasks: Sequence[Task],
-) -> DirectRouter | LearnedRouter:
-    if head is None:
-        return DirectRouter(config.seed)
-    from toolwise.routing.head.builder import build_router, build_router_learner
-
-    trainable = build_router_learner(config, learner.model, head, learner.optimizer)
-    offered = tools if config.multi_turn.enable else {}
-    return build_router(config, trainable, policy.chat, offered, tasks, getattr(policy, "engine", None))
+    return build_learned_router(setup.config, setup.router, setup.policy, setup.head, learner.optimizer, tasks)
 
 
 def _critic_model(config: RunConfig, path: str) -> Any:
     from toolwise.models import load_model
 
-    return load_model(path, **_load_options(config))[0]
-
-
-def _load_options(config: RunConfig) -> dict[str, Any]:
-    model = config.model
-    return {"device": model.device, "dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
-
-
-def local_policy(config: RunConfig, path: str) -> LocalPolicy:
-    """Load the model at `path` in this process, on the configured device and with the configured dtype."""
-    from toolwise.models import load_model, locate
-
-    folder = locate(path)
-    announce("importing PyTorch")
-    configure_threads(config)  # only now, so that input errors are reported without importing torch
-    from toolwise.engine.grammar import grammar_from_config
-    from toolwise.policies.local import LocalPolicy
-
-    grammar = grammar_from_config(config.rollout.grammar)
-    if grammar is not None and config.rollout.engine != "toolwise":
-        raise ConfigError(f'rollout.grammar needs rollout.engine = "toolwise", got "{config.rollout.engine}"')
-    announce(f"loading the model {path}")
-    model, chat = load_model(path, **_load_options(config))
-    set_thread_count(config, model)
-    if model.device.type == "cpu" and config.model.dtype == "bfloat16":
-        raise ConfigError("model.dtype is bfloat16 on a CPU: many do not support it and some crash; use float32")
-    rollout = config.rollout
-    engine: Any = rollout.engine
-    if engine == "vllm":
-        from toolwise.policies.vllm.builder import build_vllm
-
-        engine = build_vllm(config, model, folder)
-    return LocalPolicy(
-        model,
-        chat,
-        sampling_from_config(config),
-        parser=rollout.tool_parser,
-        max_batch=rollout.max_batch,
-        on_change=rollout.on_template_change,
-        engine=engine,
-        deterministic=config.deterministic,
-        cache_mb=rollout.cache_mb,
-        grammar=grammar,
-        tool_prompt=rollout.tool_prompt,
-    )
-
-
-def sampling_from_config(config: RunConfig) -> Sampling:
-    rollout = config.rollout
-    return Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens, do_sample=rollout.do_sample)
-
-
-def build_scheduler(config: RunConfig, policy: AgentPolicy, tools: dict[str, BaseTool]) -> RolloutScheduler:
-    """The configured rollout scheduler, with any policy."""
-    rollout, turns, limits = config.rollout, config.multi_turn, _limits(config, tools)
-    return RolloutScheduler(
-        policy,
-        tools if turns.enable else {},
-        max_episode_steps=turns.max_turns if turns.enable else 1,
-        max_concurrent=rollout.max_concurrent,
-        deadline_s=rollout.deadline_s,
-        tool_timeout_s=turns.tool_timeout_s,
-        max_tokens=rollout.max_episode_tokens,
-        max_invalid_in_a_row=turns.max_invalid_in_a_row,
-        max_result_chars=turns.max_result_chars,
-        limits=limits,
-        make_env=_env_factory(config, tools, limits),
-        lock_step=config.deterministic,
-    )
-
-
-def _env_factory(
-    config: RunConfig, tools: dict[str, BaseTool], limits: Limits
-) -> Callable[[RouteDecision], BaseEnv] | None:
-    """None if the environment consists of the tools alone, which the scheduler builds itself."""
-    env, turns = config.env, config.multi_turn
-    if env.name == "tools" and not env.interaction:
-        return None
-    make = build_env_factory(
-        env.name,
-        env.kwargs,
-        tools=tools,
-        interaction=env.interaction or None,
-        interaction_kwargs=env.interaction_kwargs,
-        max_user_turns=env.max_user_turns,
-        defaults={
-            "tool_timeout_s": turns.tool_timeout_s,
-            "max_result_chars": turns.max_result_chars,
-            "gates": limits.tools,
-        },
-    )
-
-    def make_env(decision: RouteDecision) -> BaseEnv:
-        routed = (
-            decision.task.model_copy(update={"tools": list(decision.tools)}) if decision.tools is not None else None
-        )
-        return make(routed or decision.task)
-
-    return make_env
-
-
-def _limits(config: RunConfig, tools: dict[str, BaseTool]) -> Limits:
-    limits = {name: tool.max_concurrent or config.multi_turn.max_concurrent_calls for name, tool in tools.items()}
-    return Limits(
-        model=Gate(config.rollout.max_concurrent_requests),
-        env=Gate(config.rollout.max_concurrent_envs),
-        tools={name: Gate(limit) for name, limit in limits.items() if limit is not None},
-    )
+    return load_model(path, **load_options(config))[0]
 
 
 def estimator_from_config(config: RunConfig) -> AdvantageEstimator:

@@ -39,10 +39,7 @@ def without_held_out_tools(
     tasks: Sequence[Task], tools: dict[str, BaseTool], held_out: Sequence[str]
 ) -> Sequence[Task]:
     """The tasks to train on: those that name a held-out tool are dropped, and no task is offered one."""
-    for name in held_out:
-        if name not in tools:
-            available = ", ".join(tools) or "none"
-            raise ConfigError(f"multi_turn.held_out_tools names {name!r}, but the run's tools are: {available}")
+    check_held_out_tools(tools, held_out)
     if not held_out:
         return tasks
     offered = [name for name in tools if name not in held_out]
@@ -52,6 +49,13 @@ def without_held_out_tools(
             "%d of %d training tasks name a held-out tool and are dropped", len(tasks) - len(remaining), len(tasks)
         )
     return [task if task.tools is not None else task.model_copy(update={"tools": offered}) for task in remaining]
+
+
+def check_held_out_tools(tools: dict[str, BaseTool], held_out: Sequence[str]) -> None:
+    for name in held_out:
+        if name not in tools:
+            available = ", ".join(tools) or "none"
+            raise ConfigError(f"multi_turn.held_out_tools names {name!r}, but the run's tools are: {available}")
 
 
 def check_task_tools(task: Task, tools: dict[str, BaseTool], *, env: str) -> None:

@@ -206,7 +206,7 @@ class Training:
         step = self.run.progress.step
         if step == 0 and self.console is not None:
             self.console.note(f"validating on {len(self.run.validation_tasks)} held-out tasks before training …")
-        scored = await validate(self.run)
+        scored = await validate(self.run, step=step)
         summary = summarize_validation(scored, self.run.config.multi_turn.held_out_tools)
         metrics = validation_metrics(summary)
         if self.run.thinking is not None:

@@ -24,7 +24,7 @@ from toolwise.tools.isolation import default_pool, roster
 from toolwise.tools.isolation import pool as pools
 from toolwise.tools.isolation.code_location import ObjectRef
 from toolwise.tools.isolation.pool import Pool
-from toolwise.training.run import build_scheduler
+from toolwise.training.rollout_setup import build_scheduler
 from toolwise.types import RouteDecision, Task
 
 linux = pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="workers are forked on Linux")

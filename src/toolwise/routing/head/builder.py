@@ -1,9 +1,9 @@
-"""Builds the router of a run from its configuration: the head on the actor's model, its learner, and the router."""
+"""Builds routers from a configuration: the head on the policy's model, and a router that learns or does not."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolwise.config.schema import RunConfig, inference_settings
 from toolwise.envs.tool_env import tool_spec
@@ -17,11 +17,16 @@ from toolwise.routing.families import Family, offered_tools
 from toolwise.routing.head.features import engine_encoder, feature_width
 from toolwise.routing.head.head import HeadSettings, RouterHead
 from toolwise.routing.head.learner import RouterLearner, RouterSettings
+from toolwise.routing.head.predictor import Encode, HeadPredictor
+from toolwise.routing.inference_router import InferenceRouter
 from toolwise.routing.learned_router import LearnedRouter, target_of
 from toolwise.routing.options import Conditioning
 from toolwise.routing.prompt_templates import load_wording
 from toolwise.tools.base import BaseTool
 from toolwise.types import Task
+
+if TYPE_CHECKING:
+    from toolwise.policies.local import LocalPolicy
 
 
 def build_head(config: RunConfig, model: Any) -> RouterHead:
@@ -44,17 +49,6 @@ def build_head(config: RunConfig, model: Any) -> RouterHead:
             temperature=router.temperature,
             seed=config.seed,
         )
-    )
-
-
-def build_router_learner(config: RunConfig, model: Any, head: RouterHead, actor_optimizer: Optimizer) -> RouterLearner:
-    """`actor_optimizer` is shared with the head, or synchronized after the head's optimizer has updated the trunk."""
-    return RouterLearner(
-        model,
-        head,
-        router_settings(config),
-        optimizer=actor_optimizer if config.router.optimizer == "actor" else None,
-        on_trunk_update=actor_optimizer.sync_masters,
     )
 
 
@@ -81,32 +75,75 @@ def router_settings(config: RunConfig) -> RouterSettings:
     )
 
 
-def build_router(
-    config: RunConfig,
-    model: RouterLearner,
-    chat: ChatTokenizer,
-    tools: Mapping[str, BaseTool],
-    tasks: Sequence[Task],
-    engine: Any = None,
-) -> LearnedRouter:
-    """The router with the head in `model`; `tasks` are the training tasks, `engine` generates the rollouts."""
+def build_inference_router(
+    config: RunConfig, policy: LocalPolicy, head: RouterHead, tools: Mapping[str, BaseTool]
+) -> InferenceRouter:
+    """A router that routes with `head` and does not learn."""
     router = config.router
-    check_router(config, tasks)
-    # Appended text leaves the prompt as it is: rollouts reuse the prefix that the engine has encoded for routing.
-    if router.conditioning == "append" and router.layers == [-1] and hasattr(engine, "encode"):
-        model.encode = engine_encoder(engine, router.pool)
-    return LearnedRouter(
-        model,
-        prompt_of=lambda task: original_prompt(chat, task, tools),
+    return InferenceRouter(
+        HeadPredictor(
+            policy.model,
+            head,
+            micro_batch_tokens=config.actor.micro_batch_tokens,
+            encode=_engine_encoder(config, policy.engine),
+        ),
+        prompt_of=lambda task: original_prompt(policy.chat, task, tools),
         tools=tools,
         budgets=Budgets([Budget(**budget.model_dump()) for budget in router.budgets]),
         cost=cost_from_config(config, tools),
         conditioning=conditioning_from_config(config),
         training=router,
         seed=config.seed,
-        tasks=tasks,
-        metadata={"router": router.model_dump(mode="json", exclude={"labels"}), **inference_settings(config)},
     )
+
+
+def build_router_learner(
+    config: RunConfig, model: Any, head: RouterHead, actor_optimizer: Optimizer, encode: Encode | None = None
+) -> RouterLearner:
+    """`actor_optimizer` is shared with the head, or synchronized after the head's optimizer has updated the trunk."""
+    return RouterLearner(
+        model,
+        head,
+        router_settings(config),
+        optimizer=actor_optimizer if config.router.optimizer == "actor" else None,
+        encode=encode,
+        on_trunk_update=actor_optimizer.sync_masters,
+    )
+
+
+def build_learned_router(
+    config: RunConfig,
+    router: InferenceRouter,
+    policy: LocalPolicy,
+    head: RouterHead,
+    actor_optimizer: Optimizer,
+    tasks: Sequence[Task],
+) -> LearnedRouter:
+    """`router` with a head that learns; `tasks` are the training tasks."""
+    encode = _engine_encoder(config, policy.engine)
+    learner = build_router_learner(config, policy.model, head, actor_optimizer, encode)
+    check_router(config, tasks)
+    metadata = {"router": config.router.model_dump(mode="json", exclude={"labels"}), **inference_settings(config)}
+    return LearnedRouter(
+        learner,
+        prompt_of=router.prompt_of,
+        tools=router.tools,
+        budgets=router.budgets,
+        cost=router.cost,
+        conditioning=router.conditioning,
+        training=router.training,
+        seed=router.seed,
+        tasks=tasks,
+        metadata=metadata,
+    )
+
+
+def _engine_encoder(config: RunConfig, engine: Any) -> Encode | None:
+    """Appended text leaves the prompt as it is: rollouts reuse the prefix that the engine has encoded for routing."""
+    router = config.router
+    if router.conditioning == "append" and router.layers == [-1] and hasattr(engine, "encode"):
+        return engine_encoder(engine, router.pool)
+    return None
 
 
 def original_prompt(chat: ChatTokenizer, task: Task, tools: Mapping[str, BaseTool]) -> Sequence[int]:

@@ -1,27 +1,24 @@
-"""Trains the router's head (and optionally the trunk) and computes its predictions.
+"""Trains the router's head, and optionally the trunk.
 
-`encode` computes prompt features with the trunk. With a frozen trunk they are kept with the prediction until the prompt
+With a frozen trunk the features of a prompt are kept with the prediction until the prompt
 is learned from, so that each prompt needs one forward pass, however many rollouts it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from toolwise.errors import CheckpointError
 from toolwise.learner.optimizer import Optimizer, OptimizerSettings
 from toolwise.protocols import Metrics
-from toolwise.routing.head.average import HeadAverage
 from toolwise.routing.head.batch import RouterBatch
-from toolwise.routing.head.features import prompt_features
-from toolwise.routing.head.head import RouterHead, load_head, predict_routes, save_head
+from toolwise.routing.head.head import RouterHead, save_head
 from toolwise.routing.head.loss import (
     NO_LABEL,
     calibration_error,
@@ -31,9 +28,8 @@ from toolwise.routing.head.loss import (
     sampled_loss,
     value_loss,
 )
+from toolwise.routing.head.predictor import Encode, HeadPredictor
 from toolwise.routing.samples import RoutePrediction, RouterExample
-
-Encode = Callable[[Sequence[Sequence[int]]], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +52,7 @@ class RouterSettings(OptimizerSettings):
     """Prompt tokens per forward pass (and backward pass, if the trunk is trained)."""
 
 
-class RouterLearner:
+class RouterLearner(HeadPredictor):
     """`optimizer` is the actor's if the head shares it; `on_trunk_update` is called after weights of the trunk have
     changed."""
 
@@ -67,42 +63,17 @@ class RouterLearner:
         settings: RouterSettings,
         *,
         optimizer: Optimizer | None = None,
+        encode: Encode | None = None,
         on_trunk_update: Callable[[], None] = lambda: None,
     ) -> None:
-        self.model = model
-        self.head = head.to(model.device)
+        super().__init__(model, head, micro_batch_tokens=settings.micro_batch_tokens, encode=encode)
         self.settings = settings
         self.trunk = trunk_weights(model, settings.backbone, settings.top_layers)
         parameters = [*self.head.parameters(), *self.trunk]
         self.shares_optimizer = optimizer is not None
         self.optimizer = Optimizer(parameters, settings, owner="router") if optimizer is None else optimizer
-        self.encode: Encode = self._encode
         self.on_trunk_update = on_trunk_update
         self.updates = 0
-        self.average = HeadAverage()
-        self.prefills = 0
-        """Number of prompts encoded for predictions."""
-
-    def _encode(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        s = self.head.settings
-        max_tokens = self.settings.micro_batch_tokens
-        return prompt_features(self.model, prompts, pool=s.pool, layers=s.layers, max_tokens=max_tokens)
-
-    @torch.no_grad()
-    def predict(
-        self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float] = (), *, averaged: bool = False
-    ) -> list[RoutePrediction]:
-        if not prompts:
-            return []
-        features = self.encode(prompts).detach()
-        self.prefills += len(prompts)
-        head, used_multipliers = self.average.of(self.head, multipliers) if averaged else (self.head, multipliers)
-        return [
-            replace(prediction, head_inputs=(tuple(prompt), features[i] if not self.trunk else None))
-            for i, (prompt, prediction) in enumerate(
-                zip(prompts, predict_routes(head, features, used_multipliers), strict=True)
-            )
-        ]
 
     def learn(self, examples: Sequence[RouterExample], multipliers: Sequence[float] = ()) -> Metrics:
         """One update: `epochs` optimizer steps over all examples."""
@@ -229,13 +200,6 @@ class RouterLearner:
             head, Path(folder), metadata | {"multipliers": dict(zip(multipliers, saved_multipliers, strict=True))}
         )
 
-    @torch.no_grad()
-    def load(self, folder: Any) -> dict[str, Any]:
-        head, metadata = load_head(Path(folder))
-        self._copy_head_weights(dict(head.named_parameters()), f"{folder} has a router with")
-        self.average.reset()
-        return metadata
-
     def state_dict(self) -> dict[str, Any]:
         """Without the trunk's weights, which are in the model's file, and without a shared optimizer's state."""
         state: dict[str, Any] = {"head": dict(self.head.named_parameters()), "updates": self.updates}
@@ -251,13 +215,6 @@ class RouterLearner:
             self.optimizer.load_state_dict(state["optimizer"])
         self.average.load_state_dict(state.get("average") or {}, self.head)
         self.updates = state["updates"]
-
-    def _copy_head_weights(self, weights: Mapping[str, Tensor], whose: str) -> None:
-        parameters = dict(self.head.named_parameters())
-        if parameters.keys() != weights.keys() or any(parameters[k].shape != weights[k].shape for k in parameters):
-            raise CheckpointError(f"{whose} a different head than the run: check [router]")
-        for name, weight in parameters.items():
-            weight.copy_(weights[name])
 
 
 def trunk_weights(model: Any, backbone: str, top_layers: int) -> list[Tensor]:

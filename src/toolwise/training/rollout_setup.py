@@ -1,0 +1,254 @@
+"""`RolloutSetup`: what rolling out and scoring needs, and nothing that only training needs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from toolwise.concurrency.limits import Gate, Limits
+from toolwise.concurrency.threads import configure_threads, set_thread_count
+from toolwise.config.schema import RunConfig
+from toolwise.envs.base import BaseEnv
+from toolwise.envs.catalog import build_env_factory
+from toolwise.errors import ConfigError
+from toolwise.protocols import AgentPolicy, Sampling
+from toolwise.rollout.scheduler import RolloutScheduler
+from toolwise.routing.direct_router import DirectRouter
+from toolwise.tools import isolation
+from toolwise.tools.base import BaseTool
+from toolwise.tools.catalog import as_entries, build_tools
+from toolwise.training.diagnosis import check_routable
+from toolwise.training.scoring import RewardSources, Scoring, build_scoring
+from toolwise.training.startup import announce
+from toolwise.training.tasks import attach_labels, check_held_out_tools, check_task_tools
+from toolwise.types import RouteDecision, Task
+
+if TYPE_CHECKING:
+    from toolwise.policies.local import LocalPolicy
+    from toolwise.rollout.chat_tokenizer import ChatTokenizer
+    from toolwise.routing.head.head import RouterHead
+    from toolwise.routing.inference_router import InferenceRouter
+
+log = logging.getLogger("toolwise")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSetup:
+    """The parts that roll out and score tasks."""
+
+    config: RunConfig
+    validation_tasks: Sequence[Task]
+    router: DirectRouter | InferenceRouter
+    head: RouterHead | None
+    """The head of the router; None without a router."""
+    scheduler: RolloutScheduler
+    policy: LocalPolicy
+    scoring: Scoring
+
+    @property
+    def chat(self) -> ChatTokenizer:
+        return self.policy.chat
+
+    def close(self) -> None:
+        """Stop the worker processes of rewards and tools, and the generation server if we started one."""
+        self.policy.close()
+        self.scoring.close()
+        isolation.close()
+
+
+def setup_evaluation(
+    config: RunConfig,
+    tasks: Sequence[Task],
+    *,
+    tools: Sequence[Any] | Callable[..., Any] | None = None,
+    reward: RewardSources | None = None,
+) -> RolloutSetup:
+    """Build what evaluating `tasks` needs; Python arguments override what the configuration names."""
+    with tools_and_scoring(config, tools, reward) as (tool_objects, scoring):
+        tasks = attach_labels(config, tasks)
+        check_tasks(config, tasks, tool_objects)
+        check_routable(config, tool_objects, tasks)
+        scoring.check(tasks)
+        check_held_out_tools(tool_objects, config.multi_turn.held_out_tools)
+        return setup_rollouts(config, tasks, tool_objects, scoring)
+
+
+@contextmanager
+def tools_and_scoring(
+    config: RunConfig, tools: Sequence[Any] | Callable[..., Any] | None, reward: RewardSources | None
+) -> Iterator[tuple[dict[str, BaseTool], Scoring]]:
+    """Start the tools and the rewards; if the block raises, stop the rewards' worker processes."""
+    announce("starting the tools")
+    tool_objects = build_tools([*config.tools, *as_entries(tools)])
+    announce("starting the reward sandbox")
+    scoring = build_scoring(config.reward, reward)
+    try:
+        yield tool_objects, scoring
+    except BaseException:
+        scoring.close()
+        raise
+
+
+def check_tasks(config: RunConfig, tasks: Sequence[Task], tools: dict[str, BaseTool]) -> None:
+    for task in tasks:
+        check_task_tools(task, tools, env=config.env.name)
+
+
+def setup_rollouts(
+    config: RunConfig, validation_tasks: Sequence[Task], tools: dict[str, BaseTool], scoring: Scoring
+) -> RolloutSetup:
+    """Load the model and build the policy, the router and the scheduler."""
+    policy = local_policy(config, config.model.path)
+    prompt = policy.chat.tool_prompt
+    if config.multi_turn.enable and tools:
+        check_tool_prompt(config, policy.chat)
+    elif config.env.name != "tools" and (prompt.where == "nowhere" or not prompt.usable):
+        log.warning("%s", prompt.describe())
+    router: DirectRouter | InferenceRouter = DirectRouter(config.seed)
+    head = None
+    if config.router.enable:
+        from toolwise.routing.head.builder import build_head, build_inference_router
+
+        head = build_head(config, policy.model)
+        offered = tools if config.multi_turn.enable else {}
+        router = build_inference_router(config, policy, head, offered)
+    return RolloutSetup(
+        config=config,
+        validation_tasks=validation_tasks,
+        router=router,
+        head=head,
+        scheduler=build_scheduler(config, policy, tools),
+        policy=policy,
+        scoring=scoring,
+    )
+
+
+def check_tool_prompt(config: RunConfig, chat: ChatTokenizer) -> None:
+    """Log how tools are presented to the model; raise if its template cannot show tools, calls or results."""
+    prompt = chat.tool_prompt
+    if prompt.where == "nowhere":
+        raise ConfigError(
+            f"the chat template of {chat.name} {prompt.reason}, and rollout.tool_prompt = "
+            f'"{config.rollout.tool_prompt}" with rollout.tool_parser = "{config.rollout.tool_parser}" does not show '
+            'them either: use tool_prompt = "auto" and a parser that reads calls, such as hermes'
+        )
+    if not prompt.usable:
+        raise ConfigError(
+            f"the chat template of {chat.name} {prompt.reason}: "
+            + (
+                'use rollout.tool_prompt = "auto", which writes them as text if it can'
+                if config.rollout.tool_prompt == "template"
+                else "they are lost even when written as text, so tools cannot be used: use another chat template"
+            )
+        )
+    log.info("%s", prompt.describe())
+
+
+def load_options(config: RunConfig) -> dict[str, Any]:
+    model = config.model
+    return {"device": model.device, "dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
+
+
+def local_policy(config: RunConfig, path: str) -> LocalPolicy:
+    """Load the model at `path` in this process, on the configured device and with the configured dtype."""
+    from toolwise.models import load_model, locate
+
+    folder = locate(path)
+    announce("importing PyTorch")
+    configure_threads(config)  # only now, so that input errors are reported without importing torch
+    from toolwise.engine.grammar import grammar_from_config
+    from toolwise.policies.local import LocalPolicy
+
+    grammar = grammar_from_config(config.rollout.grammar)
+    if grammar is not None and config.rollout.engine != "toolwise":
+        raise ConfigError(f'rollout.grammar needs rollout.engine = "toolwise", got "{config.rollout.engine}"')
+    announce(f"loading the model {path}")
+    model, chat = load_model(path, **load_options(config))
+    set_thread_count(config, model)
+    if model.device.type == "cpu" and config.model.dtype == "bfloat16":
+        raise ConfigError("model.dtype is bfloat16 on a CPU: many do not support it and some crash; use float32")
+    rollout = config.rollout
+    engine: Any = rollout.engine
+    if engine == "vllm":
+        from toolwise.policies.vllm.builder import build_vllm
+
+        engine = build_vllm(config, model, folder)
+    return LocalPolicy(
+        model,
+        chat,
+        sampling_from_config(config),
+        parser=rollout.tool_parser,
+        max_batch=rollout.max_batch,
+        on_change=rollout.on_template_change,
+        engine=engine,
+        deterministic=config.deterministic,
+        cache_mb=rollout.cache_mb,
+        grammar=grammar,
+        tool_prompt=rollout.tool_prompt,
+    )
+
+
+def sampling_from_config(config: RunConfig) -> Sampling:
+    rollout = config.rollout
+    return Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens, do_sample=rollout.do_sample)
+
+
+def build_scheduler(config: RunConfig, policy: AgentPolicy, tools: dict[str, BaseTool]) -> RolloutScheduler:
+    """The configured rollout scheduler, with any policy."""
+    rollout, turns, limits = config.rollout, config.multi_turn, _limits(config, tools)
+    return RolloutScheduler(
+        policy,
+        tools if turns.enable else {},
+        max_episode_steps=turns.max_turns if turns.enable else 1,
+        max_concurrent=rollout.max_concurrent,
+        deadline_s=rollout.deadline_s,
+        tool_timeout_s=turns.tool_timeout_s,
+        max_tokens=rollout.max_episode_tokens,
+        max_invalid_in_a_row=turns.max_invalid_in_a_row,
+        max_result_chars=turns.max_result_chars,
+        limits=limits,
+        make_env=_env_factory(config, tools, limits),
+        lock_step=config.deterministic,
+    )
+
+
+def _env_factory(
+    config: RunConfig, tools: dict[str, BaseTool], limits: Limits
+) -> Callable[[RouteDecision], BaseEnv] | None:
+    """None if the environment consists of the tools alone, which the scheduler builds itself."""
+    env, turns = config.env, config.multi_turn
+    if env.name == "tools" and not env.interaction:
+        return None
+    make = build_env_factory(
+        env.name,
+        env.kwargs,
+        tools=tools,
+        interaction=env.interaction or None,
+        interaction_kwargs=env.interaction_kwargs,
+        max_user_turns=env.max_user_turns,
+        defaults={
+            "tool_timeout_s": turns.tool_timeout_s,
+            "max_result_chars": turns.max_result_chars,
+            "gates": limits.tools,
+        },
+    )
+
+    def make_env(decision: RouteDecision) -> BaseEnv:
+        routed = (
+            decision.task.model_copy(update={"tools": list(decision.tools)}) if decision.tools is not None else None
+        )
+        return make(routed or decision.task)
+
+    return make_env
+
+
+def _limits(config: RunConfig, tools: dict[str, BaseTool]) -> Limits:
+    limits = {name: tool.max_concurrent or config.multi_turn.max_concurrent_calls for name, tool in tools.items()}
+    return Limits(
+        model=Gate(config.rollout.max_concurrent_requests),
+        env=Gate(config.rollout.max_concurrent_envs),
+        tools={name: Gate(limit) for name, limit in limits.items() if limit is not None},
+    )

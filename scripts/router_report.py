@@ -89,7 +89,7 @@ def classified(out: Path, config: Any, outcomes: Any) -> dict[str, Any]:
 
     from toolwise.data import load_tasks
     from toolwise.frontier.baselines import classifier_log_probs, targets_by_labels, targets_by_oracle
-    from toolwise.frontier.outcomes import CLASSIFIER, ORACLE_LABELS
+    from toolwise.frontier.names import CLASSIFIER, ORACLE_LABELS
     from toolwise.models import load_model
     from toolwise.routing.actions import MIXED, RouteAction
     from toolwise.routing.head.builder import original_prompt

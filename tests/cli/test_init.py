@@ -17,8 +17,8 @@ GUIDE = Path(__file__).parents[2] / "docs" / "rewards.md"
 def test_the_commands_of_the_guide_do_what_it_says(
     tmp_path: Path, tiny_run: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, _, section = GUIDE.read_text(encoding="utf-8").partition("## Check it before you train")
-    blocks = re.findall(r"```sh\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    _, _, sections = GUIDE.read_text(encoding="utf-8").partition("## Check it before you train")
+    blocks = re.findall(r"```sh\n(.*?)```", sections, re.DOTALL)
     commands = [line.split() for block in blocks for line in block.splitlines()]
     assert [command[:2] for command in commands] == [["toolwise", name] for name in ("init", "check", "score")]
     shutil.copytree(tiny_run, tmp_path / "runs" / "first")

@@ -106,7 +106,7 @@ def test_the_report_says_what_the_runs_say() -> None:
     assert found["differences"]["signed - price"]["success"]["value"] == pytest.approx(0.3)
     assert all(found["verdict"].values())
     told = report.section(figures)
-    assert "| RLVCR, gated by sign | 0.0004 | 80.0 %" in told
+    assert f"| {plan.ARMS['signed'].title} | 0.0004 | 80.0 %" in told
     assert "beats the shuffled control: **yes**" in told
 
 
@@ -147,7 +147,7 @@ def test_an_arm_that_lacks_a_seed_is_named_and_not_compared() -> None:
     told = report.figures(found)
     assert told["left_out"] == ["w0"]
     assert "w0" not in told["after"]["60"]["arms"]
-    assert f"Not all seeds were made of: {plan.ARMS['w0'].title}." in report.section(told)
+    assert f"Some seeds are missing for: {plan.ARMS['w0'].title}." in report.section(told)
     del found["paired-price-0"]
     with pytest.raises(SystemExit, match="price"):
         report.figures(found)

@@ -21,7 +21,7 @@ from toolwise.frontier.baselines import (
     targets_by_labels,
     targets_by_oracle,
 )
-from toolwise.frontier.outcomes import CLASSIFIER, ORACLE_LABELS
+from toolwise.frontier.names import CLASSIFIER, ORACLE_LABELS
 from toolwise.models import locate
 from toolwise.routing.actions import ROUTES
 from toolwise.routing.head.head import HeadSettings, RouterHead, save_head

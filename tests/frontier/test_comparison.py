@@ -7,7 +7,8 @@ import pytest
 
 from toolwise.errors import ConfigError, DataError
 from toolwise.frontier.comparison import RouteValues, calibrate, compute_frontier
-from toolwise.frontier.outcomes import ALL_TOOLS, OutcomeTable
+from toolwise.frontier.names import ALL_TOOLS
+from toolwise.frontier.outcomes import OutcomeTable
 
 ROUTES = ("ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY")
 NEEDED = np.repeat([0, 1, 2, 1], 100)

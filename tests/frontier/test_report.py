@@ -8,7 +8,8 @@ import numpy as np
 from rich.console import Console
 
 from toolwise.frontier.comparison import Frontier, RouteValues, compute_frontier
-from toolwise.frontier.outcomes import ALL_TOOLS, OutcomeTable
+from toolwise.frontier.names import ALL_TOOLS
+from toolwise.frontier.outcomes import OutcomeTable
 from toolwise.frontier.report import as_json, plot_frontier, rename_old_curves, tables
 
 ROUTES = ("ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY")

@@ -138,7 +138,7 @@ def test_a_builtin_may_be_a_factory(monkeypatch: pytest.MonkeyPatch) -> None:
         ([{"name": "search", "family": "FIND"}], "search: family must be one of SEARCH, CALCULATE, OTHER"),
         ([{"name": double, "cost": 1}], "double has no option 'cost'"),
         (["no.such.module:x"], "cannot import 'no.such.module'"),
-        (["no_such_file.py:x"], "no file 'no_such_file.py'"),
+        (["no_such_file.py:x"], "file 'no_such_file.py' does not exist"),
         (["toolwise.tools.builtin.search.tool:SearchTol"], "has no 'SearchTol'; did you mean 'SearchTool'?"),
         (["toolwise.tools.builtin.search.index:MAX_TERMS"], "is not a tool"),
         ([lambda: 1], "<lambda>"),

@@ -15,7 +15,7 @@ from toolwise.agent.inference import TrainedRouter
 from toolwise.errors import ConfigError
 from toolwise.frontier.classifier import fit_classifier
 from toolwise.frontier.comparison import RouteValues
-from toolwise.frontier.outcomes import CLASSIFIER, ORACLE_LABELS
+from toolwise.frontier.names import CLASSIFIER, ORACLE_LABELS
 from toolwise.routing.actions import MIXED, ROUTES, RouteAction, Target, parse_target
 from toolwise.routing.families import families_of_task, heuristic_target
 from toolwise.routing.learned_router import target_of

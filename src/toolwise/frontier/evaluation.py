@@ -17,7 +17,8 @@ from toolwise.agent.time_saved import TimeSaved, time_saved
 from toolwise.config.schema import RunConfig
 from toolwise.frontier.baselines import PROMPT_BATCH_SIZE, baseline_routers
 from toolwise.frontier.comparison import Frontier, RouteValues, calibrate, compute_frontier
-from toolwise.frontier.outcomes import ALL_TOOLS, OTC, OutcomeTable
+from toolwise.frontier.names import ALL_TOOLS, OTC
+from toolwise.frontier.outcomes import OutcomeTable
 from toolwise.frontier.report import as_json, plot_frontier
 from toolwise.frontier.rollout_pool import PoolPlan, fill_pool, read_cells
 from toolwise.frontier.shards import count_cells, merge_shards, run_in_processes, shard_path, shard_paths

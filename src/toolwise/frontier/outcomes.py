@@ -11,13 +11,6 @@ from numpy.typing import NDArray
 from toolwise.errors import DataError
 from toolwise.routing.threshold import Floats
 
-ALL_TOOLS = "ALL-TOOLS"
-"""Not a route: the unchanged prompt with all its tools."""
-OTC = "OTC"
-"""Another actor, trained with the OTC reward (fewest calls among correct answers); not routed either."""
-CLASSIFIER, ORACLE_LABELS = "classifier", "oracle labels"
-"""Baseline routers over the same routes; see `frontier/baselines.py`."""
-
 
 @dataclass(frozen=True, slots=True)
 class OutcomeTable:

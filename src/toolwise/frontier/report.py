@@ -8,13 +8,14 @@ from dataclasses import asdict
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from toolwise.frontier.bootstrap import Estimate
-from toolwise.frontier.comparison import Frontier, Point
-from toolwise.frontier.outcomes import CLASSIFIER, ORACLE_LABELS
+from toolwise.frontier.names import CLASSIFIER, ORACLE_LABELS
 from toolwise.serialization.json_text import to_jsonable
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from toolwise.frontier.bootstrap import Estimate
+    from toolwise.frontier.comparison import Frontier, Point
 
 _COLOURS = {
     "router": "#1f6f8b",

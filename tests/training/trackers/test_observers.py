@@ -69,7 +69,7 @@ def summary_of(run: Path) -> dict[str, Any]:
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     """All metrics except times and the counters that only a run with observers has."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "faults/"))} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "faults/", "engine/"))} for line in lines]
 
 
 def test_both_come_from_a_file_by_the_command_line_and_stop_a_run_that_can_be_resumed(

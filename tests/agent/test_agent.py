@@ -126,6 +126,7 @@ def questions(count: int) -> list[Task]:
     return [Task(task_id=f"q{i}", prompt=[{"role": "user", "content": f"What is {i} + 1?"}]) for i in range(count)]
 
 
+@pytest.mark.long
 def test_training_modules_are_not_imported(routed: Path) -> None:
     asked = (
         "import sys, toolwise.agent.agent as a\n"

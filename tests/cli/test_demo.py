@@ -64,6 +64,7 @@ def test_the_frontier_is_shown_and_what_to_try_next(demo: Path, told: list[str])
     assert "<h2>Frontier</h2>" in page
 
 
+@pytest.mark.long
 def test_without_a_router_there_is_no_frontier(tmp_path: Path, cli: Cli) -> None:
     ended = cli("demo", "--out", tmp_path / "plain", *SMALL, "--set", "router.enable=false")
     assert ended.status == 0, ended.err

@@ -46,7 +46,7 @@ class Victim:
         words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
         words += ["--resume"] if (self.out / "config.toml").exists() else []
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "toolwise", "demo", "--out", str(self.out), *words]
+        command = [sys.executable, "-m", "toolwise", "demo", "--no-frontier", "--out", str(self.out), *words]
         with self.out.with_suffix(".stderr").open("ab") as err:
             return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=err)
 

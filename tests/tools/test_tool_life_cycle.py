@@ -78,6 +78,7 @@ def test_the_id_is_kept_or_made_fresh(name: str) -> None:
     asyncio.run(live())
 
 
+@pytest.mark.long
 @every_tool
 def test_many_rollouts_at_once_and_over_several_loops(name: str) -> None:
     _, create_kwargs, parameters, expected = CASES[name]

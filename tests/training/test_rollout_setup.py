@@ -70,7 +70,13 @@ def test_the_guard_catches_a_training_run(frozen: Path, no_training: None) -> No
         assemble(load_config(frozen / "run" / "config.toml"))
 
 
-@pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(s, id=n, marks=[] if n in ("grpo", "lora", "all") else pytest.mark.long)
+        for n, s in SETTINGS.items()
+    ],
+)
 def test_eval_of_a_run_builds_nothing_for_training(
     frozen: Path, changes: list[str], cli: Cli, no_training: None
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_batch_wants_a_column_of_any_task(built: list[Scoring], tmp_path: Path
         scoring.check([task(0)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "told"),
     [

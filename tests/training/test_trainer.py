@@ -139,6 +139,7 @@ def test_a_signal_in_the_last_step_interrupts_nothing(
     assert summary_of(tmp_path / "run")["interrupted"] is False
 
 
+@pytest.mark.long
 def test_a_finished_run_is_only_summed_up_again(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)

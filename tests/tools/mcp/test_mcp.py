@@ -415,7 +415,11 @@ def test_a_server_nobody_remembers_is_ended() -> None:
 
 @pytest.mark.parametrize(
     ("ending", "status"),
-    [("pass", 0), pytest.param("1 / 0", 1, marks=pytest.mark.long), ("os.kill(os.getpid(), signal.SIGKILL)", -9)],
+    [
+        pytest.param("pass", 0, marks=pytest.mark.long),
+        pytest.param("1 / 0", 1, marks=pytest.mark.long),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9),
+    ],
 )
 def test_no_server_outlives_its_run(ending: str, status: int) -> None:
     program = f"""

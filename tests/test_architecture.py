@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import subprocess
 import sys
 import tomllib
@@ -76,7 +77,11 @@ def test_there_are_sources_to_look_at() -> None:
 @cache
 def _parsed() -> dict[str, ast.Module]:
     """Every module by its path within the package."""
-    return {str(path.relative_to(ROOT / "src" / "toolwise")): ast.parse(path.read_text()) for path in SOURCES}
+    gc.disable()  # Python 3.11 raises SystemError if a finalizer that the collector runs compiles code meanwhile
+    try:
+        return {str(path.relative_to(ROOT / "src" / "toolwise")): ast.parse(path.read_text()) for path in SOURCES}
+    finally:
+        gc.enable()
 
 
 def _functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

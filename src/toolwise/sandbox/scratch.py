@@ -90,9 +90,9 @@ def remove_folder(folder: Path, seconds: float = REMOVE_S) -> bool:
             _close(parent)
 
 
-def remove_in_background(folder: Path) -> None:
-    """Like `remove_folder`, but a folder that takes long is removed in a thread."""
-    if remove_folder(folder, FOREGROUND_REMOVE_S):
+def remove_in_background(folder: Path, foreground_s: float | None = None) -> None:
+    """Like `remove_folder`, but what takes longer than `foreground_s` is removed in a thread."""
+    if remove_folder(folder, FOREGROUND_REMOVE_S if foreground_s is None else foreground_s):
         return
     with suppress(RuntimeError):  # the interpreter is exiting: the owner of the root removes it
         threading.Thread(target=remove_folder, args=(folder,), name="toolwise-sandbox-sweep").start()

@@ -23,7 +23,7 @@ from toolwise.sandbox.programs.run import Language, ProgramResult, ProgramSpec, 
 from toolwise.sandbox.programs.work_folders import WorkFolder, WorkFolders
 from toolwise.sandbox.report import Report, probe
 from toolwise.sandbox.sandbox import LIVE_SANDBOXES, checked_permissions
-from toolwise.sandbox.scratch import remove_in_background
+from toolwise.sandbox.scratch import EMPTY_S, remove_in_background
 from toolwise.sandbox.targets import package_folder, readable_folders
 
 log = logging.getLogger("toolwise.sandbox")
@@ -124,7 +124,7 @@ class ProgramSandbox:
         try:
             return run_program(self._make_spec(text, folder, temporary), stop)
         finally:
-            remove_in_background(temporary)
+            remove_in_background(temporary, EMPTY_S)  # in a thread that blocks anyway: no file outlives the call
 
     def _make_spec(self, text: str, folder: WorkFolder, temporary: Path) -> ProgramSpec:
         """In namespaces the two folders have fixed paths; elsewhere their real ones."""

@@ -218,7 +218,8 @@ class _Run:
                 os.close(ended)
 
     def _watch(self, poll: select.poll, ended: int | None) -> tuple[Kind, str] | None:
-        deadline, next_check = time.monotonic() + START_S, time.monotonic() + CHECK_INTERVAL_S
+        deadline = time.monotonic() + START_S
+        next_check = time.monotonic() + MEASURE_INTERVAL_S  # a program can write as soon as it starts
         while True:
             now = time.monotonic()
             if now >= deadline and self._program_ended:

@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= $(if $(shell command -v nvidia-smi),,constraints/cpu.txt)
 READY := $(VENV)/.ready
 # Many tests wait for processes of their own: one worker more than there are cores. Each computes with one thread.
+# They start hundreds of Python processes, which would each compile the package again if bytecode were not written.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 WORKERS ?= $(shell expr 1 + $(CORES))
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: demo test test-docs test-namespaced test-long fuzz check format vllm-env bench-env clean help
 

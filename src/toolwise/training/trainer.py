@@ -19,6 +19,7 @@ from toolwise.config.secret_names import mask_secrets, secret_keys
 from toolwise.errors import ConfigError, FaultRateError
 from toolwise.protocols import Callback, Tracker
 from toolwise.rewards.printed_output import PrintLog
+from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_text
 from toolwise.tools.tool_record import write_tools
 from toolwise.training import checkpoint
@@ -34,7 +35,7 @@ from toolwise.training.diagnosis import FindingChanges, show_changes
 from toolwise.training.evaluate import validate
 from toolwise.training.loop import StepResult, train_step
 from toolwise.training.metrics import summarize_validation, validation_metrics
-from toolwise.training.records import RolloutFiles, write_atomic
+from toolwise.training.records import RolloutFiles
 from toolwise.training.run import Run
 from toolwise.training.run_files import check_folder, delete_rollouts_after, find_checkpoint, remove_partial_files
 from toolwise.training.run_result import RunResult

@@ -15,22 +15,17 @@ from toolwise.config.secret_names import mask_secrets, secret_keys
 from toolwise.protocols import Callback
 from toolwise.training.changes import describe_changes
 from toolwise.training.fault_rates import describe_totals
+from toolwise.training.records import RolloutRecord
 from toolwise.training.run_folder import RunFolder, open_run
 from toolwise.training.trackers.console import format_duration, format_metric
 from toolwise.training.trackers.contained import describe_observer_errors
-from toolwise.training.trackers.conversation import Turn, clean_text, conversation_turns, is_correct, shorten
+from toolwise.training.trackers.conversation import Turn, clean_text, conversation_turns, shorten
 from toolwise.types import EndEvent
 from toolwise.view.comparison import headline, rows_by_kind
 from toolwise.view.curves import DARK, LIGHT, render_curves
 from toolwise.view.frontier import frontier_rows, read_frontier, render_frontier
 from toolwise.view.routing import render_routing, routing_columns
-from toolwise.view.selection import (
-    TaskChange,
-    advantages_of,
-    changed_tasks,
-    contrasting_groups,
-    largest_advantage,
-)
+from toolwise.view.selection import TaskChange, changed_tasks, contrasting_groups, largest_advantage
 from toolwise.view.thinking import render_thinking, thinking_columns
 
 if TYPE_CHECKING:
@@ -204,15 +199,15 @@ def _task_view(change: TaskChange) -> dict[str, Any]:
         sides.append(_rollout_view(change.after, "after"))
     return {
         "question": _question(change.before),
-        "kind": clean_text(change.before.get("kind")),
-        "truth": shorten(clean_text(change.before.get("ground_truth")), 300),
+        "kind": clean_text(change.before.kind),
+        "truth": shorten(clean_text(change.before.ground_truth), 300),
         "outcome": label,
         "tone": tone,
         "sides": sides,
     }
 
 
-def _group_views(rollouts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _group_views(rollouts: Sequence[RolloutRecord]) -> list[dict[str, Any]]:
     groups = contrasting_groups(rollouts)
     scale = largest_advantage(record for group in groups for record in group)
     return [
@@ -226,18 +221,17 @@ def _group_views(rollouts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _rollout_view(record: Mapping[str, Any], title: str, scale: float = 0.0) -> dict[str, Any]:
-    turns = conversation_turns(record.get("messages"))
-    shades = _turn_shades(turns, advantages_of(record), scale)
-    right = is_correct(record)
+def _rollout_view(record: RolloutRecord, title: str, scale: float = 0.0) -> dict[str, Any]:
+    turns = conversation_turns(record.messages)
+    shades = _turn_shades(turns, [step.advantage for step in record.steps], scale)
     return {
         "title": title,
-        "mark": {True: "✓", False: "✗", None: ""}[right],
-        "tone": {True: "good", False: "bad", None: "same"}[right],
-        "score": format_metric("score", record.get("score")),
-        "cost": f"{record['cost']:g}" if isinstance(record.get("cost"), int | float) else "–",
-        "stop": clean_text(record.get("stop_reason")),
-        "reason": shorten(clean_text(record.get("reason")), 400),
+        "mark": {True: "✓", False: "✗", None: ""}[record.correct],
+        "tone": {True: "good", False: "bad", None: "same"}[record.correct],
+        "score": format_metric("score", record.score),
+        "cost": "–" if record.cost is None else f"{record.cost:g}",
+        "stop": clean_text(record.stop_reason),
+        "reason": shorten(clean_text(record.reason), 400),
         "turns": [
             {"who": turn.kind, "name": turn.name, "text": _truncate(turn.text), "shade": shade}
             for turn, shade in zip(turns, shades, strict=True)
@@ -283,9 +277,9 @@ def _cell(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _question(record: Mapping[str, Any]) -> str:
-    questions = [turn.text for turn in conversation_turns(record.get("messages")) if turn.kind == "user"]
-    return shorten(questions[0], 140) if questions else clean_text(record.get("task_id"))
+def _question(record: RolloutRecord) -> str:
+    questions = [turn.text for turn in conversation_turns(record.messages) if turn.kind == "user"]
+    return shorten(questions[0], 140) if questions else clean_text(record.task_id)
 
 
 def _truncate(text: str) -> str:

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 
 from toolwise.checks.reward.findings import MAX_EXAMPLES, Finding, scores_equal, usable_score
 from toolwise.checks.reward.scoring_pass import Results, score_rollouts, scoring_mode, split_into_calls
-from toolwise.checks.reward.stored_rollouts import StoredRollout
+from toolwise.checks.reward.stored_rollouts import StoredRollout, placeholder_steps
 from toolwise.errors import DataError
 from toolwise.messages import Message, as_messages
 from toolwise.training.scoring import Scoring
-from toolwise.types import EvaluateResult, StepData
+from toolwise.types import EvaluateResult
 
 ANSWER_FORMS = ("{}", "#### {}", "Answer: {}", "<answer>{}</answer>", "\\boxed{{}}")
 """Formats for a bare ground truth; the first that the reward accepts counts."""
@@ -123,10 +123,7 @@ def _conversation(stored: StoredRollout, answer: Any) -> list[Message]:
 def _with_messages(stored: StoredRollout, name: str, messages: list[Message]) -> StoredRollout:
     prompt = list(stored.rollout.task.prompt)
     reply = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
-    steps = tuple(
-        StepData(system_step_index=i, observation_data=None, action_taken={}, resulting_messages_history=[])
-        for i, _ in enumerate(m for m in reply if m.role == "assistant")
-    )
+    steps = placeholder_steps([None for message in reply if message.role == "assistant"])
     named = f"{stored.rollout.task.task_id} ({name})"
     return replace(stored, rollout=replace(stored.rollout, rollout_id=named, messages=messages, steps=steps))
 

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from math import isfinite, sqrt
+from math import sqrt
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,9 +19,9 @@ from toolwise.config.schema import RewardConfig, RunConfig, load_config
 from toolwise.data.files import Row
 from toolwise.errors import DataError
 from toolwise.rewards.align import align_steps
+from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_text
 from toolwise.training.changes import check_files
-from toolwise.training.records import write_atomic
 from toolwise.training.scoring import build_scoring
 from toolwise.types import EvaluateResult
 
@@ -100,7 +100,8 @@ def rescore(config: RewardConfig, stored: Sequence[StoredRollout]) -> tuple[Resc
 
 
 def compare(name: str, stored: Sequence[StoredRollout], results: Results) -> RescoreReport:
-    old, new = [_old_score(rollout.row) for rollout in stored], [usable_score(result) for result in results]
+    old = [None if item.record.error else item.record.score for item in stored]
+    new = [usable_score(result) for result in results]
     tried = [i for i, result in enumerate(results) if result is not None]
     both = [(a, b) for a, b in zip(old, new, strict=True) if a is not None and b is not None]
     pairs, turned = _count_pairs(stored, old, new)
@@ -110,7 +111,7 @@ def compare(name: str, stored: Sequence[StoredRollout], results: Results) -> Res
         old_mean=_mean(old),
         new_mean=_mean(new),
         changed=sum(not scores_equal(old[i], new[i]) for i in tried),
-        old_errors=dict(Counter(kind for rollout in stored if (kind := _old_error(rollout.row)))),
+        old_errors=dict(Counter(kind for item in stored if (kind := _old_error(item)))),
         new_errors=dict(Counter(r.error.kind for r in results if r is not None and r.error is not None)),
         correlation=_correlation(both),
         pairs=pairs,
@@ -120,16 +121,8 @@ def compare(name: str, stored: Sequence[StoredRollout], results: Results) -> Res
     )
 
 
-def _old_score(row: Row) -> float | None:
-    score = row.get("score")
-    if isinstance(score, bool) or not isinstance(score, int | float) or not isfinite(score) or row.get("error"):
-        return None
-    return float(score)
-
-
-def _old_error(row: Row) -> str | None:
-    error = row.get("error")
-    return str(error.get("kind")) if isinstance(error, dict) else None
+def _old_error(stored: StoredRollout) -> str | None:
+    return None if stored.record.error is None else str(stored.record.error.get("kind"))
 
 
 def _mean(scores: Sequence[float | None]) -> float | None:
@@ -191,7 +184,7 @@ def _new_row(name: str, stored: StoredRollout, result: EvaluateResult) -> Row:
             {**(old if isinstance(old, dict) else {}), "advantage": None, "base_reward": step.base_reward}
             for old, step in zip(old_steps or (), steps, strict=True)
         ],
-        "rescored": {"reward": name, "old_score": stored.row.get("score"), "old_error": _old_error(stored.row)},
+        "rescored": {"reward": name, "old_score": stored.row.get("score"), "old_error": _old_error(stored)},
     }
 
 

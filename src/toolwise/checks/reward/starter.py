@@ -11,8 +11,8 @@ from typing import Any
 from toolwise.data.files import Row
 from toolwise.errors import ConfigError
 from toolwise.rewards.signature import Mode
+from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_text
-from toolwise.training.records import write_atomic
 
 PLACEHOLDER_NAME = "my_reward"
 """Name of the function in the templates."""

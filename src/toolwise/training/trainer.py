@@ -31,7 +31,7 @@ from toolwise.training.changes import (
     record_changes,
     saved_settings,
 )
-from toolwise.training.diagnosis import FindingChanges, show_changes
+from toolwise.training.diagnosis import FindingChanges, finding_to_json
 from toolwise.training.evaluate import validate
 from toolwise.training.loop import StepResult, train_step
 from toolwise.training.metrics import summarize_validation, validation_metrics
@@ -235,9 +235,15 @@ class Training:
 
     def _publish_findings(self, changes: FindingChanges) -> None:
         """Show findings on the console, or log them if there is none, and write them for the report."""
-        show_changes(changes, self.console)
+        for finding in changes.found:
+            if self.console is not None:
+                self.console.warn(finding.name, (finding.says, finding.cure))
+            else:
+                log.warning("%s", finding)
+        for finding in changes.withdrawn:
+            self._announce(f"no longer true: {finding.name} (found at step {finding.step})", logging.WARNING)
         if changes.found or changes.withdrawn:
-            findings = [finding.to_json() for finding in self.run.progress.diagnosis.findings]
+            findings = [finding_to_json(finding) for finding in self.run.progress.diagnosis.findings]
             write_atomic(self.out / "diagnosis.json", json_text(findings, indent=2).encode())
 
     def _save(self) -> None:
@@ -298,7 +304,7 @@ class Training:
             "advantages": self._reward_description,
             "changes": read_changes(self.out),
             "updated": diagnosis.updated,
-            "diagnosis": [finding.to_json() for finding in diagnosis.findings],
+            "diagnosis": [finding_to_json(finding) for finding in diagnosis.findings],
             "tool_prompt": run.chat.tool_prompt.describe() if run.scheduler.tools else None,
         }
         self._end(summary)

@@ -13,6 +13,7 @@ import tomli_w
 
 from toolwise.config.secret_names import mask_secrets, secret_keys
 from toolwise.protocols import Callback
+from toolwise.serialization.files import write_atomic
 from toolwise.training.changes import describe_changes
 from toolwise.training.fault_rates import describe_totals
 from toolwise.training.records import RolloutRecord
@@ -76,8 +77,10 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     run = open_run(run_dir)
     light, dark = render_curves(run, LIGHT), render_curves(run, DARK)
     page = _render(run, light, dark)
-    _replace_file(run.path / "report.png", light)
-    return _replace_file(run.path / "report.html", page.encode("utf-8", "replace"))
+    out = run.path / "report.html"
+    write_atomic(run.path / "report.png", light)
+    write_atomic(out, page.encode("utf-8", "replace"))
+    return out
 
 
 def before_after_table(summary: Mapping[str, Any]) -> Table:
@@ -289,11 +292,3 @@ def _truncate(text: str) -> str:
 
 def _data_uri(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
-
-
-def _replace_file(path: Path, data: bytes) -> Path:
-    """Replace atomically: the page may be open in a browser meanwhile."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(data)
-    temporary.replace(path)
-    return path

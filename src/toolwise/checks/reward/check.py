@@ -11,7 +11,6 @@ from typing import Any
 
 from toolwise.checks.reward.findings import (
     ROLLOUTS_PER_STEP,
-    Finding,
     check_determinism,
     check_results,
     check_speed,
@@ -25,6 +24,7 @@ from toolwise.checks.reward.stored_rollouts import StoredRollout
 from toolwise.config.schema import RewardConfig
 from toolwise.rewards.printed_output import PrintPreview
 from toolwise.training.scoring import Scoring, build_scoring
+from toolwise.types.findings import Finding
 
 TIMING_RUNS, QUICK_S = 3, 1.0
 MAX_PRINTED_LINES = 20
@@ -51,7 +51,11 @@ class RewardCheck:
         return all(finding.verdict != "wrong" for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        return {"ok": self.ok, **asdict(self)}
+        findings = [
+            {name: getattr(finding, name) for name in ("name", "verdict", "says", "figures", "details")}
+            for finding in self.findings
+        ]
+        return {"ok": self.ok, **asdict(self), "findings": findings}
 
 
 def check_reward(

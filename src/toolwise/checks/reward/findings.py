@@ -5,33 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import Any, Literal
+from typing import Any
 
 from toolwise.checks.reward.scoring_pass import Results
 from toolwise.checks.reward.stored_rollouts import StoredRollout
 from toolwise.rewards.align import align_steps
 from toolwise.types import EvaluateResult
+from toolwise.types.findings import Finding, Verdict
 
-Verdict = Literal["ok", "warning", "wrong"]
 ROLLOUTS_PER_STEP = 128
 """Rollouts per training step, to put the speed in context."""
 SLOW_S = 5.0
 """Warn if a step would wait longer than this for its rewards."""
 MAX_EXAMPLES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Result of one check."""
-
-    name: str
-    verdict: Verdict
-    says: str
-    figures: dict[str, Any] = field(default_factory=dict)
-    details: tuple[str, ...] = ()
-    """The first few failing rollouts and tracebacks."""
 
 
 def scores_equal(one: float | None, other: float | None) -> bool:

@@ -10,13 +10,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from toolwise.checks.reward.findings import MAX_EXAMPLES, Finding, scores_equal, usable_score
+from toolwise.checks.reward.findings import MAX_EXAMPLES, scores_equal, usable_score
 from toolwise.checks.reward.scoring_pass import Results, score_rollouts, scoring_mode, split_into_calls
 from toolwise.checks.reward.stored_rollouts import StoredRollout, placeholder_steps
 from toolwise.errors import DataError
 from toolwise.messages import Message, as_messages
 from toolwise.training.scoring import Scoring
 from toolwise.types import EvaluateResult
+from toolwise.types.findings import Finding
 
 ANSWER_FORMS = ("{}", "#### {}", "Answer: {}", "<answer>{}</answer>", "\\boxed{{}}")
 """Formats for a bare ground truth; the first that the reward accepts counts."""

@@ -20,7 +20,7 @@ from toolwise.data.files import Row
 from toolwise.errors import DataError
 from toolwise.rewards.align import align_steps
 from toolwise.serialization.files import write_atomic
-from toolwise.serialization.json_text import json_text
+from toolwise.serialization.json_text import json_line
 from toolwise.training.changes import check_files
 from toolwise.training.scoring import build_scoring
 from toolwise.types import EvaluateResult
@@ -205,5 +205,4 @@ def unused_path(source: Path, reward: str, out: Path | None = None) -> Path:
 
 
 def write_rescored(path: Path, rows: Sequence[Row]) -> None:
-    text = "".join(f"{json_text(row)}\n" for row in rows)
-    write_atomic(path, text.encode("utf-8", "backslashreplace"))
+    write_atomic(path, b"".join(map(json_line, rows)))

@@ -12,7 +12,7 @@ from toolwise.data.files import Row
 from toolwise.errors import ConfigError
 from toolwise.rewards.signature import Mode
 from toolwise.serialization.files import write_atomic
-from toolwise.serialization.json_text import json_text
+from toolwise.serialization.json_text import json_line
 
 PLACEHOLDER_NAME = "my_reward"
 """Name of the function in the templates."""
@@ -28,8 +28,7 @@ def create_reward_files(folder: Path, name: str = PLACEHOLDER_NAME, mode: Mode =
             raise ConfigError(f"{path} already exists; give another name, or remove the file")
     text = (files("toolwise.checks.reward") / "starters" / f"{mode}.py").read_text("utf-8")
     write_atomic(code, text.replace(PLACEHOLDER_NAME, name).encode())
-    lines = "".join(f"{json_text(row)}\n" for row in sample_rows())
-    write_atomic(rollouts, lines.encode())
+    write_atomic(rollouts, b"".join(map(json_line, sample_rows())))
     return code, rollouts
 
 

@@ -106,6 +106,10 @@ class RunFolder:
                 return steps, [by_step[step] for step in steps]
         return [], []
 
+    @cached_property
+    def metric_names(self) -> set[str]:
+        return {name for line in self.metrics for name in line}
+
     @property
     def kinds(self) -> list[str]:
         """Kinds of task that either validation reports."""
@@ -136,6 +140,13 @@ def open_run(run_dir: str | os.PathLike[str]) -> RunFolder:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such run folder; give the folder that holds the run's metrics.jsonl")
     return RunFolder(path)
+
+
+def shared_steps(series: Sequence[Series]) -> tuple[list[int], list[list[float]]]:
+    """The steps that all series have, and the values of each series at them."""
+    by_step = [dict(zip(*one, strict=True)) for one in series]
+    steps = sorted(set.intersection(*map(set, by_step)))
+    return steps, [[values[step] for step in steps] for values in by_step]
 
 
 def _before_training(files: Sequence[Path]) -> bool:

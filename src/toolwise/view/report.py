@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from toolwise.training.trackers.contained import describe_observer_errors
 from toolwise.training.trackers.conversation import Turn, clean_text, conversation_turns, shorten
 from toolwise.types import EndEvent
 from toolwise.view.comparison import headline, rows_by_kind
-from toolwise.view.curves import DARK, LIGHT, render_curves
+from toolwise.view.curves import DARK, LIGHT, Palette, render_curves
 from toolwise.view.frontier import frontier_rows, read_frontier, render_frontier
 from toolwise.view.routing import render_routing, routing_columns
 from toolwise.view.selection import TaskChange, changed_tasks, contrasting_groups, largest_advantage
@@ -116,6 +117,7 @@ def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    frontier = read_frontier(run)
     return environment.get_template("report.html.j2").render(
         name=clean_text(run.name),
         finished=run.finished,
@@ -127,9 +129,9 @@ def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
         headline=headline(run.summary),
         rows=rows_by_kind(run.summary),
         curves={"light": _data_uri(light), "dark": _data_uri(dark)},
-        routing=_routing(run),
-        frontier=_frontier(run),
-        thinking=_thinking(run),
+        routing=_pictures(partial(render_routing, run)),
+        frontier=frontier and {**frontier_rows(frontier), **(_pictures(partial(render_frontier, frontier)) or {})},
+        thinking=_pictures(partial(render_thinking, run)),
         tasks=[_task_view(change) for change in changed_tasks(run.rollouts_before, run.rollouts_after)],
         groups=_group_views(run.latest_training),
         config=clean_text(_without_secrets(run.config_text)) if run.config_text is not None else None,
@@ -146,23 +148,8 @@ def _without_secrets(config: str) -> str:
     return tomli_w.dumps(mask_secrets(table)) if any(secret_keys(table)) else config
 
 
-def _routing(run: RunFolder) -> dict[str, str] | None:
-    light, dark = render_routing(run, LIGHT), render_routing(run, DARK)
-    return {"light": _data_uri(light), "dark": _data_uri(dark)} if light and dark else None
-
-
-def _frontier(run: RunFolder) -> dict[str, Any] | None:
-    frontier = read_frontier(run)
-    if frontier is None:
-        return None
-    pictures = {
-        name: _data_uri(render_frontier(frontier, palette)) for name, palette in (("light", LIGHT), ("dark", DARK))
-    }
-    return frontier_rows(frontier) | pictures
-
-
-def _thinking(run: RunFolder) -> dict[str, str] | None:
-    light, dark = render_thinking(run, LIGHT), render_thinking(run, DARK)
+def _pictures(render: Callable[[Palette], bytes | None]) -> dict[str, str] | None:
+    light, dark = render(LIGHT), render(DARK)
     return {"light": _data_uri(light), "dark": _data_uri(dark)} if light and dark else None
 
 
@@ -264,10 +251,10 @@ def _turn_shades(
 
 def _training_table(run: RunFolder) -> dict[str, Any]:
     lines = [line for line in run.metrics if any(name in TRAINING_COLUMNS for name in line)]
-    extra = sorted({n for line in lines for n in line if n.startswith("reward/") and n.endswith("/mean")})
-    extra += routing_columns(lines)
-    extra += [name for name in thinking_columns(lines) if name not in extra]
-    columns = [name for name in (*TRAINING_COLUMNS, *extra) if any(line.get(name) is not None for line in lines)]
+    names = {name for line in lines for name in line}
+    extra = sorted(name for name in names if name.startswith("reward/") and name.endswith("/mean"))
+    wanted = dict.fromkeys((*TRAINING_COLUMNS, *extra, *routing_columns(names), *thinking_columns(names)))
+    columns = [name for name in wanted if any(line.get(name) is not None for line in lines)]
     if len(lines) > MAX_TABLE_ROWS:
         lines = [lines[round(i * (len(lines) - 1) / (MAX_TABLE_ROWS - 1))] for i in range(MAX_TABLE_ROWS)]
     rows = [[str(line.get("step", "")), *(_cell(line.get(name)) for name in columns)] for line in lines]

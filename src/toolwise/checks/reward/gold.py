@@ -204,18 +204,13 @@ def _describe_beaten(trial: GoldTrial) -> str:
 def check_empty(trials: Sequence[GoldTrial]) -> Finding:
     """An empty answer must not score best on its task, nor make the function fail."""
     best = [trial for trial in trials if trial.empty_is_best]
-    failed = [trial for trial in trials if trial.empty is not None and trial.empty.error is not None]
-    figures = {"tasks": _count_tasks(trials), "best": _count_tasks(best), "failed": _count_tasks(failed)}
+    failed = [(trial, trial.empty.error) for trial in trials if trial.empty is not None and trial.empty.error]
+    tasks, n_best, n_failed = _count_tasks(trials), _count_tasks(best), _count_tasks(trial for trial, _ in failed)
+    figures = {"tasks": tasks, "best": n_best, "failed": n_failed}
     if not best and not failed:
-        return Finding(
-            "empty", "ok", f"an empty answer does not score best on any of {_count_tasks(trials)} tasks", figures
-        )
-    says = [f"an empty answer scores best on {_count_tasks(best)} of {_count_tasks(trials)} tasks"] if best else []
-    says += [f"the reward fails on {_count_tasks(failed)} of {_count_tasks(trials)} empty answers"] if failed else []
+        return Finding("empty", "ok", f"an empty answer does not score best on any of {tasks} tasks", figures)
+    says = [f"an empty answer scores best on {n_best} of {tasks} tasks"] if best else []
+    says += [f"the reward fails on {n_failed} of {tasks} empty answers"] if failed else []
     shown = [f"task {t.stored.rollout.task.task_id}: an empty answer scores {usable_score(t.empty):g}" for t in best]
-    shown += [f"task {t.stored.rollout.task.task_id}: {_describe_fault(t.empty)}" for t in failed]
+    shown += [f"task {trial.stored.rollout.task.task_id}: {fault.kind}: {fault.message}" for trial, fault in failed]
     return Finding("empty", "wrong", "; ".join(says), figures, tuple(shown[:MAX_EXAMPLES]))
-
-
-def _describe_fault(result: EvaluateResult | None) -> str:
-    return f"{result.error.kind}: {result.error.message}" if result is not None and result.error else ""

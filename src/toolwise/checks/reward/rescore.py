@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import dataclass
+from heapq import nlargest
 from itertools import combinations
-from math import sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import StatisticsError, correlation, fmean
 from typing import Any
 
-from toolwise.checks.reward.findings import scores_equal, usable_score
+from toolwise.checks.reward.findings import MAX_EXAMPLES, scores_equal, usable_score
 from toolwise.checks.reward.scoring_pass import Results, score_rollouts
 from toolwise.checks.reward.stored_rollouts import StoredRollout
 from toolwise.config.schema import RewardConfig, RunConfig, load_config
@@ -24,8 +25,6 @@ from toolwise.serialization.json_text import json_line
 from toolwise.training.changes import check_files
 from toolwise.training.scoring import build_scoring
 from toolwise.types import EvaluateResult
-
-MAX_EXAMPLES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +48,6 @@ class RescoreReport:
     not_tried: int
     largest: tuple[dict[str, Any], ...]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def load_run_reward(run: Path, reference: str | None, kwargs: Mapping[str, Any]) -> RewardConfig:
     """The run's reward, or `reference` with the run's sandbox settings.
@@ -68,15 +64,9 @@ def load_run_reward(run: Path, reference: str | None, kwargs: Mapping[str, Any])
         if not run_reward.parts and not run_reward.function:
             raise DataError(f"{run}: no configuration names the reward of these rollouts; add --reward REF")
         return run_reward.model_copy(update={"kwargs": {**run_reward.kwargs, **kwargs}})
+    wanted = _resolve_reference(reference)
     used = [(run_reward.function, run_reward.kwargs), *((part.function, part.kwargs) for part in run_reward.parts)]
-    run_kwargs = next(
-        (
-            arguments
-            for function, arguments in used
-            if function and _resolve_reference(function) == _resolve_reference(reference)
-        ),
-        {},
-    )
+    run_kwargs = next((values for function, values in used if _resolve_reference(function) == wanted), {})
     return RewardConfig(function=reference, kwargs={**run_kwargs, **kwargs}, sandbox=run_reward.sandbox)
 
 
@@ -88,12 +78,9 @@ def _resolve_reference(reference: str) -> str:
 
 def rescore(config: RewardConfig, stored: Sequence[StoredRollout]) -> tuple[RescoreReport, list[Row]]:
     """The comparison, and the rows with new scores in place of the old."""
-    scoring = build_scoring(config)
-    try:
+    with closing(build_scoring(config)) as scoring:
         scoring.check([item.rollout.task for item in stored])
         results = asyncio.run(score_rollouts(scoring, stored))
-    finally:
-        scoring.close()
     name = scoring.rewards.name
     tried = [(item, result) for item, result in zip(stored, results, strict=True) if result is not None]
     return compare(name, stored, results), [_new_row(name, item, result) for item, result in tried]
@@ -131,13 +118,10 @@ def _mean(scores: Sequence[float | None]) -> float | None:
 
 
 def _correlation(both: Sequence[tuple[float, float]]) -> float | None:
-    if len(both) < 2:
+    try:
+        return correlation([a for a, _ in both], [b for _, b in both])
+    except StatisticsError:  # fewer than two, or one side is constant
         return None
-    mean_a, mean_b = fmean(a for a, _ in both), fmean(b for _, b in both)
-    spread_a, spread_b = sum((a - mean_a) ** 2 for a, _ in both), sum((b - mean_b) ** 2 for _, b in both)
-    if sqrt(spread_a * spread_b) < 1e-12:
-        return None
-    return sum((a - mean_a) * (b - mean_b) for a, b in both) / sqrt(spread_a * spread_b)
 
 
 def _count_pairs(
@@ -160,12 +144,12 @@ def _largest_changes(
     stored: Sequence[StoredRollout], old: Sequence[float | None], new: Sequence[float | None]
 ) -> tuple[dict[str, Any], ...]:
     changes = [
-        (abs(a - b), item.rollout.rollout_id, a, b)
+        (item.rollout.rollout_id, a, b)
         for item, a, b in zip(stored, old, new, strict=True)
         if a is not None and b is not None and not scores_equal(a, b)
     ]
-    changes.sort(key=lambda change: -change[0])
-    return tuple({"rollout_id": name, "old": a, "new": b} for _, name, a, b in changes[:MAX_EXAMPLES])
+    largest = nlargest(MAX_EXAMPLES, changes, key=lambda change: abs(change[1] - change[2]))
+    return tuple({"rollout_id": name, "old": a, "new": b} for name, a, b in largest)
 
 
 def _new_row(name: str, stored: StoredRollout, result: EvaluateResult) -> Row:

@@ -38,7 +38,8 @@ def sample_rows() -> list[Row]:
     for task, (a, b) in enumerate([(17, 25), (6, 7), (340, 12)]):
         truth = str(a * b)
         question = {"role": "user", "content": f"What is {a} times {b}? End with 'Answer: ' and the number."}
-        call = {"id": "call-0", "type": "function", "function": _call(f"{a} * {b}")}
+        arguments = json.dumps({"expression": f"{a} * {b}"})
+        call = {"id": "call-0", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
         tool_call: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
         tool_result = {"role": "tool", "content": truth, "tool_call_id": "call-0"}
         right = {"role": "assistant", "content": f"Answer: {truth}"}
@@ -56,7 +57,3 @@ def sample_rows() -> list[Row]:
             for number, ending in enumerate(endings)
         ]
     return rows
-
-
-def _call(expression: str) -> dict[str, str]:
-    return {"name": "calculator", "arguments": json.dumps({"expression": expression})}

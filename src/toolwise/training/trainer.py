@@ -41,7 +41,7 @@ from toolwise.training.run_files import check_folder, delete_rollouts_after, fin
 from toolwise.training.run_result import RunResult
 from toolwise.training.stop_signal import StopSignal
 from toolwise.training.trackers.console import ConsoleTracker
-from toolwise.training.trackers.contained import ContainedCallback
+from toolwise.training.trackers.contained import ContainedObserver
 from toolwise.training.trackers.jsonl import JsonlTracker, read_metrics, truncate_after
 from toolwise.training.trackers.observers import Observers
 from toolwise.types import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
@@ -174,7 +174,7 @@ class Training:
         for callback in self._callbacks:
             stop = call(callback)
             if stop is not None and self._stop_reason is None and self._unfinished():
-                name = callback.containment.name if isinstance(callback, ContainedCallback) else type(callback).__name__
+                name = callback.name if isinstance(callback, ContainedObserver) else type(callback).__name__
                 self._stop_reason = f"{name}: {truncate_text(' '.join(stop.reason.split()), 300)}"
                 self._announce(f"{self._stop_reason}; finishing this step and saving", logging.WARNING)
 

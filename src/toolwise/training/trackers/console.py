@@ -19,7 +19,7 @@ from toolwise.terminal import write_line
 from toolwise.terminal.display import Console, Live
 from toolwise.training.records import RolloutRecord
 from toolwise.training.trackers.conversation import clean_text, conversation_turns, shorten
-from toolwise.training.trackers.route_text import budget_metric, format_shares, route_shares, share_bar
+from toolwise.training.trackers.route_text import route_shares, share_bar
 from toolwise.types import StepEvent
 
 DISPLAYED_METRICS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
@@ -159,16 +159,15 @@ class ConsoleTracker(Tracker, Callback):
 
     def _record_metrics(self, metrics: Mapping[str, float]) -> None:
         self._routes = route_shares(metrics) or self._routes
-        self._budget = self._budget if budget_metric(metrics) is None else budget_metric(metrics)
+        self._budget = metrics.get("router/cost/budget", self._budget)
         for histories, evaluated in ((self._training, False), (self._validation, True)):
             for name, value in _displayed_values(metrics, evaluated=evaluated).items():
                 histories[name].append(value)
 
     def _seconds_left(self) -> float | None:
-        pace = self._step_times
-        if len(pace) < 2 or pace[-1][1] <= pace[0][1]:
+        if not self._step_times or self._step_times[-1][1] <= self._step_times[0][1]:
             return None
-        (t0, s0), (t1, s1) = pace[0], pace[-1]
+        (t0, s0), (t1, s1) = self._step_times[0], self._step_times[-1]
         return max(0.0, (t1 - t0) / (s1 - s0) * (self._total - s1) - (time.monotonic() - t1))
 
     def _plain_line(self, step: int, metrics: Mapping[str, float], evaluated: bool) -> str:
@@ -176,7 +175,8 @@ class ConsoleTracker(Tracker, Callback):
         values = _displayed_values(metrics, evaluated=evaluated)
         parts += [f"{name} {self._format_value(name, value)}" for name, value in values.items()]
         parts += [f"faults {faults:.0f}"] if (faults := metrics.get("faults/rollouts")) else []
-        parts += [format_shares(shares)] if (shares := route_shares(metrics)) else []
+        shares = " ".join(f"{route} {share:.0%}" for route, share in route_shares(metrics).items())
+        parts += [shares] if shares else []
         left = self._seconds_left()
         if left is not None and not evaluated and step < self._total:
             parts.append(f"{format_duration(left)} left")
@@ -191,9 +191,8 @@ class ConsoleTracker(Tracker, Callback):
         write_line(self._console.file, line)
 
     def _display(self) -> RenderableType:
-        parts: list[RenderableType] = [self._header(), self._table()]
-        if self._routes:
-            parts.append(Text("routes   ", style="dim") + share_bar(self._routes))
+        routes = [Text("routes   ", style="dim") + share_bar(self._routes)] if self._routes else []
+        parts: list[RenderableType] = [self._header(), self._table(), *routes]
         panels = list(self._rollout_panels)
         if panels and self._console.width >= 110:
             side_by_side = Table.grid(expand=True, padding=(0, 1))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolwise.config.imports import check_nameable, load_reference
+from toolwise.config.imports import check_nameable, did_you_mean, load_reference
 from toolwise.config.loader import build_config
 from toolwise.config.trainer import ObserverEntry, TrainerConfig
 from toolwise.envs.catalog import check_options
@@ -149,3 +149,7 @@ def _check_methods(target: Any, kind: str, name: str) -> None:
     for method, value in methods.items():
         if inspect.iscoroutinefunction(value):
             raise ConfigError(f"{where}: {method} is async; use a plain def, and threads for slow work")
+    for method in dir(target) if kind == "callback" else ():
+        if method.startswith("on_") and method not in methods:  # on_setp would never be called
+            hint = did_you_mean(method, methods) or f"; rename it, a callback has {', '.join(methods)}"
+            raise ConfigError(f"{where}: {method} is never called{hint}")

@@ -14,7 +14,8 @@ from toolwise.config.loader import build_config
 from toolwise.config.paths import resolve_paths
 from toolwise.config.schema import RunConfig, load_config
 from toolwise.errors import CheckpointError, ConfigError
-from toolwise.serialization.json_text import json_text
+from toolwise.serialization.files import write_atomic
+from toolwise.serialization.json_text import json_line
 from toolwise.training.trackers.jsonl import read_metrics
 
 CHANGES = "changes.jsonl"
@@ -259,9 +260,7 @@ def record_changes(out: Path, step: int, changes: list[Change]) -> None:
     lines = [*earlier, *({"step": step, **asdict(change)} for change in changes)]
     file = out / CHANGES
     if lines or file.exists():
-        temporary = file.with_name(f"{CHANGES}.tmp")
-        temporary.write_text("".join(f"{json_text(line)}\n" for line in lines), encoding="utf-8")
-        temporary.replace(file)
+        write_atomic(file, b"".join(map(json_line, lines)))
 
 
 def read_changes(out: Path) -> list[dict[str, Any]]:

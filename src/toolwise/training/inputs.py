@@ -27,11 +27,11 @@ from toolwise.errors import ConfigError, DataError, RewardError, ToolwiseError
 from toolwise.notebook import collect_source, lacks_file, unwrap_target
 from toolwise.rewards.function import Reward
 from toolwise.sandbox.targets import library_folders, package_folder
+from toolwise.serialization.files import write_atomic
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import TOOLS, as_entries
 from toolwise.tools.function import FunctionTool
 from toolwise.tools.isolation.code_location import has_main_guard
-from toolwise.training.records import write_atomic
 from toolwise.training.scoring import weighted_sources
 from toolwise.training.trackers.observers import observer_entries, qualified_name
 from toolwise.types import Task

@@ -22,7 +22,7 @@ from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
     from toolwise.checks.reward.check import RewardCheck
-    from toolwise.checks.reward.findings import Finding
+    from toolwise.types.findings import Finding
 
 
 def check_reward(

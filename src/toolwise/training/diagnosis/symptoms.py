@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from toolwise.advantages.step_rewards import REWARD_SETTINGS, total_rewards
 from toolwise.config.schema import RunConfig
-from toolwise.training.diagnosis.finding import Finding
 from toolwise.types import Rollout, ScoredRollout, StopReason
+from toolwise.types.findings import Finding
 
 FIRST_STEPS = 3
 """A symptom that all of the first `FIRST_STEPS` steps show is a finding."""
@@ -140,9 +140,10 @@ def prompt_too_long(scored: Sequence[ScoredRollout], what: str, step: int) -> Fi
     tasks = len({r.task.task_id for r in bad}), len({s.rollout.task.task_id for s in scored})
     return Finding(
         "prompt_too_long",
+        "warning",
         f"{len(bad)} of {len(scored)} rollouts of {what} ({tasks[0]} of {tasks[1]} tasks) sampled nothing and have no "
         f"score: {(bad[0].fault or 'the prompt does not fit the context').partition(': shorten')[0]} "
         f"(task {bad[0].task.task_id})",
-        "Shorten or drop such prompts, lower rollout.max_new_tokens, or use a model with a longer context",
-        step,
+        cure="Shorten or drop such prompts, lower rollout.max_new_tokens, or use a model with a longer context",
+        step=step,
     )

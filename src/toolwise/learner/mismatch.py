@@ -11,12 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from toolwise.config.schema import Reaction
 from toolwise.errors import ToolwiseError
 from toolwise.learner import distributed
 
 log = logging.getLogger("toolwise.learner")
 
-Reaction = Literal["stop", "warn", "off"]
 Cause = Literal["stale weights", "temperature", "top-p or top-k", "template", "precision", "other weights"]
 
 MAX_GAP_FP32 = 1e-3

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from toolwise.config.schema import RunConfig
 from toolwise.learner.actor import Actor
 from toolwise.learner.batch import build_batch
+from toolwise.learner.packing import Packed, micro_batches
 from toolwise.messages import Message
 from toolwise.policies.transformers_generation import generate_batch
 from toolwise.protocols import Sampling
@@ -122,6 +123,10 @@ def sample(
         name = f"g{group}" if groups_of else "g"
         found.append(credit(said, advantage, name=f"r{place}", group=name, version=version))
     return found
+
+
+def pack(*rows_and_tokens: Any, **options: Any) -> list[Packed]:
+    return list(micro_batches(*rows_and_tokens, **options))
 
 
 def weights(model: Any) -> list[torch.Tensor]:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from learner_cases import LR, changed, sample, tiny_model
 from torch import Tensor
 
+from toolwise.config.loader import build_config
+from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.learner.actor import Actor
 from toolwise.learner.kl import KlCoefficient, k2, k3, kl_loss
@@ -89,8 +91,8 @@ def test_k1_as_a_loss_is_refused_with_a_way_out() -> None:
 
 
 def test_an_unknown_estimator_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'k9': use one of k2, k3"):
-        kl_loss("k9", torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ConfigError, match=r"`algorithm\.kl_estimator` must be 'k1', 'k2' or 'k3', got 'k9'"):
+        build_config(RunConfig, {"algorithm": {"kl_estimator": "k9"}}, source="run.toml")
 
 
 # The coefficient.

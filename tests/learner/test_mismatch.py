@@ -15,7 +15,7 @@ from learner_cases import changed, credit, current_logprobs, same, sample, tiny_
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ToolwiseError
 from toolwise.learner.actor import Actor
-from toolwise.learner.mismatch import Evidence, MismatchError, MismatchMonitor, diagnose
+from toolwise.learner.mismatch import Evidence, MismatchError, check_logprobs, diagnose
 from toolwise.types import CreditedRollout
 
 torch.set_num_threads(1)
@@ -144,7 +144,7 @@ def evidence(gaps: torch.Tensor, **changes: Any) -> Evidence:
 
 def passes(gaps: torch.Tensor, dtype: torch.dtype) -> bool:
     try:
-        MismatchMonitor("stop").check_logprobs(evidence(gaps), dtype)
+        check_logprobs(evidence(gaps), dtype, "stop")
     except MismatchError:
         return False
     return True

@@ -24,7 +24,7 @@ from toolwise.learner.lora import Adapters
 from toolwise.learner.loss_aggregation import token_weights
 from toolwise.learner.loss_terms import MetricSums, policy_loss_terms
 from toolwise.learner.mini_batches import mini_batches
-from toolwise.learner.mismatch import Evidence, MismatchMonitor
+from toolwise.learner.mismatch import Evidence, check_logprobs
 from toolwise.learner.optimizer import Optimizer
 from toolwise.learner.packing import Packed
 from toolwise.learner.reference import build_reference
@@ -75,8 +75,12 @@ class Actor:
             spike_factor=actor.spike_factor,
         )
         self.kl = KlCoefficient(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
-        self.mismatch = MismatchMonitor(actor.canary)
-        self.required_annotations = needs | _required_by_config(config, critic)
+        required: dict[Annotation, bool] = {
+            "old_logprobs": actor.old_logprobs == "recompute" and not actor.one_step,
+            "ref_logprobs": algorithm.kl != "none",
+            "values": critic is not None,
+        }
+        self.required_annotations = needs | {name for name, is_required in required.items() if is_required}
         self.reference = build_reference(model, self.adapters) if "ref_logprobs" in self.required_annotations else None
         if "values" in self.required_annotations and critic is None:
             raise ConfigError("the advantage estimator needs values but the actor has no critic: pass one")
@@ -233,7 +237,7 @@ class Actor:
             probe=probe,
         )
         try:
-            return self.mismatch.check_logprobs(evidence, self.model.dtype)
+            return check_logprobs(evidence, self.model.dtype, self.config.actor.canary)
         except ToolwiseError:
             self.optimizer.zero_grad()
             raise
@@ -300,17 +304,6 @@ def suspects(batch: Batch, rows: Sequence[int], loss_share: Tensor) -> list[str]
         batch.rollout_ids[rollout]
         for rollout in not_finite or sorted(rollouts, key=shares.__getitem__, reverse=True)[:3]
     ]
-
-
-def _required_by_config(config: RunConfig, critic: Critic | None) -> frozenset[Annotation]:
-    required_annotations: set[Annotation] = set()
-    if config.actor.old_logprobs == "recompute" and not config.actor.one_step:
-        required_annotations.add("old_logprobs")
-    if config.algorithm.kl != "none":
-        required_annotations.add("ref_logprobs")
-    if critic is not None:
-        required_annotations.add("values")
-    return frozenset(required_annotations)
 
 
 def _checkpoint_activations(model: Any) -> None:

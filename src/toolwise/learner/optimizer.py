@@ -60,6 +60,7 @@ class Optimizer:
                 master.grad = grad if master.grad is None else master.grad + grad
                 weight.grad = None
 
+    @torch.no_grad()
     def step(self, update: int, suspects: Callable[[], Sequence[str]] = list) -> dict[str, float]:
         """Take a step unless the guard rejects it, and clear the gradients. Return the gradient and update norms."""
         distributed.sum_gradients(self.masters)
@@ -70,7 +71,8 @@ class Optimizer:
                 group["lr"] = self.learning_rate(update)
             self.adamw.step()
             update_norm = self._update_norm()
-            self._write_back()
+            for weight, master in self._master_pairs():
+                weight.copy_(master)
         self.zero_grad()
         return {"grad_norm": norm, "update_norm": update_norm}
 
@@ -88,7 +90,6 @@ class Optimizer:
             floor=self.min_lr_ratio,
         )
 
-    @torch.no_grad()
     def _update_norm(self) -> float:
         """Norm of the update just made, from AdamW's moments: keeping the old weights would cost a copy."""
         [group] = self.adamw.param_groups
@@ -110,11 +111,6 @@ class Optimizer:
                     delta.add_(weight, alpha=decay_ratio)
                 squared_norm += torch.dot(delta, delta)
         return math.sqrt(float(squared_norm))
-
-    @torch.no_grad()
-    def _write_back(self) -> None:
-        for weight, master in self._master_pairs():
-            weight.copy_(master)
 
     @torch.no_grad()
     def sync_masters(self) -> None:

@@ -12,11 +12,11 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.learner.optimizer import Optimizer
 from toolwise.messages import Message
+from toolwise.routing.cost import build_cost
 from toolwise.routing.head.builder import (
     build_head,
     build_router_learner,
     check_router,
-    cost_from_config,
 )
 from toolwise.routing.options import Conditioning
 from toolwise.routing.prompt_templates import EMPTY_WORDING
@@ -63,11 +63,11 @@ def test_an_optimizer_of_its_own_or_the_actors() -> None:
 
 def test_costs_are_the_tools_own_or_as_configured() -> None:
     usage = RouteUsage.of({"search": 2, "calculator": 1}, {})
-    assert cost_from_config(config(), TOOLS)(usage) == {"cost": 4.0}
-    assert cost_from_config(config(cost="calls", cost_kwargs={"price": 2.0}), TOOLS)(usage)["cost"] == 6.0
-    assert cost_from_config(config(cost="any"), TOOLS)(usage) == {"cost": 1.0}
+    assert build_cost(config().router, TOOLS)(usage) == {"cost": 4.0}
+    assert build_cost(config(cost="calls", cost_kwargs={"price": 2.0}).router, TOOLS)(usage)["cost"] == 6.0
+    assert build_cost(config(cost="any").router, TOOLS)(usage) == {"cost": 1.0}
     with pytest.raises(ConfigError, match="cost_kwargs"):
-        cost_from_config(config(cost_kwargs={"price": 2.0}), TOOLS)
+        build_cost(config(cost_kwargs={"price": 2.0}).router, TOOLS)
 
 
 def test_conditioning_is_as_configured() -> None:

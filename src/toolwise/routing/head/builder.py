@@ -12,7 +12,7 @@ from toolwise.learner.optimizer import Optimizer
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.routing.actions import ROUTES
 from toolwise.routing.budget import Budgets
-from toolwise.routing.cost import Cost, build_cost, tool_prices
+from toolwise.routing.cost import build_cost
 from toolwise.routing.families import offered_tools
 from toolwise.routing.head.features import engine_encoder, feature_width
 from toolwise.routing.head.head import HeadSettings, RouterHead
@@ -62,7 +62,7 @@ def build_inference_router(
         prompt_of=lambda task: original_prompt(policy.chat, task, tools),
         tools=tools,
         budgets=Budgets(router.budgets),
-        cost=cost_from_config(config, tools),
+        cost=build_cost(router, tools),
         conditioning=Conditioning(router),
         training=router,
         seed=config.seed,
@@ -123,15 +123,6 @@ def original_prompt(chat: ChatTokenizer, task: Task, tools: Mapping[str, BaseToo
     if task.prompt_ids is not None:
         return task.prompt_ids
     return chat.start(task.prompt, [tool_spec(tool, task) for tool in offered_tools(task, tools).values()] or None)
-
-
-def cost_from_config(config: RunConfig, tools: Mapping[str, BaseTool]) -> Cost:
-    router = config.router
-    if router.cost == "tools":
-        if router.cost_kwargs:
-            raise ConfigError('router.cost is "tools", which uses the prices of the tools: remove router.cost_kwargs')
-        return tool_prices(tools)
-    return build_cost(router.cost, **router.cost_kwargs)
 
 
 def check_router(config: RunConfig, tasks: Sequence[Task]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_cases import LR, credit, gradients, tiny_model
+from learner_cases import LR, changed, credit, gradients, tiny_model
 from rlvcr_cases import thinking_step
 
 from toolwise.advantages import Gae, Gigpo, Grpo, ReinforcePlusPlus, Rlvcr
@@ -114,7 +114,7 @@ def test_reference_log_probs_are_required() -> None:
 def test_the_penalty_follows_the_gradient_of_kl() -> None:
     """One-token rollouts, each token as often as the policy samples it: the update's gradient is that of β·KL."""
     model, prompt = tiny_model(), [5, 6, 7]
-    actor = Actor(model, replace(LR, kl="reward", kl_coef=0.5, max_grad_norm=1e9, dual_clip=None))
+    actor = Actor(model, changed(LR, {"algorithm": {"kl": "reward", "kl_coef": 0.5}}, max_grad_norm=1e9, dual_clip=0))
     with torch.no_grad():
         for weight in model.parameters():  # now the policy has left its reference
             weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))

@@ -10,8 +10,10 @@ from precision import fp32_bound
 from thinking_cases import REPLY, ScriptedThinker, scored, writer
 
 from toolwise.advantages import Rlvcr
-from toolwise.routing.budget import Budget, Multiplier
-from toolwise.thinking.stage import StageSettings, ThinkingStage, attach_thinking
+from toolwise.config.algorithm import RlvcrConfig
+from toolwise.config.router import BudgetConfig
+from toolwise.routing.budget import Multiplier
+from toolwise.thinking.stage import ThinkingStage, attach_thinking
 from toolwise.types import AnnotatedRollout
 
 DIRECT = "<level>1</level><action>go right</action>"
@@ -21,9 +23,9 @@ ROLLOUTS = [
 ]
 
 
-def stage(model: ScriptedThinker | None = None, price: Any = None, **settings: Any) -> ThinkingStage:
-    made = StageSettings(**({"max_added_tokens": None, "total_steps": 10} | settings))
-    return ThinkingStage(writer(model), made, price)
+def stage(model: ScriptedThinker | None = None, price: Any = None, **rlvcr: Any) -> ThinkingStage:
+    config = RlvcrConfig(**({"max_added_tokens": 0.0, "share": 1.0} | rlvcr))
+    return ThinkingStage(writer(model), config, price, total_steps=10)
 
 
 def think(made: ThinkingStage, training_step: int = 0, usable: Any = None) -> Any:
@@ -87,7 +89,7 @@ def test_diversity_fades_over_the_run() -> None:
 
 
 def test_a_budget_moves_lambda_for_the_next_step() -> None:
-    price = Multiplier(Budget(limit=0.5, unit="tokens", rate=0.1))
+    price = Multiplier(BudgetConfig(limit=0.5, unit="tokens", rate=0.1, proportional=0.0))
     made = stage(price=price)
     found, metrics = think(made)
     assert (found["a"].price, metrics["thinking/lambda"]) == (0.0, 0.0)
@@ -96,14 +98,14 @@ def test_a_budget_moves_lambda_for_the_next_step() -> None:
     assert made.current_lambda == pytest.approx(0.1 * (spent - 0.5))
     again, _ = think(made)
     assert again["a"].price == made.current_lambda
-    other = stage(price=Multiplier(Budget(limit=0.5, unit="tokens", rate=0.1)))
+    other = stage(price=Multiplier(BudgetConfig(limit=0.5, unit="tokens", rate=0.1, proportional=0.0)))
     other.load_state_dict(made.state_dict())
     assert other.current_lambda == made.current_lambda
     assert metrics["thinking/tokens/budget"] == 0.5
 
 
 def test_a_fixed_lambda_needs_no_budget() -> None:
-    made = ThinkingStage(writer(), StageSettings(price=0.25, max_added_tokens=None))
+    made = stage(budget={"price": 0.25})
     assert think(made)[0]["a"].price == 0.25
     made.end_step()
     assert made.state_dict() == {}

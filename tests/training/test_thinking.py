@@ -12,10 +12,9 @@ import torch
 
 from toolwise.advantages import Gigpo, Grpo, MonitoredEstimator, Rlvcr, learns_from_equal_scores
 from toolwise.config.loader import build_config
-from toolwise.config.schema import RunConfig
+from toolwise.config.schema import ActorConfig, RunConfig
 from toolwise.errors import ConfigError
-from toolwise.learner.actor import Actor, ActorSettings
-from toolwise.learner.batch import MicroBatchSettings
+from toolwise.learner.actor import Actor
 from toolwise.messages import Message
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.protocols import Generation, Sampling
@@ -124,8 +123,8 @@ def test_everything_else_arrives_where_it_works() -> None:
     assert (made.gate, made.score, made.shuffle) == ("signed", "confidence", True)
     assert made.trajectory == Gigpo(omega=0.25)
     assert run.thinking is not None
-    s = run.thinking.settings
-    assert (s.selection, s.share, s.max_added_tokens, s.total_steps) == ("mixed", 0.5, 0.7, 4)
+    rlvcr = run.thinking.config
+    assert (rlvcr.steps, rlvcr.share, rlvcr.max_added_tokens, run.thinking.total_steps) == ("mixed", 0.5, 0.7, 4)
     assert run.thinking.writer.sampling.max_new_tokens == 17
     budget = run.thinking.price.budget  # type: ignore[union-attr]
     assert (budget.limit, budget.initial, budget.rate, budget.proportional, budget.cap) == (6.0, 0.01, 0.2, 0.3, 2.0)
@@ -216,7 +215,7 @@ def test_added_rows_pull_on_the_weights() -> None:
     rollouts, deliberations = thought
     credited = run.estimator(attach_thinking(run.learner.annotate(rollouts), deliberations))
     added = [c for c in credited if "/level-" in c.rollout.rollout_id]
-    actor = Actor(run.policy.model, ActorSettings(lr=1e-3))
+    actor = Actor(run.policy.model, RunConfig(actor=ActorConfig(lr=1e-3)))
     before = [p.detach().clone() for p in actor.model.parameters()]
     actor.update(added)
     assert any(not torch.equal(a, b) for a, b in zip(before, actor.model.parameters(), strict=True))
@@ -257,14 +256,14 @@ def test_contradicting_settings_are_rejected(sections: dict[str, Any], told: str
 
 def test_a_policy_that_gives_no_log_probs_is_refused() -> None:
     with pytest.raises(NoLogprobsError):
-        thinking_model(ScriptedPolicy(["go left"]), None, MicroBatchSettings())
+        thinking_model(ScriptedPolicy(["go left"]), None, ActorConfig())
 
 
 def test_the_engine_scores_where_there_is_one_and_the_learner_where_there_is_none() -> None:
     run = make()
-    assert isinstance(thinking_model(run.policy, run.policy.model, MicroBatchSettings()), EngineModel)
+    assert isinstance(thinking_model(run.policy, run.policy.model, ActorConfig()), EngineModel)
     plain = make(rollout={"n": 2, "engine": "transformers"})
-    assert isinstance(thinking_model(plain.policy, plain.policy.model, MicroBatchSettings()), PolicyWithScorer)
+    assert isinstance(thinking_model(plain.policy, plain.policy.model, ActorConfig()), PolicyWithScorer)
 
 
 def test_a_misspelled_setting_is_reported() -> None:

@@ -83,7 +83,6 @@ MOVED = {
     "learner.router_head": "routing.head.head",
     "learner.router_learner": "routing.head.learner",
     "learner.router_loss": "routing.head.loss",
-    "learner.settings": "learner.actor_settings",
     "learner.terms": "learner.loss_terms",
     "learner.trees": "learner.row_trees",
     "limits": "concurrency.limits",

@@ -114,6 +114,10 @@ class RouterConfig(Section):
     evaluate: Literal["sample", "argmax"] = "sample"
     """How validation chooses routes; sampling keeps to the budget."""
 
+    @property
+    def final_entropy_coef(self) -> float:
+        return self.entropy_coef / 10 if self.entropy_final is None else self.entropy_final
+
     @model_validator(mode="after")
     def _check_something_learns(self) -> RouterConfig:
         if not self.train_actor and not self.enable:

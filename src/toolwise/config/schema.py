@@ -228,6 +228,10 @@ class FaultsConfig(Section):
     many."""
 
 
+Aggregation = Literal["token", "step", "rollout", "constant"]
+Reaction = Literal["stop", "warn", "off"]
+
+
 class LoraConfig(Section):
     """Train LoRA adapters instead of the full model. Needs pip install 'toolwise[peft]'."""
 
@@ -269,7 +273,7 @@ class ActorConfig(Section):
     """Passes over each batch."""
     mini_batches: PositiveInt = 1
     """Optimizer steps per epoch."""
-    loss_aggregation: Literal["token", "step", "rollout", "constant"] = "token"
+    loss_aggregation: Aggregation = "token"
     """What gets equal weight: each token, each step, each rollout; "constant" divides all by loss_length."""
     loss_length: PositiveInt | None = None
     """Divisor under "constant" (Dr. GRPO): the maximum tokens of a rollout."""
@@ -286,10 +290,15 @@ class ActorConfig(Section):
     """Tokens whose logits are materialized at a time; unset: 1,024, on a GPU as many as fit in half a GiB."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them."""
-    canary: Literal["stop", "warn", "off"] = "stop"
+    canary: Reaction = "stop"
     """Mismatch check: what to do when policy and learner disagree on the log-probs of the same tokens under the same
     weights."""
     lora: LoraConfig = LoraConfig()
+
+    @property
+    def one_step(self) -> bool:
+        """Whether each batch gets a single optimizer step: then the step's own log-probs are the old ones."""
+        return self.ppo_epochs == self.mini_batches == 1
 
 
 class CriticConfig(Section):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from toolwise.config.schema import ActorConfig, RunConfig
 from toolwise.learner import distributed
-from toolwise.learner.actor_settings import ActorSettings
 from toolwise.learner.batch import Batch
 from toolwise.learner.kl import kl_loss
 from toolwise.learner.losses import clipped_policy_loss, importance_weights
@@ -26,30 +26,31 @@ class LossTerms:
 
 
 def policy_loss_terms(
-    settings: ActorSettings, kl_coef: float, batch: Batch, columns: Tensor, logprobs: Tensor, entropy: Tensor
+    config: RunConfig, kl_coef: float, batch: Batch, columns: Tensor, logprobs: Tensor, entropy: Tensor
 ) -> LossTerms:
     """`columns` index the micro-batch's tokens in the batch; `logprobs` and `entropy` are the current model's."""
+    actor, algorithm = config.actor, config.algorithm
     rollout_logprobs = old = batch.rollout_logprobs[columns]
-    recompute = settings.old_logprobs == "recompute"
+    recompute = actor.old_logprobs == "recompute"
     if recompute:
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[columns]
     policy, clipped = clipped_policy_loss(
         logprobs,
         old,
         batch.advantages[columns],
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        dual_clip=settings.dual_clip,
+        clip_low=actor.clip_ratio_low,
+        clip_high=actor.clip_ratio_high,
+        dual_clip=actor.dual_clip or None,
     )
     metrics = {"entropy": entropy.detach(), "clip_frac": clipped.float(), "kl": old - logprobs.detach()}
     if recompute:
-        weight = importance_weights(old, rollout_logprobs, settings.importance_cap)
+        weight = importance_weights(old, rollout_logprobs, actor.importance_cap)
         policy, metrics["importance_weight"] = policy * weight, weight
     total = policy
-    if settings.entropy_coef:
-        total = total - settings.entropy_coef * entropy
-    if settings.kl == "loss" and batch.ref_logprobs is not None:
-        total = total + kl_coef * kl_loss(settings.kl_estimator, logprobs, batch.ref_logprobs[columns])
+    if actor.entropy_coef:
+        total = total - actor.entropy_coef * entropy
+    if algorithm.kl == "loss" and batch.ref_logprobs is not None:
+        total = total + kl_coef * kl_loss(algorithm.kl_estimator, logprobs, batch.ref_logprobs[columns])
     return LossTerms(policy, total, metrics)
 
 
@@ -67,10 +68,10 @@ class MetricSums:
         self._sums = {name: self._sums[name] + value if self._sums else value for name, value in sums.items()}
         self._computed += computed
 
-    def means(self, settings: ActorSettings, tokens: int) -> Metrics:
+    def means(self, actor: ActorConfig, tokens: int) -> Metrics:
         """Means over the tokens of all processes. A process without rows must reduce the same names as the others."""
         names = ["loss", "entropy", "clip_frac", "kl"]
-        names += ["importance_weight"] if settings.old_logprobs == "recompute" else []
+        names += ["importance_weight"] if actor.old_logprobs == "recompute" else []
         sums = torch.stack([self._sums[name] for name in names]).tolist() if self._sums else [0.0] * len(names)
         *reduced, computed, count = distributed.sum_over_ranks(
             [*sums, float(self._computed), float(tokens)], self.device

@@ -158,7 +158,7 @@ def add_training(setup: RolloutSetup, batches: Batches) -> Run:
         learner=learner,
         estimator=with_rlvcr_metrics(config, estimator),
         queue=RolloutQueue(per_update=config.data.batch_size),
-        thinking=build_thinking_stage(config, policy, policy.model, policy.chat, learner.settings.micro_batch),
+        thinking=build_thinking_stage(config, policy, policy.model, policy.chat),
     )
 
 

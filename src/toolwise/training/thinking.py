@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolwise.advantages import MonitoredEstimator, Rlvcr, build_estimator
-from toolwise.config.schema import RunConfig
+from toolwise.config.algorithm import ThinkingBudgetConfig
+from toolwise.config.router import BudgetConfig
+from toolwise.config.schema import ActorConfig, RunConfig
 from toolwise.errors import ConfigError
 from toolwise.protocols import AdvantageEstimator, Learner, Sampling
-from toolwise.routing.budget import Budget, Multiplier
+from toolwise.routing.budget import Multiplier
 from toolwise.thinking.alternatives import AlternativeWriter, Codec
 from toolwise.thinking.levels import DEFAULT_LEVELS, END_THINK, load_levels
-from toolwise.thinking.stage import StageSettings, ThinkingStage
+from toolwise.thinking.stage import ThinkingStage
 from toolwise.thinking.thinking_model import EngineModel, PolicyWithScorer, ThinkingModel, require_token_generator
 from toolwise.types import CreditedRollout
 
-if TYPE_CHECKING:
-    from toolwise.learner.batch import MicroBatchSettings
 
-
-def build_thinking_stage(
-    config: RunConfig, policy: Any, model: Any, codec: Codec, micro_batch: MicroBatchSettings
-) -> ThinkingStage | None:
+def build_thinking_stage(config: RunConfig, policy: Any, model: Any, codec: Codec) -> ThinkingStage | None:
     """None if `algorithm.rlvcr.enable` is false."""
     rlvcr = config.algorithm.rlvcr
     if not rlvcr.enable:
@@ -35,23 +32,16 @@ def build_thinking_stage(
         seed=config.seed,
     )
     levels = DEFAULT_LEVELS if rlvcr.levels is None else load_levels(rlvcr.levels)
-    settings = StageSettings(
-        selection=rlvcr.steps,
-        share=rlvcr.share,
-        max_added_tokens=rlvcr.max_added_tokens or None,
-        success_score=rlvcr.success_score,
-        price=rlvcr.budget.price,
+    return ThinkingStage(
+        AlternativeWriter(thinking_model(policy, model, config.actor), codec, levels, sampling),
+        rlvcr,
+        _multiplier(rlvcr.budget),
         total_steps=config.trainer.total_steps,
         seed=config.seed,
     )
-    return ThinkingStage(
-        AlternativeWriter(thinking_model(policy, model, micro_batch), codec, levels, sampling),
-        settings,
-        _multiplier(config),
-    )
 
 
-def thinking_model(policy: Any, model: Any, micro_batch: MicroBatchSettings) -> ThinkingModel:
+def thinking_model(policy: Any, model: Any, actor: ActorConfig) -> ThinkingModel:
     """The policy's engine if it can both generate and score; else the policy with a scoring pass of the learner."""
     for engine in (policy, getattr(policy, "engine", None)):
         if engine is not None and hasattr(engine, "score") and hasattr(engine, "generate"):
@@ -59,24 +49,13 @@ def thinking_model(policy: Any, model: Any, micro_batch: MicroBatchSettings) -> 
     generator = require_token_generator(policy)
     from toolwise.learner.continuation_scores import ContinuationScorer
 
-    return PolicyWithScorer(generator, ContinuationScorer(model, micro_batch))
+    return PolicyWithScorer(generator, ContinuationScorer(model, actor))
 
 
-def _multiplier(config: RunConfig) -> Multiplier | None:
-    budget = config.algorithm.rlvcr.budget
+def _multiplier(budget: ThinkingBudgetConfig) -> Multiplier | None:
     if budget.limit is None:
         return None
-    return Multiplier(
-        Budget(
-            limit=budget.limit,
-            unit="tokens",
-            initial=budget.price,
-            rate=budget.rate,
-            proportional=budget.proportional,
-            every=budget.every,
-            cap=budget.cap,
-        )
-    )
+    return Multiplier(BudgetConfig(unit="tokens", initial=budget.price, **budget.model_dump(exclude={"price"})))
 
 
 def build_rlvcr(config: RunConfig, trajectory: AdvantageEstimator) -> Rlvcr:

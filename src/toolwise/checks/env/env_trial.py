@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from toolwise.checks.contract import is_finite_number, short_repr
 from toolwise.concurrency.deadlines import run_with_deadline
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.state_keys import to_jsonable
@@ -73,18 +73,20 @@ class EnvTrial:
         observation, reward, done, info = result
         if not isinstance(done, bool):
             self.problems.append(f"{where}: done is {short_repr(done)}; use True or False")
-        if reward is not None and not _is_number(reward):
+        if reward is not None and not is_finite_number(reward):
             self.problems.append(f"{where}: the reward is {short_repr(reward)}; use a finite number or None")
         if not isinstance(info, dict):
             self.problems.append(f"{where}: info is {short_repr(info)}; use a dictionary")
         else:
             self._check_info(info, where)
         valid_info = info if isinstance(info, dict) else {}
-        return self._record(where, observation, float(reward) if _is_number(reward) else None, bool(done), valid_info)
+        return self._record(
+            where, observation, float(reward) if is_finite_number(reward) else None, bool(done), valid_info
+        )
 
     async def final_rewards(self) -> dict[str, float]:
         rewards = await self._with_timeout(self.env.final_rewards(), "final_rewards")
-        if not isinstance(rewards, dict) or not all(_is_number(value) for value in rewards.values()):
+        if not isinstance(rewards, dict) or not all(is_finite_number(value) for value in rewards.values()):
             raise EnvViolation(f"final_rewards returned {rewards!r:.60}; return a dictionary of finite numbers")
         return rewards
 
@@ -137,13 +139,13 @@ class EnvTrial:
         except Exception as fault:
             if fault is timeout:
                 raise EnvViolation(f"{what} took longer than {self.limit_s:g} s") from None
-            raise EnvViolation(f"{what} raised {type(fault).__name__}: {one_line(str(fault))}") from fault
+            raise EnvViolation(f"{what} raised {type(fault).__name__}: {fault}") from fault
 
     def _call_sync(self, function: Callable[[], T], what: str) -> T:
         try:
             return function()
         except Exception as fault:
-            raise EnvViolation(f"{what} raised {type(fault).__name__}: {one_line(str(fault))}") from fault
+            raise EnvViolation(f"{what} raised {type(fault).__name__}: {fault}") from fault
 
 
 @asynccontextmanager
@@ -179,17 +181,3 @@ def _to_env_action(action: Any, structured: bool) -> Any:
     if structured:
         return {"type": "text", "content": action} if isinstance(action, str) else action
     return action if isinstance(action, str) else str(action.get("content") or "")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def short_repr(value: Any) -> str:
-    """`repr` on one line, cut to 80 characters."""
-    text = one_line(repr(value))
-    return text if len(text) <= 80 else f"{text[:79]}…"
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())

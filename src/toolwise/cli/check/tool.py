@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from toolwise.cli.check.findings import show_findings, show_verdict
+from toolwise.cli.check.findings import report_checks, show_findings
 from toolwise.errors import ConfigError
-from toolwise.terminal import print_json
 
 
 def check_tool(
@@ -34,14 +33,8 @@ def check_tool(
     create_kwargs = _read_object(create, "--create")
     tools = build_tools([{"name": reference, **_read_object(config, "--config")}])
     results = [check(tool, calls=calls, create_kwargs=create_kwargs, timeout_s=timeout_s) for tool in tools.values()]
-    if as_json:
-        print_json([result.to_json() for result in results])
-    else:
-        for result in results:
-            show_findings(result.tool, result.findings)
-            show_verdict(result.findings)
-    if not all(result.ok for result in results):
-        raise typer.Exit(1)
+    data = [result.to_json() for result in results] if as_json else None
+    report_checks(results, data, lambda report: show_findings(report.name, report.findings))
 
 
 def _read_object(text: str, option: str) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import chain, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, get_args
 
+from toolwise.data.files import write_rows
 from toolwise.demo.rooms.house import House, HouseConfig, RoomKind, build_house, draw_map, follow_map
-from toolwise.serialization.json_text import json_text
 from toolwise.terminal import print_line
 from toolwise.thinking.levels import DEFAULT_LEVELS, Levels, load_levels
 
@@ -40,7 +41,7 @@ def task_rows(
 ) -> Iterator[dict[str, Any]]:
     """Tasks as dataset rows, one per house."""
     plan = plan or HouseConfig()
-    changed = {name: value for name, value in _fields(plan).items() if value != _fields(HouseConfig())[name]}
+    changed = {name: value for name, value in asdict(plan).items() if value != getattr(HouseConfig(), name)}
     for index in indices:
         number = house_number(index, split)
         kwargs: dict[str, Any] = {"house": number} | ({"plan": changed} if changed else {})
@@ -127,17 +128,6 @@ def lessons(
         yield {"messages": messages}
 
 
-def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(json_text(row) + "\n" for row in rows)
-    return path
-
-
-def _fields(plan: HouseConfig) -> dict[str, int]:
-    return {name: getattr(plan, name) for name in ("halls", "doors", "locks", "marks", "hops")}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for teach.jsonl, train.jsonl and heldout.jsonl")
@@ -158,7 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("train", task_rows(range(args.tasks), "train", levels=explained)),
         ("heldout", task_rows(range(args.tasks // 2), "heldout", levels=explained)),
     ):
-        print_line(write_rows(args.out / f"{name}.jsonl", rows))
+        path = args.out / f"{name}.jsonl"
+        write_rows(list(rows), path)
+        print_line(path)
 
 
 if __name__ == "__main__":

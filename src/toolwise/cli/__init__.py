@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -48,19 +49,22 @@ def _root(
 def _register() -> None:
     from toolwise.cli import check, data, demo, doctor, evaluate, export, init, resume, rollout, run, score, sft, train
 
-    app.command("demo")(demo.demo)
-    app.command("train")(train.train)
-    app.command("resume")(resume.resume)
-    app.command("rollout")(rollout.rollout)
-    app.command("eval")(evaluate.evaluate)
-    app.command("run")(run.run)
-    app.command("sft")(sft.sft)
-    app.command("export")(export.export)
-    app.command("score")(score.score)
-    app.command("doctor")(doctor.doctor)
-    app.add_typer(data.app, name="data")
-    app.add_typer(check.app, name="check")
-    app.add_typer(init.app, name="init")
+    commands: dict[str, Callable[..., None]] = {
+        "demo": demo.demo,
+        "train": train.train,
+        "resume": resume.resume,
+        "rollout": rollout.rollout,
+        "eval": evaluate.evaluate,
+        "run": run.run,
+        "sft": sft.sft,
+        "export": export.export,
+        "score": score.score,
+        "doctor": doctor.doctor,
+    }
+    for name, command in commands.items():
+        app.command(name)(command)
+    for group in (data.app, check.app, init.app):
+        app.add_typer(group)
 
 
 _register()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from toolwise.checks.contract import Outcome, is_finite_number, short_repr
@@ -110,18 +110,19 @@ class ToolTrial:
         return "ok", f"{CONCURRENT_INSTANCES} concurrent instances"
 
     async def odd_arguments(self) -> Outcome:
-        parameters = self.tool.tool_schema.function.parameters
-        odd = sample_arguments.odd_arguments(parameters, self.calls[0])
-        return await self._try_arguments([a for a in odd if not validate_arguments(self.tool.tool_schema, a)])
+        return await self._try_arguments(sample_arguments.odd_arguments)
 
     async def bad_arguments(self) -> Outcome:
-        """Argument validation stops most of these in a run; the tool must cope with the rest."""
-        parameters = self.tool.tool_schema.function.parameters
-        bad = list(sample_arguments.bad_arguments(parameters, self.calls[0]))
-        return await self._try_arguments([a for a in bad if not validate_arguments(self.tool.tool_schema, a)], len(bad))
+        return await self._try_arguments(sample_arguments.bad_arguments)
 
-    async def _try_arguments(self, arguments: list[dict[str, Any]], tried: int | None = None) -> Outcome:
-        """An error message is fine; an exception is a warning (the model reads it as is); anything else is wrong."""
+    async def _try_arguments(self, samples: Callable[..., Iterable[dict[str, Any]]]) -> Outcome:
+        """An error message is fine; an exception is a warning (the model reads it as is); anything else is wrong.
+
+        Argument validation stops most bad arguments in a run; the tool must cope with the rest.
+        """
+        schema = self.tool.tool_schema
+        tried = list(samples(schema.function.parameters, self.calls[0]))
+        arguments = [each for each in tried if not validate_arguments(schema, each)]
         raised: list[str] = []
         instance = await self._create()
         for call in arguments:
@@ -141,8 +142,7 @@ class ToolTrial:
         await self._with_timeout(self.tool.release(instance))
         if raised:
             return "warning", f"{len(raised)} of {len(arguments)}: {raised[0]}; return a helpful error message"
-        seen = len(arguments) if tried is None else tried
-        return "ok", f"{seen} tried, {len(arguments)} reached the tool, all were answered"
+        return "ok", f"{len(tried)} tried, {len(arguments)} reached the tool, all were answered"
 
     async def cancellation(self) -> Outcome:
         """Cancel a call at once or a little later: it must end, and the tool must keep working."""

@@ -18,7 +18,7 @@ from random import Random
 from typing import Any, get_args
 
 from toolwise.data.files import write_rows
-from toolwise.demo.rooms.house import House, HouseConfig, RoomKind, build_house, draw_map, follow_map
+from toolwise.demo.rooms.house import DEFAULT_PLAN, House, HouseConfig, RoomKind, build_house, draw_map, follow_map
 from toolwise.terminal import print_line
 from toolwise.thinking.levels import DEFAULT_LEVELS, Levels, load_levels
 
@@ -37,11 +37,10 @@ def prompt(plan: HouseConfig, levels: Levels | None = None) -> list[dict[str, st
 
 
 def task_rows(
-    indices: Iterable[int], split: str, plan: HouseConfig | None = None, *, levels: Levels | None = None
+    indices: Iterable[int], split: str, plan: HouseConfig = DEFAULT_PLAN, *, levels: Levels | None = None
 ) -> Iterator[dict[str, Any]]:
     """Tasks as dataset rows, one per house."""
-    plan = plan or HouseConfig()
-    changed = {name: value for name, value in asdict(plan).items() if value != getattr(HouseConfig(), name)}
+    changed = {name: value for name, value in asdict(plan).items() if value != getattr(DEFAULT_PLAN, name)}
     for index in indices:
         number = house_number(index, split)
         kwargs: dict[str, Any] = {"house": number} | ({"plan": changed} if changed else {})
@@ -76,12 +75,11 @@ def demonstrations(
     count: int,
     *,
     seed: int = 0,
-    plan: HouseConfig | None = None,
+    plan: HouseConfig = DEFAULT_PLAN,
     levels: Levels = DEFAULT_LEVELS,
     explain: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """`count` SFT conversations, each in its own house."""
-    plan = plan or HouseConfig()
     random = Random(f"levels/{seed}")
     for index in range(count):
         house = build_house(house_number(seed * 1_000_003 + index, "teach"), plan)
@@ -90,14 +88,13 @@ def demonstrations(
 
 
 def instructed_walks(
-    count: int, *, seed: int = 0, plan: HouseConfig | None = None, levels: Levels = DEFAULT_LEVELS
+    count: int, *, seed: int = 0, plan: HouseConfig = DEFAULT_PLAN, levels: Levels = DEFAULT_LEVELS
 ) -> Iterator[dict[str, Any]]:
     """Walks of an agent that follows an instruction: a random level for each kind of room.
 
     Pretrained models follow instructions anyway. A model that never had to look at the room when choosing a level takes
     very long to discover that it can. Which level is worth its tokens is not given away.
     """
-    plan = plan or HouseConfig()
     random = Random(f"told/{seed}")
     for index in range(count):
         house = build_house(house_number(seed * 1_000_003 + index, "teach"), plan)
@@ -109,13 +106,12 @@ def instructed_walks(
 
 
 def lessons(
-    count: int, *, seed: int = 0, plan: HouseConfig | None = None, questions: int = 3
+    count: int, *, seed: int = 0, plan: HouseConfig = DEFAULT_PLAN, questions: int = 3
 ) -> Iterator[dict[str, Any]]:
     """SFT examples of reading a map, which pretrained models already can: no levels, no houses, no actions.
 
     A walk contains only a few map look-ups, so without these a small model takes very long to learn them.
     """
-    plan = plan or HouseConfig()
     random = Random(f"lessons/{seed}")
     for _ in range(count):
         next_mark, text = draw_map(plan.marks, random)

@@ -1,4 +1,4 @@
-"""`toolwise init reward`: write a starter reward and a few rollouts to try it on."""
+"""`toolwise init`: write starter files: a reward, and a few rollouts to try it on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import typer
 
 from toolwise.terminal import print_line
 
+app = typer.Typer(name="init", help="Write starter files.", no_args_is_help=True)
 
+
+@app.command("reward")
 def init_reward(
     name: Annotated[str, typer.Argument(help="Name of the function and of its file.")] = "my_reward",
     mode: Annotated[

@@ -22,6 +22,15 @@ app = typer.Typer(
 )
 
 
+RENAMED_OPTIONS = {
+    "--cap": "--max-cost",
+    "--create": "--create-kwargs",
+    "--each": "--per-task",
+    "--gold-form": "--gold-template",
+}
+"""Old names of options, still accepted, and their current names."""
+
+
 def _version(requested: bool) -> None:
     if requested:
         from toolwise import __version__
@@ -77,7 +86,7 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     guard_streams()
     try:
-        status = app(standalone_mode=False)
+        status = app(_rename_options(sys.argv[1:]), standalone_mode=False)
     except KeyboardInterrupt:
         status = 130
     except SystemExit as end:  # an exit status that is a message: print it, as Python would
@@ -88,6 +97,17 @@ def main() -> None:
     except Exception as fault:
         status = _report_error(fault)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _rename_options(arguments: list[str]) -> list[str]:
+    """`arguments` with the current names of options; notes each old one on standard error."""
+    renamed = list(arguments)
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in RENAMED_OPTIONS:
+            print_line(f"note: {name} is now {RENAMED_OPTIONS[name]}; the old name will be removed", err=True)
+            renamed[index] = f"{RENAMED_OPTIONS[name]}{equals}{value}"
+    return renamed
 
 
 def _report_error(fault: Exception) -> int:

@@ -26,7 +26,8 @@ def run(
         typer.Option(help="Force a route; auto lets the router choose."),
     ] = "auto",
     cap: Annotated[
-        float | None, typer.Option(min=0, help="Maximum cost of this question; tool calls beyond it are refused.")
+        float | None,
+        typer.Option("--max-cost", min=0, help="Maximum cost of this question; tool calls beyond it are refused."),
     ] = None,
     tools: Annotated[
         list[str] | None,

@@ -36,7 +36,7 @@ def check_reward(
     gold: Annotated[
         bool, typer.Option("--gold/--no-gold", help="Check that gold answers score best; skip for shaping rewards.")
     ] = True,
-    gold_form: Annotated[
+    gold_template: Annotated[
         str | None,
         typer.Option(
             help="Template that turns a bare ground truth into an answer, such as 'Answer: {}'.", show_default=False
@@ -55,11 +55,13 @@ def check_reward(
     from toolwise.config.schema import RewardConfig, SandboxConfig
     from toolwise.errors import ConfigError
 
-    if gold_form is not None and "{}" not in gold_form:
-        raise ConfigError(f"--gold-form {gold_form!r}: mark the place of the ground truth with {{}}: 'Answer: {{}}'")
+    if gold_template is not None and "{}" not in gold_template:
+        raise ConfigError(
+            f"--gold-template {gold_template!r}: mark the place of the ground truth with {{}}: 'Answer: {{}}'"
+        )
     sandbox = override_sandbox(SandboxConfig(), tier, timeout_s, memory_mb, read, allow)
     config = RewardConfig(function=reference, kwargs=read_kwargs(kwargs), sandbox=sandbox)
-    result = check(config, read_rollouts(rollouts, step=step, limit=limit), gold=gold, gold_form=gold_form)
+    result = check(config, read_rollouts(rollouts, step=step, limit=limit), gold=gold, gold_form=gold_template)
     report_checks([result], result.to_json() if as_json else None, _show)
 
 

@@ -21,7 +21,7 @@ def check_tool(
         list[str] | None,
         typer.Option(help="Arguments of a call to try, as a JSON object; repeatable.", show_default=False),
     ] = None,
-    create: Annotated[str, typer.Option(help="A task's create_kwargs for this tool, as JSON.")] = "{}",
+    create_kwargs: Annotated[str, typer.Option(help="A task's create_kwargs for this tool, as JSON.")] = "{}",
     timeout_s: Annotated[float, typer.Option(min=0.01, help="Timeout of one call, in seconds.")] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -30,9 +30,9 @@ def check_tool(
     from toolwise.tools.catalog import build_tools
 
     calls = [_read_object(text, "--call") for text in call or ()]
-    create_kwargs = _read_object(create, "--create")
+    options = _read_object(create_kwargs, "--create-kwargs")
     tools = build_tools([{"name": reference, **_read_object(config, "--config")}])
-    results = [check(tool, calls=calls, create_kwargs=create_kwargs, timeout_s=timeout_s) for tool in tools.values()]
+    results = [check(tool, calls=calls, create_kwargs=options, timeout_s=timeout_s) for tool in tools.values()]
     data = [result.to_json() for result in results] if as_json else None
     report_checks(results, data, lambda report: show_findings(report.name, report.findings))
 

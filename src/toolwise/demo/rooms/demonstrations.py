@@ -1,10 +1,10 @@
 """SFT data for the rooms environment: walks through houses, with thoughts of every level.
 
     python -m toolwise.demo.rooms.demonstrations runs/rooms --count 20000
-    toolwise sft runs/rooms/teach.jsonl --out runs/rooms/taught
+    toolwise sft runs/rooms/teach.jsonl --out runs/rooms/model
 
 The level of each step is random, for easy and hard steps alike: the data trains the format, not when to think.
-An untrained model needs `--lessons` and `--told` walks too.
+An untrained model needs `--lessons` and `--instructed` walks too.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="folder for teach.jsonl, train.jsonl and heldout.jsonl")
     parser.add_argument("--count", type=int, default=20_000, help="SFT conversations")
     parser.add_argument("--lessons", type=int, default=0, help="extra map-reading examples, for an untrained model")
-    parser.add_argument("--told", type=int, default=0, help="extra walks with given levels, for an untrained model")
+    parser.add_argument(
+        "--instructed", "--told", type=int, default=0, help="extra walks with given levels (for the same)"
+    )
     parser.add_argument("--tasks", type=int, default=2000, help="training tasks; half this number is held out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--levels", type=Path, help="template file to use instead of thinking/levels.toml")
@@ -138,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     levels = load_levels(args.levels) if args.levels else DEFAULT_LEVELS
     explained = levels if args.explain else None
     walks = demonstrations(args.count, seed=args.seed, levels=levels, explain=args.explain)
-    instructed = instructed_walks(args.told, seed=args.seed, levels=levels)
+    instructed = instructed_walks(args.instructed, seed=args.seed, levels=levels)
     for name, rows in (
         ("teach", chain(walks, lessons(args.lessons, seed=args.seed), instructed)),
         ("train", task_rows(range(args.tasks), "train", levels=explained)),

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from small_world_teacher import conversations
 
 from toolwise.data.files import write_rows
-from toolwise.demo.teacher import conversations
 from toolwise.errors import ConfigError, DataError, MissingExtraError
 from toolwise.models import load_model
 from toolwise.training.sft import read_conversation, train_sft

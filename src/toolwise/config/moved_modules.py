@@ -42,7 +42,7 @@ MOVED = {
     "envs.conformance.exam": "checks.env.rules",
     "envs.conformance.examples": "checks.env.sample_actions",
     "envs.conformance.trial": "checks.env.env_trial",
-    "envs.conformance.watching": "checks.env.loop_blocking",
+    "envs.conformance.watching": "checks.loop_blocking",
     "envs.interaction": "envs.interactions",
     "envs.methods": "envs.methods_env",
     "envs.state": "envs.state_keys",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from toolwise.engine import Engine, supports_paged_attention
 from toolwise.engine.grammar import Constraint, Grammar, Vocabulary
@@ -13,23 +13,13 @@ from toolwise.errors import ContextFullError, PolicyError
 from toolwise.messages import Message
 from toolwise.policies.call_grammar import calls_grammar
 from toolwise.policies.transformers_generation import BatchGenerator
-from toolwise.protocols import Generation, Metrics, Sampling
+from toolwise.protocols import Generation, GenerationEngine, Metrics, Sampling
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.rollout.parsers import PARSERS, ParsedReply, detect_parser, to_action
 from toolwise.rollout.tokens import OnChange, TokenBuffer
 from toolwise.rollout.tool_prompt import ToolPromptMode
 
 log = logging.getLogger("toolwise.policies")
-
-
-class GenerationEngine(Protocol):
-    """What samples the tokens: the Toolwise engine, batched transformers, or a vLLM server."""
-
-    version: int
-
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation: ...
-
-    def weights_changed(self, version: int) -> None: ...
 
 
 class LocalPolicy:
@@ -70,7 +60,7 @@ class LocalPolicy:
         self._grammar = grammar
         self._grammar_vocabulary = None if grammar is None else self._build_vocabulary()
         self.constraint()  # report errors in the grammar now
-        limits = (getattr(model.config, "max_position_embeddings", 0), getattr(self.engine, "max_context", 0))
+        limits = (getattr(model.config, "max_position_embeddings", 0), self.engine.max_context)
         self.max_context = min((int(tokens) for tokens in limits if tokens), default=1 << 30)
 
     @property
@@ -138,13 +128,11 @@ class LocalPolicy:
         return await session.get_action(observation, available_tools_specs)
 
     def metrics(self) -> Metrics:
-        engine_metrics: Metrics = self.engine.metrics() if hasattr(self.engine, "metrics") else {}
-        return {"policy/version": float(self.version)} | engine_metrics
+        return {"policy/version": float(self.version)} | self.engine.metrics()
 
     def close(self) -> None:
         """Close the engine, which may run outside this process."""
-        if hasattr(self.engine, "close"):
-            self.engine.close()
+        self.engine.close()
 
 
 def _build_engine(

@@ -11,7 +11,7 @@ from toolwise.routing.families import Family, families_of_task
 from toolwise.routing.prompt_templates import Style, Wording
 from toolwise.routing.prompts import ConditionedPrompt, ConditioningMode, condition
 from toolwise.tools.base import BaseTool
-from toolwise.types import RouteDecision, Task
+from toolwise.types import CountUsage, RouteDecision, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,7 @@ class Conditioning:
         seed: int,
         prompt_id: str,
         log_prob: float | None = None,
+        count_usage: CountUsage | None = None,
     ) -> RouteDecision:
         """The decision to roll a task out `n` times under a route."""
         conditioned = self(task, route, tools)
@@ -60,4 +61,5 @@ class Conditioning:
             log_prob=log_prob,
             prompt_id=prompt_id,
             forbidden=conditioned.forbidden,
+            count_usage=count_usage,
         )

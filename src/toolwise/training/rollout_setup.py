@@ -14,7 +14,7 @@ from toolwise.config.schema import RunConfig
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.catalog import build_env_factory
 from toolwise.errors import ConfigError
-from toolwise.protocols import AgentPolicy, Sampling
+from toolwise.protocols import AgentPolicy, ModelPolicy, Router, Sampling
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.routing.direct_router import DirectRouter
 from toolwise.tools import isolation
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from toolwise.policies.local import LocalPolicy
     from toolwise.rollout.chat_tokenizer import ChatTokenizer
     from toolwise.routing.head.head import RouterHead
-    from toolwise.routing.inference_router import InferenceRouter
 
 log = logging.getLogger("toolwise")
 
@@ -41,16 +40,17 @@ class RolloutSetup:
 
     config: RunConfig
     validation_tasks: Sequence[Task]
-    router: DirectRouter | InferenceRouter
+    router: Router
     head: RouterHead | None
     """The head of the router; None without a router."""
     scheduler: RolloutScheduler
-    policy: LocalPolicy
+    policy: ModelPolicy
     scoring: Scoring
 
     @property
     def chat(self) -> ChatTokenizer:
-        return self.policy.chat
+        chat: ChatTokenizer = self.policy.chat
+        return chat
 
     def close(self) -> None:
         """Stop the worker processes of rewards and tools, and the generation server if we started one."""
@@ -107,7 +107,7 @@ def setup_rollouts(
         check_tool_prompt(config, policy.chat)
     elif config.env.name != "tools" and (prompt.where == "nowhere" or not prompt.usable):
         log.warning("%s", prompt.describe())
-    router: DirectRouter | InferenceRouter = DirectRouter(config.seed)
+    router: Router = DirectRouter(config.seed)
     head = None
     if config.router.enable:
         from toolwise.routing.head.builder import build_head, build_inference_router

@@ -11,9 +11,9 @@ from toolwise.advantages import build_estimator, min_group_size
 from toolwise.config.schema import RunConfig
 from toolwise.data import Batches
 from toolwise.errors import ConfigError
-from toolwise.protocols import AdvantageEstimator
+from toolwise.protocols import AdvantageEstimator, Learner, Router
 from toolwise.rollout.queue import RolloutQueue
-from toolwise.routing.direct_router import DirectRouter
+from toolwise.routing.inference_router import InferenceRouter
 from toolwise.thinking.stage import ThinkingStage
 from toolwise.training.checkpoint import RngState, StateRegistry
 from toolwise.training.diagnosis import Diagnosis, Finding, check_routable, startup_findings
@@ -27,7 +27,6 @@ from toolwise.types import Rollout, Task
 
 if TYPE_CHECKING:
     from toolwise.learner.actor import Actor
-    from toolwise.routing.learned_router import LearnedRouter
 
 
 @dataclass(slots=True)
@@ -73,9 +72,8 @@ class Progress:
 class Run(RolloutSetup):
     """Every part that the training loop uses."""
 
-    router: DirectRouter | LearnedRouter
     batches: Batches
-    learner: Actor
+    learner: Learner
     estimator: AdvantageEstimator
     queue: RolloutQueue[list[Rollout]]
     progress: Progress = field(default_factory=Progress)
@@ -158,13 +156,14 @@ def add_training(setup: RolloutSetup, batches: Batches) -> Run:
         learner=learner,
         estimator=with_rlvcr_metrics(config, estimator),
         queue=RolloutQueue(per_update=config.data.batch_size),
-        thinking=build_thinking_stage(config, policy, policy.model, policy.chat, learner.settings.micro_batch),
+        thinking=build_thinking_stage(config, policy, learner.settings.micro_batch),
     )
 
 
-def _learning_router(setup: RolloutSetup, learner: Actor, tasks: Sequence[Task]) -> DirectRouter | LearnedRouter:
-    if setup.head is None or isinstance(setup.router, DirectRouter):
-        return DirectRouter(setup.config.seed)
+def _learning_router(setup: RolloutSetup, learner: Actor, tasks: Sequence[Task]) -> Router:
+    """The setup's router; one with a head is replaced by one that trains it."""
+    if setup.head is None or not isinstance(setup.router, InferenceRouter):
+        return setup.router
     from toolwise.routing.head.builder import build_learned_router
 
     return build_learned_router(setup.config, setup.router, setup.policy, setup.head, learner.optimizer, tasks)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from toolwise.advantages import MonitoredEstimator, Rlvcr, build_estimator
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
-from toolwise.protocols import AdvantageEstimator, Learner, Sampling
+from toolwise.protocols import AdvantageEstimator, Learner, ModelPolicy, PrefixEngine, Sampling
 from toolwise.routing.budget import Budget, Multiplier
-from toolwise.thinking.alternatives import AlternativeWriter, Codec
+from toolwise.thinking.alternatives import AlternativeWriter
 from toolwise.thinking.levels import DEFAULT_LEVELS, END_THINK, load_levels
 from toolwise.thinking.stage import StageSettings, ThinkingStage
-from toolwise.thinking.thinking_model import EngineModel, PolicyWithScorer, ThinkingModel, require_token_generator
+from toolwise.thinking.thinking_model import EngineModel, PolicyWithScorer, ThinkingModel
 from toolwise.types import CreditedRollout
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def build_thinking_stage(
-    config: RunConfig, policy: Any, model: Any, codec: Codec, micro_batch: MicroBatchSettings
+    config: RunConfig, policy: ModelPolicy, micro_batch: MicroBatchSettings
 ) -> ThinkingStage | None:
     """None if `algorithm.rlvcr.enable` is false."""
     rlvcr = config.algorithm.rlvcr
@@ -45,21 +45,19 @@ def build_thinking_stage(
         seed=config.seed,
     )
     return ThinkingStage(
-        AlternativeWriter(thinking_model(policy, model, micro_batch), codec, levels, sampling),
+        AlternativeWriter(thinking_model(policy, micro_batch), policy.chat, levels, sampling),
         settings,
         _multiplier(config),
     )
 
 
-def thinking_model(policy: Any, model: Any, micro_batch: MicroBatchSettings) -> ThinkingModel:
+def thinking_model(policy: ModelPolicy, micro_batch: MicroBatchSettings) -> ThinkingModel:
     """The policy's engine if it can both generate and score; else the policy with a scoring pass of the learner."""
-    for engine in (policy, getattr(policy, "engine", None)):
-        if engine is not None and hasattr(engine, "score") and hasattr(engine, "generate"):
-            return EngineModel(engine, stop_strings=(END_THINK,))
-    generator = require_token_generator(policy)
+    if isinstance(policy.engine, PrefixEngine):
+        return EngineModel(policy.engine, stop_strings=(END_THINK,))
     from toolwise.learner.continuation_scores import ContinuationScorer
 
-    return PolicyWithScorer(generator, ContinuationScorer(model, micro_batch))
+    return PolicyWithScorer(policy, ContinuationScorer(policy.model, micro_batch))
 
 
 def _multiplier(config: RunConfig) -> Multiplier | None:

@@ -1,4 +1,4 @@
-"""Protocols of what a user may replace: policy, engine, estimator, tracker, callback, router and learner.
+"""Protocols of what a user may replace: policy, engine, parser, estimator, tracker, callback, router, learner.
 
 Each is complete: a run calls nothing that is not in it. Optional methods have a default, so that a subclass defines
 only what it needs. Tools and environments have base classes: `tools.base.BaseTool` and `envs.base.BaseEnv`.
@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
-from toolwise.messages import Message
+from toolwise.messages import Message, ToolCall
 from toolwise.types import (
     AnnotatedRollout,
     CheckpointEvent,
@@ -231,6 +231,23 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class ToolCallParser(Protocol):
+    """A format of tool calls in a model's text. A subclass need only define `parse`."""
+
+    @abstractmethod
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Split the model's text into content and calls. A call that cannot be read keeps its text as `arguments`: the
+        model then sees an error, and the failure is counted."""
+        ...
+
+    def render(self, content: str, calls: Sequence[ToolCall]) -> str | None:
+        """The text that `parse` reads as these, to describe the format to models whose chat template ignores tools;
+        None: there is no such text."""
+        return None
+
+
+@runtime_checkable
 class Router(Stateful, Protocol):
     """Chooses how each prompt is rolled out. A subclass need only define `decide`: by default nothing is learned."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,8 +14,9 @@ from toolwise.messages import Message
 from toolwise.policies.call_grammar import calls_grammar
 from toolwise.policies.transformers_generation import BatchGenerator
 from toolwise.protocols import Generation, GenerationEngine, Metrics, Sampling
+from toolwise.rollout.call_format import ParserSpec
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
-from toolwise.rollout.parsers import PARSERS, ParsedReply, detect_parser, to_action
+from toolwise.rollout.parsers import PARSERS, to_action
 from toolwise.rollout.tokens import OnChange, TokenBuffer
 from toolwise.rollout.tool_prompt import ToolPromptMode
 
@@ -31,7 +32,7 @@ class LocalPolicy:
         chat: ChatTokenizer,
         sampling: Sampling,
         *,
-        parser: str = "hermes",
+        parser: ParserSpec = "hermes",
         max_batch: int = 256,
         on_change: OnChange = "append",
         engine: Literal["toolwise", "transformers"] | GenerationEngine = "toolwise",
@@ -47,8 +48,9 @@ class LocalPolicy:
         self.model = model
         self.chat = chat
         self.sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or (chat.end_id,))
-        self.parse = _find_parser(parser, chat)
-        chat.set_tool_prompt(tool_prompt, parser)
+        call_format = chat.find_format(parser)
+        self.parse = call_format.parse
+        chat.set_tool_prompt(tool_prompt, call_format)
         self.on_change = on_change
         self.vocabulary = int(getattr(model.config, "vocab_size", 0)) or 1 << 30
         self.max_batch = max_batch
@@ -145,15 +147,6 @@ def _build_engine(
     if name == "toolwise":
         log.warning("%s is not supported by the engine: generating with transformers", type(model).__name__)
     return BatchGenerator(model, chat.pad_id, max_batch)
-
-
-def _find_parser(name: str, chat: ChatTokenizer) -> Callable[[str], ParsedReply]:
-    """The tool-call parser by name; `auto` detects it from the chat template."""
-    if name == "auto":
-        name = detect_parser(chat.tokenizer.chat_template, chat.controls.texts)
-    if name not in PARSERS:
-        raise PolicyError(f"there is no tool parser {name!r}; choose one of {', '.join(sorted(PARSERS))}")
-    return PARSERS[name]
 
 
 class LocalSession:

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 from toolwise.advantages import build_estimator, min_group_size
 from toolwise.config.schema import RunConfig
 from toolwise.data import Batches
+from toolwise.envs.catalog import EnvSpec
 from toolwise.errors import ConfigError
 from toolwise.protocols import AdvantageEstimator, Learner, Router
+from toolwise.rollout.call_format import ParserSpec
 from toolwise.rollout.queue import RolloutQueue
 from toolwise.routing.inference_router import InferenceRouter
+from toolwise.routing.user_router import RouterSpec
 from toolwise.thinking.stage import ThinkingStage
 from toolwise.training.checkpoint import RngState, StateRegistry
 from toolwise.training.diagnosis import Diagnosis, Finding, check_routable, startup_findings
@@ -106,6 +109,9 @@ def assemble(
     validation_tasks: Sequence[Task] | None = None,
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: RewardSources | None = None,
+    env: EnvSpec | None = None,
+    router: RouterSpec | None = None,
+    parser: ParserSpec | None = None,
 ) -> Run:
     """Build a training run from its configuration; Python arguments override what the file names.
 
@@ -128,7 +134,8 @@ def assemble(
             shuffle=config.data.shuffle,
             drop_last=config.data.drop_last,
         )
-        return add_training(setup_rollouts(config, held_out, tool_objects, scoring), batches)
+        parts: dict[str, Any] = {"env": env, "router": router, "parser": parser}
+        return add_training(setup_rollouts(config, held_out, tool_objects, scoring, **parts), batches)
 
 
 def add_training(setup: RolloutSetup, batches: Batches) -> Run:

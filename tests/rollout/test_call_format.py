@@ -72,7 +72,7 @@ def test_a_parser_need_not_write(source: Any) -> None:
         ("hermess", "no tool parser 'hermess'; did you mean 'hermes'"),
         (int, "int is not a parser"),
         (3, "int is not a parser"),
-        (Forgets, r"Forgets: parse does not read what render wrote for a call: 'function-name,argument-name,value'"),
+        (Forgets, r"Forgets: parse does not read what render wrote for a call: 'look_up,word,nile'"),
         (Path(__file__).name + ":Commas", "does not exist"),
     ],
 )

@@ -16,6 +16,8 @@ from toolwise.rollout.parsers import PARSERS, RENDERERS, ParsedReply
 from toolwise.untrusted.user_code import call_user_code, describe
 
 EXAMPLE_CALL = ToolCall(id="call_0", name="function-name", arguments={"argument-name": "value"})
+"""Describes a format to a model."""
+_TRIAL_CALL = ToolCall(id="call_0", name="look_up", arguments={"word": "nile"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,11 @@ def _user_format(source: Any) -> CallFormat:
     if not isinstance(parser, ToolCallParser):
         raise ConfigError(f"{where} is not a parser: give a function of the text, or a toolwise.ToolCallParser")
     parse, render = partial(_parse, where, parser.parse), partial(_render, where, parser.render)
-    written = _call(where, parser.render, "", [EXAMPLE_CALL])
+    written = _call(where, parser.render, "", [_TRIAL_CALL])
     if written is None:
         return CallFormat(name, parse)
-    _, calls = parse(render("", [EXAMPLE_CALL]))
-    if [(call.name, call.arguments) for call in calls] != [(EXAMPLE_CALL.name, EXAMPLE_CALL.arguments)]:
+    _, calls = parse(render("", [_TRIAL_CALL]))
+    if [(call.name, call.arguments) for call in calls] != [(_TRIAL_CALL.name, _TRIAL_CALL.arguments)]:
         raise ConfigError(f"{where}: parse does not read what render wrote for a call: {written!r:.80}")
     return CallFormat(name, parse, render)
 

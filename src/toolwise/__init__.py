@@ -40,9 +40,11 @@ _NAMES_BY_MODULE = {
         "AgentPolicy",
         "Callback",
         "Generation",
+        "Router",
         "Sampling",
         "Stateful",
         "TokenGenerator",
+        "ToolCallParser",
         "Tracker",
     ],
     "toolwise.errors": ["ToolwiseError"],
@@ -84,9 +86,11 @@ if TYPE_CHECKING:  # shows type checkers and editors what __getattr__ returns; `
         AgentPolicy as AgentPolicy,
         Callback as Callback,
         Generation as Generation,
+        Router as Router,
         Sampling as Sampling,
         Stateful as Stateful,
         TokenGenerator as TokenGenerator,
+        ToolCallParser as ToolCallParser,
         Tracker as Tracker,
     )
     from toolwise.rewards.executor import Executor as Executor

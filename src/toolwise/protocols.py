@@ -1,13 +1,19 @@
-"""Protocols of what a user may replace: policy, token generator, estimator, tracker, callback, router and learner."""
+"""Protocols of what a user may replace: policy, engine, parser, estimator, tracker, callback, router, learner.
+
+Each is complete: a run calls nothing that is not in it. Optional methods have a default, so that a subclass defines
+only what it needs. Tools and environments have base classes: `tools.base.BaseTool` and `envs.base.BaseEnv`.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
-from toolwise.messages import Message
+from toolwise.messages import Message, ToolCall
 from toolwise.types import (
     AnnotatedRollout,
     CheckpointEvent,
@@ -55,7 +61,51 @@ class Generation:
 class TokenGenerator(Protocol):
     """A model as a function from tokens to tokens."""
 
+    @abstractmethod
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation: ...
+
+
+class GenerationEngine(TokenGenerator, Protocol):
+    """Samples from the weights being trained: the Toolwise engine, batched transformers, or a vLLM server."""
+
+    version: int = 0
+    """Counts weight updates."""
+    max_context: int = 0
+    """Maximum tokens of a prompt and its continuation; 0: as many as the model takes."""
+
+    @abstractmethod
+    def weights_changed(self, version: int) -> None:
+        """The model's parameters have changed: later tokens are sampled from the new ones."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """Counters since the engine was created."""
+        return {}
+
+    def close(self) -> None:
+        """Stop what runs outside this process."""
+        return
+
+
+@runtime_checkable
+class PrefixEngine(GenerationEngine, Protocol):
+    """An engine that also scores and encodes tokens, over one prefix cache."""
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, stop_strings: Sequence[str] = ()
+    ) -> Generation:
+        """`stop_strings` end the text too."""
+        ...
+
+    async def score(
+        self, prefix_ids: Sequence[int], continuations: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> Sequence[Any]:
+        """`logprobs` and `entropies` of the tokens of each continuation."""
+        ...
+
+    async def encode(self, prompt_ids: Sequence[int], *, pool: Literal["last", "mean"] = "last") -> Any:
+        """The hidden state of a prompt, a tensor [d]."""
+        ...
 
 
 @runtime_checkable
@@ -74,6 +124,39 @@ class SessionPolicy(AgentPolicy, Protocol):
     """A policy with per-episode state, such as the tokens sampled so far."""
 
     def session(self, *, seed: int, do_sample: bool, prompt_ids: Sequence[int] | None = None) -> AgentPolicy: ...
+
+
+def has_sessions(policy: AgentPolicy) -> TypeGuard[SessionPolicy]:
+    return _class_has_sessions(type(policy))
+
+
+@lru_cache(maxsize=256)
+def _class_has_sessions(kind: type) -> bool:
+    """Decided once per class: each episode asks, and checking a protocol takes microseconds."""
+    return issubclass(kind, SessionPolicy)
+
+
+class ModelPolicy(SessionPolicy, TokenGenerator, Protocol):
+    """The policy of a training run, on the weights being trained."""
+
+    model: Any
+    """A transformers model."""
+    chat: Any
+    """Its `rollout.chat_tokenizer.ChatTokenizer`."""
+    engine: GenerationEngine
+    sampling: Sampling
+
+    @property
+    def version(self) -> int:
+        """Counts weight updates; setting it tells the engine that the weights have changed."""
+        ...
+
+    @version.setter
+    def version(self, version: int) -> None: ...
+
+    def metrics(self) -> Metrics: ...
+
+    def close(self) -> None: ...
 
 
 Annotation = Literal["old_logprobs", "ref_logprobs", "values"]
@@ -148,17 +231,81 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class ToolCallParser(Protocol):
+    """A format of tool calls in a model's text. A subclass need only define `parse`."""
+
+    @abstractmethod
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Split the model's text into content and calls. A call that cannot be read keeps its text as `arguments`: the
+        model then sees an error, and the failure is counted."""
+        ...
+
+    def render(self, content: str, calls: Sequence[ToolCall]) -> str | None:
+        """The text that `parse` reads as these, to describe the format to models whose chat template ignores tools;
+        None: there is no such text."""
+        return None
+
+
+@runtime_checkable
 class Router(Stateful, Protocol):
-    """Chooses a route for each prompt and learns from the scored rollouts."""
+    """Chooses how each prompt is rolled out. A subclass need only define `decide`: by default nothing is learned."""
 
-    def decide(self, tasks: Sequence[Task], n: int, step: int) -> list[RouteDecision]: ...
+    @abstractmethod
+    def decide(
+        self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step", explore: bool = True
+    ) -> list[RouteDecision]:
+        """One or more decisions per task, with `n` rollouts per task in all.
 
-    def learn(self, scored: Sequence[ScoredRollout]) -> Metrics: ...
+        `group_id` must differ between decisions, steps and labels: a step may ask several times, with other labels.
+        With `explore=False` (validation) each task gets one decision and nothing is learned from it.
+        """
+        ...
+
+    def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
+        """Called once per step with the rollouts of its decisions."""
+        return {}
+
+    def warm_start(self) -> None:
+        """Called once before the first step, and again when a run is resumed."""
+        return
+
+    def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
+        """How far the rollouts of a validation exceed the budget, as a share of it; None without a budget. A
+        validation within the budget beats any that is not."""
+        return None
+
+    def save(self, folder: Path) -> None:
+        """Save what routing needs without training, next to the model's weights."""
+        return
+
+    def load(self, folder: Path) -> None:
+        """Load what `save` wrote."""
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
 
 
 class Learner(Stateful, Protocol):
     """Owns and updates the weights."""
 
+    version: int
+    """Counts updates."""
+
     def annotate(self, scored: Sequence[ScoredRollout]) -> list[AnnotatedRollout]: ...
 
     def update(self, credited: Sequence[CreditedRollout]) -> Metrics: ...
+
+    def weights_checksum(self) -> str:
+        """Changes whenever a trainable weight does."""
+        ...
+
+    def save_model(self, folder: Path) -> None: ...
+
+    def load_weights(self, folder: Path) -> None:
+        """Load what `save_model` wrote."""
+        ...

@@ -275,7 +275,7 @@ def test_loading_restores_lambda() -> None:
     made = router(model := ToldModel(), warm_start_epochs=1, tasks=tasks(1, router_target_action="ANSWER"))
     made.load("anywhere")
     assert made.budgets.lambdas == {"cost": 0.7}
-    made.decide(tasks(1), 3, 0)
+    made.warm_start()
     assert model.imitated == []  # no second warm start
 
 
@@ -286,19 +286,19 @@ def test_a_warm_start_predicts_each_prompt_once() -> None:
     assert sum(map(len, model.imitated)) == 15
 
 
-def test_a_warm_start_happens_once_before_the_first_route(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_start_happens_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ToldModel()
     labelled = [*tasks(3, router_target_action="ANSWER"), *tasks(2, router_target_action="MIXED")]
     monkeypatch.setattr(learned_router, "WARM_START_BATCH", 2)
     made = router(model, warm_start_epochs=2, tasks=labelled)
-    made.decide(tasks(1), 3, 0, explore=False)
-    assert model.imitated == []
     made.decide(tasks(1), 3, 0)
-    made.decide(tasks(1), 3, 1)
+    assert model.imitated == []
+    made.warm_start()
+    made.warm_start()
     assert model.imitated == [[0, 0], [0], [0, 0], [0]]
     again = router(model2 := ToldModel(), warm_start_epochs=2, tasks=labelled)
     again.load_state_dict(made.state_dict())
-    again.decide(tasks(1), 3, 2)
+    again.warm_start()
     assert model2.imitated == []
 
 

@@ -11,14 +11,11 @@ from thinking_cases import ScriptedThinker, history, small, teacher_forced
 from toolwise.config.schema import ActorConfig
 from toolwise.engine import Engine
 from toolwise.learner.continuation_scores import ContinuationScorer
-from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.protocols import Sampling
 from toolwise.thinking.thinking_model import (
     EngineModel,
-    NoLogprobsError,
     PolicyWithScorer,
     ScoringRequest,
-    require_token_generator,
 )
 
 
@@ -62,8 +59,3 @@ def test_the_engine_prefills_each_history_once() -> None:
     # The history once, and no more than each context's own tokens besides (less where contexts share some).
     assert len(before) <= counted["prefilled_tokens"] <= len(before) + 2 * new + 9
     assert counted["reused_tokens"] >= 5 * (len(before) // 16) * 16
-
-
-def test_a_text_only_policy_is_rejected() -> None:
-    with pytest.raises(NoLogprobsError, match="returns text without log-probs"):
-        require_token_generator(ScriptedPolicy(["go left"]))

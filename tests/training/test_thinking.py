@@ -16,11 +16,10 @@ from toolwise.config.schema import ActorConfig, RunConfig
 from toolwise.errors import ConfigError
 from toolwise.learner.actor import Actor
 from toolwise.messages import Message
-from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.protocols import Generation, Sampling
 from toolwise.thinking.levels import DEFAULT_LEVELS
 from toolwise.thinking.stage import attach_thinking
-from toolwise.thinking.thinking_model import EngineModel, NoLogprobsError, PolicyWithScorer
+from toolwise.thinking.thinking_model import EngineModel, PolicyWithScorer
 from toolwise.training.loop import train_step
 from toolwise.training.run import Run, assemble, check_learnable
 from toolwise.training.thinking import thinking_model
@@ -254,16 +253,11 @@ def test_contradicting_settings_are_rejected(sections: dict[str, Any], told: str
         check_learnable(config(**sections))
 
 
-def test_a_policy_that_gives_no_log_probs_is_refused() -> None:
-    with pytest.raises(NoLogprobsError):
-        thinking_model(ScriptedPolicy(["go left"]), None, ActorConfig())
-
-
 def test_the_engine_scores_where_there_is_one_and_the_learner_where_there_is_none() -> None:
     run = make()
-    assert isinstance(thinking_model(run.policy, run.policy.model, ActorConfig()), EngineModel)
+    assert isinstance(thinking_model(run.policy, ActorConfig()), EngineModel)
     plain = make(rollout={"n": 2, "engine": "transformers"})
-    assert isinstance(thinking_model(plain.policy, plain.policy.model, ActorConfig()), PolicyWithScorer)
+    assert isinstance(thinking_model(plain.policy, ActorConfig()), PolicyWithScorer)
 
 
 def test_a_misspelled_setting_is_reported() -> None:

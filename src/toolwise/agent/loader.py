@@ -80,7 +80,9 @@ def find_router(source: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig,
 def _exported_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
     try:
         metadata = json.loads((folder / ROUTER_METADATA_FILE).read_text(encoding="utf-8"))
-        settings = {"router": metadata.get("router") or {}}  # older exports have nothing else
+        # A model folder must not choose which code runs: no router or parser of its own. Older exports have no more.
+        router = metadata.get("router") or {}
+        settings = {"router": {name: value for name, value in router.items() if name not in ("name", "kwargs")}}
         # Only known inference fields: a model folder must not choose, for example, which program is started.
         settings |= {
             section: {name: value for name, value in (metadata.get(section) or {}).items() if name in known}
@@ -90,7 +92,14 @@ def _exported_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
         raise CheckpointError(
             f"{folder / ROUTER_METADATA_FILE} cannot be read ({fault}): export the model again"
         ) from None
-    return build_config(RunConfig, apply_overrides(settings, overrides), source=str(folder / ROUTER_METADATA_FILE))
+    parser = settings.get("rollout", {}).get("tool_parser", "")
+    settings = apply_overrides(settings, overrides)
+    if ":" in str(parser) and settings["rollout"]["tool_parser"] == parser:
+        raise ConfigError(
+            f"{folder} was trained with the tool parser {parser}, which its folder must not choose: give the parser "
+            "with --set rollout.tool_parser=FILE.py:NAME"
+        )
+    return build_config(RunConfig, settings, source=str(folder / ROUTER_METADATA_FILE))
 
 
 def _with_documents(entries: Sequence[Any], documents: Sequence[Any]) -> list[Any]:

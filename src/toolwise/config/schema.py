@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from toolwise.config.algorithm import AlgorithmConfig
+from toolwise.config.imports import check_name
 from toolwise.config.loader import Section, apply_overrides, build_config, read_settings
 from toolwise.config.paths import resolve_paths
 from toolwise.config.router import RouterConfig
 from toolwise.config.trainer import TrainerConfig
+
+TOOL_PARSERS = ("auto", "hermes", "qwen", "llama3", "mistral", "rlla", "action", "openai", "none")
+ToolParserName = Annotated[str, AfterValidator(partial(check_name, names=TOOL_PARSERS))]
 
 
 class ModelConfig(Section):
@@ -98,9 +103,11 @@ class RolloutConfig(Section):
     """Sampling temperature."""
     max_new_tokens: PositiveInt = 256
     """Maximum tokens per turn."""
-    tool_parser: Literal["auto", "hermes", "qwen", "llama3", "mistral", "rlla", "action", "openai", "none"] = "hermes"
-    """How tool calls are parsed from the model's text. "auto" follows the chat template, or each text if the template
-    is not recognized; "openai" leaves parsing to the server; "none" leaves the text as is (RLLA: no tools run)."""
+    tool_parser: ToolParserName = "hermes"
+    """How tool calls are parsed from the model's text: "hermes", "qwen", "llama3", "mistral", "rlla", "action", or a
+    function or class as package.module:name or path/to/file.py:name (docs/tools.md). "auto" follows the chat template,
+    or each text if the template is not recognized; "openai" leaves parsing to the server; "none" leaves the text as is
+    (RLLA: no tools run)."""
     tool_prompt: Literal["auto", "template", "system"] = "auto"
     """Who describes the tools to the model: its chat template, or Toolwise in the system message, in the format that
     `tool_parser` reads. "auto" uses the template if it shows tools, and the system message if it ignores them."""
@@ -375,8 +382,10 @@ INFERENCE_FIELDS: dict[str, Any] = {
 
 
 def inference_settings(config: RunConfig) -> dict[str, Any]:
-    """The `INFERENCE_FIELDS` of a configuration, stored beside an agent's weights."""
-    return config.model_dump(mode="json", include=INFERENCE_FIELDS, exclude_none=True)
+    """The `INFERENCE_FIELDS` of a configuration, stored beside an agent's weights; only the name of a user's parser."""
+    settings = config.model_dump(mode="json", include=INFERENCE_FIELDS, exclude_none=True)
+    settings["rollout"]["tool_parser"] = config.rollout.tool_parser.rpartition("/")[2]
+    return settings
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -10,7 +10,7 @@ from toolwise.routing.families import Family, families_of_task
 from toolwise.routing.prompt_templates import load_wording
 from toolwise.routing.prompts import ConditionedPrompt, condition
 from toolwise.tools.base import BaseTool
-from toolwise.types import RouteDecision, Task
+from toolwise.types import CountUsage, RouteDecision, Task
 
 
 class Conditioning:
@@ -46,6 +46,7 @@ class Conditioning:
         seed: int,
         prompt_id: str,
         log_prob: float | None = None,
+        count_usage: CountUsage | None = None,
     ) -> RouteDecision:
         """The decision to roll a task out `n` times under a route."""
         conditioned = self(task, route, tools)
@@ -61,4 +62,5 @@ class Conditioning:
             log_prob=log_prob,
             prompt_id=prompt_id,
             forbidden=conditioned.forbidden,
+            count_usage=count_usage,
         )

@@ -94,16 +94,33 @@ class RunInputs:
         self._record("reward", self.recorded.reward.model_copy(update=update))
 
     def add_env(self, source: Any) -> None:
-        """A name, a reference, or a class or function, which this process also loads by its reference."""
+        """A name, a reference, or a class, function or callable object."""
         if source is None:
             return
         try:
             name = source if isinstance(source, str) else self._reference(source, "env")
         except ToolwiseError as fault:
-            raise ConfigError(f"env: {fault}") from None
+            if not callable(source):
+                raise ConfigError(f"env: {fault}") from None
+            name = self._note_unnameable(f"the env {_name_of(source)}", str(fault))
         env = self.recorded.env.model_copy(update={"name": name})
         self._record("env", env)
         self.config = self.config.model_copy(update={"env": env})
+
+    def add_router(self, source: Any) -> None:
+        if source is None:
+            return
+        entry = self._observer_entry("router", source)
+        name, kwargs = (entry, {}) if isinstance(entry, str) else (entry.name, entry.kwargs)
+        self._record("router", self.recorded.router.model_copy(update={"name": name, "kwargs": kwargs}))
+
+    def add_parser(self, source: Any) -> None:
+        if source is None:
+            return
+        entry = self._observer_entry("parser", source)
+        if isinstance(entry, ObserverEntry):
+            entry = self._note_unnameable(f"the parser {_name_of(source)}", "a parser is created without arguments")
+        self._record("rollout", self.recorded.rollout.model_copy(update={"tool_parser": entry}))
 
     def add_observers(self, kind: str, observers: Any) -> None:
         """`kind` is "tracker" or "callback"; each is a reference, a table, a class, a function or an object."""
@@ -153,7 +170,7 @@ class RunInputs:
         target = reward.function if isinstance(reward, Reward) else reward
         if isinstance(target, str):
             return target
-        name = getattr(target, "__name__", type(target).__name__)
+        name = _name_of(target)
         try:
             return self._reference(target, "reward")
         except ToolwiseError as fault:
@@ -213,7 +230,9 @@ class RunInputs:
         """The reference by which another process loads `target`; copies the source if there is no file to load."""
         definition = unwrap_target(target)
         if not isinstance(definition, FunctionType | type):
-            raise ToolwiseError(f"a {type(target).__name__} object cannot be loaded by name; write a function")
+            raise ToolwiseError(
+                f"a {type(target).__name__} object cannot be loaded by name; pass a class or a function"
+            )
         script = None if lacks_file(definition) else _unguarded_script(definition)
         if not lacks_file(definition) and script is None:
             return _named_reference(definition)
@@ -247,6 +266,8 @@ def gather_inputs(
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: Any = None,
     env: Any = None,
+    router: Any = None,
+    parser: Any = None,
     trackers: Any = None,
     callbacks: Any = None,
 ) -> RunInputs:
@@ -257,9 +278,15 @@ def gather_inputs(
     inputs.add_tools(tools)
     inputs.add_reward(reward)
     inputs.add_env(env)
+    inputs.add_router(router)
+    inputs.add_parser(parser)
     inputs.add_observers("tracker", trackers)
     inputs.add_observers("callback", callbacks)
     return inputs
+
+
+def _name_of(target: Any) -> str:
+    return str(getattr(target, "__name__", type(target).__name__))
 
 
 def _named_reference(target: Any) -> str:

@@ -61,8 +61,7 @@ async def train_step(run: Run) -> StepResult:
 
 def _generation_counts(run: Run) -> Metrics:
     """Generation counters since the process started: computed and cached tokens, retries, transfers."""
-    counts = run.policy.metrics() if hasattr(run.policy, "metrics") else {}
-    return {name: count for name, count in counts.items() if name not in _GAUGE_METRICS}
+    return {name: count for name, count in run.policy.metrics().items() if name not in _GAUGE_METRICS}
 
 
 _GAUGE_METRICS = {"policy/version", "engine/blocks", "engine/blocks_in_use"}

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 from toolwise.advantages import build_estimator, min_group_size
 from toolwise.config.schema import RunConfig
 from toolwise.data import Batches
+from toolwise.envs.catalog import EnvSpec
 from toolwise.errors import ConfigError
-from toolwise.protocols import AdvantageEstimator
+from toolwise.protocols import AdvantageEstimator, Learner, Router
+from toolwise.rollout.call_format import ParserSpec
 from toolwise.rollout.queue import RolloutQueue
-from toolwise.routing.direct_router import DirectRouter
+from toolwise.routing.inference_router import InferenceRouter
+from toolwise.routing.user_router import RouterSpec
 from toolwise.thinking.stage import ThinkingStage
 from toolwise.training.checkpoint import RngState, StateRegistry
 from toolwise.training.diagnosis import Diagnosis, Finding, check_routable, startup_findings
@@ -27,7 +30,6 @@ from toolwise.types import Rollout, Task
 
 if TYPE_CHECKING:
     from toolwise.learner.actor import Actor
-    from toolwise.routing.learned_router import LearnedRouter
 
 
 @dataclass(slots=True)
@@ -73,9 +75,8 @@ class Progress:
 class Run(RolloutSetup):
     """Every part that the training loop uses."""
 
-    router: DirectRouter | LearnedRouter
     batches: Batches
-    learner: Actor
+    learner: Learner
     estimator: AdvantageEstimator
     queue: RolloutQueue[list[Rollout]]
     progress: Progress = field(default_factory=Progress)
@@ -108,6 +109,9 @@ def assemble(
     validation_tasks: Sequence[Task] | None = None,
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: RewardSources | None = None,
+    env: EnvSpec | None = None,
+    router: RouterSpec | None = None,
+    parser: ParserSpec | None = None,
 ) -> Run:
     """Build a training run from its configuration; Python arguments override what the file names.
 
@@ -130,7 +134,8 @@ def assemble(
             shuffle=config.data.shuffle,
             drop_last=config.data.drop_last,
         )
-        return add_training(setup_rollouts(config, held_out, tool_objects, scoring), batches)
+        parts: dict[str, Any] = {"env": env, "router": router, "parser": parser}
+        return add_training(setup_rollouts(config, held_out, tool_objects, scoring, **parts), batches)
 
 
 def add_training(setup: RolloutSetup, batches: Batches) -> Run:
@@ -158,13 +163,14 @@ def add_training(setup: RolloutSetup, batches: Batches) -> Run:
         learner=learner,
         estimator=with_rlvcr_metrics(config, estimator),
         queue=RolloutQueue(per_update=config.data.batch_size),
-        thinking=build_thinking_stage(config, policy, policy.model, policy.chat),
+        thinking=build_thinking_stage(config, policy),
     )
 
 
-def _learning_router(setup: RolloutSetup, learner: Actor, tasks: Sequence[Task]) -> DirectRouter | LearnedRouter:
-    if setup.head is None or isinstance(setup.router, DirectRouter):
-        return DirectRouter(setup.config.seed)
+def _learning_router(setup: RolloutSetup, learner: Actor, tasks: Sequence[Task]) -> Router:
+    """The setup's router; one with a head is replaced by one that trains it."""
+    if setup.head is None or not isinstance(setup.router, InferenceRouter):
+        return setup.router
     from toolwise.routing.head.builder import build_learned_router
 
     return build_learned_router(setup.config, setup.router, setup.policy, setup.head, learner.optimizer, tasks)

@@ -11,16 +11,16 @@ from toolwise.config.algorithm import ThinkingBudgetConfig
 from toolwise.config.router import BudgetConfig
 from toolwise.config.schema import ActorConfig, RunConfig
 from toolwise.errors import ConfigError
-from toolwise.protocols import AdvantageEstimator, Learner, Sampling
+from toolwise.protocols import AdvantageEstimator, Learner, ModelPolicy, PrefixEngine, Sampling
 from toolwise.routing.budget import Multiplier
-from toolwise.thinking.alternatives import AlternativeWriter, Codec
+from toolwise.thinking.alternatives import AlternativeWriter
 from toolwise.thinking.levels import DEFAULT_LEVELS, END_THINK, load_levels
 from toolwise.thinking.stage import ThinkingStage
-from toolwise.thinking.thinking_model import EngineModel, PolicyWithScorer, ThinkingModel, require_token_generator
+from toolwise.thinking.thinking_model import EngineModel, PolicyWithScorer, ThinkingModel
 from toolwise.types import CreditedRollout
 
 
-def build_thinking_stage(config: RunConfig, policy: Any, model: Any, codec: Codec) -> ThinkingStage | None:
+def build_thinking_stage(config: RunConfig, policy: ModelPolicy) -> ThinkingStage | None:
     """None if `algorithm.rlvcr.enable` is false."""
     rlvcr = config.algorithm.rlvcr
     if not rlvcr.enable:
@@ -33,7 +33,7 @@ def build_thinking_stage(config: RunConfig, policy: Any, model: Any, codec: Code
     )
     levels = DEFAULT_LEVELS if rlvcr.levels is None else load_levels(rlvcr.levels)
     return ThinkingStage(
-        AlternativeWriter(thinking_model(policy, model, config.actor), codec, levels, sampling),
+        AlternativeWriter(thinking_model(policy, config.actor), policy.chat, levels, sampling),
         rlvcr,
         _multiplier(rlvcr.budget),
         total_steps=config.trainer.total_steps,
@@ -41,15 +41,13 @@ def build_thinking_stage(config: RunConfig, policy: Any, model: Any, codec: Code
     )
 
 
-def thinking_model(policy: Any, model: Any, actor: ActorConfig) -> ThinkingModel:
+def thinking_model(policy: ModelPolicy, actor: ActorConfig) -> ThinkingModel:
     """The policy's engine if it can both generate and score; else the policy with a scoring pass of the learner."""
-    for engine in (policy, getattr(policy, "engine", None)):
-        if engine is not None and hasattr(engine, "score") and hasattr(engine, "generate"):
-            return EngineModel(engine, stop_strings=(END_THINK,))
-    generator = require_token_generator(policy)
+    if isinstance(policy.engine, PrefixEngine):
+        return EngineModel(policy.engine, stop_strings=(END_THINK,))
     from toolwise.learner.continuation_scores import ContinuationScorer
 
-    return PolicyWithScorer(generator, ContinuationScorer(model, actor))
+    return PolicyWithScorer(policy, ContinuationScorer(policy.model, actor))
 
 
 def _multiplier(budget: ThinkingBudgetConfig) -> Multiplier | None:

@@ -9,6 +9,7 @@ from toolwise.types.results import EvaluateResult, EvaluationFault, MetricResult
 from toolwise.types.rollouts import (
     Action,
     AnnotatedRollout,
+    CountUsage,
     CreditedRollout,
     Rollout,
     RouteDecision,
@@ -38,6 +39,7 @@ __all__ = [
     "Alternative",
     "AnnotatedRollout",
     "CheckpointEvent",
+    "CountUsage",
     "CreditedRollout",
     "EndEvent",
     "EvaluateResult",

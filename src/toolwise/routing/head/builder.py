@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolwise.config.schema import RunConfig, inference_settings
 from toolwise.envs.tool_env import tool_spec
 from toolwise.errors import ConfigError
 from toolwise.learner.optimizer import Optimizer
+from toolwise.protocols import GenerationEngine, ModelPolicy, PrefixEngine
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.routing.actions import ROUTES
 from toolwise.routing.budget import Budgets
@@ -23,9 +24,6 @@ from toolwise.routing.learned_router import LearnedRouter, target_of
 from toolwise.routing.options import Conditioning
 from toolwise.tools.base import BaseTool
 from toolwise.types import Task
-
-if TYPE_CHECKING:
-    from toolwise.policies.local import LocalPolicy
 
 
 def build_head(config: RunConfig, model: Any) -> RouterHead:
@@ -48,7 +46,7 @@ def build_head(config: RunConfig, model: Any) -> RouterHead:
 
 
 def build_inference_router(
-    config: RunConfig, policy: LocalPolicy, head: RouterHead, tools: Mapping[str, BaseTool]
+    config: RunConfig, policy: ModelPolicy, head: RouterHead, tools: Mapping[str, BaseTool]
 ) -> InferenceRouter:
     """A router that routes with `head` and does not learn."""
     router = config.router
@@ -86,7 +84,7 @@ def build_router_learner(
 def build_learned_router(
     config: RunConfig,
     router: InferenceRouter,
-    policy: LocalPolicy,
+    policy: ModelPolicy,
     head: RouterHead,
     actor_optimizer: Optimizer,
     tasks: Sequence[Task],
@@ -110,10 +108,10 @@ def build_learned_router(
     )
 
 
-def _engine_encoder(config: RunConfig, engine: Any) -> Encode | None:
+def _engine_encoder(config: RunConfig, engine: GenerationEngine) -> Encode | None:
     """Appended text leaves the prompt as it is: rollouts reuse the prefix that the engine has encoded for routing."""
     router = config.router
-    if router.conditioning == "append" and router.layers == [-1] and hasattr(engine, "encode"):
+    if router.conditioning == "append" and router.layers == [-1] and isinstance(engine, PrefixEngine):
         return engine_encoder(engine, router.pool)
     return None
 

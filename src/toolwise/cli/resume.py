@@ -18,5 +18,5 @@ def resume(
     from toolwise.training.changes import check_files, load_run_config
 
     config = load_run_config(run, overrides or [])
-    check_files(config, run, "data.", "reward", "tools", "env", "trainer")
+    check_files(config, run, "data.", "reward", "tools", "env", "trainer", "algorithm", "actor")
     run_training(config, run, resume=True)

@@ -23,8 +23,8 @@ WORKER_ENV_VAR = "TOOLWISE_WORKER"
 """Set in the environment of worker processes, which load user files again."""
 
 GIVEN_IN_PYTHON = "given in Python: "
-"""Prefix in a run's config.toml of a tool, reward, tracker or callback that was passed as a Python object and has no
-reference."""
+"""Prefix in a run's config.toml of a tool, reward, estimator, loss, tracker or callback that was passed as a Python
+object and has no reference."""
 
 
 class Registration(NamedTuple):

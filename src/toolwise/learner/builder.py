@@ -13,9 +13,8 @@ from toolwise.learner.actor import Actor
 from toolwise.learner.actor_settings import ActorSettings
 from toolwise.learner.critic import Critic, CriticSettings
 from toolwise.learner.forward import can_share_prefixes
-from toolwise.learner.kl_reward import KlRewardEstimator
 from toolwise.learner.lora import LoraSettings
-from toolwise.protocols import AdvantageEstimator
+from toolwise.protocols import AdvantageEstimator, PolicyLoss
 
 
 def build_learner(
@@ -25,28 +24,27 @@ def build_learner(
     *,
     load_critic: Callable[[str], Any],
     extra_parameters: Sequence[Any] = (),
-) -> tuple[Actor, AdvantageEstimator]:
-    """Return the actor, with a critic and a reference if needed, and the estimator, wrapped with a KL penalty if KL is
-    in the reward. `load_critic` loads the model at `critic.path`; `extra_parameters` are weights outside `model` that
-    the actor's optimiser updates too."""
+    loss: PolicyLoss | None = None,
+) -> Actor:
+    """Return the actor, with a critic and a reference if needed. `load_critic` loads the model at `critic.path`;
+    `extra_parameters` are weights outside `model` that the actor's optimiser updates too; `loss` replaces PPO's."""
     critic = None
     if "values" in estimator.needs:
         path = config.critic.path
         trunk = load_critic(path) if path else copy.deepcopy(model)
         _check_vocabulary(trunk, model, path)
-        critic = Critic(trunk, critic_settings(config, per=getattr(estimator, "per", "token")))
+        critic = Critic(trunk, critic_settings(config, per=estimator.per))
     settings = actor_settings(config)
     # A model that our attention does not support runs on padded rows, where shared prefixes would exceed the budget.
     settings = replace(settings, share_prefixes=settings.share_prefixes and can_share_prefixes(model))
-    actor = Actor(
+    return Actor(
         model,
         settings,
         needs=estimator.needs,
         critic=critic,
         extra_parameters=extra_parameters,
+        loss=loss,
     )
-    wrapped = KlRewardEstimator(estimator, actor.kl) if config.algorithm.kl == "reward" else estimator
-    return actor, wrapped
 
 
 def actor_settings(config: RunConfig) -> ActorSettings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from toolwise.protocols import Metrics
@@ -19,7 +19,6 @@ from toolwise.thinking.metrics import alternative_metrics, level_usage_metrics
 from toolwise.thinking.parsed_step import ParsedStep
 from toolwise.thinking.step_selection import StepSelection, choose_steps, parse_steps, write_within_budget
 from toolwise.types import (
-    AnnotatedRollout,
     RolloutThinking,
     ScoredRollout,
     ThinkingByRollout,
@@ -55,6 +54,8 @@ class StageSettings:
     success_score: float | None = None
     price: float = 0.0
     """Fixed λ, used when there is no budget."""
+    charged: bool = False
+    """Whether rollouts pay λ per thinking token as part of their reward."""
     total_steps: int = 1
     """Training steps of the run, over which diversity is annealed."""
     seed: int = 0
@@ -139,6 +140,7 @@ class ThinkingStage:
                 ),
                 price,
                 anneal,
+                self.settings.charged,
             )
             for u in usable
         }
@@ -154,11 +156,6 @@ class ThinkingStage:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.price is not None and "price" in state:
             self.price.load_state_dict(state["price"])
-
-
-def attach_thinking(annotated: Sequence[AnnotatedRollout], thinking: ThinkingByRollout) -> list[AnnotatedRollout]:
-    """The same rollouts with their `RolloutThinking` attached."""
-    return [replace(a, thinking=thinking.get(a.scored.rollout.rollout_id)) for a in annotated]
 
 
 def _thinking_step(step: ParsedStep | None, group: ThinkingGroup | None) -> ThinkingStep:

@@ -160,6 +160,7 @@ def check_files(config: RunConfig, run: Path, *sections: str) -> None:
     named |= _flatten(
         {"reward": config.reward.model_dump(include={"function", "parts"}), "env": {"name": config.env.name}}
     )
+    named |= {"algorithm.adv_estimator": config.algorithm.adv_estimator, "actor.policy_loss": config.actor.policy_loss}
     for kind, entries in (("trackers", config.trainer.trackers), ("callbacks", config.trainer.callbacks)):
         named[f"trainer.{kind}"] = [entry if isinstance(entry, str) else entry.name for entry in entries]
     missing = [
@@ -218,6 +219,8 @@ def portable_config(config: RunConfig, out: Path) -> RunConfig:
     for table in (reward, *reward["parts"]):
         table["function"] = _relative(table["function"], folder)
     env["name"] = _relative(env["name"], folder)
+    for section, key in (("algorithm", "adv_estimator"), ("actor", "policy_loss")):
+        settings[section][key] = _relative(settings[section][key], folder)
     for entries in (settings["tools"], settings["trainer"]["trackers"], settings["trainer"]["callbacks"]):
         for index, entry in enumerate(entries):
             if isinstance(entry, dict):

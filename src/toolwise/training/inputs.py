@@ -112,6 +112,20 @@ class RunInputs:
         entries = [*before, *(self._observer_entry(kind, entry) for entry in observer_entries(observers))]
         self._record("trainer", trainer.model_copy(update={f"{kind}s": entries}))
 
+    def add_component(self, section: str, key: str, kwargs_key: str, source: Any) -> None:
+        """The estimator or the loss: a name, a reference, a class or an object."""
+        if source is None:
+            return
+        kind = "estimator" if section == "algorithm" else "loss"
+        entry = self._observer_entry(kind, source)
+        update: dict[str, Any] = {key: entry}
+        if isinstance(entry, ObserverEntry):
+            update = {key: entry.name, kwargs_key: entry.kwargs}
+        elif not isinstance(source, str | type):
+            update[kwargs_key] = {}
+        self._record(section, getattr(self.recorded, section).model_copy(update=update))
+        self.config = self.config.model_copy(update={section: getattr(self.recorded, section)})
+
     def check_files(self) -> None:
         """Raise if a resumed run was given other rows or notebook cells than when it started."""
         for name, data in self.files.items():
@@ -247,6 +261,8 @@ def gather_inputs(
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: Any = None,
     env: Any = None,
+    estimator: Any = None,
+    loss: Any = None,
     trackers: Any = None,
     callbacks: Any = None,
 ) -> RunInputs:
@@ -257,6 +273,8 @@ def gather_inputs(
     inputs.add_tools(tools)
     inputs.add_reward(reward)
     inputs.add_env(env)
+    inputs.add_component("algorithm", "adv_estimator", "estimator_kwargs", estimator)
+    inputs.add_component("actor", "policy_loss", "policy_loss_kwargs", loss)
     inputs.add_observers("tracker", trackers)
     inputs.add_observers("callback", callbacks)
     return inputs

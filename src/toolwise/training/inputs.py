@@ -7,6 +7,7 @@ config.
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -329,6 +330,10 @@ def _field_values(entry: Any) -> dict[str, Any]:
     defaults = {item.name: item.default for item in fields(entry)}
     kwargs = {name: value for name, value in values.items() if value is not defaults[name]}
     _check_serializable(kwargs)
+    try:
+        inspect.signature(type(entry)).bind(**kwargs)
+    except TypeError as fault:
+        raise ToolwiseError(f"its arguments are not its fields ({fault})") from None
     return kwargs
 
 

@@ -75,7 +75,7 @@ def real_rollouts(temperature: float) -> tuple[Any, list[CreditedRollout]]:
     ]
     rollouts = asyncio.run(scheduler.roll_out(DirectRouter(0).decide(tasks, 2, 0)))
     scored = [ScoredRollout(r, EvaluateResult(score=float(i % 2)), r.steps) for i, r in enumerate(rollouts)]
-    return model, Grpo()([AnnotatedRollout(s) for s in scored])
+    return model, Grpo()([AnnotatedRollout(s) for s in scored]).rollouts
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.5])

@@ -11,7 +11,7 @@ from toolwise.advantages import Gae, Grpo
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.learner.builder import build_learner
-from toolwise.learner.kl_reward import KlRewardEstimator
+from toolwise.learner.losses import PpoClip
 
 
 def config(**sections: Any) -> RunConfig:
@@ -23,22 +23,21 @@ def build(given: RunConfig, estimator: Any, model: Any = None) -> Any:
 
 
 def test_grpo_alone_has_neither_critic_nor_reference() -> None:
-    actor, estimator = build(RunConfig(), Grpo())
-    assert (actor.critic, actor.reference, estimator) == (None, None, Grpo())
+    actor = build(RunConfig(), Grpo())
+    assert (actor.critic, actor.reference) == (None, None)
+    assert actor.loss == PpoClip(0.2, 0.2, 3.0)
 
 
 @pytest.mark.parametrize("per", ["token", "turn"])
 def test_an_estimator_that_needs_values_gets_a_critic_with_weights_of_its_own(per: Any) -> None:
     model = tiny_model()
-    actor, _ = build(RunConfig(), Gae(per=per), model)
+    actor = build(RunConfig(), Gae(per=per), model)
     assert actor.critic.per == per
     assert not {w.data_ptr() for w in actor.critic.model.parameters()} & {w.data_ptr() for w in model.parameters()}
 
 
-def test_kl_in_the_reward_wraps_the_estimator_with_the_learner_s_coefficient() -> None:
-    actor, estimator = build(config(algorithm={"kl": "reward", "kl_coef": 0.3}), Grpo())
-    assert isinstance(estimator, KlRewardEstimator)
-    assert estimator.coefficient is actor.kl
+def test_kl_in_the_reward_needs_a_reference() -> None:
+    actor = build(config(algorithm={"kl": "reward", "kl_coef": 0.3}), Grpo())
     assert actor.kl.value == 0.3
     assert actor.reference is not None
 

@@ -156,7 +156,7 @@ def turn(actor: Actor, seed: int) -> dict[str, float]:
         replace(c.annotated.scored, result=c.annotated.scored.result.model_copy(update={"score": float(i % 2)}))
         for i, c in enumerate(sample(tiny_model(), [0.0] * 4, seed=seed))
     ]
-    return actor.update(Gae()(actor.annotate(scored)))
+    return actor.update(Gae()(actor.annotate(scored)).rollouts)
 
 
 def test_gae_and_a_critic_make_ppo() -> None:

@@ -15,7 +15,6 @@ from toolwise.engine import Engine
 from toolwise.engine.cuda_runner import CudaRunner
 from toolwise.learner.actor import Actor
 from toolwise.learner.critic import Critic
-from toolwise.learner.kl_reward import KlRewardEstimator
 from toolwise.protocols import Generation, Sampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -40,11 +39,11 @@ def test_a_full_update(dtype: torch.dtype, aggregation: Any) -> None:
     )
     critic = Critic(tiny_model(head_dim=16).to("cuda", dtype), config)
     actor = Actor(model, config, critic=critic)
-    estimator = KlRewardEstimator(Gae(), actor.kl)
+    estimator = Gae()
     for step in range(3):
         scored = [c.annotated.scored for c in sample(model, [0.0] * 8, seed=step, groups_of=4)]
         scored = [replace(s, result=s.result.model_copy(update={"score": float(i % 2)})) for i, s in enumerate(scored)]
-        metrics = actor.update(estimator(actor.annotate(scored)))
+        metrics = actor.update(estimator(actor.annotate(scored)).rollouts)
         assert metrics["actor/skipped_updates"] == metrics["critic/skipped_updates"] == 0.0
         assert metrics["actor/update_norm"] > 0.0
         assert metrics["canary/logprob_gap_mean"] < (1e-4 if dtype is torch.float32 else 0.05)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from toolwise.advantages import Gigpo, Grpo, MonitoredEstimator, Rlvcr, learns_from_equal_scores
+from toolwise.advantages import Gigpo, Grpo, MonitoredEstimator, Rlvcr
 from toolwise.config.loader import build_config
 from toolwise.config.schema import ActorConfig, RunConfig
 from toolwise.errors import ConfigError
@@ -18,9 +18,8 @@ from toolwise.learner.actor import Actor
 from toolwise.messages import Message
 from toolwise.protocols import Generation, Sampling
 from toolwise.thinking.levels import DEFAULT_LEVELS
-from toolwise.thinking.stage import attach_thinking
 from toolwise.thinking.thinking_model import EngineModel, PolicyWithScorer
-from toolwise.training.loop import train_step
+from toolwise.training.loop import annotate_and_credit, keeps_equal, train_step
 from toolwise.training.run import Run, assemble, check_learnable
 from toolwise.training.thinking import thinking_model
 from toolwise.types import Task
@@ -135,7 +134,7 @@ def test_everything_else_arrives_where_it_works() -> None:
     [({}, True), ({"steps": "mixed"}, False), ({"share": 0.0}, False), ({"gate": "signed"}, False)],
 )
 def test_equals_are_kept_where_they_are_compared(settings: dict[str, Any], teaches: bool) -> None:
-    assert learns_from_equal_scores(make(algorithm=algorithm(**settings)).estimator, 1.0) is teaches
+    assert make(algorithm=algorithm(**settings)).estimator.learns_from_equal_scores(1.0) is teaches
 
 
 def test_without_it_nothing_is_thought_over() -> None:
@@ -200,6 +199,7 @@ def test_added_rows_are_annotated_like_all_others(sections: dict[str, Any]) -> N
 def test_the_same_cost_can_apply_to_whole_rollouts() -> None:
     sections = algorithm("grpo", share=0.0, price_rollouts=True, budget={"price": 0.1})
     run = recite(make(algorithm=sections))
+    assert keeps_equal(run, 1.0)  # equal scores at different costs
     turn = asyncio.run(train_step(run))
     assert turn.metrics["thinking/added_tokens"] == 0.0
     credited = {c.rollout.rollout_offset: c for c in turn.credited if c.rollout.batch_data_id == 0}
@@ -212,7 +212,7 @@ def test_added_rows_pull_on_the_weights() -> None:
     run = recite(make(algorithm=algorithm(combine="reweight", share=1.0, max_added_tokens=0.0)))
     thought, _ = asyncio.run(_think(run))
     rollouts, deliberations = thought
-    credited = run.estimator(attach_thinking(run.learner.annotate(rollouts), deliberations))
+    credited, _ = annotate_and_credit(run, rollouts, deliberations)
     added = [c for c in credited if "/level-" in c.rollout.rollout_id]
     actor = Actor(run.policy.model, RunConfig(actor=ActorConfig(lr=1e-3)))
     before = [p.detach().clone() for p in actor.model.parameters()]

@@ -82,9 +82,12 @@ class RlvcrConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    adv_estimator: Literal["grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus", "rlvcr"] = "grpo"
-    """Advantage estimator; each has one file in advantages/, with its formula at the top. Many settings below apply to
-    some estimators only."""
+    adv_estimator: str = "grpo"
+    """Advantage estimator: "grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus", "rlvcr", or your own as
+    package.module:Name or path/to/file.py:Name (docs/algorithms.md). Many settings below apply to some estimators
+    only."""
+    estimator_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of an estimator of your own."""
     norm_adv_by_std: bool = True
     """grpo: divide advantages by the group's standard deviation."""
     gamma: float | None = Field(default=None, ge=0.0, le=1.0)

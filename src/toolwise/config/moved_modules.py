@@ -5,7 +5,7 @@ from __future__ import annotations
 MOVED = {
     "advantages.credit": "advantages.assign",
     "advantages.levels": "advantages.level_values",
-    "advantages.priced": "advantages.thinking_cost",
+    "advantages.priced": "advantages.costs",
     "algorithm_config": "config.algorithm",
     "authoring": "checks.reward",
     "authoring.checking": "checks.reward.check",
@@ -74,7 +74,7 @@ MOVED = {
     "learner.continuations": "learner.continuation_scores",
     "learner.fused": "learner.fused_modules",
     "learner.guards": "learner.step_guard",
-    "learner.pricing": "learner.kl_reward",
+    "learner.pricing": "advantages.costs",
     "learner.ranks": "learner.distributed",
     "learner.router_average": "routing.head.average",
     "learner.router_batch": "routing.head.batch",

@@ -267,6 +267,11 @@ class ActorConfig(Section):
     """Gradient clipping norm."""
     spike_factor: float = Field(default=20.0, ge=0.0)
     """Skip a step whose gradient norm exceeds max_grad_norm and this many times its running median; 0: never skip."""
+    policy_loss: str = "ppo"
+    """Loss of each token: "ppo", with the clip ratios below, or one of your own as package.module:Name or
+    path/to/file.py:Name: docs/algorithms.md."""
+    policy_loss_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a loss of your own."""
     clip_ratio_low: PositiveFloat = 0.2
     """PPO clip range: ratios below 1 − clip_ratio_low are clipped."""
     clip_ratio_high: PositiveFloat = 0.2

@@ -22,15 +22,16 @@ from toolwise.learner.forward import hidden_states, token_logprobs
 from toolwise.learner.kl import KlCoefficient, check_kl_loss, k3
 from toolwise.learner.lora import Adapters
 from toolwise.learner.loss_aggregation import token_weights
-from toolwise.learner.loss_terms import MetricSums, policy_loss_terms
+from toolwise.learner.loss_terms import MetricSums, metric_names, policy_loss_terms
+from toolwise.learner.losses import PpoClip
 from toolwise.learner.mini_batches import mini_batches
 from toolwise.learner.mismatch import Evidence, check_logprobs
 from toolwise.learner.optimizer import Optimizer
 from toolwise.learner.packing import Packed
 from toolwise.learner.reference import build_reference
 from toolwise.learner.rows import require_tokens
-from toolwise.protocols import Annotation, Metrics
-from toolwise.types import AnnotatedRollout, CreditedRollout, ScoredRollout
+from toolwise.protocols import Annotation, Metrics, PolicyLoss
+from toolwise.types import AnnotatedRollout, CreditedRollout, ScoredRollout, ThinkingByRollout
 
 MAX_PROBE_ROWS = 8
 
@@ -57,14 +58,16 @@ class Actor:
         needs: frozenset[Annotation] = frozenset(),
         critic: Critic | None = None,
         extra_parameters: Sequence[Tensor] = (),
+        loss: PolicyLoss | None = None,
     ) -> None:
-        """`extra_parameters` are weights outside `model` that the actor's optimiser updates too."""
+        """`extra_parameters`: weights outside `model` that the actor's optimiser updates too. `loss`: PPO's if None."""
         actor, algorithm = config.actor, config.algorithm
         if algorithm.kl == "loss":
             check_kl_loss(algorithm.kl_estimator)
         self.model = model
         self.config = config
         self.critic = critic
+        self.loss = loss or PpoClip(actor.clip_ratio_low, actor.clip_ratio_high, actor.dual_clip or None)
         self.version = 0
         self.adapters = Adapters(model, actor.lora, config.seed) if actor.lora.rank else None
         self.optimizer = Optimizer(
@@ -96,11 +99,25 @@ class Actor:
         device: torch.device = next(self.model.parameters()).device
         return device
 
-    def annotate(self, scored: Sequence[ScoredRollout]) -> list[AnnotatedRollout]:
+    def annotate(
+        self, scored: Sequence[ScoredRollout], thinking: ThinkingByRollout | None = None
+    ) -> list[AnnotatedRollout]:
         """Add old log-probs, reference log-probs and values, each only if the estimator or the settings need it."""
         require_tokens(scored)
-        if not self.required_annotations or not scored:
-            return [AnnotatedRollout(s) for s in scored]
+        columns = self._annotations(scored) if self.required_annotations and scored else {}
+        kl_coef = self.kl.value if self.config.algorithm.kl == "reward" else None
+        return [
+            AnnotatedRollout(
+                s,
+                **{name: per_rollout[index] for name, per_rollout in columns.items()},
+                thinking=(thinking or {}).get(s.rollout.rollout_id),
+                kl_coef=kl_coef,
+            )
+            for index, s in enumerate(scored)
+        ]
+
+    def _annotations(self, scored: Sequence[ScoredRollout]) -> dict[str, list[Any]]:
+        """The required annotations, one entry per rollout."""
         batch, steps = build_batch(with_zero_advantages(scored), self.device), [s.steps for s in scored]
         columns: dict[str, list[Any]] = {}
         if "old_logprobs" in self.required_annotations:
@@ -109,10 +126,7 @@ class Actor:
             columns["ref_logprobs"] = batch.per_step(self._logprobs(self.reference, batch), steps)
         if self.critic is not None:
             columns["values"] = batch.per_step(self.critic.values(batch), steps)
-        return [
-            AnnotatedRollout(s, **{name: per_rollout[index] for name, per_rollout in columns.items()})
-            for index, s in enumerate(scored)
-        ]
+        return columns
 
     def update(self, credited: Sequence[CreditedRollout]) -> Metrics:
         """Update the critic, then the actor; return their metrics."""
@@ -187,17 +201,17 @@ class Actor:
         )
         logprobs = torch.full((len(batch),), torch.nan, device=self.device)
         loss_share = torch.zeros(len(batch.rollout_ids), device=self.device)
-        sums = MetricSums(self.device)
+        sums = MetricSums(self.device, metric_names(actor, self.loss))
         for packed, columns in batch.packed(rows, self.model, actor):
             new_logprobs, entropy = self._forward(self.model, packed)
-            terms = policy_loss_terms(self.config, self.kl.value, batch, columns, new_logprobs, entropy)
+            terms = policy_loss_terms(self.config, self.loss, self.kl.value, batch, columns, new_logprobs, entropy)
             weight = weights[columns]
             (terms.total * weight).sum().backward()  # type: ignore[no-untyped-call]
             self.optimizer.accumulate_gradients()
             logprobs[columns] = new_logprobs.detach()
             loss_share.index_add_(0, batch.rollout[columns], terms.total.detach().abs() * weight)
             sums.add(terms, weight, packed.T)
-        return MiniBatchResult(sums.means(actor, len(tokens)), logprobs, loss_share)
+        return MiniBatchResult(sums.means(len(tokens)), logprobs, loss_share)
 
     def _forward(self, model: Any, packed: Packed, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         return token_logprobs(

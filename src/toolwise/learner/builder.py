@@ -10,8 +10,7 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.learner.actor import Actor
 from toolwise.learner.critic import Critic
-from toolwise.learner.kl_reward import KlRewardEstimator
-from toolwise.protocols import AdvantageEstimator
+from toolwise.protocols import AdvantageEstimator, PolicyLoss
 
 
 def build_learner(
@@ -21,19 +20,17 @@ def build_learner(
     *,
     load_critic: Callable[[str], Any],
     extra_parameters: Sequence[Any] = (),
-) -> tuple[Actor, AdvantageEstimator]:
-    """Return the actor, with a critic and a reference if needed, and the estimator, wrapped with a KL penalty if KL is
-    in the reward. `load_critic` loads the model at `critic.path`; `extra_parameters` are weights outside `model` that
-    the actor's optimiser updates too."""
+    loss: PolicyLoss | None = None,
+) -> Actor:
+    """Return the actor, with a critic and a reference if needed. `load_critic` loads the model at `critic.path`;
+    `extra_parameters` are weights outside `model` that the actor's optimiser updates too; `loss` replaces PPO's."""
     critic = None
     if "values" in estimator.needs:
         path = config.critic.path
         trunk = load_critic(path) if path else copy.deepcopy(model)
         _check_vocabulary(trunk, model, path)
-        critic = Critic(trunk, config, per=getattr(estimator, "per", "token"))
-    actor = Actor(model, config, needs=estimator.needs, critic=critic, extra_parameters=extra_parameters)
-    wrapped = KlRewardEstimator(estimator, actor.kl) if config.algorithm.kl == "reward" else estimator
-    return actor, wrapped
+        critic = Critic(trunk, config, per=estimator.per)
+    return Actor(model, config, needs=estimator.needs, critic=critic, extra_parameters=extra_parameters, loss=loss)
 
 
 def _check_vocabulary(trunk: Any, model: Any, path: str) -> None:

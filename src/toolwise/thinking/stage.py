@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from toolwise.config.algorithm import RlvcrConfig
@@ -20,7 +19,6 @@ from toolwise.thinking.metrics import alternative_metrics, level_usage_metrics
 from toolwise.thinking.parsed_step import ParsedStep
 from toolwise.thinking.step_selection import choose_steps, parse_steps, write_within_budget
 from toolwise.types import (
-    AnnotatedRollout,
     RolloutThinking,
     ScoredRollout,
     ThinkingByRollout,
@@ -136,6 +134,7 @@ class ThinkingStage:
                 ),
                 price,
                 anneal,
+                self.config.price_rollouts,
             )
             for u in usable
         }
@@ -151,11 +150,6 @@ class ThinkingStage:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.price is not None and "price" in state:
             self.price.load_state_dict(state["price"])
-
-
-def attach_thinking(annotated: Sequence[AnnotatedRollout], thinking: ThinkingByRollout) -> list[AnnotatedRollout]:
-    """The same rollouts with their `RolloutThinking` attached."""
-    return [replace(a, thinking=thinking.get(a.scored.rollout.rollout_id)) for a in annotated]
 
 
 def _thinking_step(step: ParsedStep | None, group: ThinkingGroup | None) -> ThinkingStep:

@@ -162,6 +162,7 @@ def check_files(config: RunConfig, run: Path, *sections: str) -> None:
         {"reward": config.reward.model_dump(include={"function", "parts"}), "env": {"name": config.env.name}}
     )
     named |= {"router.name": config.router.name, "rollout.tool_parser": config.rollout.tool_parser}
+    named |= {"algorithm.adv_estimator": config.algorithm.adv_estimator, "actor.policy_loss": config.actor.policy_loss}
     for kind, entries in (("trackers", config.trainer.trackers), ("callbacks", config.trainer.callbacks)):
         named[f"trainer.{kind}"] = [entry if isinstance(entry, str) else entry.name for entry in entries]
     missing = [
@@ -219,7 +220,8 @@ def portable_config(config: RunConfig, out: Path) -> RunConfig:
         data[which] = _relative(data[which], folder)
     for table in (reward, *reward["parts"]):
         table["function"] = _relative(table["function"], folder)
-    for table, key in ((env, "name"), (settings["router"], "name"), (settings["rollout"], "tool_parser")):
+    parts = (("router", "name"), ("rollout", "tool_parser"), ("algorithm", "adv_estimator"), ("actor", "policy_loss"))
+    for table, key in ((env, "name"), *((settings[section], key) for section, key in parts)):
         table[key] = _relative(table[key], folder)
     for entries in (settings["tools"], settings["trainer"]["trackers"], settings["trainer"]["callbacks"]):
         for index, entry in enumerate(entries):

@@ -81,7 +81,7 @@ class ObserverSource:
     kwargs: Mapping[str, Any]
 
     def create(self) -> Any:
-        if not _is_factory(self.target):
+        if not is_factory(self.target):
             return self.target
         try:
             observer = call_user_code(self.target, **self.kwargs)
@@ -120,7 +120,7 @@ def _load(entry: Any, kind: str) -> ObserverSource:
     if isinstance(target, str):
         check_nameable(target, key, f"; --set {key}=[] continues without it")
         target = load_reference(target, what=key)
-    if kwargs and not _is_factory(target):
+    if kwargs and not is_factory(target):
         raise ConfigError(f"{key}: {name} is an object, not a class; set {', '.join(kwargs)} where it is created")
     if not inspect.isroutine(target):
         _check_methods(target, kind, name)
@@ -130,11 +130,11 @@ def _load(entry: Any, kind: str) -> ObserverSource:
 
 
 def qualified_name(target: Any) -> str:
-    definition = target if isinstance(target, type) or inspect.isroutine(target) else type(target)
+    definition = target if is_factory(target) else type(target)
     return f"{definition.__module__}:{definition.__qualname__}"
 
 
-def _is_factory(target: Any) -> bool:
+def is_factory(target: Any) -> bool:
     return isinstance(target, type) or inspect.isroutine(target)
 
 

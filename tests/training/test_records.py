@@ -73,7 +73,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_record_says_everything_a_reader_wants() -> None:
     pair = [scored("g/0", 1.0, TURNS), scored("g/1", 0.0, TURNS)]
-    credited = Grpo(norm_by_std=False)([AnnotatedRollout(s) for s in pair])
+    credited = Grpo(norm_by_std=False)([AnnotatedRollout(s) for s in pair]).rollouts
     record = RolloutRecord.of(pair[0], credited[0]).to_json()
     assert record["messages"][1]["tool_calls"][0]["function"] == {"name": "search", "arguments": '{"query": "ä"}'}
     del record["messages"]
@@ -122,7 +122,7 @@ def test_a_failed_reward_is_kept_with_its_reason() -> None:
 
 def test_lines_and_tokens_are_written_beside_each_other(tmp_path: Path) -> None:
     pair = [scored("g/0", 1.0, TURNS), scored("g/1", 0.0, TURNS[:1])]
-    credited = Grpo()([AnnotatedRollout(pair[0])])
+    credited = Grpo()([AnnotatedRollout(pair[0])]).rollouts
     write_records(tmp_path / "rollouts", "step-000001", pair, credited)
     lines = read_lines(tmp_path / "rollouts" / "step-000001.jsonl")
     assert [line["rollout_id"] for line in lines] == ["g/0", "g/1"]
@@ -210,5 +210,5 @@ def test_the_verdict_is_the_metric_correct_else_a_clear_score(stored: dict[str, 
 def test_recording_leaves_rollouts_alone(tmp_path: Path) -> None:
     one = scored("g/0", 1.0, TURNS)
     before = [s.model_dump() for s in one.steps], [m.model_dump() for m in one.rollout.messages]
-    write_records(tmp_path, "x", [one], Grpo()([AnnotatedRollout(one)]))
+    write_records(tmp_path, "x", [one], Grpo()([AnnotatedRollout(one)]).rollouts)
     assert ([s.model_dump() for s in one.steps], [m.model_dump() for m in one.rollout.messages]) == before

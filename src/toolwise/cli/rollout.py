@@ -43,7 +43,7 @@ def rollout(
     count: Annotated[
         int, typer.Option("-n", "--tasks", min=1, help="Number of tasks, taken from the start of the file.")
     ] = 16,
-    each: Annotated[int, typer.Option(min=1, help="Rollouts per task.")] = 1,
+    each: Annotated[int, typer.Option("--per-task", min=1, help="Rollouts per task.")] = 1,
     policy: Annotated[
         PolicyKind, typer.Option(help="What generates replies: a local model, a server, or a script.")
     ] = PolicyKind.LOCAL,

@@ -161,6 +161,8 @@ def check_files(config: RunConfig, run: Path, *sections: str) -> None:
     named |= _flatten(
         {"reward": config.reward.model_dump(include={"function", "parts"}), "env": {"name": config.env.name}}
     )
+    named |= {"router.name": config.router.name, "rollout.tool_parser": config.rollout.tool_parser}
+    named |= {"algorithm.adv_estimator": config.algorithm.adv_estimator, "actor.policy_loss": config.actor.policy_loss}
     for kind, entries in (("trackers", config.trainer.trackers), ("callbacks", config.trainer.callbacks)):
         named[f"trainer.{kind}"] = [entry if isinstance(entry, str) else entry.name for entry in entries]
     missing = [

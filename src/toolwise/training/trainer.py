@@ -111,7 +111,8 @@ class Training:
         try:
             with self._signal.handled():
                 if run.config.router.train_actor:
-                    never = run.config.algorithm.terminal_score == "never"
+                    rewards = run.estimator.rewards
+                    never = rewards is not None and rewards.terminal_score == "never"
                     self._announce(self._reward_description, logging.WARNING if never else logging.INFO)
                 self._warn_about_secrets()
                 settings = mask_secrets(run.config.model_dump(mode="json"))
@@ -157,7 +158,9 @@ class Training:
             self._announce(warning, logging.WARNING)
         diagnosis, config = self.run.progress.diagnosis, self.run.config
         self._publish_findings(
-            diagnosis.after_step(config, step, result.scored, result.metrics, learner.weights_checksum)
+            diagnosis.after_step(
+                config, self.run.estimator, step, result.scored, result.metrics, learner.weights_checksum
+            )
         )
 
     def _log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:

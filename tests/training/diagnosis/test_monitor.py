@@ -11,6 +11,7 @@ import pytest
 from diagnosis_cases import DROPPED, UPDATED, config, scored, too_long
 
 from toolwise.config.schema import RunConfig
+from toolwise.training.components import load_estimator
 from toolwise.training.diagnosis import Diagnosis, Finding, FindingChanges
 from toolwise.types import ScoredRollout, StopReason
 
@@ -28,10 +29,10 @@ def after(
     """A diagnosis that has seen `steps`; `weights` are the checksums, the last one for ever."""
     diagnosis = diagnosis or Diagnosis()
     sums = (weights[min(place, len(weights) - 1)] for place in count())
-    changes = []
+    changes, estimator = [], load_estimator(settings)
     for step, rollouts in enumerate(steps, diagnosis.steps + 1):
         diagnosis.before_step(settings, lambda: next(sums))
-        changes.append(diagnosis.after_step(settings, step, rollouts, metrics, lambda: next(sums)))
+        changes.append(diagnosis.after_step(settings, estimator, step, rollouts, metrics, lambda: next(sums)))
     return diagnosis, changes
 
 
@@ -228,7 +229,7 @@ def test_weights_are_not_asked_for_once_they_have_changed() -> None:
         raise AssertionError
 
     diagnosis.before_step(SETTINGS, never)
-    diagnosis.after_step(SETTINGS, 2, HEALTHY, UPDATED, never)
+    diagnosis.after_step(SETTINGS, load_estimator(SETTINGS), 2, HEALTHY, UPDATED, never)
 
 
 def test_an_actor_that_is_to_stay_as_it_is_is_not_looked_at() -> None:
@@ -239,7 +240,7 @@ def test_an_actor_that_is_to_stay_as_it_is_is_not_looked_at() -> None:
 
     for step in range(1, 12):
         diagnosis.before_step(settings, never)
-        diagnosis.after_step(settings, step, HEALTHY, {}, never)
+        diagnosis.after_step(settings, load_estimator(settings), step, HEALTHY, {}, never)
     assert diagnosis.updated is None
     assert diagnosis.end(11).found == []
     assert diagnosis.findings == []

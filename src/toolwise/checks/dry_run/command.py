@@ -124,5 +124,5 @@ def _seconds(seconds: float) -> str:
 
 
 def _range(seconds: TimeRange) -> str:
-    low, high = _seconds(seconds.low), _seconds(seconds.high)
+    low, high = map(_seconds, seconds.tolist())
     return f"about {high}" if low == high else f"{low} to {high}"

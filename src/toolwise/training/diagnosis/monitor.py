@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from toolwise.config.schema import RunConfig
+from toolwise.protocols import AdvantageEstimator
 from toolwise.training.diagnosis.symptoms import FIRST_STEPS, SYMPTOMS, prompt_too_long
 from toolwise.training.diagnosis.weights import UNCHANGED_STEPS_LIMIT, explain_unchanged
 from toolwise.types import ScoredRollout
@@ -63,6 +64,7 @@ class Diagnosis:
     def after_step(
         self,
         config: RunConfig,
+        estimator: AdvantageEstimator,
         step: int,
         scored: Sequence[ScoredRollout],
         metrics: Mapping[str, float],
@@ -76,7 +78,7 @@ class Diagnosis:
         for symptom in SYMPTOMS:
             if symptom.kind in self.healthy:
                 continue
-            evidence = symptom.evidence(scored, config)
+            evidence = symptom.evidence(scored, config, estimator)
             if evidence is not None and symptom.kind in self.evidence:
                 evidence = symptom.combine(self.evidence[symptom.kind], evidence)
             if evidence is None:

@@ -67,7 +67,7 @@ def check_routable(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequ
 
 def _families(config: RunConfig, tools: Mapping[str, BaseTool], task: Task) -> dict[str, Family]:
     offered = tools if config.multi_turn.enable else {}
-    return Conditioning(families=config.router.families).families_of(task, offered)
+    return Conditioning(config.router).families_of(task, offered)
 
 
 def _one_family(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> Finding | None:

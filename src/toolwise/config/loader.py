@@ -19,7 +19,6 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from toolwise.errors import ConfigError
@@ -250,7 +249,7 @@ def _suggest_value(expected: str | None, value: Any) -> str:
 
 def _suggest_key(model: type[BaseModel], location: Location) -> str:
     section, key = location[:-1], str(location[-1])
-    siblings = [name for parent in _models_at(model, section) for name in _fields(parent)]
+    siblings = [name for parent in _models_at(model, section) for name in parent.model_fields]
     guesses = [_dotted((*section, near)) for near in difflib.get_close_matches(key, siblings, n=1)]
     everywhere = dict.fromkeys(setting_paths(model))
     guesses += [path for path in everywhere if path.rpartition(".")[2] == key][:2]
@@ -267,14 +266,10 @@ def _models_at(model: type[BaseModel], location: Location) -> list[type[BaseMode
     """The models that can occur at `location`, including those inside lists and tables."""
     models = [model]
     for name in location:
-        fields = [_fields(parent)[name] for parent in models if name in _fields(parent)]
+        fields = [parent.model_fields[name] for parent in models if name in parent.model_fields]
         if fields:  # otherwise a list index or a key of a free-form table: the models stay the same
             models = [inner for field in fields for inner in _models_in(field.annotation, containers=True)]
     return models
-
-
-def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def _models_in(annotation: Any, *, containers: bool = False) -> Iterator[type[BaseModel]]:
@@ -289,7 +284,7 @@ def _models_in(annotation: Any, *, containers: bool = False) -> Iterator[type[Ba
 
 def setting_paths(model: type[BaseModel], prefix: str = "", above: tuple[type[BaseModel], ...] = ()) -> Iterator[str]:
     """The dotted names of all settings and tables. A model inside itself is not entered again."""
-    for name, field in _fields(model).items():
+    for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
         for inner in _models_in(field.annotation):
             if inner not in (*above, model):
@@ -305,7 +300,7 @@ def to_toml(model: BaseModel, *, changed_only: bool = False) -> str:
         raise ConfigError(
             f"`{_dotted(location)}` is null, which TOML cannot represent: leave it out or give it a value"
         )
-    return tomli_w.dumps(_to_toml_value(model.model_dump(by_alias=True, exclude_defaults=changed_only)))
+    return tomli_w.dumps(_to_toml_value(model.model_dump(exclude_defaults=changed_only)))
 
 
 def _unwritable_nones(value: Any, location: Location) -> Iterator[Location]:
@@ -314,7 +309,7 @@ def _unwritable_nones(value: Any, location: Location) -> Iterator[Location]:
     if isinstance(value, BaseModel):
         for name, field in type(value).model_fields.items():
             none_by_default = field.default is None and field.default_factory is None
-            items.append((field.alias or name, getattr(value, name), none_by_default))
+            items.append((name, getattr(value, name), none_by_default))
     elif isinstance(value, dict):
         items = [(str(key), item, False) for key, item in value.items()]
     elif isinstance(value, list | tuple):

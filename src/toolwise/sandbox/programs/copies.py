@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from toolwise.sandbox.disk_usage import MAX_FOLDER_DEPTH
+from toolwise.sandbox.disk_usage import MAX_FOLDER_DEPTH, walk
 from toolwise.sandbox.layers.disk import MAX_FILES
 from toolwise.sandbox.scratch import empty_folder, open_subfolder, opened
 
@@ -38,31 +38,14 @@ def folder_state(folder: int) -> FolderState:
     """The state of a folder, to detect changes later."""
     state: FolderState = {}
     length = 0
-    device = os.fstat(folder).st_dev
-    levels: list[tuple[int, str, list[str]]] = [(os.dup(folder), "", os.listdir(folder))]
-    try:
-        while levels:
-            current, path, names = levels[-1]
-            if not names:
-                os.close(levels.pop()[0])
-                continue
-            name = names.pop()
-            status = os.stat(name, dir_fd=current, follow_symlinks=False)
-            state[path + name] = (status.st_ino, status.st_ctime_ns)
-            length += len(path) + len(name)
-            subfolder = open_subfolder(current, name, device) if stat.S_ISDIR(status.st_mode) else None
-            if subfolder is not None:
-                levels.append((subfolder, f"{path}{name}/", os.listdir(subfolder)))
-            if len(state) > MAX_FILES or len(levels) > MAX_FOLDER_DEPTH:
-                raise CopyLimitError(
-                    f"more than {MAX_FILES:,} files, or folders nested more than {MAX_FOLDER_DEPTH} deep"
-                )
-            if length > MAX_PATH_CHARS:
-                raise CopyLimitError("paths that are too long in total")
-        return state
-    finally:
-        for current, _, _ in levels:
-            os.close(current)
+    for path, status, depth in walk([folder], ignore=()):
+        state[path] = (status.st_ino, status.st_ctime_ns)
+        length += len(path)
+        if len(state) > MAX_FILES or depth > MAX_FOLDER_DEPTH:
+            raise CopyLimitError(f"more than {MAX_FILES:,} files, or folders nested more than {MAX_FOLDER_DEPTH} deep")
+        if length > MAX_PATH_CHARS:
+            raise CopyLimitError("paths that are too long in total")
+    return state
 
 
 def wait_for_clock_tick() -> None:

@@ -31,6 +31,8 @@ STALE_ROOT_SWEEP_S = 2.0
 LOCK = ".lock"
 LOCK_ATTEMPTS = 20
 log = logging.getLogger("toolwise.sandbox")
+
+
 MAX_PENDING_PRINTS = 8
 """Printed texts that are kept until `on_print` is set."""
 
@@ -48,7 +50,7 @@ class Pool:
         """Number of processes that calls left running; they were killed."""
         self._reset()
 
-    def _reset(self) -> None:
+    def _reset(self, *, closed: bool = False) -> None:
         self._slots = threading.BoundedSemaphore(self.workers)
         self._lock = threading.Lock()
         self._idle: OrderedDict[str, list[Worker]] = OrderedDict()
@@ -57,7 +59,7 @@ class Pool:
         self._root: Path | None = None
         self._lock_fd: int | None = None
         self._count = 0
-        self.closed = False
+        self.closed = closed
         """Once closed, workers die because we killed them, so calls are not retried."""
         self.pid = os.getpid()
 
@@ -120,7 +122,9 @@ class Pool:
                 raise SandboxError("this sandbox is closed")
             if process is None:
                 process = self._process(target)
-        worker = Worker(process, self._plan_for(target, process), self._forward_print, target.reference)
+        outside = host_namespaces(process.view)
+        plan = replace(self._plan, read=self._readable(target), scratch=str(process.scratch), outside=outside)
+        worker = Worker(process, plan, self._forward_print, target.reference)
         with self._lock:
             self._busy.add(worker)
         try:
@@ -150,8 +154,7 @@ class Pool:
     def on_print(self, on_print: PrintCallback | None) -> None:
         with self._print_lock:
             self._on_print = on_print
-            pending = self._pending_prints if on_print is not None else []
-            self._pending_prints = self._pending_prints if on_print is None else []
+            pending, self._pending_prints = self._pending_prints, []
         for label, text in pending:
             self._forward_print(label, text)
 
@@ -176,10 +179,6 @@ class Pool:
             if self._spare is None and not self.closed:
                 with suppress(SandboxError, RuntimeError):
                     self._spare = self._process(target)
-
-    def _plan_for(self, target: Target, process: Process) -> Plan:
-        outside = host_namespaces(process.view)
-        return replace(self._plan, read=self._readable(target), scratch=str(process.scratch), outside=outside)
 
     def _readable(self, target: Target) -> tuple[str, ...]:
         return (*readable_folders(), *target.read, *self._plan.read)
@@ -268,9 +267,7 @@ class Pool:
             self._spare.close_fds()
         if self._lock_fd is not None:
             os.close(self._lock_fd)
-        closed = self.closed
-        self._reset()
-        self.closed = closed
+        self._reset(closed=self.closed)
 
 
 def make_root() -> tuple[Path, int]:

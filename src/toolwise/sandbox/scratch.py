@@ -82,7 +82,7 @@ def remove_folder(folder: Path, seconds: float = REMOVE_S) -> bool:
                 empty_folder(descriptor, seconds)
             finally:
                 _close(descriptor)
-        return _remove_name(parent, folder.name) or not _exists(parent, folder.name)
+        return _remove_name(parent, folder.name) or not os.path.lexists(folder)
     except OSError:
         return not os.path.lexists(folder)
     finally:
@@ -233,11 +233,3 @@ def _remove_name(folder: int, name: str, is_folder: bool = True) -> bool:
         else:
             return True
     return False
-
-
-def _exists(folder: int, name: str) -> bool:
-    try:
-        os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except OSError:
-        return False
-    return True

@@ -23,6 +23,9 @@ from toolwise.sandbox.layers import seccomp
 from toolwise.sandbox.layers.bubblewrap import INIT, MountView
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.process_limits import (
+    CHECK_INTERVAL_S,
+    MEASURE_INTERVAL_S,
+    START_S,
     TOO_MANY_PROCESSES,
     TOO_MANY_THREADS,
     find_usage_violation,
@@ -45,11 +48,6 @@ from toolwise.sandbox.targets import library_folders, package_folder
 
 Language = Literal["python", "shell"]
 Kind = Literal["ok", "exit", "timeout", "memory", "denied", "died", "too_big"]
-START_S = 60.0
-"""How long an interpreter may take to start on a busy machine; the program is not running yet."""
-CHECK_INTERVAL_S = 0.1
-MEASURE_INTERVAL_S = 0.01
-"""How often a program's processes are checked (`CHECK_INTERVAL_S`), and its folder if it has to be measured."""
 MAX_OUTPUT_BYTES = 16 * MEBIBYTE
 MAX_STATUS_BYTES = 1 << 16
 _REPORTED_KINDS: dict[str, Kind] = {"memory": "memory", "denied": "denied", "too_big": "too_big"}

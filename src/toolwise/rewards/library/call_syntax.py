@@ -118,18 +118,14 @@ def expected_calls(ground_truth: Any) -> list[ExpectedCall]:
         try:
             calls = json.loads(calls)
         except (ValueError, RecursionError):
-            return [_exact_call(call) for call in _parse_python_ground_truth(ground_truth)]
+            try:
+                return [_exact_call(call) for call in parse_python_calls(ground_truth)]
+            except ValueError as fault:
+                raise DataError(f"the ground truth {ground_truth!r:.80} has no calls: {fault}") from fault
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list):
         raise DataError(f"the ground truth {ground_truth!r:.80} has no calls; give a list of calls or Python text")
     return [_parse_expected_call(item) for item in calls]
-
-
-def _parse_python_ground_truth(text: str) -> list[ToolCall]:
-    try:
-        return parse_python_calls(text)
-    except ValueError as fault:
-        raise DataError(f"the ground truth {text!r:.80} has no calls: {fault}") from fault
 
 
 def _exact_call(call: ToolCall) -> ExpectedCall:

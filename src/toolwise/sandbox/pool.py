@@ -19,9 +19,10 @@ from pathlib import Path
 from toolwise.rewards.printed_output import PrintCallback
 from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.layers.bubblewrap import MountView, host_namespaces, worker_view
+from toolwise.sandbox.layers.descriptors import closing_fd
 from toolwise.sandbox.layers.hardening import Plan
 from toolwise.sandbox.processes import Process, start_process
-from toolwise.sandbox.scratch import FOLDER_FLAGS, opened, remove_folder, remove_root
+from toolwise.sandbox.scratch import FOLDER_FLAGS, remove_folder, remove_root
 from toolwise.sandbox.targets import Target, readable_folders, within
 from toolwise.sandbox.worker import Worker
 
@@ -286,7 +287,7 @@ def make_root() -> tuple[Path, int]:
 
 
 def _lock(root: Path) -> int:
-    with opened(root, FOLDER_FLAGS) as folder:
+    with closing_fd(os.open(root, FOLDER_FLAGS)) as folder:
         if os.fstat(folder).st_uid != os.geteuid():
             raise PermissionError(f"{root} belongs to another user")
         lock_fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)

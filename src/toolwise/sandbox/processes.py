@@ -23,6 +23,7 @@ from typing import Any
 from toolwise.config.imports import WORKER_ENV_VAR
 from toolwise.sandbox.faults import SandboxError
 from toolwise.sandbox.layers.bubblewrap import INIT, BwrapProcess, MountView, bwrap_command
+from toolwise.sandbox.layers.descriptors import closing_fd
 from toolwise.sandbox.layers.process_info import is_stopped, list_pids, read_proc_stat
 from toolwise.sandbox.scratch import remove_in_background
 from toolwise.sandbox.supervisor_client import (
@@ -313,10 +314,6 @@ def _belongs(pid: int, session: int, mark: str) -> bool:
 
 def _kill_checked(pid: int, session: int, mark: str) -> None:
     """Kill through a pidfd and check again: the pid may have been reused."""
-    with suppress(OSError):
-        handle = os.pidfd_open(pid)
-        try:
-            if _belongs(pid, session, mark):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-        finally:
-            os.close(handle)
+    with suppress(OSError), closing_fd(os.pidfd_open(pid)) as handle:
+        if _belongs(pid, session, mark):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)

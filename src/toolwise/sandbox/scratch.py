@@ -14,8 +14,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 EMPTY_S = 1.0
@@ -165,16 +164,6 @@ class _FolderEmptier:
             else:
                 self._changed += 1
                 return
-
-
-@contextmanager
-def opened(path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> Iterator[int]:
-    """`os.open` for a `with` statement."""
-    descriptor = os.open(path, flags, mode, dir_fd=dir_fd)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def open_subfolder(folder: int, name: str, device: int) -> int | None:

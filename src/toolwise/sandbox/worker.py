@@ -18,6 +18,7 @@ from toolwise.sandbox.answers import encode_request, is_result, protocol_fault, 
 from toolwise.sandbox.disk_usage import Disk
 from toolwise.sandbox.faults import SandboxError, WorkerFault, read_fault
 from toolwise.sandbox.layers.bubblewrap import BwrapProcess
+from toolwise.sandbox.layers.descriptors import wait_ready
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.output import Output
 from toolwise.sandbox.process_limits import (
@@ -67,8 +68,6 @@ class Worker:
         self._poll = select.poll()
         self._poll.register(process.channel, select.POLLIN)
         self._poll.register(process.output, select.POLLIN)
-        self._channel_poll = select.poll()
-        self._channel_poll.register(process.channel, select.POLLIN)
 
     @property
     def disk(self) -> Disk:
@@ -230,7 +229,7 @@ class Worker:
 
     def is_ready(self) -> bool:
         """Whether it still waits for a call: alive, and without unexpected output."""
-        return not self._frame_reader.torn and not self._channel_poll.poll(0)
+        return not self._frame_reader.torn and not wait_ready(self.process.channel.fileno(), 0)
 
     def end(self) -> int:
         try:
@@ -259,9 +258,7 @@ class Worker:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise WorkerFault("timeout", "it did not read its call in time") from None
-                poller = select.poll()
-                poller.register(channel, select.POLLOUT)
-                poller.poll(min(left, CHECK_INTERVAL_S) * 1000)
+                wait_ready(channel.fileno(), min(left, CHECK_INTERVAL_S), select.POLLOUT)
                 self._drain()
             except OSError:
                 raise self._death_fault(not_received=True) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from toolwise.config.imports import WORKER_ENV_VAR
+from toolwise.sandbox.layers.descriptors import wait_ready
 from toolwise.sandbox.layers.supervisor import KEEP_SUPERVISORS_SIGNAL
 from toolwise.sandbox.processes import MARK_VARIABLE, open_pipes, sweep_leftovers
 from toolwise.sandbox.supervisor_client import SUPERVISION_AVAILABLE, ask_supervisor_to_end
@@ -121,13 +121,10 @@ class ExitWatcher:
         self._popen = process.popen
         self.descriptor: int | None = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
         self.tick_ms = None if self.descriptor is not None else 100
-        self._poll = select.poll()
-        if self.descriptor is not None:
-            self._poll.register(self.descriptor, select.POLLIN)
 
     def has_exited(self, within_s: float = 0.0) -> bool:
         if self.descriptor is not None:
-            return bool(self._poll.poll(within_s * 1000))
+            return wait_ready(self.descriptor, within_s)
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(within_s)
         return self._popen.poll() is not None

@@ -12,6 +12,7 @@ from typing import Any
 
 from toolwise.errors import DataError
 from toolwise.messages import ToolCall
+from toolwise.serialization.json_text import load_json
 
 MAX_CHARS = 100_000
 """Longer texts are not parsed: they are not calls, and Python's parser is slow to reject them."""
@@ -141,20 +142,13 @@ def _parse_expected_call(item: Any) -> ExpectedCall:
         item = item["function"]
     if isinstance(item.get("name"), str):
         arguments = item.get("arguments", item.get("parameters", {}))
-        arguments = _load_json(arguments) if isinstance(arguments, str) else arguments
+        arguments = load_json(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(arguments, dict):
             raise error
         return _exact_call(ToolCall(name=item["name"], arguments=arguments))
     if len(item) != 1 or not isinstance(next(iter(item.values())), dict):
         raise error
     return _parse_possible_answers(*next(iter(item.items())))
-
-
-def _load_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _parse_possible_answers(name: str, answers: dict[str, Any]) -> ExpectedCall:

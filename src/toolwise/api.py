@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from os import PathLike
@@ -21,10 +22,15 @@ from toolwise.training.startup import show_startup
 from toolwise.types import Task
 
 if TYPE_CHECKING:
+    from toolwise.envs.catalog import EnvSpec
+    from toolwise.rollout.call_format import ParserSpec
+    from toolwise.routing.user_router import RouterSpec
+    from toolwise.training.components import EstimatorSpec, LossSpec
+    from toolwise.training.inputs import RunInputs
     from toolwise.training.rollout_setup import RolloutSetup
     from toolwise.training.run_result import RunResult
     from toolwise.training.scoring import RewardSources
-    from toolwise.training.trackers.observers import CallbackSpec, TrackerSpec
+    from toolwise.training.trackers.observers import CallbackSpec, Observers, ObserverSource, TrackerSpec
 
 log = logging.getLogger("toolwise")
 
@@ -44,7 +50,11 @@ def train(
     val: Tasks | None = None,
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: RewardSources | None = None,
-    env: str | Callable[..., Any] | None = None,
+    env: EnvSpec | None = None,
+    router: RouterSpec | None = None,
+    parser: ParserSpec | None = None,
+    estimator: EstimatorSpec | None = None,
+    loss: LossSpec | None = None,
     trackers: Sequence[TrackerSpec] | TrackerSpec | None = None,
     callbacks: Sequence[CallbackSpec] | CallbackSpec | None = None,
     out: str | Path | None = None,
@@ -56,35 +66,31 @@ def train(
     `config` is a file, a nested mapping or a `RunConfig`; the other arguments override it. `tasks` and `val` are files,
     `Task`s, or rows such as {"prompt": "…", "ground_truth": "…"}. `tools` are typed functions, tool objects or names,
     as a list or a single one. `reward` is a function, or a list of functions or (function, weight) pairs whose scores
-    are added. `env` is a class, a function or a name. `trackers` receive the metrics; `callbacks` follow the run and
-    may stop it. `overrides` are strings such as "actor.lr=1e-5".
+    are added. `env` is a class, a function or a name; `router` a `Router` or its class; `parser` a function of the text
+    or a `ToolCallParser`; `estimator` an `AdvantageEstimator` and `loss` a `PolicyLoss`, or a class. `trackers` receive
+    the metrics; `callbacks` follow the run and may stop it. `overrides` are strings such as "actor.lr=1e-5".
 
     Everything is recorded in the run folder, so that `toolwise eval`, `resume`, `score` and `export` work on it.
     """
     _refuse_in_worker("train")
+    from toolwise.training.components import load_estimator, load_loss
     from toolwise.training.inputs import gather_inputs
     from toolwise.training.run import assemble, check_learnable
     from toolwise.training.run_files import check_folder
     from toolwise.training.run_result import finished_result
-    from toolwise.training.trackers.observers import Observers, load_observers
+    from toolwise.training.trackers.observers import load_observers
     from toolwise.training.trainer import Training
     from toolwise.view.report import ReportFiles
 
     run_config = read_config(config, overrides, model)
     folder = Path(out) if out is not None else new_run_folder(run_config.name)
-    check_learnable(run_config)
     rows, held_out = read_tasks(tasks, "tasks"), read_tasks(val, "val")
-    inputs = gather_inputs(
-        run_config,
-        folder,
-        tasks=(tasks, rows),
-        val=(val, held_out),
-        tools=tools,
-        reward=reward,
-        env=env,
-        trackers=trackers,
-        callbacks=callbacks,
-    )
+    parts: dict[str, Any] = {"tools": tools, "reward": reward, "env": env, "router": router, "parser": parser}
+    learned: dict[str, Any] = {"estimator": estimator, "loss": loss}
+    observed: dict[str, Any] = {"trackers": trackers, "callbacks": callbacks}
+    inputs = gather_inputs(run_config, folder, tasks=(tasks, rows), val=(val, held_out), **parts, **learned, **observed)
+    parts |= {"estimator": load_estimator(inputs.config, estimator), "loss": load_loss(inputs.config, loss)}
+    check_learnable(inputs.config, parts["estimator"])
     check_folder(folder, inputs.recorded, resume=resume)
     if resume:
         inputs.check_files()
@@ -93,19 +99,28 @@ def train(
             return finished
     for note in inputs.notes:
         log.warning("%s", note)
+    with _observers(inputs, load_observers(run_config.trainer, trackers, callbacks)) as observers:
+        with show_startup(enabled=run_config.trainer.console):
+            run = assemble(inputs.config, tasks=rows, validation_tasks=held_out, **parts)
+        run = replace(run, config=inputs.recorded)
+        training = Training(run, folder, resume=resume, callbacks=[ReportFiles()], observers=observers)
+    return run_async(training.run_training())
+
+
+@contextmanager
+def _observers(inputs: RunInputs, sources: Sequence[ObserverSource]) -> Iterator[Observers]:
+    """Write the inputs and create the observers; undo both if the run cannot start."""
+    from toolwise.training.trackers.observers import Observers
+
     observers = Observers()
     try:
         inputs.write()
-        observers.create(load_observers(run_config.trainer, trackers, callbacks))
-        with show_startup(enabled=run_config.trainer.console):
-            run = assemble(inputs.config, tasks=rows, validation_tasks=held_out, tools=tools, reward=reward)
-        recorded_run = replace(run, config=inputs.recorded)
-        training = Training(recorded_run, folder, resume=resume, callbacks=[ReportFiles()], observers=observers)
+        observers.create(sources)
+        yield observers
     except BaseException:
         observers.close()
         inputs.discard()
         raise
-    return run_async(training.run_training())
 
 
 def resume(
@@ -113,15 +128,19 @@ def resume(
     *,
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: RewardSources | None = None,
-    env: str | Callable[..., Any] | None = None,
+    env: EnvSpec | None = None,
+    router: RouterSpec | None = None,
+    parser: ParserSpec | None = None,
+    estimator: EstimatorSpec | None = None,
+    loss: LossSpec | None = None,
     trackers: Sequence[TrackerSpec] | TrackerSpec | None = None,
     callbacks: Sequence[CallbackSpec] | CallbackSpec | None = None,
     overrides: Sequence[str] = (),
 ) -> RunResult:
     """Resume the run in the folder `run` with its recorded settings plus `overrides`.
 
-    `tools`, `reward`, `env`, `trackers` and `callbacks` are needed only if the run was given objects that config.toml
-    cannot reference; each replaces what is recorded.
+    The others are needed only if the run was given objects that config.toml cannot reference; each replaces what is
+    recorded.
     """
     from toolwise.training.changes import load_run_config
 
@@ -131,7 +150,8 @@ def resume(
     replaced: dict[str, Any] = {"trackers": trackers, "callbacks": callbacks}
     cleared: dict[str, Any] = {name: [] for name, value in replaced.items() if value is not None}
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update=cleared)})
-    return train(config, tools=tools, reward=reward, env=env, **replaced, out=run, resume=True)
+    parts: dict[str, Any] = {"tools": tools, "reward": reward, "env": env, "router": router, "parser": parser}
+    return train(config, **parts, estimator=estimator, loss=loss, **replaced, out=run, resume=True)
 
 
 def evaluate(
@@ -141,7 +161,9 @@ def evaluate(
     config: Config | None = None,
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: RewardSources | None = None,
-    env: str | Callable[..., Any] | None = None,
+    env: EnvSpec | None = None,
+    router: RouterSpec | None = None,
+    parser: ParserSpec | None = None,
     overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Score a model with one rollout per task, without training. Returns the same metrics as a run's summary.
@@ -160,10 +182,11 @@ def evaluate(
     held_out = read_tasks(tasks, "tasks") or []
     run_config = read_config(config, overrides, model)
     with TemporaryDirectory(prefix="toolwise-") as folder:  # holds the source of notebook cells
-        inputs = gather_inputs(run_config, Path(folder), tools=tools, reward=reward, env=env)
+        parts: dict[str, Any] = {"tools": tools, "reward": reward, "env": env, "router": router, "parser": parser}
+        inputs = gather_inputs(run_config, Path(folder), **parts)
         try:
             inputs.write()
-            setup = setup_evaluation(inputs.config, held_out, tools=tools, reward=reward)
+            setup = setup_evaluation(inputs.config, held_out, **parts)
             try:
                 if setup.config.multi_turn.enable and (tools is None or tools):
                     check_recorded_tools(Path(locate(str(model))), setup.scheduler.tools, MISSING_TOOLS_HINT)
@@ -179,17 +202,15 @@ def evaluate(
 
 
 def _load_router(setup: RolloutSetup, model: str) -> None:
-    """Load the model's trained router; without one, routes are sampled from the untrained router."""
+    """Load the router saved with the model; without one, routes are sampled from the untrained router."""
     from toolwise.models import locate
     from toolwise.routing.head import ROUTER_METADATA_FILE
 
-    if not setup.config.router.enable:
-        return
     folder = Path(locate(model))
-    if (folder / ROUTER_METADATA_FILE).is_file():
-        setup.router.load(folder)
-    else:
+    if setup.head is not None and not (folder / ROUTER_METADATA_FILE).is_file():
         log.warning("%s has no router (%s): routes are sampled from an untrained one", model, ROUTER_METADATA_FILE)
+    else:
+        setup.router.load(folder)
 
 
 def sft(

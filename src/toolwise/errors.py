@@ -47,6 +47,10 @@ class ContextFullError(PolicyError):
     """The conversation exceeds the model's context: the episode ends, the run continues."""
 
 
+class RouterError(ToolwiseError):
+    """A user's router failed, or its decisions cannot be rolled out."""
+
+
 class MissingExtraError(ToolwiseError):
     """An optional dependency is not installed."""
 

@@ -1,26 +1,38 @@
-"""Protocols of what a user may replace: policy, token generator, estimator, tracker, callback, router and learner."""
+"""Protocols of what a user may replace: policy, engine, parser, estimator, loss, tracker, callback, router, learner.
+
+Each is complete: a run calls nothing that is not in it. Optional methods have a default, so that a subclass defines
+only what it needs. Tools and environments have base classes: `tools.base.BaseTool` and `envs.base.BaseEnv`.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, runtime_checkable
 
-from toolwise.messages import Message
+from toolwise.messages import Message, ToolCall
 from toolwise.types import (
     AnnotatedRollout,
     CheckpointEvent,
+    CreditedBatch,
     CreditedRollout,
     EndEvent,
+    RewardSettings,
     RouteDecision,
     RunStart,
     ScoredRollout,
     StepEvent,
     Stop,
     Task,
+    ThinkingByRollout,
     ValidationEvent,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Metrics = dict[str, float]
 
@@ -55,7 +67,51 @@ class Generation:
 class TokenGenerator(Protocol):
     """A model as a function from tokens to tokens."""
 
+    @abstractmethod
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation: ...
+
+
+class GenerationEngine(TokenGenerator, Protocol):
+    """Samples from the weights being trained: the Toolwise engine, batched transformers, or a vLLM server."""
+
+    version: int = 0
+    """Counts weight updates."""
+    max_context: int = 0
+    """Maximum tokens of a prompt and its continuation; 0: as many as the model takes."""
+
+    @abstractmethod
+    def weights_changed(self, version: int) -> None:
+        """The model's parameters have changed: later tokens are sampled from the new ones."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """Counters since the engine was created."""
+        return {}
+
+    def close(self) -> None:
+        """Stop what runs outside this process."""
+        return
+
+
+@runtime_checkable
+class PrefixEngine(GenerationEngine, Protocol):
+    """An engine that also scores and encodes tokens, over one prefix cache."""
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, stop_strings: Sequence[str] = ()
+    ) -> Generation:
+        """`stop_strings` end the text too."""
+        ...
+
+    async def score(
+        self, prefix_ids: Sequence[int], continuations: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> Sequence[Any]:
+        """`logprobs` and `entropies` of the tokens of each continuation."""
+        ...
+
+    async def encode(self, prompt_ids: Sequence[int], *, pool: Literal["last", "mean"] = "last") -> Any:
+        """The hidden state of a prompt, a tensor [d]."""
+        ...
 
 
 @runtime_checkable
@@ -76,25 +132,101 @@ class SessionPolicy(AgentPolicy, Protocol):
     def session(self, *, seed: int, do_sample: bool, prompt_ids: Sequence[int] | None = None) -> AgentPolicy: ...
 
 
+def has_sessions(policy: AgentPolicy) -> TypeGuard[SessionPolicy]:
+    return _class_has_sessions(type(policy))
+
+
+@lru_cache(maxsize=256)
+def _class_has_sessions(kind: type) -> bool:
+    """Decided once per class: each episode asks, and checking a protocol takes microseconds."""
+    return issubclass(kind, SessionPolicy)
+
+
+class ModelPolicy(SessionPolicy, TokenGenerator, Protocol):
+    """The policy of a training run, on the weights being trained."""
+
+    model: Any
+    """A transformers model."""
+    chat: Any
+    """Its `rollout.chat_tokenizer.ChatTokenizer`."""
+    engine: GenerationEngine
+    sampling: Sampling
+
+    @property
+    def version(self) -> int:
+        """Counts weight updates; setting it tells the engine that the weights have changed."""
+        ...
+
+    @version.setter
+    def version(self, version: int) -> None: ...
+
+    def metrics(self) -> Metrics: ...
+
+    def close(self) -> None: ...
+
+
 Annotation = Literal["old_logprobs", "ref_logprobs", "values"]
 
 
+@runtime_checkable
 class AdvantageEstimator(Protocol):
-    """Computes an advantage for each sampled token from the scores."""
+    """Computes an advantage for each sampled token. A subclass need only define `__call__`."""
 
     @property
     def needs(self) -> frozenset[Annotation]:
         """Annotations that the learner must compute first."""
-        ...
+        return frozenset()
 
-    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]: ...
+    @property
+    def rewards(self) -> RewardSettings | None:
+        """How it combines score, step rewards and costs, if it computes rewards with `total_rewards`,
+        `episodes_from_rollouts` or `token_rewards_of` of toolwise.advantages. None: it does not, and costs (of KL, of
+        thinking) cannot be charged."""
+        return None
+
+    @property
+    def uses_step_rewards(self) -> bool:
+        """Whether it computes a return for each step or token; False: it compares whole rollouts."""
+        return False
+
+    @property
+    def min_group_size(self) -> int:
+        """The smallest group of rollouts of one task from which it can compute advantages."""
+        return 2
+
+    @property
+    def per(self) -> Literal["token", "turn"]:
+        """What the critic learns a value for, if the estimator needs values."""
+        return "token"
+
+    def learns_from_equal_scores(self, score: float) -> bool:
+        """Whether a group whose rewards all equal `score` can still give nonzero advantages."""
+        return False
+
+    @abstractmethod
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
+        """Return each rollout with its advantages, in the same order."""
+        ...
 
 
 @runtime_checkable
-class MeasuredEstimator(AdvantageEstimator, Protocol):
-    """An estimator that also reports metrics."""
+class PolicyLoss(Protocol):
+    """Computes the loss of each sampled token. A subclass need only define `__call__`."""
 
-    def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]: ...
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics that it returns; their means over tokens are logged as actor/NAME."""
+        return ()
+
+    @abstractmethod
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Tensor
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return losses and metrics, one entry per token. Only `logprobs` has a gradient.
+
+        `sequences` numbers the training sequence of each token; all tokens of a sequence are in one call.
+        """
+        ...
 
 
 @runtime_checkable
@@ -148,17 +280,83 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class ToolCallParser(Protocol):
+    """A format of tool calls in a model's text. A subclass need only define `parse`."""
+
+    @abstractmethod
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Split the model's text into content and calls. A call that cannot be read keeps its text as `arguments`: the
+        model then sees an error, and the failure is counted."""
+        ...
+
+    def render(self, content: str, calls: Sequence[ToolCall]) -> str | None:
+        """The text that `parse` reads as these, to describe the format to models whose chat template ignores tools;
+        None: there is no such text."""
+        return None
+
+
+@runtime_checkable
 class Router(Stateful, Protocol):
-    """Chooses a route for each prompt and learns from the scored rollouts."""
+    """Chooses how each prompt is rolled out. A subclass need only define `decide`: by default nothing is learned."""
 
-    def decide(self, tasks: Sequence[Task], n: int, step: int) -> list[RouteDecision]: ...
+    @abstractmethod
+    def decide(
+        self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step", explore: bool = True
+    ) -> list[RouteDecision]:
+        """One or more decisions per task, with `n` rollouts per task in all.
 
-    def learn(self, scored: Sequence[ScoredRollout]) -> Metrics: ...
+        `group_id` must differ between decisions, steps and labels: a step may ask several times, with other labels.
+        With `explore=False` (validation) each task gets one decision and nothing is learned from it.
+        """
+        ...
+
+    def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
+        """Called once per step with the rollouts of its decisions."""
+        return {}
+
+    def warm_start(self) -> None:
+        """Called once before the first step, and again when a run is resumed."""
+        return
+
+    def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
+        """How far the rollouts of a validation exceed the budget, as a share of it; None without a budget. A
+        validation within the budget beats any that is not."""
+        return None
+
+    def save(self, folder: Path) -> None:
+        """Save what routing needs without training, next to the model's weights."""
+        return
+
+    def load(self, folder: Path) -> None:
+        """Load what `save` wrote."""
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
 
 
 class Learner(Stateful, Protocol):
     """Owns and updates the weights."""
 
-    def annotate(self, scored: Sequence[ScoredRollout]) -> list[AnnotatedRollout]: ...
+    version: int
+    """Counts updates."""
+
+    def annotate(
+        self, scored: Sequence[ScoredRollout], thinking: ThinkingByRollout | None = None
+    ) -> list[AnnotatedRollout]: ...
 
     def update(self, credited: Sequence[CreditedRollout]) -> Metrics: ...
+
+    def weights_checksum(self) -> str:
+        """Changes whenever a trainable weight does."""
+        ...
+
+    def save_model(self, folder: Path) -> None: ...
+
+    def load_weights(self, folder: Path) -> None:
+        """Load what `save_model` wrote."""
+        ...

@@ -120,6 +120,21 @@ def test_an_exported_agent_rolls_out_as_its_run_did(run_folder: Path, tmp_path: 
     assert find_router(out, ["rollout.max_new_tokens=8"])[0].rollout.max_new_tokens == 8
 
 
+def test_a_folder_cannot_choose_the_parser_or_the_router(routed: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(routed, tmp_path / "routed")
+    metadata = json.loads((folder / "router.json").read_text())
+    metadata["router"] |= {"name": "os:system", "kwargs": {"command": "true"}}
+    (folder / "router.json").write_text(json.dumps(metadata))
+    assert find_router(folder)[0].router.name == ""
+    config = RunConfig.model_validate({"rollout": {"tool_parser": "/home/me/mine.py:parse"}})
+    metadata |= inference_settings(config)
+    assert metadata["rollout"]["tool_parser"] == "mine.py:parse"
+    (folder / "router.json").write_text(json.dumps(metadata))
+    with pytest.raises(ConfigError, match=r"trained with the tool parser mine.py:parse, .* give the parser with --set"):
+        find_router(folder)
+    assert find_router(folder, ["rollout.tool_parser=my.py:parse"])[0].rollout.tool_parser == "my.py:parse"
+
+
 def test_an_export_of_an_earlier_version_loads_with_defaults(routed: Path) -> None:
     assert json.loads((routed / "router.json").read_text()).keys().isdisjoint(INFERENCE_FIELDS)
     assert find_router(routed)[0].rollout == RunConfig().rollout

@@ -20,11 +20,14 @@ from toolwise.config.schema import RunConfig, load_config
 from toolwise.data import load_tasks
 from toolwise.frontier.baselines import baseline_routers
 from toolwise.messages import Message
+from toolwise.policies.scripted import ScriptedPolicy
+from toolwise.protocols import Router
+from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.routing.learned_router import LearnedRouter, target_of
 from toolwise.routing.usage import usage_of_messages
 from toolwise.training.run import assemble
 from toolwise.training.trainer import RunResult, Training
-from toolwise.types import Rollout, StepData, StopReason, Task, Usage
+from toolwise.types import Task, Usage
 
 torch.set_num_threads(1)
 
@@ -163,25 +166,17 @@ def test_gold_replies_cost_what_their_calls_do(folder: Path) -> None:
     run = assemble(few_steps(folder, "router.cost=family"))
     tasks = [*run.batches.tasks]
     said = [task.ground_truth for task in tasks] + ["<tool_call>\nno call at all\n</tool_call>", "a plain answer"]
-    rollouts = [wrote(task, text) for task, text in zip([*tasks, tasks[0], tasks[0]], said, strict=True)]
-    told = run.router.with_written_usage(rollouts)
-    for task, rollout in zip(tasks, told, strict=False):
+    told = [counted(run.router, task, text) for task, text in zip([*tasks, tasks[0], tasks[0]], said, strict=True)]
+    for task, usage in zip(tasks, told, strict=False):
         target = str(target_of(task))
-        assert (rollout.usage.cost > 0) == (target != "ANSWER")
-        assert (rollout.usage.cost == 0) == (not rollout.usage.calls)
-    assert told[-2].usage.calls == {"unreadable": 1}
-    assert (told[-2].usage.cost, told[-1].usage.cost) == (1.0, 0.0)
+        assert (usage.cost > 0) == (target != "ANSWER")
+        assert (usage.cost == 0) == (not usage.calls)
+    assert told[-2].calls == {"unreadable": 1}
+    assert (told[-2].cost, told[-1].cost) == (1.0, 0.0)
 
 
-def wrote(task: Task, text: str) -> Rollout:
-    step = StepData(
-        system_step_index=0,
-        observation_data=None,
-        action_taken={"type": "text", "content": text},
-        raw_policy_output=text,
-        resulting_messages_history=[],
-    )
-    return Rollout(
-        rollout_id="r", group_id="g", batch_data_id=0, rollout_offset=0, task=task, route="SEARCH-FAMILY",
-        steps=(step,), messages=[], stop_reason=StopReason.ANSWERED, usage=Usage(),
-    )  # fmt: skip
+def counted(router: Router, task: Task, text: str) -> Usage:
+    """The usage of a rollout that consists of `text`."""
+    scheduler = RolloutScheduler(ScriptedPolicy([text], parser="none"), {}, max_episode_steps=1)
+    (rollout,) = asyncio.run(scheduler.roll_out(router.decide([task], 1, 0, explore=False)))
+    return rollout.usage

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from toolwise.errors import ContextFullError, PolicyError
+from toolwise.errors import ConfigError, ContextFullError, PolicyError
 from toolwise.messages import Message
 from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
@@ -476,7 +476,7 @@ def test_the_parser_may_be_left_to_the_template() -> None:
 
 
 def test_a_parser_that_is_not_there_is_named() -> None:
-    with pytest.raises(PolicyError, match=r"no tool parser 'hermess'; choose one of .*hermes"):
+    with pytest.raises(ConfigError, match=r"no tool parser 'hermess'; did you mean 'hermes'"):
         scripted(parser="hermess")
 
 

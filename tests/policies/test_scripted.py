@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from toolwise.errors import PolicyError
+from toolwise.errors import ConfigError, PolicyError
 from toolwise.messages import Message, ToolCall
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.protocols import AgentPolicy
@@ -55,5 +55,5 @@ def test_a_script_that_is_over_says_so() -> None:
 
 
 def test_a_parser_nobody_knows_is_refused() -> None:
-    with pytest.raises(KeyError):
+    with pytest.raises(ConfigError, match="no tool parser 'tarot'; choose one of"):
         ScriptedPolicy(["one"], parser="tarot")

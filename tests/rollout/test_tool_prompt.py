@@ -101,7 +101,7 @@ def test_the_form_that_is_described_is_the_one_that_the_parser_reads(parser: str
 
 
 def test_auto_finds_a_parser_for_such_a_template() -> None:
-    assert chat_of("smollm2", parser="auto").tool_prompt.form == "hermes"
+    assert chat_of("smollm2", parser="auto").tool_prompt.form.name == "hermes"
     llama = made.tokenizer("llama3")
     llama.chat_template = (
         "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
@@ -109,7 +109,7 @@ def test_auto_finds_a_parser_for_such_a_template() -> None:
         "{% endif %}"
     )
     chat = ChatTokenizer(llama)
-    assert (chat.tool_prompt.where, chat.tool_prompt.form) == ("system", "llama3")
+    assert (chat.tool_prompt.where, chat.tool_prompt.form.name) == ("system", "llama3")
 
 
 def test_calls_that_the_template_drops_stand_in_the_text() -> None:

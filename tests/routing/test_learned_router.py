@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from toolwise.advantages import Grpo
-from toolwise.config.router import RouterConfig
+from toolwise.config.router import BudgetConfig, RouterConfig
 from toolwise.messages import Message
 from toolwise.routing import learned_router
 from toolwise.routing.actions import ROUTES
-from toolwise.routing.budget import Budget, Budgets
+from toolwise.routing.budget import Budgets
 from toolwise.routing.cost import CallsCost
 from toolwise.routing.learned_router import LearnedRouter, target_of
 from toolwise.routing.options import Conditioning
@@ -86,7 +86,7 @@ def tasks(count: int, **info: Any) -> list[Task]:
 
 
 def router(model: ToldModel | None = None, *, limit: float | None = 0.4, **how: Any) -> LearnedRouter:
-    budgets = Budgets([] if limit is None else [Budget(limit, rate=0.5)])
+    budgets = Budgets([] if limit is None else [BudgetConfig(limit=limit, rate=0.5, proportional=0.0)])
     return LearnedRouter(
         model or ToldModel(),
         prompt_of=lambda task: [int(task.task_id[1:])],
@@ -275,7 +275,7 @@ def test_loading_restores_lambda() -> None:
     made = router(model := ToldModel(), warm_start_epochs=1, tasks=tasks(1, router_target_action="ANSWER"))
     made.load("anywhere")
     assert made.budgets.lambdas == {"cost": 0.7}
-    made.decide(tasks(1), 3, 0)
+    made.warm_start()
     assert model.imitated == []  # no second warm start
 
 
@@ -286,19 +286,19 @@ def test_a_warm_start_predicts_each_prompt_once() -> None:
     assert sum(map(len, model.imitated)) == 15
 
 
-def test_a_warm_start_happens_once_before_the_first_route(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_start_happens_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ToldModel()
     labelled = [*tasks(3, router_target_action="ANSWER"), *tasks(2, router_target_action="MIXED")]
     monkeypatch.setattr(learned_router, "WARM_START_BATCH", 2)
     made = router(model, warm_start_epochs=2, tasks=labelled)
-    made.decide(tasks(1), 3, 0, explore=False)
-    assert model.imitated == []
     made.decide(tasks(1), 3, 0)
-    made.decide(tasks(1), 3, 1)
+    assert model.imitated == []
+    made.warm_start()
+    made.warm_start()
     assert model.imitated == [[0, 0], [0], [0, 0], [0]]
     again = router(model2 := ToldModel(), warm_start_epochs=2, tasks=labelled)
     again.load_state_dict(made.state_dict())
-    again.decide(tasks(1), 3, 2)
+    again.warm_start()
     assert model2.imitated == []
 
 

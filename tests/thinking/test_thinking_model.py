@@ -8,16 +8,14 @@ import pytest
 from precision import assert_fp32_close
 from thinking_cases import ScriptedThinker, history, small, teacher_forced
 
+from toolwise.config.schema import ActorConfig
 from toolwise.engine import Engine
 from toolwise.learner.continuation_scores import ContinuationScorer
-from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.protocols import Sampling
 from toolwise.thinking.thinking_model import (
     EngineModel,
-    NoLogprobsError,
     PolicyWithScorer,
     ScoringRequest,
-    require_token_generator,
 )
 
 
@@ -33,7 +31,7 @@ def contexts() -> list[ScoringRequest]:
 def test_engine_and_pair_score_as_a_plain_loop_does(temperature: float) -> None:
     model, chat = small()
     engine = EngineModel(Engine(model, blocks=64, decode=chat.decode))
-    pair = PolicyWithScorer(ScriptedThinker(), ContinuationScorer(model))
+    pair = PolicyWithScorer(ScriptedThinker(), ContinuationScorer(model, ActorConfig()))
     for thinker in (engine, pair):
         found = asyncio.run(thinker.score(contexts(), temperature))
         for context, scores in zip(contexts(), found, strict=True):
@@ -61,8 +59,3 @@ def test_the_engine_prefills_each_history_once() -> None:
     # The history once, and no more than each context's own tokens besides (less where contexts share some).
     assert len(before) <= counted["prefilled_tokens"] <= len(before) + 2 * new + 9
     assert counted["reused_tokens"] >= 5 * (len(before) // 16) * 16
-
-
-def test_a_text_only_policy_is_rejected() -> None:
-    with pytest.raises(NoLogprobsError, match="returns text without log-probs"):
-        require_token_generator(ScriptedPolicy(["go left"]))

@@ -14,7 +14,9 @@ from toolwise.config.loader import apply_overrides, build_config
 from toolwise.config.schema import INFERENCE_FIELDS, RunConfig, load_config
 from toolwise.data.files import read_rows
 from toolwise.errors import CheckpointError, ConfigError, DataError
+from toolwise.routing.cost import build_cost
 from toolwise.routing.head import ROUTER_METADATA_FILE
+from toolwise.routing.options import Conditioning
 from toolwise.tools.catalog import build_tools
 from toolwise.tools.tool_record import check_recorded_tools
 from toolwise.training import checkpoint
@@ -46,7 +48,6 @@ def load_router(
     built = build_tools(_with_documents(entries, documents) if documents is not None else entries)
     if config.multi_turn.enable and (tools is None or entries):
         check_recorded_tools(model, built, MISSING_TOOLS_HINT)
-    from toolwise.routing.head.builder import conditioning_from_config, cost_from_config
     from toolwise.routing.head.head import load_head
 
     head, metadata = load_head(model)
@@ -57,8 +58,8 @@ def load_router(
         policy=policy,
         head=head.to(policy.model.device),
         tools=built if config.multi_turn.enable else {},
-        conditioning=conditioning_from_config(config),
-        cost=cost_from_config(config, built),
+        conditioning=Conditioning(config.router),
+        cost=build_cost(config.router, built),
         multipliers=tuple(float(multipliers.get(unit, 0.0)) for unit in head.settings.units),
         calibration=calibration_of(metadata),
     )
@@ -79,7 +80,9 @@ def find_router(source: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig,
 def _exported_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
     try:
         metadata = json.loads((folder / ROUTER_METADATA_FILE).read_text(encoding="utf-8"))
-        settings = {"router": metadata.get("router") or {}}  # older exports have nothing else
+        # A model folder must not choose which code runs: no router or parser of its own. Older exports have no more.
+        router = metadata.get("router") or {}
+        settings = {"router": {name: value for name, value in router.items() if name not in ("name", "kwargs")}}
         # Only known inference fields: a model folder must not choose, for example, which program is started.
         settings |= {
             section: {name: value for name, value in (metadata.get(section) or {}).items() if name in known}
@@ -89,7 +92,14 @@ def _exported_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
         raise CheckpointError(
             f"{folder / ROUTER_METADATA_FILE} cannot be read ({fault}): export the model again"
         ) from None
-    return build_config(RunConfig, apply_overrides(settings, overrides), source=str(folder / ROUTER_METADATA_FILE))
+    parser = settings.get("rollout", {}).get("tool_parser", "")
+    settings = apply_overrides(settings, overrides)
+    if ":" in str(parser) and settings["rollout"]["tool_parser"] == parser:
+        raise ConfigError(
+            f"{folder} was trained with the tool parser {parser}, which its folder must not choose: give the parser "
+            "with --set rollout.tool_parser=FILE.py:NAME"
+        )
+    return build_config(RunConfig, settings, source=str(folder / ROUTER_METADATA_FILE))
 
 
 def _with_documents(entries: Sequence[Any], documents: Sequence[Any]) -> list[Any]:

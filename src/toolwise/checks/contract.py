@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from toolwise.checks.loop_blocking import run_watched
+from toolwise.types.findings import Finding, Verdict
 
-Verdict = Literal["ok", "warning", "wrong", "skipped"]
 Outcome = tuple[Verdict, str]
 Parts = Mapping[str, Callable[[], Awaitable[Outcome]]]
 """The parts of a contract in order, by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Result of one check."""
-
-    name: str
-    verdict: Verdict
-    says: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +28,8 @@ class CheckReport:
         return all(finding.verdict != "wrong" for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        return {self.kind: self.name, "ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}
+        findings = [{"name": f.name, "verdict": f.verdict, "says": f.says} for f in self.findings]
+        return {self.kind: self.name, "ok": self.ok, "findings": findings}
 
 
 def run_parts(

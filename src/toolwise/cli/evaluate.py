@@ -64,7 +64,16 @@ def evaluate(
 
     config, model_path = resolve_model(source, model, overrides or [])
     if source.is_dir():
-        check_files(config, source, *(() if data else ("data.val",)), "reward", "tools", "env")
+        check_files(
+            config,
+            source,
+            *(() if data else ("data.val",)),
+            "reward",
+            "tools",
+            "env",
+            "router.name",
+            "rollout.tool_parser",
+        )
     file = data or config.data.val
     if file is None:
         raise ConfigError(f"{source} does not set data.val: add --data FILE")

@@ -187,12 +187,12 @@ class _RolloutProgress:
         self.status.update(f"{len(self.states)} of {self.total} started: {summary}")
 
     def done(self, rollout: Rollout) -> None:
-        from toolwise.training.records import rollout_record
+        from toolwise.training.records import RolloutRecord
         from toolwise.training.trackers.console import show_record
         from toolwise.types import EvaluateResult, ScoredRollout
 
         pending = EvaluateResult(is_score_valid=False, reason="not scored yet")
-        show_record(self.console, rollout_record(ScoredRollout(rollout, pending, rollout.steps)))
+        show_record(self.console, RolloutRecord.of(ScoredRollout(rollout, pending, rollout.steps)))
 
 
 def _summarize(scored: list[ScoredRollout]) -> None:

@@ -23,8 +23,7 @@ WORKER_ENV_VAR = "TOOLWISE_WORKER"
 """Set in the environment of worker processes, which load user files again."""
 
 GIVEN_IN_PYTHON = "given in Python: "
-"""Prefix in a run's config.toml of a tool, reward, tracker or callback that was passed as a Python object and has no
-reference."""
+"""Prefix in a run's config.toml of what was passed as a Python object and has no reference."""
 
 
 class Registration(NamedTuple):
@@ -122,6 +121,15 @@ def _import(name: str) -> ModuleType:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_name(value: str, names: Iterable[str]) -> str:
+    """`value`, if it is one of `names` or a reference; else a ValueError."""
+    known = list(names)
+    if value in known or ":" in value:
+        return value
+    hint = did_you_mean(value, known) or f"; use {', '.join(known)}, or path/to/file.py:name"
+    raise ValueError(f"there is no {value!r}{hint}")
 
 
 class _Loader(SourceFileLoader):

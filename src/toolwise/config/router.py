@@ -35,7 +35,12 @@ class RouterConfig(Section):
     """When to answer directly, search or calculate: docs/routing.md."""
 
     enable: bool = False
-    """Train and use the router."""
+    """Train and use the learned router."""
+    name: str = ""
+    """A router of your own instead, as package.module:Class or path/to/file.py:Class; of the settings below, only
+    `train_actor` then applies."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of that router."""
     mode: Literal["policy", "value"] = "policy"
     """Learn a policy over routes, or the value and cost of each route; with values, one checkpoint serves every
     budget."""
@@ -114,8 +119,16 @@ class RouterConfig(Section):
     evaluate: Literal["sample", "argmax"] = "sample"
     """How validation chooses routes; sampling keeps to the budget."""
 
+    @property
+    def final_entropy_coef(self) -> float:
+        return self.entropy_coef / 10 if self.entropy_final is None else self.entropy_final
+
     @model_validator(mode="after")
     def _check_something_learns(self) -> RouterConfig:
-        if not self.train_actor and not self.enable:
+        if not self.train_actor and not self.enable and not self.name:
             raise ValueError("train_actor and enable are both false: nothing would be trained")
+        if self.enable and self.name:
+            raise ValueError("enable is true but name is another router than the learned one: leave one of them out")
+        if self.kwargs and not self.name:
+            raise ValueError("kwargs are those of a router of your own: set name")
         return self

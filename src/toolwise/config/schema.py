@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from toolwise.config.algorithm import AlgorithmConfig
+from toolwise.config.imports import check_name
 from toolwise.config.loader import Section, apply_overrides, build_config, read_settings
 from toolwise.config.paths import resolve_paths
 from toolwise.config.router import RouterConfig
 from toolwise.config.trainer import TrainerConfig
+
+TOOL_PARSERS = ("auto", "hermes", "qwen", "llama3", "mistral", "rlla", "action", "openai", "none")
+ToolParserName = Annotated[str, AfterValidator(partial(check_name, names=TOOL_PARSERS))]
 
 
 class ModelConfig(Section):
@@ -98,9 +103,11 @@ class RolloutConfig(Section):
     """Sampling temperature."""
     max_new_tokens: PositiveInt = 256
     """Maximum tokens per turn."""
-    tool_parser: Literal["auto", "hermes", "qwen", "llama3", "mistral", "rlla", "action", "openai", "none"] = "hermes"
-    """How tool calls are parsed from the model's text. "auto" follows the chat template, or each text if the template
-    is not recognized; "openai" leaves parsing to the server; "none" leaves the text as is (RLLA: no tools run)."""
+    tool_parser: ToolParserName = "hermes"
+    """How tool calls are parsed from the model's text: "hermes", "qwen", "llama3", "mistral", "rlla", "action", or a
+    function or class as package.module:name or path/to/file.py:name (docs/tools.md). "auto" follows the chat template,
+    or each text if the template is not recognized; "openai" leaves parsing to the server; "none" leaves the text as is
+    (RLLA: no tools run)."""
     tool_prompt: Literal["auto", "template", "system"] = "auto"
     """Who describes the tools to the model: its chat template, or Toolwise in the system message, in the format that
     `tool_parser` reads. "auto" uses the template if it shows tools, and the system message if it ignores them."""
@@ -228,6 +235,10 @@ class FaultsConfig(Section):
     many."""
 
 
+Aggregation = Literal["token", "step", "rollout", "constant"]
+Reaction = Literal["stop", "warn", "off"]
+
+
 class LoraConfig(Section):
     """Train LoRA adapters instead of the full model. Needs pip install 'toolwise[peft]'."""
 
@@ -256,6 +267,11 @@ class ActorConfig(Section):
     """Gradient clipping norm."""
     spike_factor: float = Field(default=20.0, ge=0.0)
     """Skip a step whose gradient norm exceeds max_grad_norm and this many times its running median; 0: never skip."""
+    policy_loss: str = "ppo"
+    """Loss of each token: "ppo", with the clip ratios below, or one of your own as package.module:Name or
+    path/to/file.py:Name: docs/algorithms.md."""
+    policy_loss_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a loss of your own."""
     clip_ratio_low: PositiveFloat = 0.2
     """PPO clip range: ratios below 1 − clip_ratio_low are clipped."""
     clip_ratio_high: PositiveFloat = 0.2
@@ -269,7 +285,7 @@ class ActorConfig(Section):
     """Passes over each batch."""
     mini_batches: PositiveInt = 1
     """Optimizer steps per epoch."""
-    loss_aggregation: Literal["token", "step", "rollout", "constant"] = "token"
+    loss_aggregation: Aggregation = "token"
     """What gets equal weight: each token, each step, each rollout; "constant" divides all by loss_length."""
     loss_length: PositiveInt | None = None
     """Divisor under "constant" (Dr. GRPO): the maximum tokens of a rollout."""
@@ -286,10 +302,15 @@ class ActorConfig(Section):
     """Tokens whose logits are materialized at a time; unset: 1,024, on a GPU as many as fit in half a GiB."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them."""
-    canary: Literal["stop", "warn", "off"] = "stop"
+    canary: Reaction = "stop"
     """Mismatch check: what to do when policy and learner disagree on the log-probs of the same tokens under the same
     weights."""
     lora: LoraConfig = LoraConfig()
+
+    @property
+    def one_step(self) -> bool:
+        """Whether each batch gets a single optimizer step: then the step's own log-probs are the old ones."""
+        return self.ppo_epochs == self.mini_batches == 1
 
 
 class CriticConfig(Section):
@@ -366,8 +387,10 @@ INFERENCE_FIELDS: dict[str, Any] = {
 
 
 def inference_settings(config: RunConfig) -> dict[str, Any]:
-    """The `INFERENCE_FIELDS` of a configuration, stored beside an agent's weights."""
-    return config.model_dump(mode="json", include=INFERENCE_FIELDS, exclude_none=True)
+    """The `INFERENCE_FIELDS` of a configuration, stored beside an agent's weights; only the name of a user's parser."""
+    settings = config.model_dump(mode="json", include=INFERENCE_FIELDS, exclude_none=True)
+    settings["rollout"]["tool_parser"] = config.rollout.tool_parser.rpartition("/")[2]
+    return settings
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

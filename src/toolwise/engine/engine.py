@@ -29,7 +29,7 @@ from toolwise.engine.sampler import NaNLogitsError
 from toolwise.engine.scheduler import Plan, Scheduler
 from toolwise.errors import ContextFullError, ModelError, PolicyError
 from toolwise.models.logits import logits_head
-from toolwise.protocols import Generation, Metrics, Sampling
+from toolwise.protocols import Generation, GenerationEngine, Metrics, Sampling
 from toolwise.untrusted.user_code import describe
 
 CPU_BATCH_TOKENS, MAX_GPU_BATCH_TOKENS = 4096, 65_536
@@ -40,7 +40,7 @@ FIXED_ROWS = 64
 """Rows of each forward pass when results must be bitwise reproducible."""
 
 
-class Engine:
+class Engine(GenerationEngine):
     """`generate`, `score` and `encode` over one prefix cache, callable from any event loop."""
 
     def __init__(

@@ -22,6 +22,7 @@ from toolwise.tools.builtin.gsm8k import Gsm8kTool
 from toolwise.types import Task
 
 EnvFactory = Callable[[Task], BaseEnv]
+EnvSpec = str | Callable[..., Any]
 InteractionFactory = Callable[[], BaseInteraction]
 Options = dict[str, Any]
 

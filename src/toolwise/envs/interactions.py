@@ -11,7 +11,7 @@ from typing import Any
 from toolwise.concurrency.deadlines import call_in_thread
 from toolwise.errors import ConfigError, DataError
 from toolwise.messages import Message
-from toolwise.protocols import AgentPolicy, SessionPolicy
+from toolwise.protocols import AgentPolicy, has_sessions
 from toolwise.rewards.transcript import split_thought
 
 Reply = tuple[str, bool, float | None, dict[str, Any]]
@@ -114,7 +114,7 @@ class PolicyInteraction(BaseInteraction):
 
     async def start(self, **interaction_kwargs: Any) -> str | None:
         self._system_prompt = Template(self._system_prompt).safe_substitute(interaction_kwargs)
-        if isinstance(self._policy, SessionPolicy):
+        if has_sessions(self._policy):
             self._policy = self._policy.session(seed=self._seed, do_sample=self._do_sample)
         return None
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from toolwise.engine import Engine, supports_paged_attention
 from toolwise.engine.grammar import Constraint, Grammar, Vocabulary
@@ -13,23 +13,14 @@ from toolwise.errors import ContextFullError, PolicyError
 from toolwise.messages import Message
 from toolwise.policies.call_grammar import calls_grammar
 from toolwise.policies.transformers_generation import BatchGenerator
-from toolwise.protocols import Generation, Metrics, Sampling
+from toolwise.protocols import Generation, GenerationEngine, Metrics, Sampling
+from toolwise.rollout.call_format import ParserSpec
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
-from toolwise.rollout.parsers import PARSERS, ParsedReply, detect_parser, to_action
+from toolwise.rollout.parsers import PARSERS, to_action
 from toolwise.rollout.tokens import OnChange, TokenBuffer
 from toolwise.rollout.tool_prompt import ToolPromptMode
 
 log = logging.getLogger("toolwise.policies")
-
-
-class GenerationEngine(Protocol):
-    """What samples the tokens: the Toolwise engine, batched transformers, or a vLLM server."""
-
-    version: int
-
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation: ...
-
-    def weights_changed(self, version: int) -> None: ...
 
 
 class LocalPolicy:
@@ -41,7 +32,7 @@ class LocalPolicy:
         chat: ChatTokenizer,
         sampling: Sampling,
         *,
-        parser: str = "hermes",
+        parser: ParserSpec = "hermes",
         max_batch: int = 256,
         on_change: OnChange = "append",
         engine: Literal["toolwise", "transformers"] | GenerationEngine = "toolwise",
@@ -57,8 +48,9 @@ class LocalPolicy:
         self.model = model
         self.chat = chat
         self.sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or (chat.end_id,))
-        self.parse = _find_parser(parser, chat)
-        chat.set_tool_prompt(tool_prompt, parser)
+        call_format = chat.find_format(parser)
+        self.parse = call_format.parse
+        chat.set_tool_prompt(tool_prompt, call_format)
         self.on_change = on_change
         self.vocabulary = int(getattr(model.config, "vocab_size", 0)) or 1 << 30
         self.max_batch = max_batch
@@ -70,7 +62,7 @@ class LocalPolicy:
         self._grammar = grammar
         self._grammar_vocabulary = None if grammar is None else self._build_vocabulary()
         self.constraint()  # report errors in the grammar now
-        limits = (getattr(model.config, "max_position_embeddings", 0), getattr(self.engine, "max_context", 0))
+        limits = (getattr(model.config, "max_position_embeddings", 0), self.engine.max_context)
         self.max_context = min((int(tokens) for tokens in limits if tokens), default=1 << 30)
 
     @property
@@ -138,13 +130,11 @@ class LocalPolicy:
         return await session.get_action(observation, available_tools_specs)
 
     def metrics(self) -> Metrics:
-        engine_metrics: Metrics = self.engine.metrics() if hasattr(self.engine, "metrics") else {}
-        return {"policy/version": float(self.version)} | engine_metrics
+        return {"policy/version": float(self.version)} | self.engine.metrics()
 
     def close(self) -> None:
         """Close the engine, which may run outside this process."""
-        if hasattr(self.engine, "close"):
-            self.engine.close()
+        self.engine.close()
 
 
 def _build_engine(
@@ -157,15 +147,6 @@ def _build_engine(
     if name == "toolwise":
         log.warning("%s is not supported by the engine: generating with transformers", type(model).__name__)
     return BatchGenerator(model, chat.pad_id, max_batch)
-
-
-def _find_parser(name: str, chat: ChatTokenizer) -> Callable[[str], ParsedReply]:
-    """The tool-call parser by name; `auto` detects it from the chat template."""
-    if name == "auto":
-        name = detect_parser(chat.tokenizer.chat_template, chat.controls.texts)
-    if name not in PARSERS:
-        raise PolicyError(f"there is no tool parser {name!r}; choose one of {', '.join(sorted(PARSERS))}")
-    return PARSERS[name]
 
 
 class LocalSession:

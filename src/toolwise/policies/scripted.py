@@ -7,7 +7,8 @@ from typing import Any
 
 from toolwise.errors import PolicyError
 from toolwise.messages import Message
-from toolwise.rollout.parsers import PARSERS, to_action
+from toolwise.rollout.call_format import ParserSpec, find_format
+from toolwise.rollout.parsers import to_action
 
 Script = Sequence[str] | Callable[[Sequence[Message]], str]
 
@@ -16,9 +17,9 @@ class ScriptedPolicy:
     """Replies with the script's next line, counted by the assistant messages it sees, or with the result of a function
     of the messages. Lines go through a tool-call parser like any model's text."""
 
-    def __init__(self, script: Script, *, parser: str = "hermes") -> None:
+    def __init__(self, script: Script, *, parser: ParserSpec = "hermes") -> None:
         self.script = script
-        self.parse = PARSERS[parser]
+        self.parse = find_format(parser).parse
 
     async def get_action(
         self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None

@@ -21,13 +21,13 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from toolwise.engine.sampler import draw
 from toolwise.errors import PolicyError
-from toolwise.protocols import Generation, Sampling
+from toolwise.protocols import Generation, GenerationEngine, Sampling
 from toolwise.untrusted.user_code import describe
 
 _PendingRequest = tuple[Sequence[int], Sampling, "asyncio.Future[Generation]"]
 
 
-class BatchGenerator:
+class BatchGenerator(GenerationEngine):
     """Requests that wait at the same time become one batch; later ones wait for the next. Requests may come from any
     event loop: a single thread serves them all."""
 

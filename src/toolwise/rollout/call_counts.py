@@ -8,14 +8,17 @@ from typing import Any
 
 from toolwise.envs.tool_env import add_counts
 from toolwise.rollout.decision import count_tokens
-from toolwise.types import StepData, Usage
+from toolwise.types import CountUsage, StepData, Usage
 from toolwise.untrusted.bounds import MAX_DISTINCT_NAMES, MAX_NAME_CHARS, MAX_SCORE, truncate_text
+from toolwise.untrusted.user_code import call_user_code, describe
 
 OTHER_NAMES = "(other names)"
 
 
 @dataclass(slots=True)
 class CallCounts:
+    count_usage: CountUsage | None = None
+    """Counts the calls in the text instead, at the end of the episode."""
     calls: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
     cost: float = 0.0
@@ -27,6 +30,17 @@ class CallCounts:
         add_counts(self.failed, _limit_names(self.failed, info.get("failed_calls") or {}))
         self.cost += _cost_of(info.get("cost") or 0.0)
         self.queue_s += info.pop("queue_s", ())
+
+    def recount(self, steps: Sequence[StepData]) -> str | None:
+        """Replace the counts by those of `count_usage`, if given; returns its error if it fails."""
+        if self.count_usage is None:
+            return None
+        try:
+            calls, cost = call_user_code(self.count_usage, steps)
+            self.calls, self.cost = dict(calls), float(cost)
+        except Exception as fault:
+            return f"count_usage: {describe(fault)}"
+        return None
 
     def usage(self, steps: Sequence[StepData], seconds: float) -> Usage:
         return Usage(

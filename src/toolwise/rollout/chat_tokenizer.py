@@ -15,6 +15,7 @@ from typing import Any
 
 from toolwise.errors import ModelError, TemplateLimitError
 from toolwise.messages import Message, ToolCall
+from toolwise.rollout.call_format import CallFormat, ParserSpec, find_format
 from toolwise.rollout.control_tokens import ControlTokens, strip_guard_marks
 from toolwise.rollout.parsers import detect_parser
 from toolwise.rollout.template_limits import bound_template, budget
@@ -64,12 +65,17 @@ class ChatTokenizer:
         self._check()
         self.set_tool_prompt()
 
-    def set_tool_prompt(self, mode: ToolPromptMode = "auto", parser: str = "auto") -> ToolPrompt:
+    def find_format(self, parser: ParserSpec) -> CallFormat:
+        """The format of a parser; "auto" detects it from the chat template."""
+        auto = parser == "auto"
+        return find_format(detect_parser(self.tokenizer.chat_template, self.controls.texts) if auto else parser)
+
+    def set_tool_prompt(self, mode: ToolPromptMode = "auto", parser: ParserSpec = "auto") -> ToolPrompt:
         """Choose how the model sees its tools (`rollout.tool_prompt`) for the given parser."""
-        if parser == "auto":
-            parser = detect_parser(self.tokenizer.chat_template, self.controls.texts)
         self.tool_prompt = ToolPrompt()  # the bare template
-        self.tool_prompt = choose_tool_prompt(lambda m, t: strip_guard_marks(self.render(m, t)), mode, parser)
+        self.tool_prompt = choose_tool_prompt(
+            lambda m, t: strip_guard_marks(self.render(m, t)), mode, self.find_format(parser)
+        )
         return self.tool_prompt
 
     def start(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:

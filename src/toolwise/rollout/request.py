@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from enum import StrEnum
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from toolwise.concurrency.deadlines import run_with_deadline
 from toolwise.concurrency.limits import Limits, Slot
@@ -18,12 +18,12 @@ from toolwise.envs.base import BaseEnv
 from toolwise.envs.tool_env import validate_reward
 from toolwise.errors import ContextFullError
 from toolwise.messages import Message, Prefix
-from toolwise.protocols import AgentPolicy, SessionPolicy
+from toolwise.protocols import AgentPolicy, has_sessions
 from toolwise.rollout.call_counts import CallCounts
 from toolwise.rollout.decision import PolicyDecision
 from toolwise.rollout.observation import observation_messages
 from toolwise.rollout.termination import Termination
-from toolwise.types import Rollout, StepData, StopReason, Task, Usage
+from toolwise.types import CountUsage, Rollout, StepData, StopReason, Task, Usage
 from toolwise.untrusted.bounds import MAX_FAULT_CHARS, truncate_text
 from toolwise.untrusted.user_code import (
     as_exception,
@@ -80,6 +80,7 @@ class AsyncRolloutRequest:
         termination: Termination | None = None,
         limits: Limits | None = None,
         on_state: Callable[[AsyncRolloutRequest], None] | None = None,
+        count_usage: CountUsage | None = None,
     ) -> None:
         self.task, self.policy, self.env = task, policy, env
         self.batch_data_id, self.rollout_offset = batch_data_id, rollout_offset
@@ -103,7 +104,7 @@ class AsyncRolloutRequest:
         self._pending_observation: Prefix[Message] | None = None
         """What the policy saw before a step that is not recorded yet."""
         self._state_key: str | None = None
-        self._counts = CallCounts()
+        self._counts = CallCounts(count_usage)
         self._started_at: float | None = None
         self._ended_at: float | None = None
         self._finish_task: asyncio.Task[None] | None = None
@@ -252,13 +253,12 @@ class AsyncRolloutRequest:
         self._record_step(reward, info)
 
     def _open_session(self) -> AgentPolicy:
-        if not hasattr(self.policy, "session"):  # same as isinstance(…, SessionPolicy), 100 times faster
+        if not has_sessions(self.policy):
             return self.policy
-        policy = cast("SessionPolicy", self.policy)
         # prompt_ids belong to the task's original prompt, not to a routed one or to what `reset` added.
         unchanged = self.task.prompt_ids is not None and self.messages == list(self.task.prompt)
         prompt_ids = self.task.prompt_ids if unchanged else None
-        return policy.session(seed=self.seed, do_sample=self.do_sample, prompt_ids=prompt_ids)
+        return self.policy.session(seed=self.seed, do_sample=self.do_sample, prompt_ids=prompt_ids)
 
     # Faults.
 
@@ -292,6 +292,8 @@ class AsyncRolloutRequest:
     async def _finish(self) -> None:
         if self._pending_observation is not None:  # the step was cut off before it was recorded
             self._record_step(None, {})
+        if (problem := self._counts.recount(self.steps)) is not None:
+            self.stop(StopReason.ENV_FAULT, problem)
         try:
             raw = await self._with_close_timeout(call_user_code(self.env.final_rewards))
             self.tool_rewards = {name: reward for name in raw if (reward := validate_reward(raw[name])) is not None}

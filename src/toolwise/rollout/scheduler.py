@@ -171,6 +171,7 @@ class RolloutScheduler:
             ),
             limits=self.limits,
             on_state=self.on_state,
+            count_usage=decision.count_usage,
         )
 
     def _env(self, decision: RouteDecision) -> BaseEnv:

@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 from toolwise.errors import ConfigError, ModelError
 from toolwise.messages import Message, ToolCall
-from toolwise.rollout.parsers import RENDERERS
+from toolwise.rollout.call_format import EXAMPLE_CALL, CallFormat, find_format
 
 ToolPromptMode = Literal["auto", "template", "system"]
 Render = Callable[[Sequence[Message], Sequence[dict[str, Any]] | None], str]
 
+HERMES = find_format("hermes")
 _QUESTION = Message(role="user", content="question")
 _SYSTEM = Message(role="system", content=f"system{secrets.token_hex(8)}")
 
@@ -35,8 +36,8 @@ class ToolPrompt:
 
     where: Literal["template", "system", "user", "nowhere"] = "template"
     """"user": before the first user message, for a template without a system role."""
-    form: str = "hermes"
-    """The parser whose call format is described."""
+    form: CallFormat = HERMES
+    """The call format that is described."""
     calls_as_text: bool = False
     """The template drops calls: they are written into the assistant's text."""
     results_from_user: bool = False
@@ -49,9 +50,9 @@ class ToolPrompt:
     def describe(self) -> str:
         text = {
             "template": "tools are shown by the chat template",
-            "system": f"tools are shown in the system message, with calls in the format of the parser {self.form}",
+            "system": f"tools are shown in the system message, with calls in the format of the parser {self.form.name}",
             "user": f"tools are shown before the first user message, as the chat template has no system role, with "
-            f"calls in the format of the parser {self.form}",
+            f"calls in the format of the parser {self.form.name}",
             "nowhere": f"the model does not see any tools: the chat template {self.reason or 'ignores tools'}",
         }[self.where]
         if self.where == "nowhere":
@@ -92,8 +93,8 @@ class ToolPrompt:
         return arranged
 
     def _convert_message(self, message: Message) -> Message:
-        if self.calls_as_text and message.role == "assistant" and message.tool_calls:
-            text = RENDERERS[self.form](message.content or "", message.tool_calls)
+        if self.calls_as_text and message.role == "assistant" and message.tool_calls and self.form.render:
+            text = self.form.render(message.content or "", message.tool_calls)
             return message.model_copy(update={"content": text, "tool_calls": None})
         if self.results_from_user and message.role == "tool":
             return UserToolResult(role="user", content=_result(message))
@@ -104,19 +105,19 @@ def _result(message: Message) -> str:
     return f"<tool_response>\n{message.content or ''}\n</tool_response>"
 
 
-def describe_tools(tools: Sequence[dict[str, Any]], form: str) -> str:
+def describe_tools(tools: Sequence[dict[str, Any]], form: CallFormat) -> str:
     """The tools and how to call them; for hermes and qwen in the words of Qwen's own template."""
     specs = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    if form in ("hermes", "qwen"):
+    if form.name in ("hermes", "qwen"):
         how = (
             "For each function call, return a json object with function name and arguments within "
             "<tool_call></tool_call> XML tags:\n"
             '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
         )
     else:
-        example = ToolCall(id="call_0", name="function-name", arguments={"argument-name": "value"})
+        assert form.render is not None
         how = "To call a function, write its name and its arguments in exactly this form:\n"
-        how += RENDERERS[form]("", [example])
+        how += form.render("", [EXAMPLE_CALL])
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
         "You are provided with function signatures within <tools></tools> XML tags:\n"
@@ -124,11 +125,11 @@ def describe_tools(tools: Sequence[dict[str, Any]], form: str) -> str:
     )
 
 
-def choose_tool_prompt(render: Render, mode: ToolPromptMode, parser: str) -> ToolPrompt:
+def choose_tool_prompt(render: Render, mode: ToolPromptMode, parser: CallFormat) -> ToolPrompt:
     """Apply `mode` to a template, found out by rendering. `render` is the bare template; `parser` is the run's, "auto"
     for one that inspects each text."""
-    form = "hermes" if parser == "auto" else parser
-    reads_calls = form in RENDERERS and form != "action"
+    form = HERMES if parser.name == "auto" else parser
+    reads_calls = form.render is not None
     hidden = _why_tools_hidden(render)
     if mode == "template":
         unchanged = ToolPrompt("template" if not hidden else "nowhere", reason=hidden)
@@ -136,8 +137,8 @@ def choose_tool_prompt(render: Render, mode: ToolPromptMode, parser: str) -> Too
     if not reads_calls:
         if mode == "system":
             raise ConfigError(
-                f'rollout.tool_prompt is "system", but rollout.tool_parser "{parser}" does not read calls: choose one '
-                "that does, such as hermes"
+                f'rollout.tool_prompt is "system", but rollout.tool_parser "{parser.name}" does not read calls: '
+                "choose one that does, such as hermes"
             )
         return ToolPrompt("nowhere" if hidden else "template", reason=hidden)
     if mode == "auto" and not hidden:

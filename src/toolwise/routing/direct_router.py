@@ -5,14 +5,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from toolwise.protocols import Metrics
-from toolwise.types import Rollout, RouteDecision, ScoredRollout, Task
+from toolwise.protocols import Router
+from toolwise.types import RouteDecision, Task
 
 
 @dataclass(frozen=True, slots=True)
-class DirectRouter:
+class DirectRouter(Router):
     """One group per prompt, with a seed that depends on the run, the step, the label and the index."""
 
     seed: int
@@ -32,28 +31,3 @@ class DirectRouter:
             )
             for index, task in enumerate(tasks)
         ]
-
-    def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
-        return {}
-
-    def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
-        """None: there is no budget."""
-        return None
-
-    def save(self, folder: Any) -> None:
-        """Nothing to save."""
-
-    def load(self, folder: Any) -> None:
-        """Nothing to load."""
-
-    def warm_start(self) -> None:
-        """Nothing to train."""
-
-    def with_written_usage(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        return rollouts
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        return

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from toolwise.config.router import RouterConfig
 from toolwise.errors import ContextFullError
+from toolwise.protocols import Router
 from toolwise.routing.actions import ROUTES, RouteAction
 from toolwise.routing.budget import Budgets
 from toolwise.routing.cost import CallsCost, Cost
@@ -20,9 +21,9 @@ from toolwise.routing.options import Conditioning
 from toolwise.routing.overspend import overspend
 from toolwise.routing.prompts import allowed_tools
 from toolwise.routing.samples import RoutePrediction, RoutePredictor
-from toolwise.routing.usage import counts_written_calls, usage_of
+from toolwise.routing.usage import counts_written_calls, usage_of, written_usage
 from toolwise.tools.base import BaseTool
-from toolwise.types import Rollout, RouteDecision, ScoredRollout, Task
+from toolwise.types import CountUsage, Rollout, RouteDecision, ScoredRollout, StepData, Task
 
 _UNIFORM = RoutePrediction((-math.log(len(ROUTES)),) * len(ROUTES))
 """For a prompt that does not fit the context."""
@@ -40,7 +41,7 @@ class _PredictedPrompt:
     rng: Random
 
 
-class InferenceRouter:
+class InferenceRouter(Router):
     """`prompt_of` returns the tokens of a task's original prompt."""
 
     def __init__(
@@ -113,12 +114,27 @@ class InferenceRouter:
             seed=prompt.rng.getrandbits(48),
             prompt_id=prompt.prompt_id,
             log_prob=prompt.prediction.logprobs[route_index],
+            count_usage=self._usage_counter(prompt.task),
         )
+
+    def _usage_counter(self, task: Task) -> CountUsage | None:
+        """Where no tool is executed, the tools' own accounting would be 0 everywhere: counts the calls in the text, in
+        the first budget's unit."""
+        if not counts_written_calls(task, self.training.usage):
+            return None
+        families = self.conditioning.families_of(task, self.tools)
+        unit = next(iter(self.budgets.lambdas), self.cost.units[0])
+
+        def count(steps: Sequence[StepData]) -> tuple[Mapping[str, int], float]:
+            usage = written_usage(steps, families)
+            return usage.calls_by_tool, self.cost(usage)[unit]
+
+        return count
 
     def _costs(self, rollout: Rollout, route: RouteAction) -> Mapping[str, float]:
         """unit -> cost of a rollout under `route`"""
         families = self.conditioning.families_of(rollout.task, self.tools)
-        allowed = allowed_tools(route, families, hard=self.conditioning.hard)
+        allowed = allowed_tools(route, families, hard=self.conditioning.router.hard)
         return self.cost(usage_of(rollout, families, allowed=allowed, source=self.training.usage))
 
     def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
@@ -130,17 +146,6 @@ class InferenceRouter:
             return None
         costs = [self._costs(rollout, route) for rollout, route in routed]
         return overspend({unit: [cost[unit] for cost in costs] for unit in limits}, limits)
-
-    def with_written_usage(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Rollouts with the usage of their written calls, in the first budget's unit. Where no tool is executed, the
-        tools' own accounting would be 0 everywhere."""
-        unit = next(iter(self.budgets.lambdas), self.cost.units[0])
-        return [self._with_text_usage(r, unit) if counts_written_calls(r, self.training.usage) else r for r in rollouts]
-
-    def _with_text_usage(self, rollout: Rollout, unit: str) -> Rollout:
-        usage = usage_of(rollout, self.conditioning.families_of(rollout.task, self.tools), source="text")
-        written = replace(rollout.usage, calls=dict(usage.calls_by_tool), cost=self.cost(usage)[unit])
-        return replace(rollout, usage=written)
 
     def load(self, folder: Any) -> None:
         """Loads the head and the λ that were saved next to a model's weights."""

@@ -88,7 +88,6 @@ class LearnedRouter(InferenceRouter):
         `prompt_too_long`."""
         if not explore:
             return super().decide(tasks, n, step, label=label, explore=False)
-        self.warm_start()
         decisions: list[RouteDecision] = []
         for prompt in self._prompts(tasks, step, label, averaged=False):
             counts = self._route_counts(prompt.prediction, n, prompt.rng)
@@ -130,9 +129,6 @@ class LearnedRouter(InferenceRouter):
         model_metrics = self.model.learn(examples, self.multipliers)
         self.budgets.step()  # last: the examples use the λ that the routes were sampled with
         return model_metrics | metrics | self.budgets.metrics("router")
-
-    def _outcome(self, scored: ScoredRollout, prompt_id: str, route: int) -> RouteOutcome:
-        return RouteOutcome(prompt_id, route, scored.score, self._costs(scored.rollout, ROUTES[route]))
 
     def _examples(
         self, pending: Mapping[str, _PendingPrompt], outcomes: Sequence[RouteOutcome]

@@ -11,7 +11,7 @@ from toolwise.messages import Message, ToolCall
 from toolwise.rollout.parsers import parse_auto, parse_rlla
 from toolwise.routing.families import Family, family_of_call
 from toolwise.routing.prompts import prompt_style
-from toolwise.types import Rollout, StepData
+from toolwise.types import Rollout, StepData, Task
 
 UNREADABLE = "unreadable"
 """The name under which calls without a readable tool name are counted, here and in the environment."""
@@ -56,17 +56,21 @@ def usage_of(
 
     "auto" reads the text if the prompt itself describes its tools, as RLLA's do: those calls are not executed.
     """
-    if counts_written_calls(rollout, source):
-        return usage_of_messages([_step_message(step) for step in rollout.steps], families)
+    if counts_written_calls(rollout.task, source):
+        return written_usage(rollout.steps, families)
     # As the environment charges: calls of available tools, including failed ones, and calls that name no tool.
     reachable = {UNREADABLE, *(families if allowed is None else allowed)}
     calls = merge_unknown_calls(rollout.usage.calls, families)
     return RouteUsage.of({tool: count for tool, count in calls.items() if tool in reachable}, families)
 
 
-def counts_written_calls(rollout: Rollout, source: UsageSource) -> bool:
-    """Whether a rollout's usage is counted from the calls in its text, because none are executed."""
-    return source == "text" or (source == "auto" and prompt_style(rollout.task.prompt) == "rlla")
+def counts_written_calls(task: Task, source: UsageSource) -> bool:
+    """Whether the usage of a task's rollouts is counted from the calls in their text, because none are executed."""
+    return source == "text" or (source == "auto" and prompt_style(task.prompt) == "rlla")
+
+
+def written_usage(steps: Sequence[StepData], families: Mapping[str, Family]) -> RouteUsage:
+    return usage_of_messages([_step_message(step) for step in steps], families)
 
 
 def usage_of_messages(messages: Sequence[Message], families: Mapping[str, Family]) -> RouteUsage:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from toolwise.errors import PolicyError
-from toolwise.protocols import Generation, Metrics, Sampling, TokenGenerator
+from toolwise.protocols import Generation, Metrics, PrefixEngine, Sampling, TokenGenerator
 
 if TYPE_CHECKING:
     from toolwise.types import Floats
@@ -75,17 +75,14 @@ class PolicyWithScorer:
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """An engine with a prefix cache: `generate(token_ids, sampling)`, `score(prefix_ids, continuations,
-    temperature=…)` and `metrics()`."""
+    """An engine with a prefix cache."""
 
-    engine: Any
+    engine: PrefixEngine
     stop_strings: tuple[str, ...] = ()
     """Strings that end a thought, for engines that stop on text."""
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
-        options = {"stop_strings": self.stop_strings} if self.stop_strings else {}
-        generation: Generation = await self.engine.generate(token_ids, sampling, **options)
-        return generation
+        return await self.engine.generate(token_ids, sampling, stop_strings=self.stop_strings)
 
     async def score(self, contexts: Sequence[ScoringRequest], temperature: float) -> list[tuple[TokenScores, ...]]:
         results = await asyncio.gather(
@@ -100,13 +97,3 @@ class EngineModel:
         metrics = self.engine.metrics()
         names = {"prefilled_tokens": "engine/prefilled_tokens", "reused_tokens": "engine/reused_tokens"}
         return {name: float(metrics[key]) for name, key in names.items() if key in metrics}
-
-
-def require_token_generator(policy: object) -> TokenGenerator:
-    """Return the policy; raise if it does not generate tokens with log-probs."""
-    if not isinstance(policy, TokenGenerator):
-        raise NoLogprobsError(
-            f"algorithm.rlvcr.enable: {type(policy).__name__} returns text without log-probs, so thoughts cannot be "
-            "compared: use the local policy, or set enable = false"
-        )
-    return policy

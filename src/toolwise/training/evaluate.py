@@ -19,7 +19,6 @@ async def validate(setup: RolloutSetup, *, step: int = 0) -> list[ScoredRollout]
 
 async def score(setup: RolloutSetup, rollouts: Sequence[Rollout], *, step: int = 0) -> list[ScoredRollout]:
     """Score all rollouts and align the rewards to steps; raises only if too many rewards failed."""
-    rollouts = setup.router.with_written_usage(rollouts)
     results = await setup.scoring.evaluate(rollouts, step=step)
     faults = [(r, result.error) for r, result in zip(rollouts, results, strict=True) if result.error is not None]
     if len(faults) > setup.config.reward.max_error_rate * len(rollouts):

@@ -7,6 +7,7 @@ config.
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +28,11 @@ from toolwise.errors import ConfigError, DataError, RewardError, ToolwiseError
 from toolwise.notebook import collect_source, lacks_file, unwrap_target
 from toolwise.rewards.function import Reward
 from toolwise.sandbox.targets import library_folders, package_folder
+from toolwise.serialization.files import write_atomic
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import TOOLS, as_entries
 from toolwise.tools.function import FunctionTool
 from toolwise.tools.isolation.code_location import has_main_guard
-from toolwise.training.records import write_atomic
 from toolwise.training.scoring import weighted_sources
 from toolwise.training.trackers.observers import observer_entries, qualified_name
 from toolwise.types import Task
@@ -94,16 +95,33 @@ class RunInputs:
         self._record("reward", self.recorded.reward.model_copy(update=update))
 
     def add_env(self, source: Any) -> None:
-        """A name, a reference, or a class or function, which this process also loads by its reference."""
+        """A name, a reference, or a class, function or callable object."""
         if source is None:
             return
         try:
             name = source if isinstance(source, str) else self._reference(source, "env")
         except ToolwiseError as fault:
-            raise ConfigError(f"env: {fault}") from None
+            if not callable(source):
+                raise ConfigError(f"env: {fault}") from None
+            name = self._note_unnameable(f"the env {_name_of(source)}", str(fault))
         env = self.recorded.env.model_copy(update={"name": name})
         self._record("env", env)
         self.config = self.config.model_copy(update={"env": env})
+
+    def add_router(self, source: Any) -> None:
+        if source is None:
+            return
+        entry = self._observer_entry("router", source)
+        name, kwargs = (entry, {}) if isinstance(entry, str) else (entry.name, entry.kwargs)
+        self._record("router", self.recorded.router.model_copy(update={"name": name, "kwargs": kwargs}))
+
+    def add_parser(self, source: Any) -> None:
+        if source is None:
+            return
+        entry = self._observer_entry("parser", source)
+        if isinstance(entry, ObserverEntry):
+            entry = self._note_unnameable(f"the parser {_name_of(source)}", "a parser is created without arguments")
+        self._record("rollout", self.recorded.rollout.model_copy(update={"tool_parser": entry}))
 
     def add_observers(self, kind: str, observers: Any) -> None:
         """`kind` is "tracker" or "callback"; each is a reference, a table, a class, a function or an object."""
@@ -111,6 +129,20 @@ class RunInputs:
         before = trainer.trackers if kind == "tracker" else trainer.callbacks
         entries = [*before, *(self._observer_entry(kind, entry) for entry in observer_entries(observers))]
         self._record("trainer", trainer.model_copy(update={f"{kind}s": entries}))
+
+    def add_component(self, section: str, key: str, kwargs_key: str, source: Any) -> None:
+        """The estimator or the loss: a name, a reference, a class or an object."""
+        if source is None:
+            return
+        kind = "estimator" if section == "algorithm" else "loss"
+        entry = self._observer_entry(kind, source)
+        update: dict[str, Any] = {key: entry}
+        if isinstance(entry, ObserverEntry):
+            update = {key: entry.name, kwargs_key: entry.kwargs}
+        elif not isinstance(source, str | type):
+            update[kwargs_key] = {}
+        self._record(section, getattr(self.recorded, section).model_copy(update=update))
+        self.config = self.config.model_copy(update={section: getattr(self.recorded, section)})
 
     def check_files(self) -> None:
         """Raise if a resumed run was given other rows or notebook cells than when it started."""
@@ -153,7 +185,7 @@ class RunInputs:
         target = reward.function if isinstance(reward, Reward) else reward
         if isinstance(target, str):
             return target
-        name = getattr(target, "__name__", type(target).__name__)
+        name = _name_of(target)
         try:
             return self._reference(target, "reward")
         except ToolwiseError as fault:
@@ -213,7 +245,9 @@ class RunInputs:
         """The reference by which another process loads `target`; copies the source if there is no file to load."""
         definition = unwrap_target(target)
         if not isinstance(definition, FunctionType | type):
-            raise ToolwiseError(f"a {type(target).__name__} object cannot be loaded by name; write a function")
+            raise ToolwiseError(
+                f"a {type(target).__name__} object cannot be loaded by name; pass a class or a function"
+            )
         script = None if lacks_file(definition) else _unguarded_script(definition)
         if not lacks_file(definition) and script is None:
             return _named_reference(definition)
@@ -247,6 +281,10 @@ def gather_inputs(
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: Any = None,
     env: Any = None,
+    router: Any = None,
+    parser: Any = None,
+    estimator: Any = None,
+    loss: Any = None,
     trackers: Any = None,
     callbacks: Any = None,
 ) -> RunInputs:
@@ -257,9 +295,17 @@ def gather_inputs(
     inputs.add_tools(tools)
     inputs.add_reward(reward)
     inputs.add_env(env)
+    inputs.add_router(router)
+    inputs.add_parser(parser)
+    inputs.add_component("algorithm", "adv_estimator", "estimator_kwargs", estimator)
+    inputs.add_component("actor", "policy_loss", "policy_loss_kwargs", loss)
     inputs.add_observers("tracker", trackers)
     inputs.add_observers("callback", callbacks)
     return inputs
+
+
+def _name_of(target: Any) -> str:
+    return str(getattr(target, "__name__", type(target).__name__))
 
 
 def _named_reference(target: Any) -> str:
@@ -311,6 +357,10 @@ def _field_values(entry: Any) -> dict[str, Any]:
     defaults = {item.name: item.default for item in fields(entry)}
     kwargs = {name: value for name, value in values.items() if value is not defaults[name]}
     _check_serializable(kwargs)
+    try:
+        inspect.signature(type(entry)).bind(**kwargs)
+    except TypeError as fault:
+        raise ToolwiseError(f"its arguments are not its fields ({fault})") from None
     return kwargs
 
 

@@ -12,11 +12,13 @@ from toolwise.concurrency.limits import Gate, Limits
 from toolwise.concurrency.threads import configure_threads, set_thread_count
 from toolwise.config.schema import RunConfig
 from toolwise.envs.base import BaseEnv
-from toolwise.envs.catalog import build_env_factory
+from toolwise.envs.catalog import EnvSpec, build_env_factory
 from toolwise.errors import ConfigError
-from toolwise.protocols import AgentPolicy, Sampling
+from toolwise.protocols import AgentPolicy, ModelPolicy, Router, Sampling
+from toolwise.rollout.call_format import ParserSpec, find_format
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.routing.direct_router import DirectRouter
+from toolwise.routing.user_router import RouterSpec, build_user_router
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import as_entries, build_tools
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from toolwise.policies.local import LocalPolicy
     from toolwise.rollout.chat_tokenizer import ChatTokenizer
     from toolwise.routing.head.head import RouterHead
-    from toolwise.routing.inference_router import InferenceRouter
 
 log = logging.getLogger("toolwise")
 
@@ -41,16 +42,17 @@ class RolloutSetup:
 
     config: RunConfig
     validation_tasks: Sequence[Task]
-    router: DirectRouter | InferenceRouter
+    router: Router
     head: RouterHead | None
     """The head of the router; None without a router."""
     scheduler: RolloutScheduler
-    policy: LocalPolicy
+    policy: ModelPolicy
     scoring: Scoring
 
     @property
     def chat(self) -> ChatTokenizer:
-        return self.policy.chat
+        chat: ChatTokenizer = self.policy.chat
+        return chat
 
     def close(self) -> None:
         """Stop the worker processes of rewards and tools, and the generation server if we started one."""
@@ -65,6 +67,9 @@ def setup_evaluation(
     *,
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: RewardSources | None = None,
+    env: EnvSpec | None = None,
+    router: RouterSpec | None = None,
+    parser: ParserSpec | None = None,
 ) -> RolloutSetup:
     """Build what evaluating `tasks` needs; Python arguments override what the configuration names."""
     with tools_and_scoring(config, tools, reward) as (tool_objects, scoring):
@@ -73,7 +78,7 @@ def setup_evaluation(
         check_routable(config, tool_objects, tasks)
         scoring.check(tasks)
         check_held_out_tools(tool_objects, config.multi_turn.held_out_tools)
-        return setup_rollouts(config, tasks, tool_objects, scoring)
+        return setup_rollouts(config, tasks, tool_objects, scoring, env=env, router=router, parser=parser)
 
 
 @contextmanager
@@ -98,32 +103,52 @@ def check_tasks(config: RunConfig, tasks: Sequence[Task], tools: dict[str, BaseT
 
 
 def setup_rollouts(
-    config: RunConfig, validation_tasks: Sequence[Task], tools: dict[str, BaseTool], scoring: Scoring
+    config: RunConfig,
+    validation_tasks: Sequence[Task],
+    tools: dict[str, BaseTool],
+    scoring: Scoring,
+    *,
+    env: EnvSpec | None = None,
+    router: RouterSpec | None = None,
+    parser: ParserSpec | None = None,
 ) -> RolloutSetup:
     """Load the model and build the policy, the router and the scheduler."""
-    policy = local_policy(config, config.model.path)
+    policy = local_policy(config, config.model.path, parser)
     prompt = policy.chat.tool_prompt
     if config.multi_turn.enable and tools:
         check_tool_prompt(config, policy.chat)
     elif config.env.name != "tools" and (prompt.where == "nowhere" or not prompt.usable):
         log.warning("%s", prompt.describe())
-    router: DirectRouter | InferenceRouter = DirectRouter(config.seed)
-    head = None
-    if config.router.enable:
-        from toolwise.routing.head.builder import build_head, build_inference_router
-
-        head = build_head(config, policy.model)
-        offered = tools if config.multi_turn.enable else {}
-        router = build_inference_router(config, policy, head, offered)
+    built_router, head = _build_router(config, policy, tools if config.multi_turn.enable else {}, router)
     return RolloutSetup(
         config=config,
         validation_tasks=validation_tasks,
-        router=router,
+        router=built_router,
         head=head,
-        scheduler=build_scheduler(config, policy, tools),
+        scheduler=build_scheduler(config, policy, tools, env),
         policy=policy,
         scoring=scoring,
     )
+
+
+def _build_router(
+    config: RunConfig, policy: LocalPolicy, tools: dict[str, BaseTool], given: RouterSpec | None
+) -> tuple[Router, RouterHead | None]:
+    """The router given in Python or named in the configuration, or the learned one with its head, or none."""
+    source = given if given is not None else config.router.name
+    if source and config.router.enable:
+        raise ConfigError("router.enable is true: set it to false to use another router than the learned one")
+    if source:
+        kwargs = config.router.kwargs if source == config.router.name else {}
+        provided = {"tools": tools, "seed": config.seed, "policy": policy}
+        known = tools if config.env.name == "tools" else None
+        return build_user_router(source, kwargs, provided=provided, tools=known), None
+    if not config.router.enable:
+        return DirectRouter(config.seed), None
+    from toolwise.routing.head.builder import build_head, build_inference_router
+
+    head = build_head(config, policy.model)
+    return build_inference_router(config, policy, head, tools), head
 
 
 def check_tool_prompt(config: RunConfig, chat: ChatTokenizer) -> None:
@@ -152,8 +177,11 @@ def load_options(config: RunConfig) -> dict[str, Any]:
     return {"device": model.device, "dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
 
 
-def local_policy(config: RunConfig, path: str) -> LocalPolicy:
+def local_policy(config: RunConfig, path: str, parser: ParserSpec | None = None) -> LocalPolicy:
     """Load the model at `path` in this process, on the configured device and with the configured dtype."""
+    parser = config.rollout.tool_parser if parser is None else parser
+    if parser != "auto":  # which depends on the model
+        parser = find_format(parser)
     from toolwise.models import load_model, locate
 
     folder = locate(path)
@@ -180,7 +208,7 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
         model,
         chat,
         sampling_from_config(config),
-        parser=rollout.tool_parser,
+        parser=parser,
         max_batch=rollout.max_batch,
         on_change=rollout.on_template_change,
         engine=engine,
@@ -196,8 +224,10 @@ def sampling_from_config(config: RunConfig) -> Sampling:
     return Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens, do_sample=rollout.do_sample)
 
 
-def build_scheduler(config: RunConfig, policy: AgentPolicy, tools: dict[str, BaseTool]) -> RolloutScheduler:
-    """The configured rollout scheduler, with any policy."""
+def build_scheduler(
+    config: RunConfig, policy: AgentPolicy, tools: dict[str, BaseTool], env: EnvSpec | None = None
+) -> RolloutScheduler:
+    """The configured rollout scheduler, with any policy; `env` replaces `env.name`."""
     rollout, turns, limits = config.rollout, config.multi_turn, _limits(config, tools)
     return RolloutScheduler(
         policy,
@@ -210,20 +240,21 @@ def build_scheduler(config: RunConfig, policy: AgentPolicy, tools: dict[str, Bas
         max_invalid_in_a_row=turns.max_invalid_in_a_row,
         max_result_chars=turns.max_result_chars,
         limits=limits,
-        make_env=_env_factory(config, tools, limits),
+        make_env=_env_factory(config, tools, limits, env),
         lock_step=config.deterministic,
     )
 
 
 def _env_factory(
-    config: RunConfig, tools: dict[str, BaseTool], limits: Limits
+    config: RunConfig, tools: dict[str, BaseTool], limits: Limits, source: EnvSpec | None
 ) -> Callable[[RouteDecision], BaseEnv] | None:
     """None if the environment consists of the tools alone, which the scheduler builds itself."""
     env, turns = config.env, config.multi_turn
-    if env.name == "tools" and not env.interaction:
+    source = env.name if source is None else source
+    if source == "tools" and not env.interaction:
         return None
     make = build_env_factory(
-        env.name,
+        source,
         env.kwargs,
         tools=tools,
         interaction=env.interaction or None,

@@ -8,7 +8,7 @@ Each value is complete when it is created: no stage fills in fields of another s
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
@@ -169,6 +169,9 @@ class StopReason(StrEnum):
         )
 
 
+CountUsage = Callable[[Sequence[StepData]], tuple[Mapping[str, int], float]]
+
+
 @dataclass(frozen=True, slots=True)
 class RouteDecision:
     """How the rollouts of one group start: the messages and tools after routing."""
@@ -188,6 +191,9 @@ class RouteDecision:
     """Tools that are shown to the model but refused when called."""
     prompt_id: str = ""
     """Identifies the prompt if it has several groups, one per route."""
+    count_usage: CountUsage | None = None
+    """Counts the calls in a rollout's steps, by tool, and their cost, where none are executed; None: the environment
+    counts them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +291,8 @@ class AnnotatedRollout:
     values: tuple[Floats, ...] | None = None
     thinking: RolloutThinking | None = None
     """Thoughts at the other thinking levels, and the action's log-prob after each."""
+    kl_coef: float | None = None
+    """β: every nat of log π_old − log π_ref of a sampled token costs this much reward; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from toolwise.checks.dry_run.memory import cache_bytes, device_bytes, static_parts, status_bytes
+from toolwise.checks.dry_run.memory import actor_of, cache_bytes, device_bytes, static_parts, status_bytes
 from toolwise.checks.dry_run.trial import RolloutTrial, UpdateTrial
 from toolwise.training.run import Run
 
@@ -40,7 +40,7 @@ class TimeEstimate:
 
 
 def estimate_memory(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) -> MemoryEstimate:
-    config, device = run.config, run.learner.device
+    config, device = run.config, actor_of(run).device
     scale = config.data.batch_size / len(rollouts.tasks)
     parts = static_parts(run)
     basis = ["weight sizes"]
@@ -71,9 +71,10 @@ def estimate_time(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) 
     update_s = 0.0
     if update is not None:
         update_s = update.seconds + (config.actor.ppo_epochs - 1) * update.gradient_s
-        critic = run.learner.critic
+        actor = actor_of(run)
+        critic = actor.critic
         if critic is not None:  # its passes cost as much as the actor's, scaled by parameter count
-            sizes = [sum(p.numel() for p in model.parameters()) for model in (critic.model, run.learner.model)]
+            sizes = [sum(p.numel() for p in model.parameters()) for model in (critic.model, actor.model)]
             update_s += config.critic.epochs * update.gradient_s * sizes[0] / max(1, sizes[1])
     score_s, update_s = scale * rollouts.score_s, scale * update_s
     rollout = rollouts.rollout_s * np.array([min(1.0, scale), scale])

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from toolwise.engine import Engine
 from toolwise.learner.optimizer import Optimizer
 from toolwise.training.run import Run
+
+if TYPE_CHECKING:
+    from toolwise.learner.actor import Actor
 
 T = TypeVar("T")
 FP32 = 4
@@ -38,9 +42,13 @@ def device_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def actor_of(run: Run) -> Actor:
+    return cast("Actor", run.learner)  # a run has no other learner
+
+
 def static_parts(run: Run) -> dict[str, int]:
     """Bytes of everything that lives as long as the run: weights, gradients, optimizer states and copies."""
-    learner = run.learner
+    learner = actor_of(run)
     parts = {"weights": _size(learner.model.parameters())} | _training_parts(learner.optimizer)
     if learner.reference is not None and learner.adapters is None:  # adapters are turned off instead
         parts["reference model"] = parts["weights"]
@@ -62,11 +70,11 @@ def _training_parts(optimizer: Optimizer) -> dict[str, int]:
 
 def cache_bytes(run: Run) -> tuple[int, int] | None:
     """(bytes of the whole KV cache, bytes per token); None for an engine that manages its own cache."""
-    engine: Any = run.policy.engine
-    if not hasattr(engine, "runner") or not hasattr(engine, "blocks"):
+    engine = run.policy.engine
+    if not isinstance(engine, Engine):
         return None
-    block = int(engine.runner.block_bytes)
-    return int(engine.blocks.count) * block, block // int(engine.blocks.size)
+    block = engine.runner.block_bytes
+    return engine.blocks.count * block, block // engine.blocks.size
 
 
 def _size(tensors: Iterable[Tensor]) -> int:

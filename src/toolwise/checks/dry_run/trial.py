@@ -5,16 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from toolwise.advantages import credit, min_group_size
-from toolwise.checks.dry_run.memory import measure_peak
+from toolwise.checks.dry_run.memory import actor_of, measure_peak
 from toolwise.rewards.align import align_rollouts
-from toolwise.thinking.stage import attach_thinking
-from toolwise.training.loop import select_groups, think
+from toolwise.training.loop import annotate_and_credit, select_groups, think
 from toolwise.training.run import Run
 from toolwise.training.startup import announce
-from toolwise.training.thinking import annotate_added_rows
 from toolwise.types import CreditedRollout, ScoredRollout, Task
 
 TRIAL_TASKS = 2
@@ -49,7 +45,6 @@ async def try_rollouts(run: Run) -> RolloutTrial:
     """Roll out and score whole groups of the first tasks, as a training step does."""
     tasks = run.batches.tasks[:TRIAL_TASKS]
     n = run.config.rollout.n
-    _skip_warm_start(run)
     announce("warming up the model")
     # One short generation first, so that kernel compilation does not count towards the step time.
     sampling = replace(run.policy.sampling, max_new_tokens=WARM_UP_TOKENS)
@@ -60,7 +55,6 @@ async def try_rollouts(run: Run) -> RolloutTrial:
     rollouts = await run.scheduler.roll_out(decisions, do_sample=run.config.rollout.do_sample)
     rolled_out = time.perf_counter()
     announce(f"scoring {len(rollouts)} rollouts")
-    rollouts = list(run.router.with_written_usage(rollouts))
     results = await run.scoring.evaluate(rollouts, step=0)
     scored = align_rollouts(rollouts, results)
     return RolloutTrial(tasks, scored, rolled_out - start, time.perf_counter() - rolled_out)
@@ -72,20 +66,19 @@ async def try_update(run: Run, scored: Sequence[ScoredRollout]) -> UpdateTrial |
         scored,
         keeps_equal=lambda score: True,  # groups with equal scores cost the same time
         mask_truncated=run.config.algorithm.mask_truncated,
-        min_group_size=min_group_size(run.estimator),
+        min_group_size=run.estimator.min_group_size,
     )
     if not usable or not run.config.router.train_actor:
         return None
     announce("computing gradients (weights stay unchanged)")
     start = time.perf_counter()
     thinking, _ = await think(run, scored, usable)
-    credited, _ = credit(run.estimator, attach_thinking(run.learner.annotate(usable), thinking))
-    if run.thinking is not None:
-        credited = annotate_added_rows(run.learner, credited)
+    credited, _ = annotate_and_credit(run, usable, thinking)
     prepared_s = time.perf_counter() - start
-    _, peak = measure_peak(lambda: run.learner.dry_run_update(credited), run.learner.device)
+    actor = actor_of(run)
+    _, peak = measure_peak(lambda: actor.dry_run_update(credited), actor.device)
     start = time.perf_counter()  # time the second call: the first also compiles and allocates
-    run.learner.dry_run_update(credited)
+    actor.dry_run_update(credited)
     gradient_s = time.perf_counter() - start
     return UpdateTrial(prepared_s + gradient_s, gradient_s, peak, sum(map(_tokens, credited)))
 
@@ -94,10 +87,3 @@ def _tokens(rollout: CreditedRollout) -> int:
     """Length of the rollout's longest row."""
     sampled = [step.policy_logprobs or {} for step in rollout.steps]
     return max((len(data.get("prompt_ids", ())) + len(data.get("token_ids", ())) for data in sampled), default=0)
-
-
-def _skip_warm_start(run: Run) -> None:
-    """Skip the router's warm start: it covers all labelled tasks, which takes too long, and it changes weights."""
-    state: dict[str, Any] = run.router.state_dict()
-    if "warmed" in state:
-        run.router.load_state_dict({**state, "warmed": True})

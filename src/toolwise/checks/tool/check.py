@@ -7,13 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolwise.checks.contract import CheckReport, Finding, Outcome, run_parts
+from toolwise.checks.contract import CheckReport, Outcome, run_parts
 from toolwise.checks.example_values import example_value
 from toolwise.checks.tool.tool_trial import ToolTrial
 from toolwise.errors import ToolwiseError
 from toolwise.tools.base import BaseTool, FunctionSchema
 from toolwise.tools.function import check_tool_options
 from toolwise.tools.schema import validate_arguments
+from toolwise.types.findings import Finding
 from toolwise.untrusted.json_schema import compile_parameters
 
 MIN_BLOCK_S = 0.5

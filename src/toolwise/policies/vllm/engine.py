@@ -11,10 +11,10 @@ from toolwise.policies.vllm.completions import completion_body, read_completion
 from toolwise.policies.vllm.control import ModelInfo, VllmControlClient
 from toolwise.policies.vllm.server import VllmServer
 from toolwise.policies.vllm.weights import WeightsFolder
-from toolwise.protocols import Generation, Metrics, Sampling
+from toolwise.protocols import Generation, GenerationEngine, Metrics, Sampling
 
 
-class VllmEngine:
+class VllmEngine(GenerationEngine):
     """Samples from a server that holds a copy of `model`'s weights, as of the last `weights_changed`."""
 
     def __init__(

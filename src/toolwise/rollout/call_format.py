@@ -1,0 +1,96 @@
+"""The tool-call format of a run: a built-in one by name, or a user's parser, whose errors become typed faults."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from toolwise.config.imports import did_you_mean, load_reference
+from toolwise.errors import ConfigError, PolicyError
+from toolwise.messages import ToolCall
+from toolwise.protocols import ToolCallParser
+from toolwise.rollout.parsers import PARSERS, RENDERERS, ParsedReply
+from toolwise.untrusted.user_code import call_user_code, describe
+
+EXAMPLE_CALL = ToolCall(id="call_0", name="function-name", arguments={"argument-name": "value"})
+"""Describes a format to a model."""
+_TRIAL_CALL = ToolCall(id="call_0", name="look_up", arguments={"word": "nile"})
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How calls are read from text and, if `render` is not None, written."""
+
+    name: str
+    parse: Callable[[str], ParsedReply]
+    render: Callable[[str, Sequence[ToolCall]], str] | None = None
+
+
+ParserSpec = str | ToolCallParser | Callable[..., Any] | CallFormat
+
+
+def find_format(source: ParserSpec) -> CallFormat:
+    """`source` is a built-in name, a reference, a parse function, or a `ToolCallParser` or its class."""
+    if isinstance(source, CallFormat):
+        return source
+    if isinstance(source, str) and source in PARSERS:
+        writes_calls = source != "action"
+        return CallFormat(source, PARSERS[source], RENDERERS.get(source) if writes_calls else None)
+    if isinstance(source, str) and ":" not in source:
+        hint = did_you_mean(source, PARSERS) or f"; choose one of {', '.join(sorted(PARSERS))}"
+        raise ConfigError(f"there is no tool parser {source!r}{hint}, or give path/to/file.py:name")
+    return _user_format(source)
+
+
+def _user_format(source: Any) -> CallFormat:
+    name = source if isinstance(source, str) else getattr(source, "__qualname__", type(source).__qualname__)
+    where = f"rollout.tool_parser: {name}"
+    parser = load_reference(source, what="rollout.tool_parser") if isinstance(source, str) else source
+    if isinstance(parser, type):
+        try:
+            parser = call_user_code(parser)
+        except Exception as fault:
+            raise ConfigError(f"{where} could not be created without arguments: {describe(fault)}") from fault
+    if inspect.isroutine(parser):
+        return CallFormat(name, partial(_parse, where, parser))
+    if not isinstance(parser, ToolCallParser):
+        raise ConfigError(f"{where} is not a parser: give a function of the text, or a toolwise.ToolCallParser")
+    parse, render = partial(_parse, where, parser.parse), partial(_render, where, parser.render)
+    written = _call(where, parser.render, "", [_TRIAL_CALL])
+    if written is None:
+        return CallFormat(name, parse)
+    _, calls = parse(render("", [_TRIAL_CALL]))
+    if [(call.name, call.arguments) for call in calls] != [(_TRIAL_CALL.name, _TRIAL_CALL.arguments)]:
+        raise ConfigError(f"{where}: parse does not read what render wrote for a call: {written!r:.80}")
+    return CallFormat(name, parse, render)
+
+
+def _parse(where: str, parse: Callable[[str], Any], text: str) -> ParsedReply:
+    reply = _call(where, parse, text)
+    content, calls = reply if isinstance(reply, tuple) and len(reply) == 2 else (None, None)
+    if (
+        not isinstance(content, str)
+        or not isinstance(calls, list)
+        or not all(isinstance(call, ToolCall) for call in calls)
+    ):
+        raise PolicyError(f"{where} returned {reply!r:.80}: return the text and a list of toolwise.ToolCall")
+    if text.strip() and not content.strip() and not calls:
+        raise PolicyError(f"{where} lost a reply: it returned neither text nor calls for {text!r:.80}")
+    return content, calls
+
+
+def _render(where: str, render: Callable[..., Any], content: str, calls: Sequence[ToolCall]) -> str:
+    text = _call(where, render, content, calls)
+    if not isinstance(text, str):
+        raise PolicyError(f"{where}: render returned {text!r:.80}: return text")
+    return text
+
+
+def _call(where: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return call_user_code(function, *arguments)
+    except Exception as fault:
+        raise PolicyError(f"{where} failed: {describe(fault)}") from fault

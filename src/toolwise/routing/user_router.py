@@ -1,0 +1,123 @@
+"""A router of the user's: created from a reference, a class or an object, and checked wherever it is called."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from toolwise.config.imports import load_reference
+from toolwise.envs.catalog import check_options
+from toolwise.errors import ConfigError, RouterError
+from toolwise.messages import Message
+from toolwise.protocols import Metrics, Router
+from toolwise.types import RouteDecision, ScoredRollout, Task
+from toolwise.untrusted.user_code import call_user_code, describe
+
+RouterSpec = str | Router | Callable[..., Router]
+T = TypeVar("T")
+
+_ROUTE_NAME = re.compile(r"[\w.:+-]{1,64}")
+"""Routes are part of the names of metrics."""
+
+
+def build_user_router(
+    source: RouterSpec, kwargs: Mapping[str, Any], *, provided: Mapping[str, Any], tools: Collection[str] | None
+) -> Router:
+    """`source` is a reference, a class, a function that returns a router, or a router.
+
+    A class or function receives `kwargs`, and those of `provided` that it has parameters for. `tools` are the names of
+    the tools that a decision may offer; None: the environment knows.
+    """
+    name = source if isinstance(source, str) else getattr(source, "__qualname__", type(source).__qualname__)
+    where = f"router: {name}"
+    router: Any = load_reference(source, what="router.name") if isinstance(source, str) else source
+    no_router = f"{where} is not a router: subclass toolwise.Router and define decide"
+    if isinstance(router, type) and not issubclass(router, Router):
+        raise ConfigError(no_router)
+    if isinstance(router, type) or inspect.isroutine(router):
+        check_options(router, kwargs, where, provided)
+        parameters = inspect.signature(router).parameters
+        try:
+            router = call_user_code(router, **{k: v for k, v in provided.items() if k in parameters}, **kwargs)
+        except Exception as fault:
+            raise ConfigError(f"{where} could not be created: {describe(fault)}") from fault
+    elif kwargs:
+        raise ConfigError(f"{where} is an object, not a class; set {', '.join(kwargs)} where it is created")
+    if not isinstance(router, Router):
+        raise ConfigError(no_router)
+    return UserRouter(router, name, tools)
+
+
+class UserRouter(Router):
+    """Turns the errors of a user's router, and decisions that cannot be rolled out, into a `RouterError`."""
+
+    def __init__(self, router: Router, name: str, tools: Collection[str] | None) -> None:
+        self.router, self.name, self.tools = router, name, tools
+
+    def decide(
+        self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step", explore: bool = True
+    ) -> list[RouteDecision]:
+        decisions = self._call(self.router.decide, tasks, n, step, label=label, explore=explore)
+        if (problem := _find_problem(decisions, tasks, n, self.tools)) is not None:
+            raise RouterError(f"router {self.name}: decide {problem}")
+        return decisions
+
+    def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
+        metrics = self._call(self.router.learn, scored)
+        try:
+            return {str(name): float(value) for name, value in metrics.items()}
+        except (AttributeError, TypeError, ValueError):
+            raise RouterError(f"router {self.name}: learn returned {metrics!r:.80}: return names and numbers") from None
+
+    def warm_start(self) -> None:
+        self._call(self.router.warm_start)
+
+    def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
+        return self._call(self.router.overspend, scored)
+
+    def save(self, folder: Path) -> None:
+        self._call(self.router.save, folder)
+
+    def load(self, folder: Path) -> None:
+        self._call(self.router.load, folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._call(self.router.state_dict)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._call(self.router.load_state_dict, state)
+
+    def _call(self, method: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        try:
+            return call_user_code(method, *arguments, **options)
+        except Exception as fault:
+            raise RouterError(f"router {self.name}: {method.__name__} failed: {describe(fault)}") from fault
+
+
+def _find_problem(decisions: Any, tasks: Sequence[Task], n: int, tools: Collection[str] | None) -> str | None:
+    if not isinstance(decisions, list) or not all(isinstance(d, RouteDecision) for d in decisions):
+        return f"returned {decisions!r:.80}: return a list of toolwise.RouteDecision"
+    prompts = {d.prompt_id or d.group_id: d.task.task_id for d in decisions}
+    if Counter(prompts.values()) != Counter(task.task_id for task in tasks):
+        return (
+            f"returned decisions for {len(prompts)} prompts, but there are {len(tasks)} tasks: return one for each "
+            "task, or several with the same prompt_id"
+        )
+    if len({d.group_id for d in decisions}) < len(decisions):
+        return "used a group_id twice: give each decision its own"
+    rollouts: Counter[str] = Counter()
+    for d in decisions:
+        rollouts[d.prompt_id or d.group_id] += d.n
+        if d.route is not None and not (isinstance(d.route, str) and _ROUTE_NAME.fullmatch(d.route)):
+            return f"returned the route {d.route!r:.80}: use a short name of letters, digits, '-' and '_'"
+        if unknown := [name for name in d.tools or () if tools is not None and name not in tools]:
+            return f"offers the unknown tool {unknown[0]!r:.80}; there are {', '.join(sorted(tools or ())) or 'none'}"
+        if not all(isinstance(message, Message) for message in d.prompt):
+            return f"returned a prompt that is not a list of toolwise.Message: {d.prompt!r:.80}"
+    if wrong := [(prompt, count) for prompt, count in rollouts.items() if count != n]:
+        return f"planned {wrong[0][1]} rollouts for {wrong[0][0]!r:.80}: each task has {n} in all"
+    return None

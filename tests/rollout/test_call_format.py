@@ -1,0 +1,108 @@
+"""A user's parser as the call format of a run: what is accepted, and what its errors become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolwise import ToolCall, ToolCallParser
+from toolwise.errors import ConfigError, PolicyError
+from toolwise.rollout.call_format import find_format
+from toolwise.rollout.parsers import PARSERS, RENDERERS
+
+
+class Commas(ToolCallParser):
+    """`name,key,value`"""
+
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
+        if text.count(",") != 2:
+            return text, []
+        name, key, value = text.split(",")
+        return "", [ToolCall(id="call_0", name=name, arguments={key: value})]
+
+    def render(self, content: str, calls: Sequence[ToolCall]) -> str:
+        assert isinstance(calls[0].arguments, dict)
+        ((key, value),) = calls[0].arguments.items()
+        return f"{calls[0].name},{key},{value}"
+
+
+class Reads(ToolCallParser):
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
+        return text, []
+
+
+class Forgets(Commas):
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
+        return text, []
+
+
+def plain(text: str) -> tuple[str, list[ToolCall]]:
+    return text, []
+
+
+@pytest.mark.parametrize("name", sorted(PARSERS))
+def test_built_in_formats_are_the_functions_in_the_tables(name: str) -> None:
+    found = find_format(name)
+    assert (found.name, found.parse) == (name, PARSERS[name])
+    assert found.render is (None if name == "action" else RENDERERS.get(name))
+
+
+@pytest.mark.parametrize(
+    "source", [Commas, Commas(), f"{Path(__file__).resolve()}:Commas"], ids=["class", "object", "reference"]
+)
+def test_a_parser_reads_and_writes(source: Any) -> None:
+    found = find_format(source)
+    assert found.parse("look,at,tea")[1][0].arguments == {"at": "tea"}
+    assert found.render is not None
+    assert find_format(found) is found
+
+
+@pytest.mark.parametrize("source", [plain, Reads])
+def test_a_parser_need_not_write(source: Any) -> None:
+    assert find_format(source).render is None
+    assert find_format(source).parse("yes") == ("yes", [])
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("hermess", "no tool parser 'hermess'; did you mean 'hermes'"),
+        (int, "int is not a parser"),
+        (3, "int is not a parser"),
+        (Forgets, r"Forgets: parse does not read what render wrote for a call: 'look_up,word,nile'"),
+        (Path(__file__).name + ":Commas", "does not exist"),
+    ],
+)
+def test_what_is_no_parser_is_refused(source: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_format(source)
+
+
+def exits(text: str) -> Any:
+    raise SystemExit(1)
+
+
+@pytest.mark.parametrize(
+    ("parse", "message"),
+    [
+        (exits, r"exits failed: RuntimeError: it called sys.exit\(1\)"),
+        (lambda text: text, "returned 'three words here': return the text and a list"),
+        (lambda text: (None, []), "return the text and a list"),
+        (lambda text: (text, [{"name": "look"}]), "a list of toolwise.ToolCall"),
+        (lambda text: (" ", []), "lost a reply: it returned neither text nor calls for 'three words here'"),
+    ],
+)
+def test_errors_are_faults_of_the_policy(parse: Callable[[str], Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=message) as caught:
+        find_format(parse).parse("three words here")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_renderer_that_fails_later_is_a_fault_too() -> None:
+    found = find_format(Commas)
+    assert found.render is not None
+    with pytest.raises(PolicyError, match="Commas failed: ValueError"):
+        found.render("", [ToolCall(name="look", arguments={})])

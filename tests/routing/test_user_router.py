@@ -1,0 +1,124 @@
+"""A user's router: how it is created, and what its errors become."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from toolwise import Message, RouteDecision, Router, ScoredRollout, Task
+from toolwise.errors import ConfigError, RouterError
+from toolwise.routing.direct_router import DirectRouter
+from toolwise.routing.user_router import build_user_router
+
+TASKS = [Task(task_id=name, prompt=[Message(role="user", content="?")]) for name in "abb"]
+
+
+class Mine(Router):
+    def __init__(self, seed: int = 0, tools: Any = (), scale: int = 1) -> None:
+        self.inner, self.tools, self.scale = DirectRouter(seed), tools, scale
+
+    def decide(
+        self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step", explore: bool = True
+    ) -> list[RouteDecision]:
+        return self.inner.decide(tasks, n, step, label=label, explore=explore)
+
+
+class Plain:
+    """Every method, without the base class."""
+
+    decide = Mine.decide
+    inner = DirectRouter(1)
+    learn = Router.learn
+    warm_start = Router.warm_start
+    overspend = Router.overspend
+    save = load = load_state_dict = Router.load_state_dict
+    state_dict = Router.state_dict
+
+
+def build(source: Any, tools: Any = ("look",), **kwargs: Any) -> Any:
+    return build_user_router(source, kwargs, provided={"seed": 7, "tools": tools, "policy": None}, tools=tools)
+
+
+@pytest.mark.parametrize("source", [Mine, Mine(), Plain, lambda: Mine(), lambda seed: Mine(seed)])
+def test_it_is_a_class_a_function_or_an_object(source: Any) -> None:
+    router = build(source)
+    assert len(router.decide(TASKS, 4, 0)) == 3
+    assert (router.learn([]), router.overspend([]), router.state_dict()) == ({}, None, {})
+
+
+def test_a_class_gets_what_it_has_parameters_for_and_its_options() -> None:
+    router = build(Mine, scale=3).router
+    assert (router.inner.seed, router.tools, router.scale) == (7, ("look",), 3)
+
+
+def fails() -> Router:
+    raise OSError("no file")
+
+
+@pytest.mark.parametrize(
+    ("source", "kwargs", "message"),
+    [
+        (fails, {}, "router: fails could not be created: OSError: no file"),
+        (int, {}, "int is not a router: subclass toolwise.Router and define decide"),
+        (Router, {}, "Router could not be created: TypeError"),
+        (Mine, {"sclae": 3}, "has no option 'sclae'; did you mean 'scale'"),
+        (Mine, {"seed": 3}, "has no option 'seed'"),
+        (Mine(), {"scale": 3}, "Mine is an object, not a class; set scale where it is created"),
+    ],
+)
+def test_what_cannot_be_one_is_refused(source: Any, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(source, **kwargs)
+
+
+class Edits(Mine):
+    """Changes the decisions that it returns."""
+
+    def __init__(self, edit: Any) -> None:
+        super().__init__()
+        self.edit = edit
+
+    def decide(self, *arguments: Any, **options: Any) -> Any:
+        return self.edit(super().decide(*arguments, **options))
+
+    def learn(self, scored: Sequence[ScoredRollout]) -> Any:
+        return self.edit({})
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: 1 / 0, "decide failed: ZeroDivisionError"),
+        (lambda d: None, "returned None: return a list of toolwise.RouteDecision"),
+        (lambda d: [*d, "x"], "return a list of toolwise.RouteDecision"),
+        (lambda d: [], "decisions for 0 prompts, but there are 3 tasks"),
+        (lambda d: d[:2], "decisions for 2 prompts, but there are 3 tasks"),
+        (lambda d: [*d, replace(d[0], group_id="new")], "decisions for 4 prompts, but there are 3 tasks"),
+        (lambda d: [d[0], d[0], d[2]], "decisions for 2 prompts"),
+        (lambda d: [*d, d[0]], "used a group_id twice"),
+        (lambda d: [replace(x, n=3) for x in d], "planned 3 rollouts for 'step-0/0/a': each task has 4 in all"),
+        (lambda d: [replace(x, route="to the moon\n") for x in d], r"returned the route 'to the moon\\n'"),
+        (lambda d: [replace(x, route=3) for x in d], "returned the route 3: use a short name"),
+        (lambda d: [replace(x, tools=("lok",)) for x in d], "offers the unknown tool 'lok'; there are look"),
+        (lambda d: [replace(x, prompt="?") for x in d], "a prompt that is not a list of toolwise.Message"),
+    ],
+)
+def test_decisions_that_cannot_be_rolled_out_are_one_line(edit: Any, message: str) -> None:
+    with pytest.raises(RouterError, match=message) as caught:
+        build(Edits(edit)).decide(TASKS, 4, 0)
+    assert str(caught.value).startswith("router Edits: decide ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("metrics", [None, {"loss": "high"}, [1.0]])
+def test_metrics_are_numbers(metrics: Any) -> None:
+    with pytest.raises(RouterError, match=r"learn returned .*: return names and numbers"):
+        build(Edits(lambda _: metrics)).learn([])
+
+
+def test_tools_of_an_environment_are_not_known_here() -> None:
+    router = build(Edits(lambda d: [replace(x, tools=("open_door",), route="DOOR") for x in d]), tools=None)
+    assert router.decide(TASKS, 1, 0, explore=False)[0].tools == ("open_door",)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib
+import logging
 import os
 import re
 import stat
 import tomllib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -27,6 +29,15 @@ from toolwise.untrusted.bounds import truncate_text
 Model = TypeVar("Model", bound=BaseModel)
 Location = tuple[int | str, ...]
 
+log = logging.getLogger("toolwise.config")
+
+OLD_KEYS = {
+    "actor.canary": "mismatch_check",
+    "algorithm.rlvcr.price_rollouts": "subtract_thinking_cost",
+    "router.divide_by_std_as_a_control": "divide_by_std",
+    "router.evaluate": "eval_mode",
+}
+"""Old names of settings, still accepted in files and overrides, and their current names in the same table."""
 MAX_SHOWN_ERRORS = 3
 MAX_SHOWN_KEYS = 8
 MAX_FILE_BYTES = 16 << 20
@@ -102,7 +113,7 @@ def _read_yaml(path: Path, text: str) -> Any:
 def apply_overrides(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A copy of `settings` with each `a.b=c` applied; missing tables are created."""
     try:
-        settings = copy.deepcopy(settings)
+        settings = _rename_old_keys(copy.deepcopy(settings))
     except RecursionError:
         raise ConfigError("the settings are nested too deeply: flatten them") from None
     for override in overrides:
@@ -110,6 +121,7 @@ def apply_overrides(settings: dict[str, Any], overrides: Sequence[str]) -> dict[
         names = _key_names(key)
         if not equals or not all(names):
             raise ConfigError(f"override {truncate_text(repr(override), 200)}: write it as section.key=value")
+        names[-1] = _current_name(".".join(names[:-1]), names[-1])
         table = settings
         for depth, name in enumerate(names[:-1], start=1):
             inner = table.setdefault(name, {})
@@ -153,6 +165,7 @@ def build_config(model: type[Model], settings: dict[str, Any], *, source: str) -
     """Validate `settings` as a `model`; errors become one `ConfigError` that starts with `source`."""
     if (problem := next(_unrepresentable_values(settings, ()), None)) is not None:
         raise ConfigError(f"{source}: {problem}")
+    settings = _rename_old_keys(settings)
     try:
         return model.model_validate(settings)
     except ValidationError as error:
@@ -160,6 +173,29 @@ def build_config(model: type[Model], settings: dict[str, Any], *, source: str) -
     rest = len(messages) - MAX_SHOWN_ERRORS
     more = f"; and {rest} more" if rest > 0 else ""
     raise ConfigError(f"{source}: {'; '.join(messages[:MAX_SHOWN_ERRORS])}{more}")
+
+
+def _rename_old_keys(settings: dict[str, Any], section: str = "") -> dict[str, Any]:
+    """`settings` with current names. With both names in one table, the old one stays and is an unknown key."""
+    renamed = {}
+    for key, value in settings.items():
+        name = key if OLD_KEYS.get(f"{section}.{key}") in settings else _current_name(section, key)
+        inner = f"{section}.{key}" if section else str(key)
+        renamed[name] = _rename_old_keys(value, inner) if isinstance(value, dict) else value
+    return renamed
+
+
+def _current_name(section: str, key: str) -> str:
+    name = OLD_KEYS.get(f"{section}.{key}")
+    if name is not None:
+        note_renamed(f"{section}.{key}", f"{section}.{name}")
+    return name or key
+
+
+@cache
+def note_renamed(old: str, new: str) -> None:
+    """Logged once per process, however often the setting is read."""
+    log.warning("%s is an old name for %s: please use the new one", old, new)
 
 
 def _unrepresentable_values(value: Any, location: Location) -> Iterator[str]:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from toolwise.advantages import Grpo
-from toolwise.config.router import RouterConfig
+from toolwise.config.router import BudgetConfig, RouterConfig
 from toolwise.messages import Message
 from toolwise.routing import learned_router
 from toolwise.routing.actions import ROUTES
-from toolwise.routing.budget import Budget, Budgets
+from toolwise.routing.budget import Budgets
 from toolwise.routing.cost import CallsCost
 from toolwise.routing.learned_router import LearnedRouter, target_of
 from toolwise.routing.options import Conditioning
@@ -86,7 +86,7 @@ def tasks(count: int, **info: Any) -> list[Task]:
 
 
 def router(model: ToldModel | None = None, *, limit: float | None = 0.4, **how: Any) -> LearnedRouter:
-    budgets = Budgets([] if limit is None else [Budget(limit, rate=0.5)])
+    budgets = Budgets([] if limit is None else [BudgetConfig(limit=limit, rate=0.5, proportional=0.0)])
     return LearnedRouter(
         model or ToldModel(),
         prompt_of=lambda task: [int(task.task_id[1:])],

@@ -10,7 +10,8 @@ from precision import fp32_bound
 from thinking_cases import REPLY, ScriptedThinker, scored, writer
 
 from toolwise.advantages import Rlvcr
-from toolwise.routing.budget import Budget, Multiplier
+from toolwise.config.router import BudgetConfig
+from toolwise.routing.budget import Multiplier
 from toolwise.thinking.stage import StageSettings, ThinkingStage, attach_thinking
 from toolwise.types import AnnotatedRollout
 
@@ -87,7 +88,7 @@ def test_diversity_fades_over_the_run() -> None:
 
 
 def test_a_budget_moves_lambda_for_the_next_step() -> None:
-    price = Multiplier(Budget(limit=0.5, unit="tokens", rate=0.1))
+    price = Multiplier(BudgetConfig(limit=0.5, unit="tokens", rate=0.1, proportional=0.0))
     made = stage(price=price)
     found, metrics = think(made)
     assert (found["a"].price, metrics["thinking/lambda"]) == (0.0, 0.0)
@@ -96,7 +97,7 @@ def test_a_budget_moves_lambda_for_the_next_step() -> None:
     assert made.current_lambda == pytest.approx(0.1 * (spent - 0.5))
     again, _ = think(made)
     assert again["a"].price == made.current_lambda
-    other = stage(price=Multiplier(Budget(limit=0.5, unit="tokens", rate=0.1)))
+    other = stage(price=Multiplier(BudgetConfig(limit=0.5, unit="tokens", rate=0.1, proportional=0.0)))
     other.load_state_dict(made.state_dict())
     assert other.current_lambda == made.current_lambda
     assert metrics["thinking/tokens/budget"] == 0.5

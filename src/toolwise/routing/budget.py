@@ -14,50 +14,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from toolwise.config.router import BudgetConfig
 from toolwise.errors import ConfigError
 from toolwise.protocols import Metrics
 
 log = logging.getLogger("toolwise")
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """The mean cost allowed in one unit, and the gains of the controller of its λ."""
-
-    limit: float
-    """B: the mean cost allowed."""
-    unit: str = "cost"
-    initial: float = 0.0
-    """λ before the first dual step."""
-    rate: float = 0.05
-    """η: what an excess of 1 adds to λ per dual step."""
-    proportional: float = 0.0
-    """kp: what an excess of 1 adds to λ while it lasts."""
-    derivative: float = 0.0
-    """kd: what an increase of the mean cost by 1 since the last dual step adds to λ."""
-    every: int = 1
-    """K: training steps between dual steps."""
-    cap: float | None = None
-    """Upper bound of λ; below 2 × (reward gap ÷ price) B may be unreachable."""
-
-    def __post_init__(self) -> None:
-        for name in ("limit", "initial", "rate", "proportional", "derivative", "cap"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ConfigError(f"budget {self.unit!r}: {name} must be a finite number of at least 0, got {value!r}")
-        if self.every < 1:
-            raise ConfigError(f"budget {self.unit!r}: every must be 1 or more, got {self.every}")
-        if self.cap is not None and self.initial > self.cap:
-            raise ConfigError(f"budget {self.unit!r}: initial {self.initial:g} is above its cap {self.cap:g}")
-
-
 class Multiplier:
     """The λ of one budget and the state of its controller; saved in checkpoints."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: BudgetConfig) -> None:
         self.budget = budget
         self.value = budget.initial
         self.integral = budget.initial
@@ -149,7 +118,7 @@ class Multiplier:
 class Budgets:
     """Several budgets, one per unit, each with its λ."""
 
-    def __init__(self, budgets: Sequence[Budget]) -> None:
+    def __init__(self, budgets: Sequence[BudgetConfig]) -> None:
         units = [budget.unit for budget in budgets]
         duplicates = {unit for unit in units if units.count(unit) > 1}
         if duplicates:
@@ -176,8 +145,6 @@ class Budgets:
     def observe(self, costs: Mapping[str, Iterable[float]]) -> None:
         """unit -> costs; units without a budget are ignored."""
         for unit, multiplier in self.multipliers.items():
-            if unit not in costs:
-                raise ValueError(f"there is a budget in {unit!r} but no costs in it")
             multiplier.observe(costs[unit])
 
     def step(self) -> None:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from toolwise.config.imports import did_you_mean
+from toolwise.envs.catalog import check_options
 from toolwise.errors import ConfigError
 from toolwise.routing.families import Family
 from toolwise.routing.usage import UNREADABLE, RouteUsage
@@ -38,22 +38,27 @@ class Cost(Protocol):
     def __call__(self, usage: RouteUsage) -> dict[str, float]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class AnyCost:
+class _FlatPrices:
+    """Every field is a price."""
+
+    def __post_init__(self) -> None:
+        for name, price in asdict(self).items():  # type: ignore[call-overload]
+            check_price(name, price)
+
+
+@dataclass(frozen=True)
+class AnyCost(_FlatPrices):
     """`cost = "any"`: a flat price for using any tool."""
 
     units: ClassVar[tuple[str, ...]] = (COST_UNIT,)
     price: float = 1.0
 
-    def __post_init__(self) -> None:
-        check_price("price", self.price)
-
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
         return {COST_UNIT: self.price * usage.used_any_tool}
 
 
-@dataclass(frozen=True, slots=True)
-class FamilyCost:
+@dataclass(frozen=True)
+class FamilyCost(_FlatPrices):
     """`cost = "family"`: a flat price per family used."""
 
     units: ClassVar[tuple[str, ...]] = _FAMILY_UNITS
@@ -62,24 +67,17 @@ class FamilyCost:
     c_other: float = 1.0
     """Tools of neither family are available in both tool routes, so they are not free."""
 
-    def __post_init__(self) -> None:
-        for name in ("c_search", "c_calc", "c_other"):
-            check_price(name, getattr(self, name))
-
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
         prices = {Family.SEARCH: self.c_search, Family.CALCULATE: self.c_calc, Family.OTHER: self.c_other}
         return _with_total({family: price * bool(usage.calls.get(family)) for family, price in prices.items()})
 
 
-@dataclass(frozen=True, slots=True)
-class CallsCost:
+@dataclass(frozen=True)
+class CallsCost(_FlatPrices):
     """`cost = "calls"`: every call costs the same."""
 
     units: ClassVar[tuple[str, ...]] = _FAMILY_UNITS
     price: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_price("price", self.price)
 
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
         return _with_total({family: self.price * usage.calls.get(family, 0) for family in Family})
@@ -134,14 +132,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
 
 def build_cost(kind: str, **settings: Any) -> Cost:
     """Builds the cost called `kind`."""
-    if kind not in COSTS:
-        hint = did_you_mean(kind, COSTS) or f"; use one of {', '.join(COSTS)}"
-        raise ConfigError(f"unknown cost {kind!r}{hint}")
-    cost_class: Any = COSTS[kind]
-    known = [each.name for each in fields(cost_class)]
-    for name in settings:
-        if name not in known:
-            raise ConfigError(f"cost {kind!r} has no setting {name!r}; it has {', '.join(known)}")
+    check_options(COSTS[kind], settings, f"router.cost_kwargs: cost {kind!r}", {})
     return COSTS[kind](**settings)
 
 

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from toolwise.advantages import MonitoredEstimator, Rlvcr, build_estimator
+from toolwise.config.loader import build_config
+from toolwise.config.router import BudgetConfig
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.protocols import AdvantageEstimator, Learner, ModelPolicy, PrefixEngine, Sampling
-from toolwise.routing.budget import Budget, Multiplier
+from toolwise.routing.budget import Multiplier
 from toolwise.thinking.alternatives import AlternativeWriter
 from toolwise.thinking.levels import DEFAULT_LEVELS, END_THINK, load_levels
 from toolwise.thinking.stage import StageSettings, ThinkingStage
@@ -64,17 +66,8 @@ def _multiplier(config: RunConfig) -> Multiplier | None:
     budget = config.algorithm.rlvcr.budget
     if budget.limit is None:
         return None
-    return Multiplier(
-        Budget(
-            limit=budget.limit,
-            unit="tokens",
-            initial=budget.price,
-            rate=budget.rate,
-            proportional=budget.proportional,
-            every=budget.every,
-            cap=budget.cap,
-        )
-    )
+    settings = {**budget.model_dump(exclude={"price"}), "unit": "tokens", "initial": budget.price}
+    return Multiplier(build_config(BudgetConfig, settings, source="algorithm.rlvcr.budget"))
 
 
 def build_rlvcr(config: RunConfig, trajectory: AdvantageEstimator) -> Rlvcr:

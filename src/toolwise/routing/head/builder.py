@@ -12,7 +12,7 @@ from toolwise.learner.optimizer import Optimizer
 from toolwise.protocols import GenerationEngine, ModelPolicy, PrefixEngine
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.routing.actions import ROUTES
-from toolwise.routing.budget import Budget, Budgets
+from toolwise.routing.budget import Budgets
 from toolwise.routing.cost import Cost, build_cost, tool_prices
 from toolwise.routing.families import Family, offered_tools
 from toolwise.routing.head.features import engine_encoder, feature_width
@@ -87,7 +87,7 @@ def build_inference_router(
         ),
         prompt_of=lambda task: original_prompt(policy.chat, task, tools),
         tools=tools,
-        budgets=Budgets([Budget(**budget.model_dump()) for budget in router.budgets]),
+        budgets=Budgets(router.budgets),
         cost=cost_from_config(config, tools),
         conditioning=conditioning_from_config(config),
         training=router,
@@ -122,18 +122,7 @@ def build_learned_router(
     learner = build_router_learner(config, policy.model, head, actor_optimizer, encode)
     check_router(config, tasks)
     metadata = {"router": config.router.model_dump(mode="json", exclude={"labels"}), **inference_settings(config)}
-    return LearnedRouter(
-        learner,
-        prompt_of=router.prompt_of,
-        tools=router.tools,
-        budgets=router.budgets,
-        cost=router.cost,
-        conditioning=router.conditioning,
-        training=router.training,
-        seed=router.seed,
-        tasks=tasks,
-        metadata=metadata,
-    )
+    return LearnedRouter(**{**vars(router), "model": learner}, tasks=tasks, metadata=metadata)
 
 
 def _engine_encoder(config: RunConfig, engine: GenerationEngine) -> Encode | None:

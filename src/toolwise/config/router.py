@@ -30,6 +30,12 @@ class BudgetConfig(Section):
     cap: PositiveFloat | None = None
     """Upper bound of λ; too low a bound can make the budget unreachable."""
 
+    @model_validator(mode="after")
+    def _check_initial(self) -> BudgetConfig:
+        if self.cap is not None and self.initial > self.cap:
+            raise ValueError(f"initial {self.initial:g} is above its cap {self.cap:g}")
+        return self
+
 
 class RouterConfig(Section):
     """When to answer directly, search or calculate: docs/routing.md."""

@@ -14,6 +14,7 @@ from toolwise.envs.catalog import check_options
 from toolwise.errors import ConfigError, RouterError
 from toolwise.messages import Message
 from toolwise.protocols import Metrics, Router
+from toolwise.serialization.state import TensorCollector, encode
 from toolwise.types import RouteDecision, ScoredRollout, Task
 from toolwise.untrusted.user_code import call_user_code, describe
 
@@ -86,7 +87,12 @@ class UserRouter(Router):
         self._call(self.router.load, folder)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._call(self.router.state_dict)
+        state = self._call(self.router.state_dict)
+        try:
+            encode(state, "state_dict", TensorCollector())
+        except TypeError as fault:
+            raise RouterError(f"router {self.name}: cannot be saved in a checkpoint: {fault}") from None
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._call(self.router.load_state_dict, state)

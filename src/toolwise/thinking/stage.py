@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from toolwise.protocols import Metrics
 from toolwise.thinking.alternatives import AlternativeWriter
@@ -26,21 +26,8 @@ from toolwise.types import (
     ThinkingStep,
 )
 
-
-class DualVariable(Protocol):
-    """λ, the penalty per thinking token, driven by a token budget; `routing.budget.Multiplier` implements it."""
-
-    value: float
-
-    def observe(self, costs: Iterable[float]) -> None: ...
-
-    def step(self) -> bool: ...
-
-    def metrics(self, prefix: str = ...) -> Metrics: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+if TYPE_CHECKING:
+    from toolwise.routing.budget import Multiplier
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +51,8 @@ class StageSettings:
 class ThinkingStage:
     """One per run. `think` returns what estimators read, and metrics; λ is saved in checkpoints."""
 
-    def __init__(self, writer: AlternativeWriter, settings: StageSettings, price: DualVariable | None = None) -> None:
+    def __init__(self, writer: AlternativeWriter, settings: StageSettings, price: Multiplier | None = None) -> None:
+        """`price` is λ, the penalty per thinking token, driven by a token budget; without it λ is `settings.price`."""
         self.writer = writer
         self.settings = settings
         self.price = price

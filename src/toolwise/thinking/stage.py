@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from toolwise.protocols import Metrics
+from toolwise.protocols import Metrics, Stateful
 from toolwise.thinking.alternatives import AlternativeWriter
 from toolwise.thinking.level_scores import score_levels
 from toolwise.thinking.metrics import alternative_metrics, level_usage_metrics
@@ -26,8 +26,17 @@ from toolwise.types import (
     ThinkingStep,
 )
 
-if TYPE_CHECKING:
-    from toolwise.routing.budget import Multiplier
+
+class DualVariable(Stateful, Protocol):
+    """λ, the penalty per thinking token, driven by a token budget; `routing.budget.Multiplier` implements it."""
+
+    value: float
+
+    def observe(self, costs: Iterable[float]) -> None: ...
+
+    def step(self) -> bool: ...
+
+    def metrics(self, prefix: str = ...) -> Metrics: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +60,7 @@ class StageSettings:
 class ThinkingStage:
     """One per run. `think` returns what estimators read, and metrics; λ is saved in checkpoints."""
 
-    def __init__(self, writer: AlternativeWriter, settings: StageSettings, price: Multiplier | None = None) -> None:
-        """`price` is λ, the penalty per thinking token, driven by a token budget; without it λ is `settings.price`."""
+    def __init__(self, writer: AlternativeWriter, settings: StageSettings, price: DualVariable | None = None) -> None:
         self.writer = writer
         self.settings = settings
         self.price = price

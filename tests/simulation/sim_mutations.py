@@ -292,10 +292,10 @@ def log_probs_cut_short(patch: pytest.MonkeyPatch) -> None:
     from_answer = PolicyDecision.from_answer.__func__  # type: ignore[attr-defined]
 
     def cut(cls: Any, answer: Any) -> Any:
-        action, raw, logprobs, value = answer
-        if logprobs is not None and action["type"] == "tool_call":
-            logprobs = {**logprobs, "logprobs": logprobs["logprobs"][:-1]}
-        return from_answer(cls, (action, raw, logprobs, value))
+        decision = from_answer(cls, answer)
+        if decision.tokens is not None and decision.action["type"] == "tool_call":
+            object.__setattr__(decision.tokens, "logprobs", decision.tokens.logprobs[:-1])
+        return decision
 
     patch.setattr(PolicyDecision, "from_answer", classmethod(cut))
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolwise.envs.tool_env import add_counts
-from toolwise.rollout.decision import count_tokens
 from toolwise.types import StepData, Usage
 from toolwise.untrusted.bounds import MAX_DISTINCT_NAMES, MAX_NAME_CHARS, MAX_SCORE, truncate_text
 
@@ -23,8 +22,9 @@ class CallCounts:
 
     def add(self, info: dict[str, Any]) -> None:
         """Add a step's `info`. Removes `queue_s` from it: queueing time describes the machine, not the step."""
-        add_counts(self.calls, _limit_names(self.calls, info.get("calls") or {}))
-        add_counts(self.failed, _limit_names(self.failed, info.get("failed_calls") or {}))
+        for counts, new in ((self.calls, info.get("calls")), (self.failed, info.get("failed_calls"))):
+            if new:
+                add_counts(counts, _limit_names(counts, new))
         self.cost += _cost_of(info.get("cost") or 0.0)
         self.queue_s += info.pop("queue_s", ())
 
@@ -33,8 +33,8 @@ class CallCounts:
             calls=dict(self.calls),
             failed_calls=dict(self.failed),
             cost=self.cost,
-            prompt_tokens=sum(count_tokens(s.policy_logprobs, "prompt_ids") for s in steps),
-            sampled_tokens=sum(count_tokens(s.policy_logprobs, "token_ids") for s in steps),
+            prompt_tokens=sum(len(s.tokens.prompt_ids) for s in steps),
+            sampled_tokens=sum(len(s.tokens.token_ids) for s in steps),
             seconds=seconds,
             queue_s=sum(self.queue_s),
             longest_queue_s=max(self.queue_s, default=0.0),

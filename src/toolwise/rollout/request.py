@@ -373,7 +373,7 @@ class AsyncRolloutRequest:
                 action_taken=decision.action,
                 raw_policy_output=decision.raw,
                 resulting_messages_history=Prefix(self.messages),
-                policy_logprobs=decision.logprobs,
+                policy_logprobs=decision.tokens,
                 policy_value_estimate=decision.value,
                 is_done=self.done,
                 step_info={**info, "assistant_turn_index": len(self.steps)},

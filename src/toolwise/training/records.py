@@ -54,7 +54,7 @@ def rollout_record(scored: ScoredRollout, credited: CreditedRollout | None = Non
             {
                 "advantage": step.advantage,
                 "base_reward": step.base_reward,
-                "tokens": len((step.policy_logprobs or {}).get("token_ids", ())),
+                "tokens": len(step.tokens.token_ids),
             }
             for step in steps
         ],
@@ -86,11 +86,11 @@ def _write_tokens(path: Path, rollouts: Iterable[tuple[str, Sequence[StepData]]]
     arrays: Mapping[str, list[Any]] = {"prompt_ids": [], "token_ids": [], "logprobs": []}
     for rollout_id, steps in rollouts:
         for step in steps:
-            if step.policy_logprobs is not None and "token_ids" in step.policy_logprobs:
+            if step.tokens.has_ids:
                 names.append((rollout_id, step.system_step_index))
                 for key, parts in arrays.items():
                     dtype = np.float32 if key == "logprobs" else np.int32
-                    parts.append(np.array(list(step.policy_logprobs[key]), dtype=dtype))
+                    parts.append(np.array(list(getattr(step.tokens, key)), dtype=dtype))
     if not names:
         return
     tensors = {key: np.concatenate(parts) for key, parts in arrays.items()}

@@ -16,7 +16,6 @@ from toolwise.types.rollouts import (
     StepData,
     StopReason,
     Task,
-    TokenLogprobs,
     Usage,
 )
 from toolwise.types.thinking import (
@@ -28,6 +27,7 @@ from toolwise.types.thinking import (
     ThinkingGroup,
     ThinkingStep,
 )
+from toolwise.types.tokens import SampledTokens, TokenLogprobs
 
 if TYPE_CHECKING:
     from toolwise.types.thinking import Floats as Floats
@@ -48,6 +48,7 @@ __all__ = [
     "RolloutThinking",
     "RouteDecision",
     "RunStart",
+    "SampledTokens",
     "ScoredRollout",
     "StepData",
     "StepEvent",

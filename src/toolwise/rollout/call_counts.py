@@ -25,7 +25,10 @@ class CallCounts:
         for counts, new in ((self.calls, info.get("calls")), (self.failed, info.get("failed_calls"))):
             if new:
                 add_counts(counts, _limit_names(counts, new))
-        self.cost += _cost_of(info.get("cost") or 0.0)
+        cost = float(info.get("cost") or 0.0)
+        if not 0 <= cost <= MAX_SCORE:  # a NaN would silently corrupt the budget of the whole run
+            raise ValueError(f"cost {cost} is not between 0 and {MAX_SCORE:g}")
+        self.cost += cost
         self.queue_s += info.pop("queue_s", ())
 
     def usage(self, steps: Sequence[StepData], seconds: float) -> Usage:
@@ -56,11 +59,3 @@ def _limit_names(counts: Mapping[str, int], new: Mapping[str, int]) -> Mapping[s
         key = short if short in counts or len(counts) + len(limited) < MAX_DISTINCT_NAMES else OTHER_NAMES
         limited[key] = limited.get(key, 0) + count
     return limited
-
-
-def _cost_of(value: Any) -> float:
-    """A step's cost, validated: a NaN would silently corrupt the budget of the whole run."""
-    cost = float(value)
-    if not 0 <= cost <= MAX_SCORE:
-        raise ValueError(f"cost {cost} is not between 0 and {MAX_SCORE:g}")
-    return cost

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 from toolwise.concurrency.deadlines import run_with_deadline
 from toolwise.concurrency.limits import Limits, Slot
-from toolwise.concurrency.tasks import spawn
+from toolwise.concurrency.tasks import spawn, wait_all
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.tool_env import validate_reward
 from toolwise.errors import ContextFullError
@@ -138,14 +138,8 @@ class AsyncRolloutRequest:
         """Collect final rewards and release the environment: once, and completely even if the caller is cancelled."""
         if self._finish_task is None:
             self._finish_task = spawn(self._finish())
-        cancelled = False
-        while not self._finish_task.done():
-            try:
-                await asyncio.shield(self._finish_task)
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled:
-            raise asyncio.CancelledError
+        await wait_all([self._finish_task])
+        self._finish_task.result()
 
     def stop(self, reason: StopReason, fault: str | None = None) -> None:
         self.stop_reason, self.fault = reason, fault or self.fault

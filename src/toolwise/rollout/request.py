@@ -160,22 +160,19 @@ class AsyncRolloutRequest:
     async def _start(self) -> None:
         self._now()
         try:
-            await self._reset()
+            self.env.set_seed(self.env_seed)
+            await self._slot.acquire(self.limits.env)
+            try:
+                observation = await self.env.reset()
+            finally:
+                self._slot.release()
+            if self._finish_task is None:
+                self.messages.extend(observation_messages(observation))
         except BaseException as fault:
             self._record_fault(fault, StopReason.ENV_FAULT, "reset: ")
         _raise_if_cancelled()
         if not self.done:
             self._set_state(RequestState.RUNNING)
-
-    async def _reset(self) -> None:
-        self.env.set_seed(self.env_seed)
-        await self._slot.acquire(self.limits.env)
-        try:
-            observation = await self.env.reset()
-        finally:
-            self._slot.release()
-        if self._finish_task is None:
-            self.messages.extend(observation_messages(observation))
 
     async def _decide(self) -> None:
         """Get the next action from the policy."""

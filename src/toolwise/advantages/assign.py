@@ -47,7 +47,7 @@ def _check_rollouts(credited: Sequence[CreditedRollout], rollouts: Sequence[Anno
 
 def sampled_tokens(step: StepData) -> int:
     """The number of tokens that the policy sampled in this step; 0 if it reported none."""
-    return len((step.policy_logprobs or {}).get("token_ids", ()))
+    return len(step.tokens.token_ids)
 
 
 def with_advantage(step: StepData, advantage: float, return_to_go: float | None) -> StepData:

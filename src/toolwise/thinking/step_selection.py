@@ -39,14 +39,13 @@ def parse_steps(scored: Sequence[ScoredRollout], codec: Codec) -> list[ParsedSte
 
 
 def parse_step(rollout_id: str, group_id: str, index: int, step: StepData, codec: Codec) -> ParsedStep:
-    record = step.policy_logprobs or {}
-    missing = [key for key in ("prompt_ids", "token_ids", "logprobs") if record.get(key) is None]
-    if missing:
+    tokens = step.tokens
+    if not tokens.has_ids:
         raise NoLogprobsError(
-            f"rollout {rollout_id}, step {index}: the policy returned no {missing[0]}, so its thoughts cannot be "
+            f"rollout {rollout_id}, step {index}: the policy returned no token ids, so its thoughts cannot be "
             "compared: use the local policy, or set algorithm.rlvcr.enable = false"
         )
-    ids = list(record["token_ids"])
+    ids = list(tokens.token_ids)
     if ids and ids[-1] == codec.end_id:
         ids.pop()
     text = codec.decode(ids)
@@ -56,9 +55,9 @@ def parse_step(rollout_id: str, group_id: str, index: int, step: StepData, codec
         rollout_id,
         group_id,
         index,
-        record["prompt_ids"],
+        tokens.prompt_ids,
         ids,
-        record["logprobs"],
+        tokens.logprobs,
         text,
         reply,
         token_spans(ids, codec.decode, reply),

@@ -27,7 +27,7 @@ import toolwise
 from toolwise.learner import forward
 from toolwise.learner.forward import hidden_states, prefers_node_layout, token_logprobs
 from toolwise.learner.fused_modules import fuse
-from toolwise.learner.packing import Packed, micro_batches, pack
+from toolwise.learner.packing import Packed, micro_batches
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
@@ -217,7 +217,7 @@ def agreement(model: Any, options: argparse.Namespace) -> dict[str, Any]:
         theirs = torch.log_softmax(model(input_ids=ids, attention_mask=mask).logits.float(), -1)
         for form in options.forms:
             share, gaps = FORMS[form], []
-            for packed in pack(
+            for packed in micro_batches(
                 rows, 150, share_prefixes=share, device=options.device, nodes=prefers_node_layout(model)
             ):
                 ours, _ = token_logprobs(model, hidden_states(model, packed), packed, 1.0, chunk_tokens=16)

@@ -2,7 +2,7 @@
 
     python scripts/make_small_model.py --out src/toolwise/models/small
 
-Trains a Llama-shaped model of about two million parameters on synthetic conversations from `toolwise.demo.teacher`.
+Trains a Llama-shaped model of about two million parameters on synthetic conversations from `small_world_teacher.py`.
 Takes about three minutes on one GPU (an H200), most of it spent making batches.
 """
 
@@ -16,10 +16,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
+from small_world_teacher import conversations
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from toolwise.demo.teacher import conversations
 from toolwise.learner.supervised import Example, SftSettings, sft_steps, tokenize_conversation
 from toolwise.messages import Message
 from toolwise.rollout.chat_tokenizer import ChatTokenizer

@@ -17,8 +17,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import small_world_teacher as teacher
+
 import toolwise
-from toolwise.demo import teacher
 from toolwise.demo.tasks import KINDS, make_row
 from toolwise.tools.builtin.calculator import CalculatorTool
 from toolwise.tools.builtin.search.tool import SearchTool

@@ -143,14 +143,14 @@ def fill(out: Path, scale: Scale, split: str, shard: int, shards: int) -> None:
     from toolwise.data import load_tasks
     from toolwise.frontier.rollout_pool import PoolPlan, fill_pool
     from toolwise.routing.actions import ROUTES, RouteAction
-    from toolwise.routing.head.builder import conditioning_from_config
+    from toolwise.routing.options import Conditioning
     from toolwise.tools.catalog import build_tools
     from toolwise.training.rollout_setup import build_scheduler, local_policy
     from toolwise.training.scoring import build_scoring
     from toolwise.types import RouteDecision, Task
 
     config = config_of(Job("pool", 1.0, 0, exactly=False), out, scale)
-    tools, conditioning = build_tools(list(config.tools)), conditioning_from_config(config)
+    tools, conditioning = build_tools(list(config.tools)), Conditioning(config.router)
 
     def begin(route: RouteAction) -> Callable[[Task, int], RouteDecision]:
         def decide(task: Task, seed: int) -> RouteDecision:

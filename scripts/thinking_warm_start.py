@@ -29,12 +29,12 @@ from thinking_table import forced_table, show  # noqa: E402
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
+from toolwise.data.files import write_rows  # noqa: E402
 from toolwise.demo.rooms.demonstrations import (  # noqa: E402
     demonstrations,
     instructed_walks,
     lessons,
     task_rows,
-    write_rows,
 )
 from toolwise.learner.supervised import (  # noqa: E402
     Example,
@@ -140,8 +140,8 @@ def main() -> None:
 
     began = time.time()
     start = Path(args.model) if args.model else args.out / "fresh"
-    write_rows(args.out / "train.jsonl", task_rows(range(2000), "train"))
-    write_rows(args.out / "heldout.jsonl", task_rows(range(1000), "heldout"))
+    write_rows(list(task_rows(range(2000), "train")), args.out / "train.jsonl")
+    write_rows(list(task_rows(range(1000), "heldout")), args.out / "heldout.jsonl")
     if not args.model:
         weights = fresh_model(start, seed=args.seed, width=args.width, layers=args.layers)
         print(f"{weights:,} weights", flush=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from os import PathLike
@@ -24,10 +25,12 @@ if TYPE_CHECKING:
     from toolwise.envs.catalog import EnvSpec
     from toolwise.rollout.call_format import ParserSpec
     from toolwise.routing.user_router import RouterSpec
+    from toolwise.training.components import EstimatorSpec, LossSpec
+    from toolwise.training.inputs import RunInputs
     from toolwise.training.rollout_setup import RolloutSetup
     from toolwise.training.run_result import RunResult
     from toolwise.training.scoring import RewardSources
-    from toolwise.training.trackers.observers import CallbackSpec, TrackerSpec
+    from toolwise.training.trackers.observers import CallbackSpec, Observers, ObserverSource, TrackerSpec
 
 log = logging.getLogger("toolwise")
 
@@ -50,6 +53,8 @@ def train(
     env: EnvSpec | None = None,
     router: RouterSpec | None = None,
     parser: ParserSpec | None = None,
+    estimator: EstimatorSpec | None = None,
+    loss: LossSpec | None = None,
     trackers: Sequence[TrackerSpec] | TrackerSpec | None = None,
     callbacks: Sequence[CallbackSpec] | CallbackSpec | None = None,
     out: str | Path | None = None,
@@ -62,27 +67,30 @@ def train(
     `Task`s, or rows such as {"prompt": "…", "ground_truth": "…"}. `tools` are typed functions, tool objects or names,
     as a list or a single one. `reward` is a function, or a list of functions or (function, weight) pairs whose scores
     are added. `env` is a class, a function or a name; `router` a `Router` or its class; `parser` a function of the text
-    or a `ToolCallParser`. `trackers` receive the metrics; `callbacks` follow the run and may stop it. `overrides` are
-    strings such as "actor.lr=1e-5".
+    or a `ToolCallParser`; `estimator` an `AdvantageEstimator` and `loss` a `PolicyLoss`, or a class. `trackers` receive
+    the metrics; `callbacks` follow the run and may stop it. `overrides` are strings such as "actor.lr=1e-5".
 
     Everything is recorded in the run folder, so that `toolwise eval`, `resume`, `score` and `export` work on it.
     """
     _refuse_in_worker("train")
+    from toolwise.training.components import load_estimator, load_loss
     from toolwise.training.inputs import gather_inputs
     from toolwise.training.run import assemble, check_learnable
     from toolwise.training.run_files import check_folder
     from toolwise.training.run_result import finished_result
-    from toolwise.training.trackers.observers import Observers, load_observers
+    from toolwise.training.trackers.observers import load_observers
     from toolwise.training.trainer import Training
     from toolwise.view.report import ReportFiles
 
     run_config = read_config(config, overrides, model)
     folder = Path(out) if out is not None else new_run_folder(run_config.name)
-    check_learnable(run_config)
     rows, held_out = read_tasks(tasks, "tasks"), read_tasks(val, "val")
     parts: dict[str, Any] = {"tools": tools, "reward": reward, "env": env, "router": router, "parser": parser}
+    learned: dict[str, Any] = {"estimator": estimator, "loss": loss}
     observed: dict[str, Any] = {"trackers": trackers, "callbacks": callbacks}
-    inputs = gather_inputs(run_config, folder, tasks=(tasks, rows), val=(val, held_out), **parts, **observed)
+    inputs = gather_inputs(run_config, folder, tasks=(tasks, rows), val=(val, held_out), **parts, **learned, **observed)
+    parts |= {"estimator": load_estimator(inputs.config, estimator), "loss": load_loss(inputs.config, loss)}
+    check_learnable(inputs.config, parts["estimator"])
     check_folder(folder, inputs.recorded, resume=resume)
     if resume:
         inputs.check_files()
@@ -91,19 +99,28 @@ def train(
             return finished
     for note in inputs.notes:
         log.warning("%s", note)
+    with _observers(inputs, load_observers(run_config.trainer, trackers, callbacks)) as observers:
+        with show_startup(enabled=run_config.trainer.console):
+            run = assemble(inputs.config, tasks=rows, validation_tasks=held_out, **parts)
+        run = replace(run, config=inputs.recorded)
+        training = Training(run, folder, resume=resume, callbacks=[ReportFiles()], observers=observers)
+    return run_async(training.run_training())
+
+
+@contextmanager
+def _observers(inputs: RunInputs, sources: Sequence[ObserverSource]) -> Iterator[Observers]:
+    """Write the inputs and create the observers; undo both if the run cannot start."""
+    from toolwise.training.trackers.observers import Observers
+
     observers = Observers()
     try:
         inputs.write()
-        observers.create(load_observers(run_config.trainer, **observed))
-        with show_startup(enabled=run_config.trainer.console):
-            run = assemble(inputs.config, tasks=rows, validation_tasks=held_out, **parts)
-        recorded_run = replace(run, config=inputs.recorded)
-        training = Training(recorded_run, folder, resume=resume, callbacks=[ReportFiles()], observers=observers)
+        observers.create(sources)
+        yield observers
     except BaseException:
         observers.close()
         inputs.discard()
         raise
-    return run_async(training.run_training())
 
 
 def resume(
@@ -114,6 +131,8 @@ def resume(
     env: EnvSpec | None = None,
     router: RouterSpec | None = None,
     parser: ParserSpec | None = None,
+    estimator: EstimatorSpec | None = None,
+    loss: LossSpec | None = None,
     trackers: Sequence[TrackerSpec] | TrackerSpec | None = None,
     callbacks: Sequence[CallbackSpec] | CallbackSpec | None = None,
     overrides: Sequence[str] = (),
@@ -132,7 +151,7 @@ def resume(
     cleared: dict[str, Any] = {name: [] for name, value in replaced.items() if value is not None}
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update=cleared)})
     parts: dict[str, Any] = {"tools": tools, "reward": reward, "env": env, "router": router, "parser": parser}
-    return train(config, **parts, **replaced, out=run, resume=True)
+    return train(config, **parts, estimator=estimator, loss=loss, **replaced, out=run, resume=True)
 
 
 def evaluate(

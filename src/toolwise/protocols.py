@@ -1,4 +1,4 @@
-"""Protocols of what a user may replace: policy, engine, parser, estimator, tracker, callback, router, learner.
+"""Protocols of what a user may replace: policy, engine, parser, estimator, loss, tracker, callback, router, learner.
 
 Each is complete: a run calls nothing that is not in it. Optional methods have a default, so that a subclass defines
 only what it needs. Tools and environments have base classes: `tools.base.BaseTool` and `envs.base.BaseEnv`.
@@ -11,22 +11,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 from toolwise.messages import Message, ToolCall
 from toolwise.types import (
     AnnotatedRollout,
     CheckpointEvent,
+    CreditedBatch,
     CreditedRollout,
     EndEvent,
+    RewardSettings,
     RouteDecision,
     RunStart,
     ScoredRollout,
     StepEvent,
     Stop,
     Task,
+    ThinkingByRollout,
     ValidationEvent,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Metrics = dict[str, float]
 
@@ -162,22 +168,65 @@ class ModelPolicy(SessionPolicy, TokenGenerator, Protocol):
 Annotation = Literal["old_logprobs", "ref_logprobs", "values"]
 
 
+@runtime_checkable
 class AdvantageEstimator(Protocol):
-    """Computes an advantage for each sampled token from the scores."""
+    """Computes an advantage for each sampled token. A subclass need only define `__call__`."""
 
     @property
     def needs(self) -> frozenset[Annotation]:
         """Annotations that the learner must compute first."""
-        ...
+        return frozenset()
 
-    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]: ...
+    @property
+    def rewards(self) -> RewardSettings | None:
+        """How it combines score, step rewards and costs, if it computes rewards with `total_rewards`,
+        `episodes_from_rollouts` or `token_rewards_of` of toolwise.advantages. None: it does not, and costs (of KL, of
+        thinking) cannot be charged."""
+        return None
+
+    @property
+    def uses_step_rewards(self) -> bool:
+        """Whether it computes a return for each step or token; False: it compares whole rollouts."""
+        return False
+
+    @property
+    def min_group_size(self) -> int:
+        """The smallest group of rollouts of one task from which it can compute advantages."""
+        return 2
+
+    @property
+    def per(self) -> Literal["token", "turn"]:
+        """What the critic learns a value for, if the estimator needs values."""
+        return "token"
+
+    def learns_from_equal_scores(self, score: float) -> bool:
+        """Whether a group whose rewards all equal `score` can still give nonzero advantages."""
+        return False
+
+    @abstractmethod
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
+        """Return each rollout with its advantages, in the same order."""
+        ...
 
 
 @runtime_checkable
-class MeasuredEstimator(AdvantageEstimator, Protocol):
-    """An estimator that also reports metrics."""
+class PolicyLoss(Protocol):
+    """Computes the loss of each sampled token. A subclass need only define `__call__`."""
 
-    def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]: ...
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics that it returns; their means over tokens are logged as actor/NAME."""
+        return ()
+
+    @abstractmethod
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Tensor
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return losses and metrics, one entry per token. Only `logprobs` has a gradient.
+
+        `sequences` numbers the training sequence of each token; all tokens of a sequence are in one call.
+        """
+        ...
 
 
 @runtime_checkable
@@ -296,7 +345,9 @@ class Learner(Stateful, Protocol):
     version: int
     """Counts updates."""
 
-    def annotate(self, scored: Sequence[ScoredRollout]) -> list[AnnotatedRollout]: ...
+    def annotate(
+        self, scored: Sequence[ScoredRollout], thinking: ThinkingByRollout | None = None
+    ) -> list[AnnotatedRollout]: ...
 
     def update(self, credited: Sequence[CreditedRollout]) -> Metrics: ...
 

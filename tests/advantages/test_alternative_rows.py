@@ -9,7 +9,7 @@ from rlvcr_cases import level_score, thinking_step, thoughtful
 from toolwise.advantages import Grpo, Rlvcr
 from toolwise.advantages.alternative_rows import alternative_rows
 from toolwise.learner.rows import build_rows
-from toolwise.types import CreditedRollout, ThinkingGroup, ThinkingStep
+from toolwise.types import AnnotatedRollout, CreditedRollout, ThinkingGroup, ThinkingStep
 
 FOUR = {1: -3.0, 2: -2.0, 3: -1.0, 4: -2.5}
 TOKENS = {1: 0, 2: 2, 3: 3, 4: 4}
@@ -17,13 +17,15 @@ TOKENS = {1: 0, 2: 2, 3: 3, 4: 4}
 
 def credited() -> CreditedRollout:
     step = thinking_step(3, FOUR, tokens=TOKENS)
-    [won, _] = Grpo(norm_by_std=False)([thoughtful(1.0, [step], name="won"), thoughtful(0.0, [step], name="lost")])
+    both = [thoughtful(1.0, [step], name="won"), thoughtful(0.0, [step], name="lost")]
+    [won, _] = Grpo(norm_by_std=False)(both).rollouts
     return won
 
 
 def rows(cap: float = 2.0, step: ThinkingStep | None = None) -> list[CreditedRollout]:
     step = step or thinking_step(3, FOUR, tokens=TOKENS)
-    return alternative_rows(credited(), 0, step, np.array([0.1, 0.2, 0.3, 0.4]), cap=cap)
+    added = alternative_rows(credited(), 0, step, np.array([0.1, 0.2, 0.3, 0.4]), cap=cap)
+    return [CreditedRollout(AnnotatedRollout(a.scored), a.scored.steps, a.advantages) for a in added]
 
 
 def test_one_row_for_each_level_that_was_not_used() -> None:
@@ -64,10 +66,12 @@ def test_the_weight_is_bounded(cap: float, wanted: float) -> None:
 def test_only_complete_groups_of_winners_are_added() -> None:
     whole, torn = thinking_step(3, FOUR), thinking_step(3, {3: -1.0, 4: -2.0})
     batch = [thoughtful(1.0, [whole, torn], name="won"), thoughtful(0.0, [whole], name="lost")]
-    found, metrics = Rlvcr(combine="reweight", thinking_diversity_w=0.0).credit(batch)
-    assert [c.rollout.rollout_id for c in found] == ["won", "lost", *(f"won/step-0/level-{k}" for k in (1, 2, 4))]
-    assert metrics["thinking/rows_added"] == 3
-    base = Grpo()(batch)
+    result = Rlvcr(combine="reweight", thinking_diversity_w=0.0)(batch)
+    found = result.rollouts
+    assert [c.rollout.rollout_id for c in found] == ["won", "lost"]
+    assert [a.scored.rollout.rollout_id for a in result.added] == [f"won/step-0/level-{k}" for k in (1, 2, 4)]
+    assert result.metrics["thinking/rows_added"] == 3
+    base = Grpo()(batch).rollouts
     assert found[1].advantages[0].tolist() == base[1].advantages[0].tolist()
     assert found[0].advantages[1].tolist() == base[0].advantages[1].tolist()
 
@@ -75,11 +79,11 @@ def test_only_complete_groups_of_winners_are_added() -> None:
 def test_equal_scores_add_nothing() -> None:
     step = thinking_step(3, FOUR)
     batch = [thoughtful(1.0, [step], name=n) for n in ("a", "b")]
-    assert len(Rlvcr(combine="reweight")(batch)) == 2
+    assert len(Rlvcr(combine="reweight")(batch).added) == 0
 
 
 def test_a_score_that_counts_as_success_can_be_set() -> None:
     step = thinking_step(3, FOUR)
     batch = [thoughtful(0.4, [step], name="a"), thoughtful(0.0, [step], name="b")]
-    assert len(Rlvcr(combine="reweight")(batch)) == 5
-    assert len(Rlvcr(combine="reweight", success_score=0.5)(batch)) == 2
+    assert len(Rlvcr(combine="reweight")(batch).added) == 3
+    assert len(Rlvcr(combine="reweight", success_score=0.5)(batch).added) == 0

@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
+import pytest
 
 from toolwise.advantages import Gigpo, Grpo, credit
 from toolwise.advantages.assign import credit_steps, credit_tokens, with_advantage
-from toolwise.protocols import Annotation, MeasuredEstimator
-from toolwise.types import AnnotatedRollout, CreditedRollout, StepData
+from toolwise.errors import ToolwiseError
+from toolwise.protocols import AdvantageEstimator
+from toolwise.types import AnnotatedRollout, CreditedBatch, StepData
 
 Step = Callable[..., StepData]
 Make = Callable[..., AnnotatedRollout]
 
 
-class Plain:
-    """A minimal user estimator: `__call__` and `needs`."""
+class Mine(AdvantageEstimator):
+    """A minimal user estimator: it only defines `__call__`."""
 
-    needs: ClassVar[frozenset[Annotation]] = frozenset()
+    def __init__(self, result: Any) -> None:
+        self.result = result
 
-    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        return []
-
-
-def test_an_estimator_with_nothing_to_report_reports_nothing(step: Step, rollout: Make) -> None:
-    made = [rollout(float(i), steps=[step()]) for i in range(2)]
-    credited, metrics = credit(Grpo(), made)
-    assert metrics == {}
-    assert [c.steps for c in credited] == [c.steps for c in Grpo()(made)]
-    assert credit(Plain(), made) == ([], {})
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
+        return self.result(rollouts)  # type: ignore[no-any-return]
 
 
-def test_an_estimator_that_measures_is_asked(step: Step, rollout: Make) -> None:
+def test_an_estimator_that_only_defines_its_call_has_all_the_rest() -> None:
+    mine = Mine(None)
+    assert (mine.needs, mine.rewards, mine.uses_step_rewards) == (frozenset(), None, False)
+    assert (mine.min_group_size, mine.per, mine.learns_from_equal_scores(1.0)) == (2, "token", False)
+
+
+def test_a_result_is_passed_on(step: Step, rollout: Make) -> None:
     made = [rollout(float(i), steps=[step(state="s")]) for i in range(2)]
-    assert isinstance(Gigpo(), MeasuredEstimator)
-    assert not isinstance(Grpo(), MeasuredEstimator)
-    assert credit(Gigpo(), made)[1]["gigpo/n_anchor_groups"] == 1.0
+    assert credit(Mine(Gigpo()), made).metrics["gigpo/n_anchor_groups"] == 1.0
+    assert credit(Grpo(), made).metrics == {}
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (lambda rollouts: 1 / 0, "Mine failed: ZeroDivisionError: division by zero (" + __file__),
+        (lambda rollouts: sys.exit(3), "Mine failed: RuntimeError: it called sys.exit(3)"),
+        (lambda rollouts: list(rollouts), "Mine returned a list; return a toolwise.CreditedBatch"),
+        (lambda rollouts: CreditedBatch([]), "Mine returned 0 rollouts for 1; return each with its advantages"),
+    ],
+)
+def test_whatever_goes_wrong_in_it_is_an_error_in_one_line(result: Any, told: str, step: Step, rollout: Make) -> None:
+    with pytest.raises(ToolwiseError) as caught:
+        credit(Mine(result), [rollout(1.0, steps=[step()])])
+    assert str(caught.value).startswith(f"algorithm.adv_estimator: {told}")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_copy_has_the_credit_and_all_the_rest(step: Step) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from toolwise.advantages import ESTIMATORS, Gigpo, Grpo, MonitoredEstimator, Rlvcr
-from toolwise.advantages.description import describe_rewards, has_step_returns
-from toolwise.learner.kl import KlCoefficient
-from toolwise.learner.kl_reward import KlRewardEstimator
+from toolwise.advantages.description import describe_rewards
+from toolwise.protocols import AdvantageEstimator
 
 STEPWISE = ("gigpo", "hgpo", "gae", "reinforce_plus_plus")
 
@@ -44,20 +43,20 @@ def test_prices_are_told() -> None:
 
 @pytest.mark.parametrize(
     "around",
-    [
-        lambda e: KlRewardEstimator(e, KlCoefficient(0.1)),
-        lambda e: Rlvcr(trajectory=e),
-        lambda e: MonitoredEstimator(KlRewardEstimator(e, KlCoefficient(0.1)), Rlvcr()),
-    ],
+    [lambda e: Rlvcr(trajectory=e), lambda e: MonitoredEstimator(trajectory=e)],
 )
 def test_what_stands_around_an_estimator_does_not_hide_it(around: Any) -> None:
     assert describe_rewards("x", around(Gigpo())) == describe_rewards("x", Gigpo())
     assert describe_rewards("x", around(Grpo())) == describe_rewards("x", Grpo())
-    assert has_step_returns(around(Gigpo()))
-    assert not has_step_returns(around(Grpo()))
+    assert around(Gigpo()).uses_step_rewards
+    assert not around(Grpo()).uses_step_rewards
 
 
 def test_an_estimator_of_your_own_is_named() -> None:
-    assert describe_rewards("mine", object()) == (
+    class Mine(AdvantageEstimator):
+        def __call__(self, rollouts: Any) -> Any:
+            return None
+
+    assert describe_rewards("mine", Mine()) == (
         "advantages: mine (step rewards and score as the estimator itself uses them)"
     )

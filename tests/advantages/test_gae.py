@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,7 @@ def test_per_token_hand_worked(step: Step, rollout: Make) -> None:
     made = rollout(
         1.0, steps=[step(0, tokens=2), step(1, tokens=None), step(2, tokens=1)], values=[[0.5, 1.0], [], [0.25]]
     )
-    found = Gae(gamma=0.5, lam=0.5, whiten=False)([made])[0]
+    found = Gae(gamma=0.5, lam=0.5, whiten=False)([made]).rollouts[0]
     # As in the table above: a step without tokens is not a time step.
     assert [a.tolist() for a in found.advantages] == [[-11 / 64, -11 / 16], [], [0.75]]
     assert found.returns is not None
@@ -135,7 +136,7 @@ def test_per_turn_hand_worked(step: Step, rollout: Make) -> None:
     many = rollout(1.0, steps=steps, values=[[0.5, 9.0], [1.0, 9.0, 9.0], [0.25]])
     one = rollout(1.0, steps=steps, values=[[0.5], [1.0], [0.25]])
     for made in (many, one):
-        found = Gae(gamma=0.5, lam=0.5, per="turn", whiten=False)([made])[0]
+        found = Gae(gamma=0.5, lam=0.5, per="turn", whiten=False)([made]).rollouts[0]
         assert [a.tolist() for a in found.advantages] == [[-11 / 64] * 2, [-11 / 16] * 3, [0.75]]
         assert found.returns is not None
         assert [r.tolist() for r in found.returns] == [[0.5 - 11 / 64] * 2, [1 - 11 / 16] * 3, [1.0]]
@@ -143,19 +144,19 @@ def test_per_turn_hand_worked(step: Step, rollout: Make) -> None:
 
 def test_turns_weigh_alike_when_whitened_per_turn(step: Step, rollout: Make) -> None:
     made = [rollout(float(i), "g", [step(0, tokens=1 + 9 * i)], values=[[0.0]]) for i in range(2)]
-    found = Gae(per="turn")(made)
+    found = Gae(per="turn")(made).rollouts
     assert [r.steps[0].advantage for r in found] == pytest.approx([-1 / np.sqrt(2), 1 / np.sqrt(2)], abs=1e-6)
 
 
 def test_base_rewards_come_with_the_last_token_of_their_step(step: Step, rollout: Make) -> None:
     steps = [step(0, tokens=2, base_reward=1.0), step(1, tokens=2, base_reward=4.0)]
     made = rollout(100.0, steps=steps, values=[[0, 0], [0, 0]])
-    found = Gae(gamma=0.5, lam=1.0, whiten=False)([made])[0]
+    found = Gae(gamma=0.5, lam=1.0, whiten=False)([made]).rollouts[0]
     # The score is the sum of all, so 95 of 100 are left for the end: 0, 1, 0, 99 discounted.
     assert [a.tolist() for a in found.advantages] == [[0.5 * 25.75, 1 + 0.25 * 99], [49.5, 99]]
-    add = Gae(gamma=0.0, lam=1.0, whiten=False, terminal_score="add")([made])[0]
+    add = Gae(gamma=0.0, lam=1.0, whiten=False, terminal_score="add")([made]).rollouts[0]
     assert [a.tolist() for a in add.advantages] == [[0, 1], [0, 104]]
-    never = Gae(gamma=0.5, lam=1.0, whiten=False, terminal_score="never")([made])[0]
+    never = Gae(gamma=0.5, lam=1.0, whiten=False, terminal_score="never")([made]).rollouts[0]
     assert [a.tolist() for a in never.advantages] == [[0.5 + 0.5, 1 + 1.0], [2, 4]]
 
 
@@ -166,7 +167,7 @@ def test_the_reward_of_a_step_without_tokens_goes_to_the_token_before_it(step: S
         step(2, tokens=None, base_reward=3.0),
     ]
     made = rollout(13.0, steps=steps, values=[[], [0, 0], []])
-    found = Gae(gamma=1.0, lam=1.0, whiten=False)([made, made])
+    found = Gae(gamma=1.0, lam=1.0, whiten=False)([made, made]).rollouts
     for r in found:  # rewards before the first decision are credited to no token
         assert [a.tolist() for a in r.advantages] == [[], [4, 4], []]
 
@@ -176,31 +177,31 @@ def test_a_rollout_cut_short_ends_or_is_bootstrapped(step: Step, rollout: Make) 
         rollout(0.0, steps=[step(0, tokens=2)], values=[[1.0, 2.0]], stop=stop)
         for stop in (StopReason.MAX_STEPS, StopReason.ANSWERED)
     ]
-    ended = Gae(gamma=1.0, lam=1.0, whiten=False)(both)
+    ended = Gae(gamma=1.0, lam=1.0, whiten=False)(both).rollouts
     assert [r.advantages[0].tolist() for r in ended] == [[-1, -2], [-1, -2]]
-    cut = Gae(gamma=1.0, lam=1.0, whiten=False, bootstrap_truncated=True)(both)
+    cut = Gae(gamma=1.0, lam=1.0, whiten=False, bootstrap_truncated=True)(both).rollouts
     assert [r.advantages[0].tolist() for r in cut] == [[1, 0], [-1, -2]]
 
 
 def test_a_price_for_leaving_the_reference(step: Step, rollout: Make) -> None:
     made = rollout(1.0, steps=[step(0, tokens=2, logprob=-1.0)], values=[[0, 0]], ref=[[-1.5, -0.5]])
-    found = Gae(gamma=0.0, lam=1.0, whiten=False, kl_coef=0.1)([made])[0]
+    found = Gae(gamma=0.0, lam=1.0, whiten=False)([replace(made, kl_coef=0.1)]).rollouts[0]
     # k1: log π − log π_ref = 1/2, −1/2.
     assert found.advantages[0] == pytest.approx([-0.05, 1 + 0.05])
-    again = rollout(1.0, steps=[step(0, tokens=2)], values=[[0, 0]], ref=[[-1.5, -0.5]], old=[[-1.5, -0.5]])
-    assert Gae(gamma=0.0, whiten=False, kl_coef=0.1)([again])[0].advantages[0].tolist() == [0, 1]
+    same = rollout(1.0, steps=[step(0, tokens=2)], values=[[0, 0]], ref=[[-1.5, -0.5]], old=[[-1.5, -0.5]])
+    [again] = Gae(gamma=0.0, whiten=False)([replace(same, kl_coef=0.1)]).rollouts
+    assert again.advantages[0].tolist() == [0, 1]
 
 
 def test_whitening_is_over_all_tokens_of_the_batch(step: Step, rollout: Make) -> None:
     made = [rollout(float(i), "g", [step(0, tokens=1 + i)], values=[[0.0] * (1 + i)]) for i in range(3)]
-    flat = np.concatenate([a for r in Gae()(made) for a in r.advantages])
+    flat = np.concatenate([a for r in Gae()(made).rollouts for a in r.advantages])
     assert flat.mean() == pytest.approx(0, abs=1e-6)
     assert flat.var(ddof=1) == pytest.approx(1, abs=1e-5)
 
 
 def test_what_it_needs_of_the_learner() -> None:
     assert Gae().needs == {"values"}
-    assert Gae(kl_coef=0.1).needs == {"values", "ref_logprobs"}
 
 
 def test_without_values_or_with_too_few_it_says_so(step: Step, rollout: Make) -> None:
@@ -212,16 +213,16 @@ def test_without_values_or_with_too_few_it_says_so(step: Step, rollout: Make) ->
     with pytest.raises(CreditError, match="step 0: 0 values for 2 sampled tokens"):
         Gae(per="turn")([rollout(1.0, steps=steps, values=[[]])])
     with pytest.raises(CreditError, match="has no reference log-probs: the learner must annotate them"):
-        Gae(kl_coef=0.1)([rollout(1.0, steps=steps, values=[[1.0, 1.0]])])
+        Gae()([replace(rollout(1.0, steps=steps, values=[[1.0, 1.0]]), kl_coef=0.1)])
     with pytest.raises(CreditError, match="2 old and 1 reference log-probs for 2 sampled tokens"):
-        Gae(kl_coef=0.1)([rollout(1.0, steps=steps, values=[[1.0, 1.0]], ref=[[0.0]])])
+        Gae()([replace(rollout(1.0, steps=steps, values=[[1.0, 1.0]], ref=[[0.0]]), kl_coef=0.1)])
     with pytest.raises(CreditError, match="per is 'step'"):
         Gae(per="step")  # type: ignore[arg-type]
 
 
 def test_nothing_in_nothing_out(step: Step, rollout: Make) -> None:
-    assert Gae()([]) == []
-    empty = Gae()([rollout(1.0, steps=[], values=[])])[0]
+    assert Gae()([]).rollouts == []
+    empty = Gae()([rollout(1.0, steps=[], values=[])]).rollouts[0]
     assert empty.advantages == ()
-    mute = Gae(per="turn")([rollout(1.0, steps=[step(0, tokens=None)], values=[[]])])[0]
+    mute = Gae(per="turn")([rollout(1.0, steps=[step(0, tokens=None)], values=[[]])]).rollouts[0]
     assert [a.tolist() for a in mute.advantages] == [[]]

@@ -20,7 +20,6 @@ from toolwise.advantages import (
     SingletonAnchorsWarning,
     StateAnchor,
     apply_gigpo_to_batch_steps,
-    credit,
     system_apply_gigpo_to_batch_steps,
 )
 from toolwise.advantages import gigpo as module
@@ -28,7 +27,7 @@ from toolwise.advantages.arrays import CreditError
 from toolwise.advantages.gigpo import gigpo_advantages
 from toolwise.advantages.step_rewards import Episodes, episodes_of
 from toolwise.messages import Message
-from toolwise.types import AnnotatedRollout, StepData
+from toolwise.types import AnnotatedRollout, CreditedBatch, StepData
 
 Step = Callable[..., StepData]
 Make = Callable[..., AnnotatedRollout]
@@ -443,7 +442,7 @@ def test_the_estimator_spreads_a_step_s_advantage_over_its_tokens(step: Step, ro
         rollout(1.0, "x", [step(0, state="s", tokens=3), step(1, state="t", tokens=None)]),
         rollout(0.0, "x", [step(0, state="s", tokens=1), step(1, state="t", tokens=2), step(2, state="t", tokens=0)]),
     ]
-    found = Gigpo(gamma=0.5, omega=0.5, normalization="mean_norm")(rollouts)
+    found = Gigpo(gamma=0.5, omega=0.5, normalization="mean_norm")(rollouts).rollouts
     expected = [[0.375, 0.25 + 1 / 3], [-0.375, -0.25 - 1 / 6, -0.25 - 1 / 6]]
     assert [[s.advantage for s in r.steps] for r in found] == [pytest.approx(row) for row in expected]
     assert [[len(a) for a in r.advantages] for r in found] == [[3, 0], [1, 2, 0]]
@@ -469,7 +468,7 @@ def test_the_estimator_and_the_function_over_steps_agree(step: Step, rollout: Ma
         same: Any = {"combine": combine, "normalization": normalization, "terminal_score": terminal}
         found = Gigpo(gamma=0.8, omega=0.3, step_advantage_w=0.6, invalid_action_penalty=0.2, **same)(
             [rollout(s, g, steps) for s, g, steps in zip(scores, groups, lists, strict=True)]
-        )
+        ).rollouts
         told = apply_gigpo_to_batch_steps(
             lists, scores, 0.3, 0.8, None, group_ids=groups, step_advantage_w=0.6, invalid_action_penalty=0.2, **same
         )
@@ -481,7 +480,7 @@ def test_a_tool_s_tokens_change_nothing(step: Step, rollout: Make) -> None:
     long = {"token_ids": [7], "logprobs": [-1.0], "prompt_ids": list(range(500))}
     short = [rollout(float(i), "x", [step(0, state="s"), step(1, state="t")]) for i in range(2)]
     longer = [rollout(float(i), "x", [step(0, state="s"), step(1, state="t", policy_logprobs=long)]) for i in range(2)]
-    for a, b in zip(Gigpo()(short), Gigpo()(longer), strict=True):
+    for a, b in zip(Gigpo()(short).rollouts, Gigpo()(longer).rollouts, strict=True):
         assert [x.tolist() for x in a.advantages] == [x.tolist() for x in b.advantages]
         assert [s.return_to_go for s in a.steps] == [s.return_to_go for s in b.steps]
 
@@ -492,7 +491,7 @@ def test_metrics_tell_how_much_the_steps_had_to_say(step: Step, rollout: Make) -
         rollout(0.0, "x", [step(0, state="s"), step(1, state="t"), step(2, state="u")]),
         rollout(0.0, "y", [step(0, state="s")]),
     ]
-    _, metrics = credit(Gigpo(gamma=0.5, normalization="mean_norm"), rollouts)
+    metrics = Gigpo(gamma=0.5, normalization="mean_norm")(rollouts).metrics
     # States: (x, s) twice, (x, t) twice, (x, u) and (y, s) once. A_E: ±1/2, 0. A_S: ±1/4, ±1/2, 0, 0.
     assert metrics == {
         "gigpo/n_anchor_groups": 4.0,
@@ -502,21 +501,21 @@ def test_metrics_tell_how_much_the_steps_had_to_say(step: Step, rollout: Make) -
         "gigpo/mean_abs_episode_advantage": pytest.approx(1 / 3),
         "gigpo/mean_abs_step_advantage": pytest.approx(1.5 / 6),
     }
-    assert credit(Gigpo(), []) == ([], {})
+    assert Gigpo()([]) == CreditedBatch([], {})
 
 
 def test_the_estimator_takes_its_states_from_where_it_is_told(step: Step, rollout: Make) -> None:
     rollouts = [rollout(float(i), "x", [step(0, state="same", observation_data={"room": i % 2})]) for i in range(4)]
-    by_key = Gigpo().credit(rollouts)[1]["gigpo/n_anchor_groups"]
-    by_room = Gigpo(state_anchor=lambda seen: seen["room"]).credit(rollouts)[1]["gigpo/n_anchor_groups"]
+    by_key = Gigpo()(rollouts).metrics["gigpo/n_anchor_groups"]
+    by_room = Gigpo(state_anchor=lambda seen: seen["room"])(rollouts).metrics["gigpo/n_anchor_groups"]
     assert (by_key, by_room) == (1.0, 2.0)
 
 
 def test_similar_observations_can_be_one_anchor(step: Step, rollout: Make) -> None:
     texts = ["You see a red apple on the wooden table.", "You see a red apple on the wooden table!"]
     rollouts = [rollout(float(i), "x", [step(0, observation_data=text)]) for i, text in enumerate(texts)]
-    assert Gigpo().credit(rollouts)[1]["gigpo/frac_singleton"] == 1.0
-    assert Gigpo(anchor_similarity=0.9).credit(rollouts)[1]["gigpo/frac_singleton"] == 0.0
+    assert Gigpo()(rollouts).metrics["gigpo/frac_singleton"] == 1.0
+    assert Gigpo(anchor_similarity=0.9)(rollouts).metrics["gigpo/frac_singleton"] == 0.0
 
 
 def test_a_state_anchor_can_be_given_whole(step: Step) -> None:

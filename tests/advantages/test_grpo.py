@@ -75,7 +75,7 @@ def test_equal_rewards_are_exactly_zero(norm_by_std: bool) -> None:
 
 def test_no_scores_give_no_advantages() -> None:
     assert group_advantages([], []).tolist() == []
-    assert Grpo()([]) == []
+    assert Grpo()([]).rollouts == []
 
 
 def test_scores_and_groups_of_different_length_are_refused() -> None:
@@ -131,7 +131,7 @@ def test_a_group_s_own_std_is_what_it_is_divided_by(scores: list[float]) -> None
 
 
 def test_every_sampled_token_and_step_gets_the_rollout_s_advantage() -> None:
-    credited = Grpo(norm_by_std=False)([annotated(1.0, "a", (3, None, 2)), annotated(0.0, "a", (1,))])
+    credited = Grpo(norm_by_std=False)([annotated(1.0, "a", (3, None, 2)), annotated(0.0, "a", (1,))]).rollouts
     assert [a.tolist() for a in credited[0].advantages] == [[0.5, 0.5, 0.5], [], [0.5, 0.5]]
     assert [a.tolist() for a in credited[1].advantages] == [[-0.5]]
     assert [a.dtype for a in credited[0].advantages] == [np.float32] * 3
@@ -141,8 +141,8 @@ def test_every_sampled_token_and_step_gets_the_rollout_s_advantage() -> None:
 
 def test_tokens_and_turns_do_not_weigh_in_the_group_s_statistics() -> None:
     """A rollout that read more tool output, or took more turns, is still one rollout."""
-    short = Grpo()([annotated(1.0, "a", (1,)), annotated(0.0, "a", (1,))])
-    long = Grpo()([annotated(1.0, "a", (9, 9, 9)), annotated(0.0, "a", (1,))])
+    short = Grpo()([annotated(1.0, "a", (1,)), annotated(0.0, "a", (1,))]).rollouts
+    long = Grpo()([annotated(1.0, "a", (9, 9, 9)), annotated(0.0, "a", (1,))]).rollouts
     assert short[1].steps[0].advantage == long[1].steps[0].advantage
     assert short[0].steps[0].advantage == long[0].steps[0].advantage
 
@@ -162,7 +162,7 @@ def test_a_rollout_without_a_score_is_a_mistake_of_the_caller() -> None:
 
 def test_the_estimator_is_in_the_table_and_needs_nothing_of_the_learner() -> None:
     assert isinstance(ESTIMATORS["grpo"](), Grpo)
-    assert Grpo.needs == frozenset()
+    assert Grpo().needs == frozenset()
 
 
 # Over tensors.
@@ -251,7 +251,7 @@ def test_tensor_form_agrees_with_the_estimator(rows: list[tuple[float, int]]) ->
     scores, groups = [s for s, _ in rows], [g for _, g in rows]
     rewards = torch.tensor(scores, dtype=torch.float64)[:, None] * torch.tensor([[0.0, 1.0]], dtype=torch.float64)
     advantages, _ = compute_grpo_outcome_advantage(rewards, torch.ones(len(rows), 2), groups)
-    credited = Grpo()([annotated(s, str(g)) for s, g in rows])
+    credited = Grpo()([annotated(s, str(g)) for s, g in rows]).rollouts
     assert advantages[:, 0].tolist() == pytest.approx([float(c.advantages[0][0]) for c in credited], abs=1e-6)
 
 
@@ -261,7 +261,7 @@ def test_tensor_form_agrees_with_the_estimator(rows: list[tuple[float, int]]) ->
 def test_leave_one_out_hand_worked() -> None:
     # 3, 5, 10 against the means of the others: 7.5, 6.5, 4.
     assert group_advantages([3, 5, 10], "ggg", leave_one_out=True).tolist() == pytest.approx([-4.5, -1.5, 6])
-    assert Rloo()([annotated(s, "g") for s in (3.0, 5.0, 10.0)])[2].steps[0].advantage == pytest.approx(6)
+    assert Rloo()([annotated(s, "g") for s in (3.0, 5.0, 10.0)]).rollouts[2].steps[0].advantage == pytest.approx(6)
     rewards = torch.tensor([[3.0], [5.0], [10.0]])
     advantages, _ = compute_grpo_outcome_advantage(rewards, torch.ones(3, 1), "ggg", leave_one_out=True)
     assert advantages.flatten().tolist() == pytest.approx([-4.5, -1.5, 6])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def test_hand_worked() -> None:
 
 def test_the_estimator_agrees_with_the_table(step: Step, rollout: Make) -> None:
     made = [rollout(1.0, "a", [step(0, tokens=1), step(1, tokens=1)]), rollout(0.0, "b", [step(0, tokens=1)])]
-    found = ReinforcePlusPlus(gamma=0.5)(made)
+    found = ReinforcePlusPlus(gamma=0.5)(made).rollouts
     assert np.concatenate([a for r in found for a in r.advantages]) == pytest.approx([0, 1, -1], abs=1e-6)
     assert [s.return_to_go for r in found for s in r.steps] == [0.5, 1, 0]
 
@@ -63,18 +64,17 @@ def test_inserting_a_tool_s_tokens_changes_nothing(rewards: Any) -> None:
 
 def test_equal_returns_are_exactly_zero(step: Step, rollout: Make) -> None:
     made = [rollout(0.1, str(i), [step(0, tokens=3)]) for i in range(7)]
-    assert {x for r in ReinforcePlusPlus()(made) for a in r.advantages for x in a.tolist()} == {0.0}
-    alone = ReinforcePlusPlus()([rollout(5.0, "a", [step(0, tokens=1)])])
+    assert {x for r in ReinforcePlusPlus()(made).rollouts for a in r.advantages for x in a.tolist()} == {0.0}
+    alone = ReinforcePlusPlus()([rollout(5.0, "a", [step(0, tokens=1)])]).rollouts
     assert alone[0].advantages[0].tolist() == [0.0]
 
 
 def test_a_price_for_leaving_the_reference_with_each_token(step: Step, rollout: Make) -> None:
     made = rollout(1.0, steps=[step(0, tokens=2, logprob=-1.0)], ref=[[-2.0, -1.5]])
-    found = ReinforcePlusPlus(kl_coef=0.1)([made])[0]
+    found = ReinforcePlusPlus()([replace(made, kl_coef=0.1)]).rollouts[0]
     # Rewards −0.1 and 1 − 0.05; the first token's return holds both.
     assert found.returns is not None
     assert found.returns[0] == pytest.approx([0.85, 0.95])
-    assert ReinforcePlusPlus(kl_coef=0.1).needs == {"ref_logprobs"}
     assert ReinforcePlusPlus().needs == frozenset()
 
 
@@ -83,4 +83,4 @@ def test_wrong_discounts_are_refused() -> None:
         compute_reinforce_plus_plus_outcome_advantage(np.ones((1, 1)), np.ones((1, 1)), 3.0)
     with pytest.raises(CreditError, match="gamma is 3"):
         ReinforcePlusPlus(gamma=3.0)
-    assert ReinforcePlusPlus()([]) == []
+    assert ReinforcePlusPlus()([]).rollouts == []

@@ -42,7 +42,7 @@ def tokens(credited: CreditedRollout) -> list[float]:
 
 def test_the_ungated_form_by_hand() -> None:
     plain = Rlvcr(Grpo(norm_by_std=False), thinking_diversity_w=0.0)
-    won, lost = plain(pair())
+    won, lost = plain(pair()).rollouts
     # A_traj ±0.5; level 3 is 1 above the four's mean of −2, level 1 is 1 below it
     assert tokens(won) == [1.5] * (HEAD + 1 + ACTION)
     assert tokens(lost) == [-1.5] * (HEAD + 1 + ACTION)
@@ -50,7 +50,7 @@ def test_the_ungated_form_by_hand() -> None:
 
 
 def test_the_signed_gate_by_hand() -> None:
-    won, lost = Rlvcr(Grpo(norm_by_std=False), thinking_diversity_w=0.0, gate="signed")(pair())
+    won, lost = Rlvcr(Grpo(norm_by_std=False), thinking_diversity_w=0.0, gate="signed")(pair()).rollouts
     assert tokens(won) == [1.5] * HEAD + [0.5] * (1 + ACTION)
     # The failed rollout's level was bad for its action, and the action was bad: the level is not penalized further.
     assert tokens(lost) == [0.5] * HEAD + [-0.5] * (1 + ACTION)
@@ -59,32 +59,32 @@ def test_the_signed_gate_by_hand() -> None:
 def test_the_gate_of_success_by_hand() -> None:
     """The failed rollout has no thinking advantage; the two that succeeded do, although neither beats the other."""
     settings: dict[str, Any] = {"thinking_diversity_w": 0.0, "gate": "success", "success_score": 1.0}
-    won, lost = Rlvcr(Grpo(norm_by_std=False), **settings)(pair())
+    won, lost = Rlvcr(Grpo(norm_by_std=False), **settings)(pair()).rollouts
     assert tokens(won) == [1.5] * HEAD + [0.5] * (1 + ACTION)
     assert tokens(lost) == [-0.5] * (HEAD + 1 + ACTION)
     both = [thoughtful(1.0, [thinking_step(level, FOUR)], name=f"{level}") for level in (3, 1)]
-    well, badly = Rlvcr(Grpo(), **settings)(both)
+    well, badly = Rlvcr(Grpo(), **settings)(both).rollouts
     assert tokens(well) == [1.0] * HEAD + [0.0] * (1 + ACTION)
     assert tokens(badly) == [-1.0] * HEAD + [0.0] * (1 + ACTION)
     unknown = Rlvcr(Grpo(norm_by_std=False), thinking_diversity_w=0.0, gate="success")
-    assert [tokens(c) for c in unknown(pair())] == [tokens(won), tokens(lost)]
-    assert [tokens(c) for c in unknown(both)] == [[0.0] * (HEAD + 1 + ACTION)] * 2
+    assert [tokens(c) for c in unknown(pair()).rollouts] == [tokens(won), tokens(lost)]
+    assert [tokens(c) for c in unknown(both).rollouts] == [[0.0] * (HEAD + 1 + ACTION)] * 2
 
 
 def test_the_signed_gate_goes_on_where_all_succeed_by_hand() -> None:
     """If `success_score` is set: for the level only, and not in groups where all failed."""
     settings: dict[str, Any] = {"thinking_diversity_w": 0.0, "gate": "signed", "success_score": 1.0}
-    assert [tokens(c) for c in Rlvcr(Grpo(norm_by_std=False), **settings)(pair())] == [
+    assert [tokens(c) for c in Rlvcr(Grpo(norm_by_std=False), **settings)(pair()).rollouts] == [
         [1.5] * HEAD + [0.5] * (1 + ACTION),
         [0.5] * HEAD + [-0.5] * (1 + ACTION),
     ]
     for score, wanted in ((1.0, [1.0, -1.0]), (0.0, [0.0, 0.0])):
         steps = [replace(thinking_step(level, FOUR), level_tokens=LEVEL) for level in (3, 1)]
         equals = [thoughtful(score, [step], name=f"{step.level}") for step in steps]
-        found = [tokens(c) for c in Rlvcr(Grpo(), **settings)(equals)]
+        found = [tokens(c) for c in Rlvcr(Grpo(), **settings)(equals).rollouts]
         assert found == [[extra] * LEVEL + [0.0] * (HEAD - LEVEL + 1 + ACTION) for extra in wanted]
         untold = Rlvcr(Grpo(), **{**settings, "success_score": None})
-        assert [tokens(c) for c in untold(equals)] == [[0.0] * (HEAD + 1 + ACTION)] * 2
+        assert [tokens(c) for c in untold(equals).rollouts] == [[0.0] * (HEAD + 1 + ACTION)] * 2
 
 
 @pytest.mark.parametrize("what", ["priced", "gigpo"])
@@ -94,13 +94,15 @@ def test_where_all_succeed_the_sign_of_who_was_shorter_is_not_asked(what: str) -
     alike = dict.fromkeys((1, 2, 3, 4), -1.0)
     steps = [thinking_step(level, alike, tokens=tokens_of) for level in (4, 1)]
     batch = [
-        thoughtful(1.0, [replace(step, level_tokens=LEVEL)] * count, name=f"{step.level}", price=0.1)
+        thoughtful(
+            1.0, [replace(step, level_tokens=LEVEL)] * count, name=f"{step.level}", price=0.1, charged=what == "priced"
+        )
         for step, count in zip(steps, (2, 1), strict=True)
     ]
     base = Gigpo(state_anchor=lambda step: "one") if what == "gigpo" else Grpo()
     settings: dict[str, Any] = {"thinking_diversity_w": 0.0, "gate": "signed", "success_score": 1.0}
-    found = Rlvcr(base, price_rollouts=what == "priced", **settings)(batch)
-    plain = Rlvcr(base, price_rollouts=what == "priced", **(settings | {"step_advantage_w": 0.0}))(batch)
+    found = Rlvcr(base, **settings)(batch).rollouts
+    plain = Rlvcr(base, **(settings | {"step_advantage_w": 0.0}))(batch).rollouts
     for credited, without, extra in zip(found, plain, (-0.45, 0.35), strict=True):
         for own, before in zip(credited.advantages, without.advantages, strict=True):
             assert (own - before).round(5).tolist() == pytest.approx(
@@ -112,7 +114,7 @@ def test_where_all_succeed_the_sign_of_who_was_shorter_is_not_asked(what: str) -
 def test_what_rounding_leaves_of_a_mean_has_no_sign() -> None:
     """0.2 among 0.1, 0.2 and 0.3 differs from their mean by 2.8e-17."""
     batch = [thoughtful(s, [thinking_step(3, FOUR)], name=f"{s}") for s in (0.1, 0.2, 0.3)]
-    _, middle, _ = Rlvcr(thinking_diversity_w=0.0, gate="signed")(batch)
+    _, middle, _ = Rlvcr(thinking_diversity_w=0.0, gate="signed")(batch).rollouts
     assert tokens(middle) == [0.0] * (HEAD + 1 + ACTION)
 
 
@@ -121,23 +123,25 @@ def test_the_gate_of_success_is_for_the_level_alone() -> None:
     two = replace(thinking_step(3, FOUR), level_tokens=2)
     rollouts = [thoughtful(1.0, [two], name="a"), thoughtful(1.0, [two], name="b")]
     settings: dict[str, Any] = {"thinking_diversity_w": 0.0, "success_score": 1.0}
-    for found in Rlvcr(Grpo(), gate="success", **settings)(rollouts):
+    for found in Rlvcr(Grpo(), gate="success", **settings)(rollouts).rollouts:
         assert tokens(found) == [1.0] * 2 + [0.0] * (HEAD - 2 + 1 + ACTION)
-    for found in Rlvcr(Grpo(), gate="none", **settings)(rollouts):
+    for found in Rlvcr(Grpo(), gate="none", **settings)(rollouts).rollouts:
         assert tokens(found) == [1.0] * (HEAD + 1 + ACTION)
 
 
 def test_rollouts_may_pay_for_their_thoughts_too() -> None:
     """4 and 0 tokens at 0.1: scores of 0.6 and 1 for advantages, 1 and 1 for the gate and everything else."""
     tokens_of = {1: 0, 2: 0, 3: 4, 4: 4}
-    batch = [thoughtful(1.0, [thinking_step(k, FOUR, tokens=tokens_of)], name=f"{k}", price=0.1) for k in (3, 1)]
+    batch = [
+        thoughtful(1.0, [thinking_step(k, FOUR, tokens=tokens_of)], name=f"{k}", price=0.1, charged=True)
+        for k in (3, 1)
+    ]
     settings: dict[str, Any] = {"thinking_diversity_w": 0.0, "gate": "success", "success_score": 1.0}
-    dear, cheap = Rlvcr(Grpo(norm_by_std=False), price_rollouts=True, **settings)(batch)
+    dear, cheap = Rlvcr(Grpo(norm_by_std=False), **settings)(batch).rollouts
     # u: −3, −2, −1.4, −2.4, whose mean is −2.2; so A_think is 0.8 for level 3 and −0.8 for level 1
     assert tokens(dear) == [0.6] * HEAD + [-0.2] * (1 + ACTION)
     assert tokens(cheap) == [-0.6] * HEAD + [0.2] * (1 + ACTION)
     assert [c.annotated.scored.score for c in (dear, cheap)] == [1.0, 1.0]
-    assert Rlvcr(gate="signed", price_rollouts=True).learns_from_equal_scores(0.0)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -150,7 +154,7 @@ def test_additive_and_gated_forms_equal_a_slow_twin(seed: int, gate: str, mode: 
     batch = random_batch(seed, price=0.07, anneal=0.6, level_tokens=LEVEL if told else None)
     settings: dict[str, Any] = {"gate": gate, "mode": mode, "score": score, "step_advantage_w": 0.8}
     settings["success_score"] = 1.0 if told else None
-    for found, wanted in zip(Rlvcr(**settings)(batch), slow_tokens(batch, **settings), strict=True):
+    for found, wanted in zip(Rlvcr(**settings)(batch).rollouts, slow_tokens(batch, **settings), strict=True):
         for a, b in zip(found.advantages, wanted, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5)
 
@@ -159,7 +163,8 @@ def test_additive_and_gated_forms_equal_a_slow_twin(seed: int, gate: str, mode: 
 def test_the_reweighted_form_equals_a_slow_twin(seed: int) -> None:
     batch = random_batch(seed, price=0.02)
     found = Rlvcr(combine="reweight", thinking_diversity_w=0.3, importance_cap=1.5)(batch)
-    by_name = {c.rollout.rollout_id: c for c in found}
+    by_name: dict[str, Any] = {c.rollout.rollout_id: c for c in found.rollouts}
+    by_name |= {a.scored.rollout.rollout_id: a for a in found.added}
     base = slow_trajectory(batch)
     rows = 0
     for number, rollout in enumerate(batch):
@@ -182,21 +187,21 @@ def test_the_reweighted_form_equals_a_slow_twin(seed: int) -> None:
                 np.testing.assert_allclose(row.advantages[-1], advantage * np.minimum(ratio, 1.5), rtol=1e-5)
                 if score.thinking_tokens:
                     np.testing.assert_allclose(row.advantages[0], advantage, rtol=1e-5)
-    assert len(found) == len(batch) + rows
+    assert (len(found.rollouts), len(found.added)) == (len(batch), rows)
 
 
 def test_without_a_weight_it_is_what_lies_underneath() -> None:
     batch = random_batch(3)
     for base in (Grpo(), Gigpo(state_anchor="last_observation")):
-        for found, wanted in zip(Rlvcr(base, step_advantage_w=0.0)(batch), base(batch), strict=True):
+        for found, wanted in zip(Rlvcr(base, step_advantage_w=0.0)(batch).rollouts, base(batch).rollouts, strict=True):
             assert tokens(found) == tokens(wanted)
 
 
 def test_gigpo_underneath_gives_each_step_its_own_sign() -> None:
     batch = pair()
     base = Gigpo(normalization="mean_norm", state_anchor="last_observation")
-    under = base(batch)
-    found = Rlvcr(base, gate="signed", thinking_diversity_w=0.0)(batch)
+    under = base(batch).rollouts
+    found = Rlvcr(base, gate="signed", thinking_diversity_w=0.0)(batch).rollouts
     for a, b, think in zip(found, under, (1.0, -1.0), strict=True):
         step = b.steps[0].advantage or 0.0
         assert a.advantages[0][0] == pytest.approx(step + np.sign(step) * think)
@@ -208,8 +213,8 @@ def test_steps_without_a_group_have_no_thinking_advantage() -> None:
         thoughtful(1.0, [thinking_step(3), thinking_step(None), thinking_step(2, {2: -1.0, 4: -3.0})], name="a"),
         thoughtful(0.0, [thinking_step(1)], name="b"),
     ]
-    base = Grpo()(batch)
-    found = Rlvcr(thinking_diversity_w=0.0)(batch)
+    base = Grpo()(batch).rollouts
+    found = Rlvcr(thinking_diversity_w=0.0)(batch).rollouts
     assert tokens(found[1]) == tokens(base[1])
     assert found[0].advantages[0].tolist() == base[0].advantages[0].tolist()
     assert found[0].advantages[1].tolist() == base[0].advantages[1].tolist()
@@ -218,8 +223,8 @@ def test_steps_without_a_group_have_no_thinking_advantage() -> None:
 
 def test_a_batch_that_nobody_thought_over_is_its_base() -> None:
     batch = [AnnotatedRollout(r.scored) for r in pair()]
-    found, metrics = Rlvcr().credit(batch)
-    assert [tokens(c) for c in found] == [tokens(c) for c in Grpo()(batch)]
+    found, metrics = Rlvcr()(batch).rollouts, Rlvcr()(batch).metrics
+    assert [tokens(c) for c in found] == [tokens(c) for c in Grpo()(batch).rollouts]
     assert metrics == {}
 
 
@@ -229,7 +234,7 @@ def test_the_price_is_inside_the_four() -> None:
         thoughtful(1.0, [thinking_step(1, same, tokens=spent)], name="short", price=0.1),
         thoughtful(1.0, [thinking_step(4, same, tokens=spent)], name="long", price=0.1),
     ]
-    short, long = Rlvcr(thinking_diversity_w=0.0)(batch)
+    short, long = Rlvcr(thinking_diversity_w=0.0)(batch).rollouts
     assert (tokens(short)[0], tokens(long)[0]) == (0.3, -0.3)
 
 
@@ -238,26 +243,26 @@ def test_diversity_lifts_what_the_group_does_not_use_and_fades() -> None:
     for anneal, wanted in ((1.0, -0.375), (0.5, -0.1875), (0.0, 0.0)):
         batch = [thoughtful(1.0, [thinking_step(2, same)], name=n, anneal=anneal) for n in ("a", "b")]
         # All steps use level 2: it has no bonus, the three others have 0.5 each.
-        assert tokens(Rlvcr()(batch)[0])[0] == pytest.approx(wanted)
+        assert tokens(Rlvcr()(batch).rollouts[0])[0] == pytest.approx(wanted)
 
 
 def test_shuffled_advantages_are_the_same_ones_elsewhere() -> None:
     batch = random_batch(1)
     own, shuffled = Rlvcr(Grpo(), thinking_diversity_w=0.0), Rlvcr(Grpo(), thinking_diversity_w=0.0, shuffle=True)
-    base = [a[0] for c in Grpo()(batch) for a in c.advantages]
+    base = [a[0] for c in Grpo()(batch).rollouts for a in c.advantages]
     parts = [
-        [a[0] - b for a, b in zip([a for c in e(batch) for a in c.advantages], base, strict=True)]
+        [a[0] - b for a, b in zip([a for c in e(batch).rollouts for a in c.advantages], base, strict=True)]
         for e in (own, shuffled)
     ]
     compared = [i for i, r in enumerate(s.group is not None for b in batch for s in b.thinking.steps) if r]
     left, right = ([part[i] for i in compared] for part in parts)
     assert left != pytest.approx(right)
     assert sorted(left) == pytest.approx(sorted(right), abs=1e-6)
-    assert [tokens(c) for c in shuffled(batch)] == [tokens(c) for c in shuffled(batch)]
+    assert [tokens(c) for c in shuffled(batch).rollouts] == [tokens(c) for c in shuffled(batch).rollouts]
 
 
 def test_figures_say_what_each_level_was_worth() -> None:
-    _, metrics = Rlvcr(thinking_diversity_w=0.0).credit(pair())
+    metrics = Rlvcr(thinking_diversity_w=0.0)(pair()).metrics
     assert metrics["thinking/advantage_used_3"] == pytest.approx(1.0)
     assert metrics["thinking/advantage_used_1"] == pytest.approx(-1.0)
     assert metrics["thinking/advantage_level_2"] == pytest.approx(0.0)
@@ -267,10 +272,10 @@ def test_figures_say_what_each_level_was_worth() -> None:
 
 def test_watched_credits_as_the_other_does_and_reports_as_rlvcr() -> None:
     batch = pair()
-    watched = MonitoredEstimator(Grpo(), Rlvcr())
-    found, metrics = watched.credit(batch)
-    assert [tokens(c) for c in found] == [tokens(c) for c in Grpo()(batch)]
-    assert metrics == Rlvcr().credit(batch)[1]
+    watched = MonitoredEstimator(Grpo())
+    found = watched(batch)
+    assert [tokens(c) for c in found.rollouts] == [tokens(c) for c in Grpo()(batch).rollouts]
+    assert found.metrics == Rlvcr()(batch).metrics
     assert not watched.learns_from_equal_scores(1.0)
 
 

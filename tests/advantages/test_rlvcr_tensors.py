@@ -105,7 +105,7 @@ def test_rows_of_four_are_compared_as_groups_are(score: Any, quantity: str, mode
     batch = named_batch(5, price=0.05)
     rows, own = rows_of_four(batch, quantity)
     found, _ = compute_rlvcr_outcome_advantage(**rows, mode=mode, score=score, price=0.05)
-    wanted = [a for c in Rlvcr(mode=mode, score=score)(batch) for a in c.advantages]
+    wanted = [a for c in Rlvcr(mode=mode, score=score)(batch).rollouts for a in c.advantages]
     order = {
         name: i
         for i, name in enumerate((r.scored.rollout.rollout_id, j) for r in batch for j in range(len(r.scored.steps)))
@@ -120,10 +120,10 @@ def test_reweighted_rows_all_train() -> None:
     rows, own = rows_of_four(batch, "action_logprob")
     found, _ = compute_rlvcr_outcome_advantage(**rows, combine="reweight", thinking_diversity_w=0.0)
     credited = Rlvcr(combine="reweight", thinking_diversity_w=0.0, importance_cap=1e9)(batch)
-    by_step = {(c.rollout.rollout_id, i): a[0] for c in credited[: len(batch)] for i, a in enumerate(c.advantages)}
+    by_step = {(c.rollout.rollout_id, i): a[0] for c in credited.rollouts for i, a in enumerate(c.advantages)}
     for row in own:
         assert found[row, 0] == pytest.approx(by_step[rows["step_uid"][row]], abs=1e-5)
-    names = {c.rollout.rollout_id for c in credited[len(batch) :]}
+    names = {a.scored.rollout.rollout_id for a in credited.added}
     assert len(names) > 0
     for row in set(range(len(found))) - set(own):
         name, index = rows["step_uid"][row]

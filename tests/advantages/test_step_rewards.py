@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolwise.advantages.arrays import CreditError
-from toolwise.advantages.step_rewards import Episodes, episodes_of, total_rewards
-from toolwise.types import AnnotatedRollout, StepData
+from toolwise.advantages.step_rewards import Episodes, episodes_of, totals_before_costs
+from toolwise.types import AnnotatedRollout, RewardSettings, StepData
 
 Step = Callable[..., StepData]
 Make = Callable[..., AnnotatedRollout]
@@ -181,12 +181,14 @@ def test_step_rewards_only_move_what_a_rollout_earned(step: Step, batch: Any) ->
 def test_whole_rollouts_are_compared_by_the_same_totals(
     step: Step, rollout: Make, batch: Any, terminal: str, default: float
 ) -> None:
-    settings = {"terminal_score": terminal, "default_step_reward": default}
+    settings: Any = {"terminal_score": terminal, "default_step_reward": default}
     scored = [rollout(score, steps=[step(base_reward=r) for r, _ in steps]).scored for steps, score in batch]
-    np.testing.assert_array_equal(total_rewards(scored, **settings), made(step, batch, **settings).scores)
+    found = totals_before_costs(scored, RewardSettings(**settings))
+    np.testing.assert_array_equal(found, made(step, batch, **settings).scores)
 
 
 def test_whole_rollouts_ask_nothing_of_their_steps_unless_they_must(step: Step, rollout: Make) -> None:
     """An environment with non-numeric rewards does not stop GRPO, which reads only scores."""
     odd = [rollout(score, steps=[step(base_reward=float("nan"))]).scored for score in (1.0, 0.0)]
-    assert total_rewards(odd, terminal_score="remainder").tolist() == [1.0, 0.0]
+    assert totals_before_costs(odd, RewardSettings()).tolist() == [1.0, 0.0]
+    assert totals_before_costs(odd, None).tolist() == [1.0, 0.0]

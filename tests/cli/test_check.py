@@ -100,8 +100,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["permissions", "'internet'"],
     ),
     "a form without a place": (
-        ["check", "reward", "HERE/mine.py", "--rollouts", "HERE/mine_rollouts.jsonl", "--gold-form", "Answer"],
-        ["--gold-form 'Answer'", "ground truth with {}"],
+        ["check", "reward", "HERE/mine.py", "--rollouts", "HERE/mine_rollouts.jsonl", "--gold-template", "Answer"],
+        ["--gold-template 'Answer'", "ground truth with {}"],
     ),
 }
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,3 +91,11 @@ def test_mistakes_are_one_line_and_status_2(arguments: list[str], message: str) 
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("old", [["--create", "[]"], ["--create=[]"]])
+def test_an_old_name_of_an_option_works_and_is_noted(cli: Callable[..., Any], old: list[str]) -> None:
+    ended = cli("check", "tool", "calculator", *old)
+    assert "note: --create is now --create-kwargs" in ended.err
+    assert "--create-kwargs '[]' is not a JSON object" in ended.err
+    assert ended.status == 2

@@ -35,7 +35,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_model_s_own_rollouts_are_shown_and_written(cli: Cli, config: Path, tmp_path: Path) -> None:
-    ended = cli("rollout", config, "-n", 2, "--each", 2, "--out", tmp_path / "out")
+    ended = cli("rollout", config, "-n", 2, "--per-task", 2, "--out", tmp_path / "out")
     assert ended.status == 0, ended.err
     found = records(tmp_path / "out")
     assert [r["rollout_id"].rsplit("/", 1)[1] for r in found] == ["0", "1", "0", "1"]

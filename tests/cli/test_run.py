@@ -75,7 +75,7 @@ def test_a_question_is_routed_and_answered_with_a_real_tool(run_folder: Path) ->
 
 
 def test_json_has_everything(run_folder: Path) -> None:
-    told = json.loads(call("run", run_folder, SUM, "--route", "calculate", "--cap", 0, "--json").stdout)
+    told = json.loads(call("run", run_folder, SUM, "--route", "calculate", "--max-cost", 0, "--json").stdout)
     assert (told["route"], told["cost"]) == ("CALCULATE-FAMILY", 0.0)
     assert told["refused"] >= 1
     assert told["messages"][0]["role"] == "user"

@@ -29,6 +29,7 @@ from toolwise.concurrency.deadlines import (
     in_virtual_time,
     run_with_deadline,
 )
+from toolwise.testing.virtual_time import simulate
 
 T = TypeVar("T")
 LATE = TimeoutError("late")
@@ -329,6 +330,21 @@ def test_the_deadline_goes_on_after_the_queue() -> None:
     with pytest.raises(TimeoutError) as caught:
         run(run_with_deadline(0.1, work(), LATE, clock))
     assert caught.value is LATE
+
+
+def test_the_deadline_covers_the_work_before_the_queue_too() -> None:
+    async def work() -> None:
+        await asyncio.sleep(6)
+        with exclude_queue_time():
+            await asyncio.sleep(100)
+        await asyncio.sleep(60)
+
+    async def measure() -> float:
+        with pytest.raises(TimeoutError):
+            await run_with_deadline(10, work(), LATE, WorkClock())
+        return asyncio.get_running_loop().time()
+
+    assert simulate(measure()) == pytest.approx(110)
 
 
 def test_what_is_ended_in_the_queue_has_waited() -> None:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from toolwise.data import load_tasks
-from toolwise.data.prepare import PreparedFile, prepare_gsm8k
+from toolwise.data.prepare import prepare_gsm8k
 from toolwise.errors import DataError
 
 DATA = Path(__file__).parents[1] / "fixtures"
@@ -18,7 +18,7 @@ SOURCE = DATA / "gsm8k.jsonl"
 
 def test_rows_come_with_a_calculator_and_no_answer_for_it(tmp_path: Path) -> None:
     out = tmp_path / "train.parquet"
-    assert prepare_gsm8k(SOURCE, out) == [PreparedFile(out, 60)]
+    assert prepare_gsm8k(SOURCE, out) == {out: 60}
     for number, task in enumerate(load_tasks(out)):
         system, user = task.prompt
         assert task.task_id == f"train/train/{number}"
@@ -73,16 +73,16 @@ def test_a_folder_gives_both_splits(tmp_path: Path) -> None:
     (source / "train.jsonl").write_text("".join(lines[:40]))
     (source / "test.jsonl").write_text("".join(lines[40:]))
     written = prepare_gsm8k(source, tmp_path / "out")
-    assert written == [
-        PreparedFile(tmp_path / "out" / "train.parquet", 40),
-        PreparedFile(tmp_path / "out" / "test.parquet", 20),
-    ]
+    assert written == {
+        tmp_path / "out" / "train.parquet": 40,
+        tmp_path / "out" / "test.parquet": 20,
+    }
     assert load_tasks(tmp_path / "out" / "test.parquet")[0].extra_info["split"] == "test"
 
 
 def test_a_file_into_a_folder_keeps_its_name(tmp_path: Path) -> None:
     (written,) = prepare_gsm8k(SOURCE, tmp_path / "out")
-    assert written.path == tmp_path / "out" / "gsm8k.parquet"
+    assert written == tmp_path / "out" / "gsm8k.parquet"
 
 
 @pytest.mark.parametrize("answer", ["no mark", "#### ", "#### many", "#### 3 apples"])

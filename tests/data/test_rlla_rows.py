@@ -101,10 +101,9 @@ def test_gold_with_both_and_with_neither() -> None:
 
 
 def test_converted_rows_have_the_published_layout(tmp_path: Path) -> None:
-    (written,) = prepare_rlla(DATA / "rlla_sft.json", tmp_path)
-    assert (written.path, written.rows) == (tmp_path / "rlla_sft.parquet", 400)
+    assert prepare_rlla(DATA / "rlla_sft.json", tmp_path) == {tmp_path / "rlla_sft.parquet": 400}
     published = pq.read_schema(DATA / "rlla_test.parquet")
-    made = pq.read_schema(written.path)
+    made = pq.read_schema(tmp_path / "rlla_sft.parquet")
     assert made.names == published.names
     for name in made.names:
         fields = made.field(name).type

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from toolwise.demo.frontier import BUDGETS, FrontierSize, evaluate_small_frontier
+from toolwise.demo.frontier import BUDGETS, evaluate_small_frontier
 from toolwise.demo.recipe import BUDGET
 from toolwise.errors import CheckpointError
 
@@ -20,7 +20,7 @@ TINY = [
     *("--set", "rollout.temperature=2"),  # so that rollouts differ and the actor learns: a run that does not fails
     *("--set", "trainer.total_steps=1", "--set", "rollout.max_new_tokens=24", "--set", "multi_turn.max_turns=2"),
 ]
-SIZE = FrontierSize(tasks=8, draws=2, replicates=20)
+SIZE = {"tasks": 8, "draws": 2, "replicates": 20}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, cli: Cli) -> Path:
 @pytest.mark.long
 def test_it_is_made_of_the_last_checkpoint_and_kept(run: Path, cli: Cli) -> None:
     seen: list[tuple[int, int]] = []
-    found = asyncio.run(evaluate_small_frontier(run, SIZE, lambda what, done, of: seen.append((done, of))))
+    found = asyncio.run(evaluate_small_frontier(run, **SIZE, on_done=lambda what, done, of: seen.append((done, of))))
     assert seen[0] == (0, 12)
     assert seen[-1] == (12, 12)
     assert found.frontier.rows == 3
@@ -46,7 +46,7 @@ def test_it_is_made_of_the_last_checkpoint_and_kept(run: Path, cli: Cli) -> None
     asked = cli("run", run, "What is 2 + 2?", "--budget", "0.3", "--json")
     assert asked.status == 0, asked.err
     again: list[tuple[int, int]] = []
-    asyncio.run(evaluate_small_frontier(run, SIZE, lambda what, done, of: again.append((done, of))))
+    asyncio.run(evaluate_small_frontier(run, **SIZE, on_done=lambda what, done, of: again.append((done, of))))
     assert again[0] == (12, 12), "what has been rolled out is not rolled out again"
 
 

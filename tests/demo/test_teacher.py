@@ -9,9 +9,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from small_world_teacher import STRATEGIES, TOOL_OFFERS, conversations, demonstrate
 
 from toolwise.demo.tasks import KINDS, make_row, make_rows
-from toolwise.demo.teacher import STRATEGIES, TOOL_OFFERS, conversations, demonstrate
 from toolwise.messages import Message
 from toolwise.tools.base import BaseTool
 from toolwise.tools.builtin.calculator import CalculatorTool

@@ -27,7 +27,7 @@ def test_every_name_is_documented() -> None:
     page = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
     methods = [name for name in vars(BaseEnv) if not name.startswith("_") and name != "structured_actions"]
     options = [name for name in inspect.signature(GymnasiumEnv).parameters if name != "world"]
-    findings = [*EnvChecks(BaseEnv, [], None, None, 0, 1, 1.0).names(), "event loop"]
+    findings = [*EnvChecks(BaseEnv, [], None, None, 0, 1, 1.0).parts(), "event loop"]
     missing = [name for name in (*methods, *options, *RESERVED_NAMES, *ENVS, *INTERACTIONS) if f"`{name}" not in page]
     assert missing == []
     assert [name for name in findings if f"| {name} |" not in page] == []

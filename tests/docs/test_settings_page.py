@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import settings_page
+from setting_keys import setting_keys
 
-from toolwise.config.loader import setting_keys
 from toolwise.config.schema import RunConfig
 
 pytestmark = pytest.mark.docs

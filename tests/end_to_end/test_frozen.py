@@ -55,6 +55,17 @@ def test_a_run_of_before_is_resumed_evaluated_and_scored(frozen: Path, cli: Cli)
     assert (run / "report.html").is_file()
 
 
+def test_rollouts_of_before_are_read(frozen: Path) -> None:
+    from toolwise.training.records import read_records
+
+    files = sorted((frozen / "run" / "rollouts").glob("*.jsonl"))
+    assert [file.stem for file in files] == ["eval-000000", "eval-000002", "step-000001", "step-000002"]
+    for file in files:
+        rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+        stored = [{name: record.to_json()[name] for name in row} for record, row in zip(read_records(file), rows)]  # noqa: B905
+        assert stored == rows
+
+
 def test_an_export_of_before_answers(frozen: Path) -> None:
     from toolwise import RoutedAgent
 

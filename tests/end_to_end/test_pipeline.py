@@ -33,7 +33,8 @@ def test_the_test_is_there(file: str, name: str) -> None:
 
 
 def test_every_setting_the_page_names_is_one() -> None:
-    from toolwise.config.loader import setting_keys
+    from setting_keys import setting_keys
+
     from toolwise.config.schema import RunConfig
 
     named = set(re.findall(r"`((?:actor|algorithm|critic)\.\w+)(?: = [^`]*)?`", PAGE))

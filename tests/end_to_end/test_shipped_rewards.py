@@ -113,7 +113,7 @@ def annotated(rollouts: list[Rollout], results: list[EvaluateResult]) -> list[An
 
 def assert_success_is_worth_more(estimator: Any, better: AnnotatedRollout, worse: AnnotatedRollout) -> None:
     """For its first decision and for its last, and by more than rounding."""
-    (good, bad), _ = credit(estimator, [better, worse])
+    good, bad = credit(estimator, [better, worse]).rollouts
     assert good.advantages[-1].mean() > bad.advantages[-1].mean() + 0.1
     assert good.advantages[0].mean() > bad.advantages[0].mean() + 0.1
 
@@ -163,7 +163,7 @@ def test_a_format_reward_beside_the_world_s_does_not_hide_it(estimator: str) -> 
     results = asyncio.run(parts.evaluate(Mixed(), rollouts, step=0))
     made = annotated(rollouts, results)
     assert [step.base_reward for step in made[0].scored.steps] == [0.0, 0.0]
-    (good, bad), _ = credit(ESTIMATORS[estimator](), made)
+    good, bad = credit(ESTIMATORS[estimator](), made).rollouts
     assert good.advantages[-1].mean() > bad.advantages[-1].mean() + 0.1
 
 
@@ -185,7 +185,7 @@ def test_step_level_credit_alone_prefers_success_too(name: str, kind: Callable[.
     results = asyncio.run(InProcessExecutor().evaluate(reward, rollouts, step=0))
     made = annotated(rollouts, results)
     assert all(step.base_reward is not None for one in made for step in one.scored.steps)
-    (good, bad), _ = credit(kind(omega=0.0), made)
+    good, bad = credit(kind(omega=0.0), made).rollouts
     assert good.advantages[0].mean() > bad.advantages[0].mean() + 0.1
 
 

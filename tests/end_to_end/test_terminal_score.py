@@ -16,8 +16,8 @@ from toolwise.config import algorithm
 from toolwise.config.schema import RunConfig, load_config
 from toolwise.errors import ConfigError
 from toolwise.training.changes import changes_since, check_same_run
+from toolwise.training.components import load_estimator
 from toolwise.training.loop import select_groups
-from toolwise.training.run import estimator_from_config
 from toolwise.types import AnnotatedRollout, EvaluateResult, ScoredRollout, StepData
 
 Cli = Callable[..., Any]
@@ -63,7 +63,7 @@ def test_old_names_are_read_with_a_note(old: str, now: str, caplog: pytest.LogCa
     for _ in range(2):
         config = RunConfig.model_validate({"algorithm": {"adv_estimator": "gigpo", "terminal_score": old}})
         assert config.algorithm.terminal_score == now
-    made: Any = estimator_from_config(config)
+    made: Any = load_estimator(config)
     assert made.terminal_score == now
     assert caplog.messages == [f'algorithm.terminal_score = "{old}" is an old name for "{now}": please use the new one']
 
@@ -77,11 +77,11 @@ def test_other_names_are_refused(tmp_path: Path) -> None:
 def test_every_estimator_gets_the_setting() -> None:
     for name in ("grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus"):
         config = RunConfig.model_validate({"algorithm": {"adv_estimator": name, "terminal_score": "add"}})
-        made: Any = estimator_from_config(config)
+        made: Any = load_estimator(config)
         assert made.terminal_score == "add"
     rlvcr = {"adv_estimator": "rlvcr", "terminal_score": "add", "rlvcr": {"enable": True}}
-    found: Any = estimator_from_config(RunConfig.model_validate({"algorithm": rlvcr}))
-    assert found.trajectory.terminal_score == "add"
+    found: Any = load_estimator(RunConfig.model_validate({"algorithm": rlvcr}))  # what RLVCR adds to
+    assert found.terminal_score == "add"
 
 
 # What is learned from.
@@ -111,21 +111,17 @@ def test_grpo_compares_score_and_step_rewards_together_where_they_are_added() ->
     """1 − 0.5 and 1: by hand ∓0.25 around 0.75. With the remainder both are 1, and there is nothing to learn."""
     batch = [AnnotatedRollout(scored(1.0, -0.5, None)), AnnotatedRollout(scored(1.0, 0.0))]
     for name in ("grpo", "rloo"):
-        add = build_estimator(name, terminal_score="add", norm_by_std=False)(batch)
+        add = build_estimator(name, terminal_score="add", norm_by_std=False)(batch).rollouts
         scale = 1.0 if name == "grpo" else 2.0
         assert [c.steps[0].advantage for c in add] == [-0.25 * scale, 0.25 * scale]
-        assert [c.steps[0].advantage for c in build_estimator(name)(batch)] == [0.0, 0.0]
+        assert [c.steps[0].advantage for c in build_estimator(name)(batch).rollouts] == [0.0, 0.0]
 
 
 def test_a_group_that_differs_in_step_rewards_alone_is_kept_where_they_are_added() -> None:
-    from functools import partial
-
-    from toolwise.advantages.step_rewards import reward_settings, total_rewards
-
     group = [scored(1.0, -0.5, None), scored(1.0, 0.0)]
     for how, kept in (("remainder", []), ("add", group), ("never", [])):
-        settings = reward_settings(build_estimator("grpo", terminal_score=how))
-        found = select_groups(group, keeps_equal=lambda score: False, totals=partial(total_rewards, **settings))
+        rewards = build_estimator("grpo", terminal_score=how).rewards
+        found = select_groups(group, keeps_equal=lambda score: False, rewards=rewards)
         assert found[0] == kept
     assert select_groups(group, keeps_equal=lambda score: False)[0] == []
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import typer
+from setting_keys import setting_keys
 
 import toolwise
 import toolwise.cli
 import toolwise.view.report as report
 from toolwise.config.imports import load_reference
-from toolwise.config.loader import apply_overrides, build_config, setting_keys
+from toolwise.config.loader import apply_overrides, build_config
 from toolwise.config.schema import RunConfig, load_config
 from toolwise.config.trainer import TrainerConfig
 from toolwise.errors import ConfigError, FaultRateError, RouterError

@@ -21,11 +21,12 @@ from engine_cases import (
 from engine_cases import run as run_async
 from selection import quick_first
 
+from toolwise.config.schema import LoraConfig
 from toolwise.engine.cpu_runner import CpuRunner
 from toolwise.engine.cuda_runner import CudaRunner
 from toolwise.engine.runner import Runner
 from toolwise.errors import ConfigError
-from toolwise.learner.lora import Adapters, LoraSettings
+from toolwise.learner.lora import Adapters
 from toolwise.protocols import Sampling
 
 NEW = 20
@@ -50,7 +51,7 @@ def model_of(family: str) -> Any:
 
 
 def adapted(model: Any, targets: str = "all", rank: int = 3, alpha: float = 5.0) -> Adapters:
-    adapters = Adapters(model, LoraSettings(rank, alpha, TARGETS[targets]))
+    adapters = Adapters(model, LoraConfig(rank=rank, alpha=alpha, target_modules=list(TARGETS[targets])))
     move(model)
     return adapters
 

@@ -73,6 +73,16 @@ def test_the_child_with_most_in_common_is_copied() -> None:
     assert blocks.open([1, 2, 3, 4, 0, 0, 0, 0], end=8).held == 4
 
 
+def test_prompts_are_compared_beyond_their_first_block() -> None:
+    """Also right after a lookup of a longer common path, from which the next one starts."""
+    blocks = BlockManager(16, SIZE)
+    tokens = [1, 1, 1, 1, 2, 2, 2, 2, 3]
+    one = computed(blocks, tokens)
+    assert blocks.open(tokens, end=9).held == 8
+    two = blocks.open([1, 1, 1, 1, 4, 4, 4, 4, 3], end=9)
+    assert (two.held, two.table) == (4, one.table[:1])
+
+
 def test_two_who_computed_the_same_keep_one() -> None:
     blocks = BlockManager(8, SIZE)
     tokens = [1, 2, 3, 4, 5]

@@ -9,9 +9,10 @@ import pytest
 import torch
 from engine_cases import FAMILIES, counted, generate_all, greedily, random_ids, tiny
 
+from toolwise.config.schema import LoraConfig
 from toolwise.engine import Engine
 from toolwise.engine.cuda_runner import CudaRunner
-from toolwise.learner.lora import Adapters, LoraSettings
+from toolwise.learner.lora import Adapters
 from toolwise.protocols import Generation, Sampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -88,7 +89,7 @@ def test_the_next_token_is_the_new_weights_and_graphs_stay() -> None:
 
 def with_adapters(model: Any, *targets: str) -> Adapters:
     """Rank 4, and far enough from their initial values to matter."""
-    adapters = Adapters(model, LoraSettings(4, 8.0, targets))
+    adapters = Adapters(model, LoraConfig(rank=4, alpha=8.0, target_modules=list(targets)))
     move(model, seed=0)
     return adapters
 

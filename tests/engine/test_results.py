@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ LOOP.close()
 GREEDY = Sampling(max_new_tokens=3, do_sample=False)
 
 
-def request(tokens: list[int], kind: Any = "generate", **more: Any) -> Request:
-    return Request(kind, tokens, len(tokens), GREEDY, asyncio.Future(loop=LOOP), LOOP, **more)
+def request(tokens: list[int], kind: Any = "generate", sampling: Sampling = GREEDY, **more: Any) -> Request:
+    return Request(kind, tokens, len(tokens), sampling, asyncio.Future(loop=LOOP), LOOP, **more)
 
 
 def made() -> tuple[OutputProcessor, Scheduler, Any]:
@@ -53,6 +54,16 @@ def test_those_at_their_full_length_are_done() -> None:
     assert ends == [[], [], [one]]
     assert results.decoded_tokens == 2
     assert one.result().finish_reason == "length"
+
+
+def test_a_first_token_that_is_a_stop_token_ends_the_request() -> None:
+    results, scheduler, head = made()
+    states = torch.randn(1, 32)
+    stop = int(head(states).argmax())
+    one = request(random_ids(6, 1), sampling=replace(GREEDY, stop_token_ids=(stop,)))
+    scheduler.add(one)
+    assert results.process_step(scheduler.schedule(), states, {one: [0]}, 0) == [one]
+    assert (list(one.result().token_ids), one.result().finish_reason) == ([stop], "stop")
 
 
 def test_a_followed_prompt_leaves_its_end_for_others() -> None:

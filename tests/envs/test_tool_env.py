@@ -15,6 +15,7 @@ from toolwise.concurrency import deadlines
 from toolwise.concurrency.limits import Gate
 from toolwise.envs.tool_env import ToolEnv, validate_reward
 from toolwise.messages import Message, ToolCall
+from toolwise.testing.virtual_time import simulate
 from toolwise.tools import BaseTool, build_tools, tool
 from toolwise.tools.base import FunctionSchema, OpenAIFunctionToolSchema
 from toolwise.types import Task
@@ -206,6 +207,18 @@ def test_a_tool_that_is_too_slow_is_ended_and_told() -> None:
     assert info["failed_calls"] == {"timeout": 1}
     assert ended == [True]
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(("works_s", "ends_s", "answer"), [(60, 30, "took longer than 30 s"), (29, 29, "seen")])
+def test_a_tool_has_exactly_its_timeout(works_s: float, ends_s: float, answer: str) -> None:
+    async def episode() -> tuple[str, float]:
+        env = ToolEnv(a_task(), {"witness": Witness(execute=lambda: asyncio.sleep(works_s))}, tool_timeout_s=30)
+        messages, *_ = await live(env, ToolCall(name="witness", arguments={"x": 1}))
+        return messages[0].content or "", asyncio.get_running_loop().time()
+
+    text, ended_s = simulate(episode())
+    assert answer in text
+    assert ended_s == pytest.approx(ends_s)
 
 
 def test_a_tool_that_does_not_heed_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

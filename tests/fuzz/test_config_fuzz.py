@@ -8,9 +8,10 @@ from typing import Any
 
 from fuzzing import JSON, ODD, SCALARS, TEXT, fuzz, nested
 from hypothesis import strategies as st
+from setting_keys import setting_keys
 
 from toolwise.api import read_config
-from toolwise.config.loader import build_config, read_settings, setting_keys, to_toml
+from toolwise.config.loader import build_config, read_settings, to_toml
 from toolwise.config.schema import RunConfig, load_config
 from toolwise.errors import ToolwiseError
 

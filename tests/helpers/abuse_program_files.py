@@ -67,7 +67,7 @@ PYTHON_FILES = [
 ]  # fmt: skip
 SHELL_FILES = [
     ("fill_many_processes", "shell", "for i in 1 2 3 4 5 6; do (head -c 30000000 /dev/zero > f$i) & done; wait; sleep 1", "too_big died"),
-    ("fill_nameless_files", "shell", "for i in 1 2 3 4 5 6; do (exec 5>x; rm x; head -c 30000000 /dev/zero >&5; sleep 5) & done; sleep 5", "too_big died"),
+    ("fill_nameless_files", "shell", "for i in 1 2 3 4 5 6; do (exec 5>x$i; rm x$i; head -c 30000000 /dev/zero >&5; sleep 5) & done; sleep 5", "too_big died"),
     ("fill_temporary", "shell", "for i in 1 2 3 4 5 6; do head -c 20000000 /dev/zero > $TMPDIR/f$i; done; sleep 1", "too_big"),
     ("fill_deep", "shell", "for i in 1 2 3 4 5 6 7 8 9; do mkdir d; cd d; head -c 8000000 /dev/zero > f; done; sleep 1", "too_big"),
     ("race_renames", "shell", "mkdir a; ln -s {victim} b; (while :; do mv -T a c; mv -T b a; mv -T c b; mv -T a c; mv -T b a; mv -T c b; done) 2>/dev/null & sleep 0.1", "ok"),

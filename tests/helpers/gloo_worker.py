@@ -14,14 +14,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 import torch
 import torch.distributed as dist
-from learner_cases import LR, sample, tiny_model
+from learner_cases import LR, changed, sample, tiny_model
 from safetensors.torch import save_file
 
 from toolwise.learner.actor import Actor
-from toolwise.learner.critic import Critic, CriticSettings
+from toolwise.learner.critic import Critic
 from toolwise.types import CreditedRollout
 
-WIDE = replace(LR, max_grad_norm=1e9, entropy_coef=0.01, loss_length=16, kl="loss", kl_coef=0.1)
+WIDE = changed(
+    LR,
+    {"algorithm": {"kl": "loss", "kl_coef": 0.1}, "critic": {"max_grad_norm": 1e9}},
+    max_grad_norm=1e9,
+    entropy_coef=0.01,
+    loss_length=16,
+)
 CASES: dict[str, tuple[dict[str, Any], int | None]] = {
     "token": ({"loss_aggregation": "token"}, None),
     "step": ({"loss_aggregation": "step"}, None),
@@ -48,8 +54,8 @@ def learn(case: str, rank: int, world: int) -> tuple[dict[str, torch.Tensor], di
     settings, owner = CASES[case]
     whole = rollouts()
     mine = whole[rank::world] if owner is None else whole if rank == owner else []
-    critic = Critic(tiny_model(), CriticSettings(max_grad_norm=1e9))
-    actor = Actor(tiny_model(), replace(WIDE, **settings), critic=critic)
+    critic = Critic(tiny_model(), WIDE)
+    actor = Actor(tiny_model(), changed(WIDE, **settings), critic=critic)
     annotated = actor.annotate([c.annotated.scored for c in mine])
     metrics = actor.update([replace(c, annotated=a) for c, a in zip(mine, annotated, strict=True)])
     found = {}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from toolwise.learner.actor import Actor, ActorSettings
+from toolwise.config.schema import RunConfig
+from toolwise.learner.actor import Actor
 from toolwise.learner.batch import build_batch
+from toolwise.learner.packing import Packed, micro_batches
 from toolwise.messages import Message
 from toolwise.policies.transformers_generation import generate_batch
 from toolwise.protocols import Sampling
@@ -28,7 +30,17 @@ from toolwise.types import (
 
 torch.set_num_threads(1)
 PAD = 0
-LR = ActorSettings(lr=1e-2, canary="off")
+
+
+def changed(config: RunConfig, tables: Mapping[str, Any] | None = None, **actor: Any) -> RunConfig:
+    """`config` with other options in `[actor]`, and in other `tables`."""
+    values = config.model_dump()
+    for name, options in {**(tables or {}), "actor": actor}.items():
+        values[name] = {**values[name], **options} if isinstance(options, Mapping) else options
+    return RunConfig.model_validate(values)
+
+
+LR = changed(RunConfig(), lr=1e-2, canary="off")
 """With the mismatch check off, for tests that learn twice from the same rollouts."""
 
 
@@ -111,6 +123,10 @@ def sample(
         name = f"g{group}" if groups_of else "g"
         found.append(credit(said, advantage, name=f"r{place}", group=name, version=version))
     return found
+
+
+def pack(*rows_and_tokens: Any, **options: Any) -> list[Packed]:
+    return list(micro_batches(*rows_and_tokens, **options))
 
 
 def weights(model: Any) -> list[torch.Tensor]:

@@ -72,6 +72,7 @@ def thoughtful(
     group: str = "g",
     price: float = 0.0,
     anneal: float = 1.0,
+    charged: bool = False,
 ) -> AnnotatedRollout:
     count = HEAD + 1 + ACTION
     made = tuple(
@@ -87,7 +88,7 @@ def thoughtful(
     task = Task(task_id=group, prompt=[Message(role="user", content="?")])
     rollout = Rollout(name, group, 0, 0, task, None, made, task.prompt, StopReason.ANSWERED, Usage())
     scored = ScoredRollout(rollout, EvaluateResult(score=score), made)
-    return AnnotatedRollout(scored, thinking=RolloutThinking(tuple(steps), price, anneal))
+    return AnnotatedRollout(scored, thinking=RolloutThinking(tuple(steps), price, anneal, charged))
 
 
 def random_batch(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from toolwise.config.schema import ActorConfig
 from toolwise.learner.continuation_scores import ContinuationScorer
 from toolwise.messages import Message
 from toolwise.protocols import Generation, Sampling
@@ -126,7 +127,7 @@ class ScriptedThinker:
 
     async def score(self, contexts: Sequence[ScoringRequest], temperature: float) -> list[tuple[TokenScores, ...]]:
         self.scorings += 1
-        return ContinuationScorer(small()[0])(contexts, temperature)
+        return ContinuationScorer(small()[0], ActorConfig())(contexts, temperature)
 
     def counters(self) -> dict[str, float]:
         return {}

@@ -14,14 +14,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_cases import LR, PAD, credit, current_logprobs, drawn, gradients, same, sample, tiny_model, weights
+from learner_cases import (
+    LR,
+    PAD,
+    changed,
+    credit,
+    current_logprobs,
+    drawn,
+    gradients,
+    same,
+    sample,
+    tiny_model,
+    weights,
+)
 from precision import assert_fp32_close
 from transformers import LlamaForCausalLM
 
 from toolwise.advantages import Grpo
+from toolwise.config.schema import RunConfig
 from toolwise.demo.tasks import make_rows
 from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
-from toolwise.learner.actor import Actor, ActorSettings
+from toolwise.learner.actor import Actor
 from toolwise.learner.rows import build_rows
 from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
@@ -62,7 +75,7 @@ def real_rollouts(temperature: float) -> tuple[Any, list[CreditedRollout]]:
     ]
     rollouts = asyncio.run(scheduler.roll_out(DirectRouter(0).decide(tasks, 2, 0)))
     scored = [ScoredRollout(r, EvaluateResult(score=float(i % 2)), r.steps) for i, r in enumerate(rollouts)]
-    return model, Grpo()([AnnotatedRollout(s) for s in scored])
+    return model, Grpo()([AnnotatedRollout(s) for s in scored]).rollouts
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
@@ -71,12 +84,12 @@ def test_ratio_is_one_for_the_same_weights_at_any_temperature(temperature: float
     rows = build_rows(credited)
     assert any(len(c.steps) > 1 for c in credited)
     assert len(rows) == len(credited)  # every multi-turn rollout is one row
-    actor = Actor(model, ActorSettings(temperature=temperature))
+    actor = Actor(model, RunConfig(rollout={"temperature": temperature}))
     logprobs, old = current_logprobs(actor, credited), drawn(credited)
     assert len(logprobs) == sum(r.rollout.usage.sampled_tokens for r in credited) > 100
     assert (logprobs - old).abs().max() < 1e-4
     assert torch.exp(logprobs - old) == pytest.approx(torch.ones(len(old)), abs=1e-4)
-    elsewhere = current_logprobs(Actor(model, ActorSettings(temperature=1.0)), credited)
+    elsewhere = current_logprobs(Actor(model, RunConfig(rollout={"temperature": 1.0})), credited)
     assert (elsewhere - old).abs().max() > 0.1
     metrics = actor.update(credited)
     assert metrics["canary/logprob_gap_max"] < 1e-4
@@ -87,7 +100,7 @@ def test_ratio_is_one_for_the_same_weights_at_any_temperature(temperature: float
 
 def test_log_probs_do_not_depend_on_the_rest_of_the_batch() -> None:
     model = tiny_model()
-    actor = Actor(model, ActorSettings())
+    actor = Actor(model, RunConfig())
     credited = sample(model, [1.0] * 4)
     together = current_logprobs(actor, credited)
     apart = torch.cat([current_logprobs(actor, [c]) for c in credited])
@@ -101,7 +114,7 @@ def test_forward_agrees_with_a_plain_pass_through_the_whole_model() -> None:
     logits = copy.deepcopy(model).double()(torch.tensor([row.ids])).logits[0].detach()
     plain = torch.log_softmax(logits / 0.5, -1)
     expected = [plain[at - 1, row.ids[at]].item() for at in range(1, len(row)) if row.sampled[at]]
-    actor = Actor(model, ActorSettings(temperature=0.5))
+    actor = Actor(model, RunConfig(rollout={"temperature": 0.5}))
     assert_fp32_close(current_logprobs(actor, [credited]), expected)
 
 
@@ -116,9 +129,9 @@ def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
 ) -> None:
     model = tiny_model()
     credited = sample(model, [1.0, -0.5, 2.0, -1.5, 0.3, -0.2], temperature=1.2, groups_of=3)
-    settings = replace(
+    settings = changed(
         LR,
-        temperature=1.2,
+        {"rollout": {"temperature": 1.2}},
         entropy_coef=0.01,
         loss_aggregation=aggregation,
         loss_length=16,
@@ -127,7 +140,7 @@ def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
     )
 
     def run(tokens: int) -> tuple[torch.Tensor, float]:
-        return gradients(Actor(copy.deepcopy(model), replace(settings, micro_batch_tokens=tokens)), credited)
+        return gradients(Actor(copy.deepcopy(model), changed(settings, micro_batch_tokens=tokens)), credited)
 
     expected, expected_loss = run(200)
     gradient, loss = run(micro_batch_tokens)
@@ -138,12 +151,12 @@ def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
 def test_shared_prefixes_give_the_same_loss_and_gradient_with_fewer_tokens() -> None:
     model = tiny_model()
     credited = sample(model, [1.0, -0.5, 2.0, -1.5, 0.3, -0.2, 0.7, 0.1], groups_of=4)
-    shared, flat = (Actor(copy.deepcopy(model), replace(LR, share_prefixes=share)) for share in (True, False))
+    shared, flat = (Actor(copy.deepcopy(model), changed(LR, share_prefixes=share)) for share in (True, False))
     expected, expected_loss = gradients(flat, credited)
     gradient, loss = gradients(shared, credited)
     assert float((gradient - expected).norm() / expected.norm()) < 1e-5
     assert loss == pytest.approx(expected_loss, rel=1e-5)
-    fresh = [Actor(copy.deepcopy(model), replace(LR, share_prefixes=share)) for share in (True, False)]
+    fresh = [Actor(copy.deepcopy(model), changed(LR, share_prefixes=share)) for share in (True, False)]
     computed = [actor.update(credited)["actor/computed_tokens"] for actor in fresh]
     assert computed[0] < computed[1]
 
@@ -151,7 +164,7 @@ def test_shared_prefixes_give_the_same_loss_and_gradient_with_fewer_tokens() -> 
 def test_activation_checkpointing_changes_nothing_but_memory() -> None:
     model = tiny_model(attention_dropout=0.5)
     credited = sample(model, [1.0, -0.5, 2.0])
-    plain, again = (Actor(copy.deepcopy(model), replace(LR, activation_checkpointing=c)) for c in (False, True))
+    plain, again = (Actor(copy.deepcopy(model), changed(LR, activation_checkpointing=c)) for c in (False, True))
     expected, _ = gradients(plain, credited)
     gradient, _ = gradients(again, credited)
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-7)
@@ -174,7 +187,7 @@ def test_the_loss_is_the_mean_over_sampled_tokens() -> None:
 def test_rows_without_sampled_tokens_change_nothing() -> None:
     credited = sample(tiny_model(), [1.0, -1.0, 0.5, 0.2])
     masked = credit([([5, 6, 7], [], [])], 3.0)
-    settings = replace(LR, mini_batches=2, micro_batch_tokens=40)
+    settings = changed(LR, mini_batches=2, micro_batch_tokens=40)
     plain, with_masked = (Actor(tiny_model(), settings) for _ in range(2))
     metrics = plain.update(credited)
     assert with_masked.update([masked, *credited, masked]) == metrics
@@ -182,7 +195,7 @@ def test_rows_without_sampled_tokens_change_nothing() -> None:
 
 
 def test_fully_masked_rows_alone_give_finite_metrics_and_no_update() -> None:
-    actor = Actor(tiny_model(), replace(LR, weight_decay=0.0))
+    actor = Actor(tiny_model(), changed(LR, weight_decay=0.0))
     before = weights(actor.model)
     metrics = actor.update([credit([([5, 6, 7], [], [])], 3.0)])
     assert all(math.isfinite(value) for value in metrics.values())
@@ -211,7 +224,7 @@ def test_an_update_leaves_the_rollouts_alone() -> None:
         [step.model_dump() for c in credited for step in c.steps],
         [a.tolist() for c in credited for a in c.advantages],
     )
-    Actor(model, replace(LR, mini_batches=2)).update(credited)
+    Actor(model, changed(LR, mini_batches=2)).update(credited)
     assert (
         [s.model_dump() for c in credited for s in c.steps],
         [a.tolist() for c in credited for a in c.advantages],
@@ -246,15 +259,15 @@ def off_policy(shift: float, *, seed: int = 0) -> tuple[Any, list[CreditedRollou
     return model, found
 
 
-WIDE = replace(LR, clip_low=0.99, clip_high=99.0, dual_clip=None, max_grad_norm=1e9)
+WIDE = changed(LR, clip_ratio_low=0.99, clip_ratio_high=99.0, dual_clip=0, max_grad_norm=1e9)
 
 
 @pytest.mark.parametrize("shift", [-0.3, 0.2])
 def test_the_importance_correction_is_applied_once(shift: float) -> None:
     """π/π_rollout, or (π/π_old)·(π_old/π_rollout): the same number, since π_old is π in the first step."""
     model, credited = off_policy(shift)
-    plain, _ = gradients(Actor(copy.deepcopy(model), replace(WIDE, old_logprobs="rollout")), credited)
-    again, _ = gradients(Actor(copy.deepcopy(model), replace(WIDE, old_logprobs="recompute")), credited)
+    plain, _ = gradients(Actor(copy.deepcopy(model), changed(WIDE, old_logprobs="rollout")), credited)
+    again, _ = gradients(Actor(copy.deepcopy(model), changed(WIDE, old_logprobs="recompute")), credited)
     torch.testing.assert_close(again, plain, rtol=1e-4, atol=1e-6)
     on_policy, _ = gradients(Actor(copy.deepcopy(model), WIDE), off_policy(0.0)[1])
     torch.testing.assert_close(plain, on_policy * math.exp(-shift), rtol=1e-4, atol=1e-6)
@@ -262,7 +275,7 @@ def test_the_importance_correction_is_applied_once(shift: float) -> None:
 
 def test_the_importance_weight_is_capped_and_reported() -> None:
     model, credited = off_policy(-3.0)
-    capped = replace(WIDE, old_logprobs="recompute", importance_cap=1.5)
+    capped = changed(WIDE, old_logprobs="recompute", importance_cap=1.5)
     gradient, _ = gradients(Actor(copy.deepcopy(model), capped), credited)
     on_policy, _ = gradients(Actor(copy.deepcopy(model), WIDE), off_policy(0.0)[1])
     torch.testing.assert_close(gradient, 1.5 * on_policy, rtol=1e-4, atol=1e-6)
@@ -274,13 +287,13 @@ def test_the_importance_weight_is_capped_and_reported() -> None:
 def test_old_log_probs_taken_before_the_first_step_serve_all_steps() -> None:
     """Annotated, then two epochs: the second step's ratio is against the weights before the first."""
     model, credited = off_policy(0.0)
-    settings = replace(LR, lr=0.05, ppo_epochs=2, old_logprobs="recompute")
+    settings = changed(LR, lr=0.05, ppo_epochs=2, old_logprobs="recompute")
     actor = Actor(copy.deepcopy(model), settings)
     annotated = actor.annotate([c.annotated.scored for c in credited])
     assert all(a.old_logprobs is not None for a in annotated)
     with_old = [replace(c, annotated=a) for c, a in zip(credited, annotated, strict=True)]
     metrics = actor.update(with_old)
-    rollout = Actor(copy.deepcopy(model), replace(settings, old_logprobs="rollout"))
+    rollout = Actor(copy.deepcopy(model), changed(settings, old_logprobs="rollout"))
     assert metrics["actor/kl"] == pytest.approx(rollout.update(credited)["actor/kl"], rel=1e-3)
     assert abs(metrics["actor/kl"]) > 1e-4
 
@@ -288,7 +301,7 @@ def test_old_log_probs_taken_before_the_first_step_serve_all_steps() -> None:
 def test_several_steps_without_old_log_probs_are_rejected() -> None:
     model, credited = off_policy(0.0)
     with pytest.raises(ToolwiseError, match=r"call annotate\(\) before"):
-        Actor(model, replace(LR, ppo_epochs=2, old_logprobs="recompute")).update(credited)
+        Actor(model, changed(LR, ppo_epochs=2, old_logprobs="recompute")).update(credited)
 
 
 # Annotation: only what is needed.
@@ -299,7 +312,7 @@ def test_only_needed_annotations_are_computed() -> None:
     scored = [c.annotated.scored for c in sample(model, [1.0, -1.0])]
     [first, _] = Actor(model, LR).annotate(scored)
     assert (first.old_logprobs, first.ref_logprobs, first.values) == (None, None, None)
-    one_step = Actor(model, replace(LR, old_logprobs="recompute"))
+    one_step = Actor(model, changed(LR, old_logprobs="recompute"))
     assert one_step.annotate(scored)[0].old_logprobs is None  # the step's own log-probs suffice
 
 
@@ -328,7 +341,7 @@ def test_an_estimator_that_needs_values_needs_a_critic() -> None:
 def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely() -> None:
     model = tiny_model()
     good, bad = sample(model, [1.0, -1.0], seed=3)
-    actor = Actor(model, replace(LR, lr=3e-3))
+    actor = Actor(model, changed(LR, lr=3e-3))
     before = current_logprobs(actor, [good]).sum(), current_logprobs(actor, [bad]).sum()
     metrics = actor.update([good, bad])
     assert current_logprobs(actor, [good]).sum() > before[0]
@@ -346,7 +359,7 @@ def test_tokens_between_turns_are_never_trained_on() -> None:
              for s in whole.steps if s.policy_logprobs]  # fmt: skip
     seen, ids, _ = turns[1]
     other = [*seen[:-4], *[(token + 1) % 48 for token in seen[-4:]]]
-    actor = Actor(copy.deepcopy(model), ActorSettings())
+    actor = Actor(copy.deepcopy(model), RunConfig())
     drawn = current_logprobs(actor, [credit([turns[0], (other, ids, [0.0] * len(ids))], 1.0)])[len(turns[0][1]) :]
     changed = credit([turns[0], (other, ids, drawn.tolist())], 1.0)
     changed = replace(changed, advantages=first.advantages)
@@ -358,7 +371,7 @@ def test_the_entropy_bonus_raises_entropy() -> None:
     def entropy_after(coefficient: float) -> float:
         model = tiny_model()
         credited = sample(model, [0.0] * 4)
-        actor = Actor(model, ActorSettings(lr=3e-3, entropy_coef=coefficient, canary="off"))
+        actor = Actor(model, changed(RunConfig(), lr=3e-3, entropy_coef=coefficient, canary="off"))
         actor.update(credited)
         return actor.update(credited)["actor/entropy"]
 
@@ -388,14 +401,14 @@ def test_ratios_outside_the_clip_are_counted_and_stop_pushing() -> None:
 
 @pytest.mark.parametrize(("epochs", "mini_batches", "updates"), [(1, 1, 1), (1, 3, 3), (2, 2, 4), (1, 99, 4)])
 def test_number_of_optimiser_steps_per_batch(epochs: int, mini_batches: int, updates: int) -> None:
-    actor = Actor(tiny_model(), replace(LR, ppo_epochs=epochs, mini_batches=mini_batches))
+    actor = Actor(tiny_model(), changed(LR, ppo_epochs=epochs, mini_batches=mini_batches))
     metrics = actor.update(sample(actor.model, [1.0, -1.0, 0.5, -0.5]))
     assert metrics["actor/updates"] == updates
     assert actor.version == 1
 
 
 def test_the_rate_warms_up_over_updates() -> None:
-    actor = Actor(tiny_model(), replace(LR, lr=0.008, warmup_steps=4, mini_batches=2))
+    actor = Actor(tiny_model(), changed(LR, lr=0.008, warmup_steps=4, mini_batches=2))
     credited = sample(actor.model, [1.0, -1.0])
     rates = [actor.update(credited)["actor/lr"] for _ in range(6)]
     assert rates == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.008, 0.008])
@@ -403,7 +416,7 @@ def test_the_rate_warms_up_over_updates() -> None:
 
 
 def test_dropout_does_not_change_the_ratio() -> None:
-    actor = Actor(tiny_model(attention_dropout=0.5), ActorSettings(lr=1e-9))
+    actor = Actor(tiny_model(attention_dropout=0.5), changed(RunConfig(), lr=1e-9))
     metrics = actor.update(sample(actor.model, [1.0, -1.0]))
     assert metrics["actor/clip_frac"] == 0.0
     assert metrics["actor/kl"] == pytest.approx(0.0, abs=1e-5)
@@ -440,7 +453,7 @@ def test_a_skipped_update_leaves_no_trace() -> None:
 
 
 def test_one_bad_mini_batch_costs_one_update_only() -> None:
-    actor = Actor(tiny_model(), replace(LR, mini_batches=2))
+    actor = Actor(tiny_model(), changed(LR, mini_batches=2))
     good, bad = sample(actor.model, [1.0, -1.0])
     before = weights(actor.model)
     metrics = actor.update([good, poison(bad)])
@@ -460,7 +473,7 @@ def test_a_skipped_update_names_its_rollouts(caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_spike_is_skipped_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    actor = Actor(tiny_model(), replace(LR, lr=1e-9, spike_factor=20.0))
+    actor = Actor(tiny_model(), changed(LR, lr=1e-9, spike_factor=20.0))
     calm = sample(actor.model, [1.0, -1.0, 0.5])
     for _ in range(20):
         assert actor.update(calm)["actor/skipped_spikes"] == 0.0
@@ -478,7 +491,7 @@ def test_gradients_are_clipped_to_their_norm() -> None:
     """The metric is the norm before clipping; a much tighter clip gives the same direction."""
     model = tiny_model()
     credited = sample(model, [5.0, -5.0])
-    loose, tight = (Actor(copy.deepcopy(model), ActorSettings(max_grad_norm=norm)) for norm in (1e9, 1e-3))
+    loose, tight = (Actor(copy.deepcopy(model), changed(RunConfig(), max_grad_norm=norm)) for norm in (1e9, 1e-3))
     gradient, _ = gradients(loose, credited)
     assert tight.update(credited)["actor/grad_norm"] == pytest.approx(float(gradient.norm()), rel=1e-5)
     assert float(gradient.norm()) > 1e-3
@@ -505,7 +518,7 @@ def test_half_precision_weights_do_not_lose_small_updates() -> None:
     model = tiny_model().bfloat16()
     credited = sample(model, [1.0, -1.0, 0.5])
     before = weights(model)
-    actor = Actor(model, ActorSettings(lr=1e-5, canary="off"))
+    actor = Actor(model, changed(RunConfig(), lr=1e-5, canary="off"))
     for _ in range(40):
         actor.update(credited)
     # Between 2^-4 and 2^-3 bf16 numbers lie 4.9e-4 apart: one step of 1e-5 is rounded away, 40 of them are not.
@@ -519,7 +532,7 @@ def test_half_precision_weights_do_not_lose_small_updates() -> None:
 @pytest.mark.usefixtures("plain_kernels")
 def test_half_precision_continues_bit_identically(tmp_path: Path) -> None:
     def fresh() -> Actor:
-        return Actor(tiny_model().bfloat16(), ActorSettings(lr=1e-5, canary="off"))
+        return Actor(tiny_model().bfloat16(), changed(RunConfig(), lr=1e-5, canary="off"))
 
     credited = sample(fresh().model, [1.0, -1.0, 0.5])
     straight = fresh()
@@ -538,7 +551,7 @@ def test_half_precision_continues_bit_identically(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("plain_kernels")
 def test_weights_loaded_into_half_precision_are_what_is_trained_on(tmp_path: Path) -> None:
     """Without the optimiser state, fp32 masters must follow the loaded weights."""
-    source, target = (Actor(tiny_model(seed).bfloat16(), ActorSettings(lr=1e-9)) for seed in (0, 1))
+    source, target = (Actor(tiny_model(seed).bfloat16(), changed(RunConfig(), lr=1e-9)) for seed in (0, 1))
     credited = sample(source.model, [1.0, -1.0])
     source.save_model(tmp_path)
     target.load_weights(tmp_path)
@@ -564,7 +577,7 @@ def through_disk(actor: Actor, fresh: Actor, folder: Path) -> Actor:
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_resuming_between_two_updates_changes_nothing(on_disk: bool, tmp_path: Path) -> None:
-    settings = replace(LR, warmup_steps=3, mini_batches=2, weight_decay=0.01, entropy_coef=0.01, seed=5)
+    settings = changed(LR, {"seed": 5}, warmup_steps=3, mini_batches=2, weight_decay=0.01, entropy_coef=0.01)
     batches = [sample(tiny_model(), [1.0, -1.0, 0.5, -0.3], seed=seed) for seed in (1, 2)]
     straight = Actor(tiny_model(), settings)
     straight.update(batches[0])

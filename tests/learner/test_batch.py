@@ -9,8 +9,9 @@ import pytest
 import torch
 from learner_cases import credit, sample, tiny_model
 
+from toolwise.config.schema import ActorConfig
 from toolwise.errors import ToolwiseError
-from toolwise.learner.batch import Batch, MicroBatchSettings, build_batch, with_zero_advantages
+from toolwise.learner.batch import Batch, build_batch, with_zero_advantages
 from toolwise.types import CreditedRollout
 
 
@@ -48,17 +49,17 @@ def test_columns_by_hand() -> None:
 @pytest.mark.parametrize(
     "cut",
     [
-        MicroBatchSettings(1),
-        MicroBatchSettings(6),
-        MicroBatchSettings(100),
-        MicroBatchSettings(100, share_prefixes=False),
+        ActorConfig(micro_batch_tokens=1),
+        ActorConfig(micro_batch_tokens=6),
+        ActorConfig(micro_batch_tokens=100),
+        ActorConfig(micro_batch_tokens=100, share_prefixes=False),
     ],
 )
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1]])
-def test_micro_batches_index_their_tokens_in_the_columns(cut: MicroBatchSettings, rows: list[int]) -> None:
+def test_micro_batches_index_their_tokens_in_the_columns(cut: ActorConfig, rows: list[int]) -> None:
     batch = example()
     seen = []
-    for packed, places in batch.packed(rows, cut):
+    for packed, places in batch.packed(rows, tiny_model(), cut):
         for target, place, row, at in zip(packed.target, places, packed.row, packed.at, strict=True):
             assert batch.row[place] == rows[int(row)]
             assert batch.rows[rows[int(row)]].ids[int(at)] == int(target)
@@ -98,7 +99,7 @@ def test_steps_without_tokens_are_skipped() -> None:
 def test_an_empty_batch() -> None:
     batch = build_batch([])
     assert (len(batch), batch.rows, batch.trainable_rows()) == (0, [], [])
-    assert list(batch.packed([], MicroBatchSettings())) == []
+    assert list(batch.packed([], None, ActorConfig())) == []
     assert batch.predicted_tokens([]).tolist() == []
     assert batch.returns is not None  # vacuously: there are no rollouts
 

@@ -11,8 +11,8 @@ import torch
 from learner_cases import tiny_model
 from precision import assert_fp32_close
 
+from toolwise.config.schema import ActorConfig
 from toolwise.learner import continuation_scores
-from toolwise.learner.batch import MicroBatchSettings
 from toolwise.learner.continuation_scores import ContinuationScorer
 from toolwise.learner.forward import hidden_states
 from toolwise.learner.packing import Packed
@@ -29,9 +29,9 @@ def test_scores_equal_one_at_a_time_for_any_micro_batch_size() -> None:
     model = tiny_model()
     exact = deepcopy(model).double()
     for cut in (
-        MicroBatchSettings(),
-        MicroBatchSettings(share_prefixes=False),
-        MicroBatchSettings(max_tokens=6, chunk_tokens=2),
+        ActorConfig(),
+        ActorConfig(share_prefixes=False),
+        ActorConfig(micro_batch_tokens=6, logit_chunk_tokens=2),
     ):
         found = ContinuationScorer(model, cut)(CONTEXTS, 0.7)
         for context, scores in zip(CONTEXTS, found, strict=True):
@@ -52,10 +52,10 @@ def test_what_contexts_share_is_computed_once(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(continuation_scores, "hidden_states", counted)
     for share in (True, False):
-        ContinuationScorer(tiny_model(), MicroBatchSettings(share_prefixes=share))(CONTEXTS)
+        ContinuationScorer(tiny_model(), ActorConfig(share_prefixes=share))(CONTEXTS)
     # The last token of each row predicts nothing: 6 + (9) + (11) of one history, 14 after it, 9 again, and 20 21 22.
     assert computed == [6 + 1 + 1 + 1 + 1 + 3, 7 + 8 + 6 + 9 + 3]
 
 
 def test_nothing_to_score_is_nothing() -> None:
-    assert ContinuationScorer(tiny_model())([]) == []
+    assert ContinuationScorer(tiny_model(), ActorConfig())([]) == []

@@ -12,18 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_cases import LR, credit, same, sample, tiny_model, weights
+from learner_cases import LR, changed, credit, same, sample, tiny_model, weights
 
 from toolwise.advantages import Gae
+from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ToolwiseError
 from toolwise.learner.actor import Actor
-from toolwise.learner.batch import Batch, MicroBatchSettings, build_batch
-from toolwise.learner.critic import Critic, CriticSettings, explained_variance
+from toolwise.learner.batch import Batch, build_batch
+from toolwise.learner.critic import Critic, explained_variance
 from toolwise.training import checkpoint
 from toolwise.types import CreditedRollout
 
 torch.set_num_threads(1)
-FAST = CriticSettings(lr=1e-2, value_clip=None)
+FAST = changed(RunConfig(), {"critic": {"lr": 1e-2, "value_clip": 0}})
 
 
 def with_returns(credited: Sequence[CreditedRollout], returns: Sequence[float]) -> list[CreditedRollout]:
@@ -69,14 +70,19 @@ def test_a_value_depends_only_on_earlier_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "cut", [MicroBatchSettings(1), MicroBatchSettings(40), MicroBatchSettings(10_000, share_prefixes=False)]
+    "cut",
+    [
+        {"micro_batch_tokens": 1},
+        {"micro_batch_tokens": 40},
+        {"micro_batch_tokens": 10_000, "share_prefixes": False},
+    ],
 )
-def test_values_and_gradients_do_not_depend_on_micro_batches(cut: MicroBatchSettings) -> None:
+def test_values_and_gradients_do_not_depend_on_micro_batches(cut: dict[str, Any]) -> None:
     model = tiny_model()
     credited = with_returns(sample(model, [0.0] * 4, groups_of=2), [1.0, -1.0, 0.5, 2.0])
 
-    def run(how: MicroBatchSettings) -> tuple[torch.Tensor, torch.Tensor, float]:
-        critic = Critic(copy.deepcopy(model), replace(FAST, micro_batch=how, max_grad_norm=1e9))
+    def run(actor: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, float]:
+        critic = Critic(copy.deepcopy(model), changed(FAST, {"critic": {"max_grad_norm": 1e9}}, **actor))
         torch.manual_seed(0)
         torch.nn.init.normal_(critic.head.weight)
         batch = annotated(critic, credited)
@@ -85,7 +91,7 @@ def test_values_and_gradients_do_not_depend_on_micro_batches(cut: MicroBatchSett
         assert batch.values is not None
         return batch.values, torch.cat(states), loss
 
-    values, gradient, loss = run(MicroBatchSettings())
+    values, gradient, loss = run({})
     found = run(cut)
     torch.testing.assert_close(found[0], values, rtol=0, atol=1e-5)
     assert float((found[1] - gradient).norm() / gradient.norm()) < 1e-5
@@ -99,7 +105,7 @@ def test_per_turn_only_the_first_token_of_each_turn_has_a_loss() -> None:
         replace(c, returns=tuple(np.array([1.0, *[9e9] * (len(a) - 1)], np.float32) for a in c.advantages))
         for c in credited
     ]
-    critic = Critic(copy.deepcopy(model), replace(FAST, per="turn"))
+    critic = Critic(copy.deepcopy(model), FAST, per="turn")
     metrics = critic.update(annotated(critic, nonsense), 1)
     assert metrics["critic/loss"] == pytest.approx(0.5)
     for step in range(2, 30):
@@ -110,7 +116,7 @@ def test_per_turn_only_the_first_token_of_each_turn_has_a_loss() -> None:
 def test_the_value_clip_limits_the_update() -> None:
     model = tiny_model()
     credited = with_returns(sample(model, [0.0] * 4), [5.0] * 4)
-    critic = Critic(model, replace(FAST, lr=0.1, value_clip=0.2, epochs=12))
+    critic = Critic(model, changed(FAST, {"critic": {"lr": 0.1, "value_clip": 0.2, "epochs": 12}}))
     metrics = critic.update(annotated(critic, credited), 1)
     assert metrics["critic/clip_frac"] > 0.3
 
@@ -140,8 +146,8 @@ def test_what_is_not_a_number_is_skipped_and_counted() -> None:
 
 
 def learner(seed: int = 0) -> Actor:
-    critic = Critic(tiny_model(seed), replace(FAST, weight_decay=0.01))
-    return Actor(tiny_model(seed), replace(LR, lr=1e-3), needs=frozenset({"values"}), critic=critic)
+    critic = Critic(tiny_model(seed), changed(FAST, {"critic": {"weight_decay": 0.01}}))
+    return Actor(tiny_model(seed), changed(LR, lr=1e-3), needs=frozenset({"values"}), critic=critic)
 
 
 def turn(actor: Actor, seed: int) -> dict[str, float]:
@@ -150,7 +156,7 @@ def turn(actor: Actor, seed: int) -> dict[str, float]:
         replace(c.annotated.scored, result=c.annotated.scored.result.model_copy(update={"score": float(i % 2)}))
         for i, c in enumerate(sample(tiny_model(), [0.0] * 4, seed=seed))
     ]
-    return actor.update(Gae()(actor.annotate(scored)))
+    return actor.update(Gae()(actor.annotate(scored)).rollouts)
 
 
 def test_gae_and_a_critic_make_ppo() -> None:

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from learner_cases import LR, credit, sample, tiny_model
+from learner_cases import LR, changed, credit, sample, tiny_model
 
 from toolwise.advantages import Gae
 from toolwise.engine import Engine
 from toolwise.engine.cuda_runner import CudaRunner
 from toolwise.learner.actor import Actor
-from toolwise.learner.critic import Critic, CriticSettings
-from toolwise.learner.kl_reward import KlRewardEstimator
-from toolwise.learner.lora import LoraSettings
+from toolwise.learner.critic import Critic
 from toolwise.protocols import Generation, Sampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -26,12 +24,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 @pytest.mark.parametrize("aggregation", ["token", "step", "rollout", "constant"])
 def test_a_full_update(dtype: torch.dtype, aggregation: Any) -> None:
     model = tiny_model(head_dim=16).to("cuda", dtype)
-    settings = replace(
+    config = changed(
         LR,
+        {"algorithm": {"kl": "reward", "kl_coef": 0.1, "kl_target": 0.01}},
         lr=1e-3,
-        kl="reward",
-        kl_coef=0.1,
-        kl_target=0.01,
         entropy_coef=0.01,
         old_logprobs="recompute",
         ppo_epochs=2,
@@ -41,13 +37,13 @@ def test_a_full_update(dtype: torch.dtype, aggregation: Any) -> None:
         activation_checkpointing=True,
         canary="stop",
     )
-    critic = Critic(tiny_model(head_dim=16).to("cuda", dtype), CriticSettings())
-    actor = Actor(model, settings, critic=critic)
-    estimator = KlRewardEstimator(Gae(), actor.kl)
+    critic = Critic(tiny_model(head_dim=16).to("cuda", dtype), config)
+    actor = Actor(model, config, critic=critic)
+    estimator = Gae()
     for step in range(3):
         scored = [c.annotated.scored for c in sample(model, [0.0] * 8, seed=step, groups_of=4)]
         scored = [replace(s, result=s.result.model_copy(update={"score": float(i % 2)})) for i, s in enumerate(scored)]
-        metrics = actor.update(estimator(actor.annotate(scored)))
+        metrics = actor.update(estimator(actor.annotate(scored)).rollouts)
         assert metrics["actor/skipped_updates"] == metrics["critic/skipped_updates"] == 0.0
         assert metrics["actor/update_norm"] > 0.0
         assert metrics["canary/logprob_gap_mean"] < (1e-4 if dtype is torch.float32 else 0.05)
@@ -59,16 +55,15 @@ def test_adapters_learn_from_the_engine_s_samples(dtype: torch.dtype, checkpoint
     """Fifty updates with real peft: engine, learner and reference over one model, mismatch check at every update."""
     model = tiny_model(head_dim=16).to("cuda", dtype)
     engine = Engine(model, blocks=256)
-    settings = replace(
+    config = changed(
         LR,
+        {"algorithm": {"kl": "loss", "kl_coef": 0.01}},
         lr=3e-3,
         canary="stop",
-        kl="loss",
-        kl_coef=0.01,
-        lora=LoraSettings(rank=4, alpha=8.0),
+        lora={"rank": 4, "alpha": 8.0},
         activation_checkpointing=checkpointing,
     )
-    actor = Actor(model, settings)
+    actor = Actor(model, config)
     assert isinstance(engine.runner, CudaRunner)
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
 

@@ -17,12 +17,12 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learner_cases import pack
 from torch import Tensor
 
 from toolwise.errors import ModelError
 from toolwise.learner.forward import can_share_prefixes, hidden_states, token_logprobs
 from toolwise.learner.losses import clipped_policy_loss
-from toolwise.learner.packing import pack
 from toolwise.messages import Message
 from toolwise.models import load_model
 from toolwise.policies.transformers_generation import generate_batch

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from learner_cases import tiny_model
+from learner_cases import pack, tiny_model
 from torch import nn
 from transformers.models.llama import modeling_llama
 
@@ -15,7 +15,6 @@ from toolwise.kernels import torch_reference
 from toolwise.learner import fused_modules
 from toolwise.learner.forward import hidden_states, token_logprobs
 from toolwise.learner.fused_modules import RotateHalf, SiluMul, can_fuse, fuse
-from toolwise.learner.packing import pack
 from toolwise.models.weight_sharing import shared_copy
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -11,9 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from learner_cases import LR, sample, tiny_model
+from learner_cases import LR, changed, sample, tiny_model
 from torch import Tensor
 
+from toolwise.config.loader import build_config
+from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.learner.actor import Actor
 from toolwise.learner.kl import KlCoefficient, k2, k3, kl_loss
@@ -84,13 +86,13 @@ def test_k1_as_a_loss_is_refused_with_a_way_out() -> None:
         kl_loss("k1", torch.zeros(1), torch.zeros(1))
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="mean gradient of zero"):
-        Actor(tiny_model(), replace(LR, kl="loss", kl_estimator="k1"))
-    Actor(tiny_model(), replace(LR, kl="reward", kl_estimator="k1"))  # where it is correct
+        Actor(tiny_model(), changed(LR, {"algorithm": {"kl": "loss", "kl_estimator": "k1"}}))
+    Actor(tiny_model(), changed(LR, {"algorithm": {"kl": "reward", "kl_estimator": "k1"}}))  # where it is correct
 
 
 def test_an_unknown_estimator_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'k9': use one of k2, k3"):
-        kl_loss("k9", torch.zeros(1), torch.zeros(1))
+    with pytest.raises(ConfigError, match=r"`algorithm\.kl_estimator` must be 'k1', 'k2' or 'k3', got 'k9'"):
+        build_config(RunConfig, {"algorithm": {"kl_estimator": "k9"}}, source="run.toml")
 
 
 # The coefficient.
@@ -151,10 +153,12 @@ def test_the_coefficient_holds_its_target() -> None:
 # In the actor.
 
 
-def held(**settings: Any) -> tuple[float, Actor]:
+def held(**algorithm: Any) -> tuple[float, Actor]:
     """KL to the initial policy after a few updates on its own samples."""
     model = tiny_model()
-    actor = Actor(model, replace(LR, lr=3e-3, **settings), needs=frozenset({"ref_logprobs"}))
+    actor = Actor(
+        model, changed(LR, {"algorithm": {"kl_coef": 0.0} | algorithm}, lr=3e-3), needs=frozenset({"ref_logprobs"})
+    )
     kl = 0.0
     for step in range(8):
         credited = sample(model, [1.0, -1.0, 0.5, -0.5], seed=step)
@@ -176,6 +180,6 @@ def test_a_kl_loss_constrains_the_policy(estimator: str) -> None:
 def test_the_coefficient_is_saved_and_restored() -> None:
     _, actor = held(kl="loss", kl_coef=0.1, kl_target=1e-6, kl_horizon=10)
     assert actor.kl.value > 0.1
-    fresh = Actor(tiny_model(), replace(LR, kl="loss", kl_coef=0.1))
+    fresh = Actor(tiny_model(), changed(LR, {"algorithm": {"kl": "loss", "kl_coef": 0.1}}))
     fresh.load_state_dict(actor.state_dict())
     assert fresh.kl.value == actor.kl.value

@@ -12,19 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_cases import LR, PAD, current_logprobs, sample, tiny_model
+from learner_cases import LR, PAD, changed, current_logprobs, sample, tiny_model
 from transformers import LlamaForCausalLM
 
+from toolwise.config.schema import LoraConfig
 from toolwise.engine import Engine
 from toolwise.errors import ConfigError, MissingExtraError
 from toolwise.learner.actor import Actor
-from toolwise.learner.lora import Adapters, LoraSettings
+from toolwise.learner.lora import Adapters
 from toolwise.policies.transformers_generation import generate_batch
 from toolwise.protocols import Generation, Sampling
 from toolwise.types import AnnotatedRollout, CreditedRollout
 
 torch.set_num_threads(1)
-ADAPTED = replace(LR, lr=0.05, lora=LoraSettings(rank=4, alpha=8.0))
+ADAPTED = changed(LR, lr=0.05, lora={"rank": 4, "alpha": 8.0})
 
 
 def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +54,7 @@ def test_the_reference_is_the_model_without_its_adapters() -> None:
     model = tiny_model()
     credited = sample(model, [1.0, -1.0])
     scored = [c.annotated.scored for c in credited]
-    actor = Actor(model, replace(ADAPTED, kl="loss", kl_coef=0.0))
+    actor = Actor(model, changed(ADAPTED, {"algorithm": {"kl": "loss", "kl_coef": 0.0}}))
     began = actor.annotate(scored)
     for _ in range(2):
         actor.update([replace(c, annotated=a) for c, a in zip(credited, began, strict=True)])
@@ -70,7 +71,7 @@ def test_the_reference_is_the_model_without_its_adapters() -> None:
 def test_the_reference_runs_while_the_policy_samples_through_its_adapters() -> None:
     """Neither switches anything in the model that both run."""
     model = tiny_model()
-    actor = Actor(model, replace(ADAPTED, kl="loss"))
+    actor = Actor(model, changed(ADAPTED, {"algorithm": {"kl": "loss", "kl_coef": 0.0}}))
     credited = sample(model, [1.0, -1.0] * 4)
     actor.update([replace(c, annotated=a) for c, a in zip(credited, annotated(actor, credited), strict=True)])
     alone = [[x.tolist() for x in a.ref_logprobs or ()] for a in annotated(actor, credited)]
@@ -101,7 +102,7 @@ def test_adapters_are_seeded_without_touching_the_global_random_state() -> None:
     first, again, other = tiny_model(), tiny_model(), tiny_model()
     torch.manual_seed(1)
     for model, seed in ((first, 3), (again, 3), (other, 4)):
-        Adapters(model, LoraSettings(seed=seed))
+        Adapters(model, LoraConfig(rank=16), seed)
     assert torch.rand(3).tolist() == wanted
     name = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
     held = [model.get_parameter(name) for model in (first, again, other)]
@@ -127,4 +128,4 @@ def test_checkpoints_keep_adapters_and_the_saved_model_is_plain(tmp_path: Path) 
 
 def test_layers_that_are_not_there_are_named() -> None:
     with pytest.raises(ConfigError, match=r"actor\.lora\.target_modules"):
-        Adapters(tiny_model(), LoraSettings(target_modules=("nowhere",)))
+        Adapters(tiny_model(), LoraConfig(rank=16, target_modules=["nowhere"]))

@@ -56,8 +56,6 @@ def test_weights_do_not_depend_on_the_values_of_the_indices() -> None:
         assert torch.equal(plain, renamed)
 
 
-def test_a_constant_needs_a_length_and_an_unknown_way_is_named() -> None:
+def test_a_constant_needs_a_length() -> None:
     with pytest.raises(ConfigError, match="loss_length"):
         token_weights("constant", STEPS, ROLLOUTS)
-    with pytest.raises(ConfigError, match="'mean': use one of token, step, rollout, constant"):
-        token_weights("mean", STEPS, ROLLOUTS)  # type: ignore[arg-type]

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from toolwise.learner.losses import clipped_policy_loss, clipped_value_loss, importance_weights
+from toolwise.learner.losses import (
+    PolicyLossError,
+    PpoClip,
+    checked_policy_loss,
+    clipped_policy_loss,
+    clipped_value_loss,
+    importance_weights,
+)
+from toolwise.protocols import PolicyLoss
 
 # ratio, advantage, loss, whether the clip is active, d loss / d log π: with ε_low = 0.2 and ε_high = 0.3.
 # The gradient is −A·ρ where the ratio counts and 0 where the clip does.
@@ -178,3 +189,72 @@ def test_importance_weights_are_capped_and_carry_no_gradient() -> None:
     weights = importance_weights(old, drawn, cap=2.0)
     assert weights.tolist() == pytest.approx([1.0, 0.5, 2.0, 2.0])
     assert not weights.requires_grad
+
+
+class Mine(PolicyLoss):
+    """Returns what it is told to."""
+
+    def __init__(self, result: Callable[[Tensor], Any], metric_names: tuple[str, ...] = ()) -> None:
+        self.result = result
+        self._names = metric_names
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return self._names
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Tensor) -> Any:
+        return self.result(logprobs)
+
+
+def called(loss: PolicyLoss, logprobs: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True) if logprobs is None else logprobs
+    return checked_policy_loss(loss, logprobs, torch.tensor([-1.5, -1.5]), torch.ones(2), torch.zeros(2))
+
+
+def test_the_built_in_loss_is_the_function_above() -> None:
+    losses, metrics = called(PpoClip(0.1, 0.3, None))
+    wanted, active = clipped_policy_loss(
+        torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.5]), torch.ones(2), clip_low=0.1, clip_high=0.3
+    )
+    assert torch.equal(losses, wanted)
+    assert torch.equal(metrics["clip_frac"], active.float())
+
+
+def test_a_loss_of_one_s_own_keeps_its_gradient_and_its_metrics_have_none() -> None:
+    losses, metrics = called(Mine(lambda logprobs: (-logprobs, {"a": 2 * logprobs}), ("a",)))
+    assert losses.tolist() == [1.0, 2.0]
+    assert losses.requires_grad
+    assert not metrics["a"].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("result", "names", "told"),
+    [
+        (lambda x: -x, (), "returned a Tensor; return a tuple (losses, metrics)"),
+        (lambda x: (-x.sum(), {}), (), "returned losses of shape () for 2 tokens; return one value per token"),
+        (lambda x: (-1.0, {}), (), "returned losses of shape float for 2 tokens"),
+        (lambda x: (-x, {"a": x.mean()}), ("a",), "returned a of shape () for 2 tokens"),
+        (lambda x: (-x, {"a": x}), ("b",), "returned the metrics a, but metric_names are b"),
+        (lambda x: (-x.detach(), {}), (), "returned losses without a gradient; compute them from logprobs"),
+        (
+            lambda x: (x / torch.tensor([1.0, 0.0]), {}),
+            (),
+            "returned -inf for 1 of 2 tokens, the first with log-prob -2, old log-prob -1.5 and advantage 1; bound the",
+        ),
+        (
+            lambda x: (x[5], {}),
+            (),
+            "failed: IndexError: index 5 is out of bounds for dimension 0 with size 2 (" + __file__,
+        ),
+    ],
+)
+def test_a_bad_loss_is_an_error_in_one_line(result: Any, names: tuple[str, ...], told: str) -> None:
+    with pytest.raises(PolicyLossError) as caught:
+        called(Mine(result, names))
+    assert str(caught.value).startswith(f"actor.policy_loss: Mine {told}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_diverged_is_not_the_loss_s_fault() -> None:
+    losses, _ = called(Mine(lambda x: (-x, {})), torch.tensor([torch.nan, -1.0], requires_grad=True))
+    assert torch.isnan(losses[0])

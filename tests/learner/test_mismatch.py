@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from learner_cases import credit, current_logprobs, same, sample, tiny_model, weights
+from learner_cases import changed, credit, current_logprobs, same, sample, tiny_model, weights
 
+from toolwise.config.schema import RunConfig
 from toolwise.errors import ToolwiseError
-from toolwise.learner.actor import Actor, ActorSettings
-from toolwise.learner.mismatch import Evidence, MismatchError, MismatchMonitor, diagnose
+from toolwise.learner.actor import Actor
+from toolwise.learner.mismatch import Evidence, MismatchError, check_logprobs, diagnose
 from toolwise.types import CreditedRollout
 
 torch.set_num_threads(1)
-STOP = ActorSettings(lr=1e-2)
+STOP = changed(RunConfig(), lr=1e-2)
 
 Change = Callable[[list[float]], list[float]]
 
@@ -54,7 +55,7 @@ def test_stale_weights_by_their_version() -> None:
     """The policy missed an update: its tokens say version 0 and the learner is at 1."""
     model = tiny_model()
     held = copy.deepcopy(model)
-    actor = Actor(model, replace(STOP, lr=0.05))
+    actor = Actor(model, changed(STOP, lr=0.05))
     actor.update(sample(held, [1.0, -1.0], seed=1, version=0))
     error = stopped(actor, sample(held, [1.0, -1.0, 0.5], seed=2, version=0))
     assert error.cause == "stale weights"
@@ -74,7 +75,7 @@ def test_diagnoses_logprobs_taken_before_temperature() -> None:
     credited = sample(model, [1.0, -1.0, 0.5], temperature=1.5)
     flat = iter(current_logprobs(raw, credited).tolist())
     untempered = [with_logprobs(c, lambda old: [next(flat) for _ in old]) for c in credited]
-    error = stopped(Actor(model, replace(STOP, temperature=1.5)), untempered)
+    error = stopped(Actor(model, changed(STOP, {"rollout": {"temperature": 1.5}})), untempered)
     assert error.cause == "temperature"
     assert "temperature 1 but the learner uses 1.5" in str(error)
 
@@ -112,10 +113,10 @@ def test_another_model_altogether() -> None:
 def test_it_can_warn_or_be_off(caplog: pytest.LogCaptureFixture) -> None:
     credited = sample(tiny_model(), [1.0, -1.0])
     with caplog.at_level(logging.WARNING):
-        metrics = Actor(tiny_model(seed=1), replace(STOP, canary="off")).update(credited)
+        metrics = Actor(tiny_model(seed=1), changed(STOP, canary="off")).update(credited)
         assert metrics["canary/logprob_gap_mean"] > 0.1
         assert caplog.text == ""
-        Actor(tiny_model(seed=1), replace(STOP, canary="warn")).update(credited)
+        Actor(tiny_model(seed=1), changed(STOP, canary="warn")).update(credited)
     assert "policy and learner disagree" in caplog.text
 
 
@@ -143,7 +144,7 @@ def evidence(gaps: torch.Tensor, **changes: Any) -> Evidence:
 
 def passes(gaps: torch.Tensor, dtype: torch.dtype) -> bool:
     try:
-        MismatchMonitor("stop").check_logprobs(evidence(gaps), dtype)
+        check_logprobs(evidence(gaps), dtype, "stop")
     except MismatchError:
         return False
     return True

@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 
-from toolwise.learner.optimizer import Optimizer, OptimizerSettings
+from toolwise.config.schema import ActorConfig
+from toolwise.learner.optimizer import Optimizer
 
 
 def weights(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -25,7 +26,7 @@ def pull(held: list[torch.nn.Parameter], seed: int) -> None:
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_the_update_norm_is_the_distance_the_weights_moved(weight_decay: float) -> None:
     held = weights()
-    optimizer = Optimizer(held, OptimizerSettings(lr=0.01, weight_decay=weight_decay))
+    optimizer = Optimizer(held, ActorConfig(lr=0.01, weight_decay=weight_decay), total_steps=6)
     for step in range(1, 5):
         before = [w.detach().clone() for w in held]
         pull(held, step)
@@ -39,7 +40,7 @@ def test_the_update_norm_is_the_distance_the_weights_moved(weight_decay: float) 
 
 def test_gradients_of_half_precision_are_added_up_in_full() -> None:
     held = [torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))]
-    optimizer = Optimizer(held, OptimizerSettings(lr=0.1, max_grad_norm=1e9))
+    optimizer = Optimizer(held, ActorConfig(lr=0.1, max_grad_norm=1e9), total_steps=6)
     for value in (256.0, *[1.0] * 8):  # in bf16 256 + 1 is 256
         held[0].grad = torch.tensor([value], dtype=torch.bfloat16)
         optimizer.accumulate_gradients()
@@ -48,7 +49,7 @@ def test_gradients_of_half_precision_are_added_up_in_full() -> None:
 
 def test_a_step_too_small_for_half_precision_is_not_lost() -> None:
     held = [torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]
-    optimizer = Optimizer(held, OptimizerSettings(lr=1e-6))
+    optimizer = Optimizer(held, ActorConfig(lr=1e-6), total_steps=6)
     for step in range(1, 4):
         held[0].grad = torch.ones(4, dtype=torch.bfloat16)
         optimizer.accumulate_gradients()
@@ -60,7 +61,7 @@ def test_a_step_too_small_for_half_precision_is_not_lost() -> None:
 def test_frozen_weights_are_left_alone() -> None:
     held = weights()
     held[1].requires_grad_(False)
-    optimizer = Optimizer(held, OptimizerSettings(lr=0.1, weight_decay=0.5))
+    optimizer = Optimizer(held, ActorConfig(lr=0.1, weight_decay=0.5), total_steps=6)
     before = held[1].detach().clone()
     pull(held[:1], 0)
     optimizer.step(1)
@@ -70,7 +71,7 @@ def test_frozen_weights_are_left_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resuming_from_a_saved_state_changes_nothing(dtype: torch.dtype) -> None:
-    settings = OptimizerSettings(lr=0.01, lr_schedule="cosine", schedule_steps=6, weight_decay=0.01)
+    config = ActorConfig(lr=0.01, lr_schedule="cosine", weight_decay=0.01)
 
     def run(held: list[torch.nn.Parameter], optimizer: Optimizer, steps: range) -> None:
         for step in steps:
@@ -79,12 +80,12 @@ def test_resuming_from_a_saved_state_changes_nothing(dtype: torch.dtype) -> None
             optimizer.step(step)
 
     straight = weights(dtype)
-    run(straight, Optimizer(straight, settings), range(1, 7))
+    run(straight, Optimizer(straight, config, total_steps=6), range(1, 7))
     first = weights(dtype)
-    optimizer = Optimizer(first, settings)
+    optimizer = Optimizer(first, config, total_steps=6)
     run(first, optimizer, range(1, 4))
     second = copy.deepcopy(first)
-    resumed = Optimizer(second, settings)
+    resumed = Optimizer(second, config, total_steps=6)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     run(second, resumed, range(4, 7))
     assert all(torch.equal(a, b) for a, b in zip(straight, second, strict=True))
@@ -94,10 +95,10 @@ def test_a_new_learning_rate_overrides_the_saved_one() -> None:
     moved = []
     for rate in (0.01, 0.1):
         held = weights()
-        optimizer = Optimizer(held, OptimizerSettings(lr=0.01))
+        optimizer = Optimizer(held, ActorConfig(lr=0.01), total_steps=6)
         pull(held, 1)
         optimizer.step(1)
-        resumed = Optimizer(held, OptimizerSettings(lr=rate))
+        resumed = Optimizer(held, ActorConfig(lr=rate), total_steps=6)
         resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         before = [weight.detach().clone() for weight in held]
         pull(held, 2)

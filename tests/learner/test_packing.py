@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from learner_cases import pack
 
-from toolwise.learner.packing import Packed, pack
+from toolwise.learner.packing import Packed
 from toolwise.learner.rows import Row
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from learner_cases import LR, current_logprobs, same, sample, tiny_model, weights
+from learner_cases import LR, changed, current_logprobs, same, sample, tiny_model, weights
 
 from toolwise.learner.actor import Actor
 from toolwise.learner.reference import build_reference
@@ -26,19 +26,19 @@ def test_a_frozen_copy_does_not_follow_the_policy() -> None:
 
 def test_no_reference_is_copied_unless_needed() -> None:
     assert Actor(tiny_model(), LR).reference is None
-    assert Actor(tiny_model(), replace(LR, kl="loss")).reference is not None
+    assert Actor(tiny_model(), changed(LR, {"algorithm": {"kl": "loss"}})).reference is not None
     assert Actor(tiny_model(), LR, needs=frozenset({"ref_logprobs"})).reference is not None
 
 
 def test_a_resumed_run_keeps_the_same_reference(tmp_path: Path) -> None:
     """The reference is built before the checkpoint's weights are loaded."""
-    first = Actor(tiny_model(), replace(LR, kl="loss", kl_coef=0.01))
+    first = Actor(tiny_model(), changed(LR, {"algorithm": {"kl": "loss", "kl_coef": 0.01}}))
     credited = sample(first.model, [1.0, -1.0])
     scored = [c.annotated.scored for c in credited]
     began = first.annotate(scored)
     first.update([replace(c, annotated=a) for c, a in zip(credited, began, strict=True)])
     first.save_model(tmp_path)
-    second = Actor(tiny_model(), replace(LR, kl="loss", kl_coef=0.01))
+    second = Actor(tiny_model(), changed(LR, {"algorithm": {"kl": "loss", "kl_coef": 0.01}}))
     second.load_state_dict(first.state_dict())
     second.load_weights(tmp_path)
     for a, b in zip(began, second.annotate(scored), strict=True):

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from learner_cases import pack
 from torch import Tensor
 
 from toolwise.learner.packed_attention import Layout, attend
-from toolwise.learner.packing import pack
 from toolwise.learner.row_trees import Segment
 from toolwise.learner.tree_attention import AttentionPart, FlashKernel, PartwiseAttention, attention_parts
 

@@ -17,7 +17,7 @@ from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.rollout.control_tokens import strip_guard_marks
 from toolwise.rollout.worker import RLRolloutWorker
 from toolwise.tools import build_tools
-from toolwise.training.records import rollout_record
+from toolwise.training.records import RolloutRecord
 from toolwise.types import EvaluateResult, ScoredRollout, Task
 
 THOUGHT = "A sum: the calculator knows."
@@ -50,8 +50,8 @@ def test_a_server_reads_in_the_second_turn_what_it_thought_in_the_first() -> Non
     assert asked[1]["messages"][1]["reasoning_content"] == THOUGHT
     assert [m.reasoning_content for m in worker.messages if m.role == "assistant"] == [THOUGHT, "It said 4."]
     rollout = worker.to_rollout()
-    record = rollout_record(ScoredRollout(rollout, EvaluateResult(score=1.0), rollout.steps))
-    assert record["messages"][1]["reasoning_content"] == THOUGHT
+    record = RolloutRecord.of(ScoredRollout(rollout, EvaluateResult(score=1.0), rollout.steps))
+    assert record.messages[1]["reasoning_content"] == THOUGHT
 
 
 class Thinker:

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from toolwise.config.loader import build_config
 from toolwise.config.router import BudgetConfig
+from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.routing.budget import Budgets, Multiplier
 
 
-def plain(limit: float, **settings: Any) -> BudgetConfig:
-    """Plain dual ascent, unless `settings` say otherwise."""
-    return BudgetConfig(**{"limit": limit, "rate": 0.05, "proportional": 0.0, **settings})
+def budget(limit: float, **options: Any) -> BudgetConfig:
+    """Without a proportional term unless given."""
+    return BudgetConfig(limit=limit, **({"rate": 0.05, "proportional": 0.0} | options))
 
 
 def drive(multiplier: Multiplier, *costs: list[float]) -> list[float]:
@@ -34,27 +35,27 @@ def drive(multiplier: Multiplier, *costs: list[float]) -> list[float]:
 def test_plain_ascent_by_hand() -> None:
     # B 0.3, η 0.5:        mean 0.8        0.5        0.0         0.0        0.4
     #                   0 + .25 = .25  + .1 = .35  − .15 = .2  − .15 = .05  + .05 = .1
-    multiplier = Multiplier(plain(0.3, rate=0.5))
+    multiplier = Multiplier(budget(0.3, rate=0.5))
     path = drive(multiplier, [1, 1, 1, 1, 0], [1, 0], [0, 0], [0], [1, 1, 0, 0, 0])
     assert path == pytest.approx([0.25, 0.35, 0.2, 0.05, 0.1], abs=1e-15)
 
 
 def test_lambda_never_falls_below_zero_and_rises_from_there() -> None:
-    multiplier = Multiplier(plain(0.5, rate=1.0, initial=0.2))
+    multiplier = Multiplier(budget(0.5, rate=1.0, initial=0.2))
     assert drive(multiplier, [0], [0], [1]) == [0.0, 0.0, 0.5]
 
 
 def test_every_k_steps_over_all_rollouts_since_the_last_dual_step() -> None:
     # Steps 1 and 2: four of six rollouts cost 1, mean 4/6 (not 5/8, the mean of the two steps' means).
     # Steps 3 and 4: one rollout that cost nothing, mean 0.
-    multiplier = Multiplier(plain(0.25, rate=0.5, initial=0.1, every=2))
+    multiplier = Multiplier(budget(0.25, rate=0.5, initial=0.1, every=2))
     path = drive(multiplier, [1, 1, 1, 0], [1, 0], [0], [])
     first = 0.1 + 0.5 * (4 / 6 - 0.25)
     assert path == pytest.approx([0.1, first, first, first - 0.125])
 
 
 def test_a_dual_step_without_a_rollout_waits_for_one() -> None:
-    multiplier = Multiplier(plain(0.5, rate=1.0, initial=1.0))
+    multiplier = Multiplier(budget(0.5, rate=1.0, initial=1.0))
     assert not multiplier.step()
     assert multiplier.value == 1.0
     multiplier.observe([0.0])
@@ -68,14 +69,14 @@ def test_proportional_and_derivative_terms_by_hand() -> None:
     #                             0.4   0.2   0.3              0.3 + 0.4 − 0.2 = 0.5
     #                             0.1  −0.1   0.25             0.25 − 0.2 − 0.3 → 0
     #                             0.2   0     0.25             0.25 + 0 + 0.1  = 0.35
-    multiplier = Multiplier(plain(0.2, rate=0.5, proportional=2.0, derivative=1.0))
+    multiplier = Multiplier(budget(0.2, rate=0.5, proportional=2.0, derivative=1.0))
     assert drive(multiplier, [0.6], [0.4], [0.1], [0.2]) == pytest.approx([1.0, 0.5, 0.0, 0.35])
     assert multiplier.integral == pytest.approx(0.25)
 
 
 def test_the_integral_does_not_wind_up_at_the_cap() -> None:
     # cap 1, η 0.4, kp 1, e 0.5 throughout: I .2 λ .7 | I .4 λ .9 | I .6 λ 1 | held: I stays .6
-    multiplier = Multiplier(plain(0.5, rate=0.4, proportional=1.0, cap=1.0))
+    multiplier = Multiplier(budget(0.5, rate=0.4, proportional=1.0, cap=1.0))
     assert drive(multiplier, *[[1.0]] * 3) == pytest.approx([0.7, 0.9, 1.0])
     drive(multiplier, *[[1.0]] * 50)
     assert (multiplier.value, multiplier.integral) == (1.0, pytest.approx(0.6))
@@ -84,14 +85,14 @@ def test_the_integral_does_not_wind_up_at_the_cap() -> None:
 
 
 def test_nor_does_it_wind_up_below_zero() -> None:
-    multiplier = Multiplier(plain(0.5, rate=0.4, proportional=1.0))
+    multiplier = Multiplier(budget(0.5, rate=0.4, proportional=1.0))
     drive(multiplier, *[[0.0]] * 50)
     assert multiplier.integral == 0.0
     assert drive(multiplier, [1.0])[0] == pytest.approx(0.2 + 0.5)
 
 
 def test_a_binding_cap_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    multiplier = Multiplier(plain(0.2, unit="usd", rate=1.0, cap=0.5))
+    multiplier = Multiplier(budget(0.2, unit="usd", rate=1.0, cap=0.5))
     with caplog.at_level(logging.WARNING, logger="toolwise"):
         drive(multiplier, [0.4])
         assert caplog.messages == []
@@ -109,7 +110,7 @@ def test_a_binding_cap_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_metrics() -> None:
-    multiplier = Multiplier(plain(0.3, rate=1.0, every=2))
+    multiplier = Multiplier(budget(0.3, rate=1.0, every=2))
     assert multiplier.metrics() == {
         "router/cost/lambda": 0.0,
         "router/cost/budget": 0.3,
@@ -126,15 +127,17 @@ def test_metrics() -> None:
 
 
 def test_several_budgets_each_with_its_lambda() -> None:
-    budgets = Budgets([plain(0.1, rate=1.0), plain(2.0, unit="seconds", rate=0.1, initial=1.0)])
+    budgets = Budgets([budget(0.1, rate=1.0), budget(2.0, unit="seconds", rate=0.1, initial=1.0)])
     budgets.observe({"cost": [0.5, 0.5], "seconds": [1.0, 2.0], "usd": [9.0]})
     budgets.step()
     assert budgets.lambdas == pytest.approx({"cost": 0.4, "seconds": 0.95})
     assert set(budgets.metrics()) >= {"router/cost/lambda", "router/seconds/gap"}
+    with pytest.raises(ValueError, match="a budget in 'seconds' but no costs"):
+        budgets.observe({"cost": [1.0]})
 
 
 def test_it_resumes_from_its_state() -> None:
-    made = [plain(0.3, rate=0.5, proportional=1.0, derivative=0.5, every=3, cap=2.0), plain(1.0, unit="s")]
+    made = [budget(0.3, rate=0.5, proportional=1.0, derivative=0.5, every=3, cap=2.0), budget(1.0, unit="s")]
     steps = [{"cost": [0.1 * i, 1.0], "s": [float(i)]} for i in range(12)]
 
     def take(budgets: Budgets, some: list[dict[str, list[float]]]) -> None:
@@ -152,8 +155,8 @@ def test_it_resumes_from_its_state() -> None:
 
 
 def test_a_new_budget_starts_at_its_initial_lambda() -> None:
-    old = Budgets([plain(0.3, initial=0.7)])
-    new = Budgets([plain(0.3), plain(1.0, unit="usd", initial=0.2)])
+    old = Budgets([budget(0.3, initial=0.7)])
+    new = Budgets([budget(0.3), budget(1.0, unit="usd", initial=0.2)])
     new.load_state_dict(old.state_dict())
     assert new.lambdas == {"cost": 0.7, "usd": 0.2}
 
@@ -162,7 +165,7 @@ def test_a_new_budget_starts_at_its_initial_lambda() -> None:
 @pytest.mark.parametrize("limit", [0.2, 0.4, 0.6])
 def test_a_proportional_term_holds_the_budget_in_a_short_run(limit: float, settings: dict[str, float]) -> None:
     """Simulated spending that responds to λ gradually and one step late: the last quarter of 80 steps."""
-    multiplier = Multiplier(plain(limit, rate=0.2, cap=10.0, **settings))
+    multiplier = Multiplier(budget(limit, rate=0.2, cap=10.0, **settings))
     logit, spent = 2.0, []
     for _ in range(80):
         cost = 1 / (1 + math.exp(-logit))
@@ -183,40 +186,43 @@ def test_a_proportional_term_holds_the_budget_in_a_short_run(limit: float, setti
 def test_lambda_stays_within_its_bounds(
     costs: list[list[float]], limit: float, proportional: float, derivative: float, every: int
 ) -> None:
-    budget = plain(limit, rate=0.7, proportional=proportional, derivative=derivative, every=every, cap=1.5)
-    multiplier = Multiplier(budget)
+    options = budget(limit, rate=0.7, proportional=proportional, derivative=derivative, every=every, cap=1.5)
+    multiplier = Multiplier(options)
     for value in drive(multiplier, *costs):
         assert 0.0 <= value <= 1.5
     assert 0.0 <= multiplier.integral <= 1.5
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("options", "told"),
     [
-        ({"limit": -0.1}, "`limit` must be greater than or equal to 0, got -0.1"),
-        ({"limit": float("nan")}, "`limit` must be a finite number"),
-        ({"limit": float("inf")}, "`limit` must be a finite number"),
-        ({"limit": 0.1, "rate": -1.0}, "`rate` must be greater than or equal to 0"),
-        ({"limit": 0.1, "every": 0}, "`every` must be greater than 0, got 0"),
-        ({"limit": 0.1, "initial": 2.0, "cap": 1.0}, "initial 2 is above its cap 1"),
+        ({"limit": -0.1}, r"`router.budgets\[0\].limit` must be greater than or equal to 0, got -0.1"),
+        ({"limit": float("nan")}, "limit` must be a finite number"),
+        ({"limit": 0.1, "rate": -1.0}, "rate` must be greater than or equal to 0"),
+        ({"limit": 0.1, "every": 0}, "every` must be greater than 0, got 0"),
     ],
 )
-def test_bad_budgets_are_named(settings: dict[str, float], told: str) -> None:
+def test_bad_budgets_are_named(options: dict[str, float], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        build_config(BudgetConfig, dict(settings), source="router.budgets")
+        build_config(RunConfig, {"router": {"budgets": [options]}}, source="test")
+
+
+def test_a_lambda_that_starts_above_its_cap_is_refused() -> None:
+    with pytest.raises(ConfigError, match="budget 'cost': initial 2 is above its cap 1"):
+        Budgets([budget(0.1, initial=2.0, cap=1.0)])
 
 
 def test_two_budgets_in_one_unit_are_refused_and_so_are_units_that_nothing_costs() -> None:
     with pytest.raises(ConfigError, match="there are two budgets in 'cost'; keep one per unit"):
-        Budgets([plain(0.1), plain(0.2)])
-    Budgets([plain(0.1)]).check_units(("cost", "search"))
+        Budgets([budget(0.1), budget(0.2)])
+    Budgets([budget(0.1)]).check_units(("cost", "search"))
     with pytest.raises(ConfigError, match="a budget is in 'usd', but costs are in cost, search"):
-        Budgets([plain(0.1, unit="usd")]).check_units(("cost", "search"))
+        Budgets([budget(0.1, unit="usd")]).check_units(("cost", "search"))
 
 
 @pytest.mark.parametrize("cost", [math.nan, math.inf])
 def test_a_non_finite_cost_is_refused_and_changes_nothing(cost: float) -> None:
-    multiplier = Multiplier(plain(0.3, rate=1.0))
+    multiplier = Multiplier(budget(0.3, rate=1.0))
     with pytest.raises(ValueError, match="a cost in 'cost' is not a finite number"):
         multiplier.observe([0.3, cost])
     multiplier.observe([0.3])

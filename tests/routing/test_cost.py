@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
+from toolwise.config.router import RouterConfig
 from toolwise.errors import ConfigError
-from toolwise.routing.cost import COSTS, AnyCost, CallsCost, FamilyCost, PricesCost, build_cost, tool_prices
+from toolwise.routing.cost import COSTS, AnyCost, CallsCost, Cost, FamilyCost, PricesCost, build_cost
 from toolwise.routing.families import Family
 from toolwise.routing.usage import RouteUsage
 from toolwise.tools.catalog import build_tools
@@ -15,6 +19,10 @@ NOTHING = RouteUsage()
 SEARCHED = RouteUsage.of({"search": 2, "wiki": 1}, FAMILIES)
 BOTH = RouteUsage.of({"search": 1, "calculator": 3}, FAMILIES)
 MAILED = RouteUsage.of({"mail": 2}, FAMILIES)
+
+
+def make(kind: Any, options: dict[str, Any]) -> Cost:
+    return build_cost(RouterConfig(cost=kind, cost_kwargs=options), {})
 
 
 def test_any_tool_at_all() -> None:
@@ -36,7 +44,7 @@ def test_a_price_per_call() -> None:
 
 
 def test_prices_in_several_units() -> None:
-    cost = PricesCost({"usd": {"search": 0.01, "SEARCH": 0.1, "*": 1.0}, "seconds": {"calculate": 0.5}})
+    cost = PricesCost(prices={"usd": {"search": 0.01, "SEARCH": 0.1, "*": 1.0}, "seconds": {"calculate": 0.5}})
     assert cost.units == ("usd", "seconds")
     assert cost(SEARCHED) == pytest.approx({"usd": 2 * 0.01 + 0.1, "seconds": 0.0})
     assert cost(BOTH) == pytest.approx({"usd": 0.01 + 3.0, "seconds": 1.5})
@@ -45,37 +53,46 @@ def test_prices_in_several_units() -> None:
 
 def test_prices_of_the_tools() -> None:
     tools = build_tools([{"name": "calculator", "price": 0.25}, "search"])
-    assert tool_prices(tools)(BOTH) == {"cost": 1.0 + 3 * 0.25}
+    assert build_cost(RouterConfig(), tools)(BOTH) == {"cost": 1.0 + 3 * 0.25}
 
 
 def test_tools_that_are_only_described_are_not_free() -> None:
-    assert tool_prices({})(SEARCHED) == {"cost": 3.0}
+    assert build_cost(RouterConfig(), {})(SEARCHED) == {"cost": 3.0}
 
 
 @pytest.mark.parametrize("kind", COSTS)
 def test_every_cost_gives_all_its_units_whatever_was_used(kind: str) -> None:
-    cost = build_cost(kind, **({"prices": {"usd": {"*": 1}}} if kind == "prices" else {}))
+    cost = make(kind, {"prices": {"usd": {"*": 1}}} if kind == "prices" else {})
     for usage in (NOTHING, SEARCHED, BOTH, MAILED):
         assert tuple(cost(usage)) == cost.units
         assert all(isinstance(value, float) for value in cost(usage).values())
 
 
 def test_settings_are_passed_by_name() -> None:
-    assert build_cost("family", c_search=3.0) == FamilyCost(c_search=3.0)
+    assert make("family", {"c_search": 3.0}) == FamilyCost(c_search=3.0)
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "told"),
+    ("kind", "options", "told"),
     [
-        ("any", {"c_search": 1.0}, "cost 'any' has no option 'c_search'; it has price"),
-        ("any", {"price": -1.0}, "price must be a finite number of at least 0, got -1.0"),
-        ("family", {"c_calc": float("nan")}, "c_calc must be a finite number"),
-        ("calls", {"price": True}, "price must be a finite number of at least 0, got True"),
-        ("prices", {}, "has no prices"),
-        ("prices", {"prices": {"usd": 3}}, "prices.usd is 3; give a table"),
-        ("prices", {"prices": {"usd": {"search": "much"}}}, "prices.usd.search must be a finite number"),
+        ("any", {"c_search": 1.0}, "router.cost_kwargs of 'any': unknown key `c_search` (known keys: price)"),
+        ("any", {"price": -1.0}, "`price` must be greater than or equal to 0, got -1.0"),
+        ("family", {"c_calc": float("nan")}, "`c_calc` must be a finite number"),
+        ("calls", {"price": True}, "`price` must be a valid number, got True"),
+        ("prices", {}, "`prices` is required"),
+        ("prices", {"prices": {}}, "`prices`: Dictionary should have at least 1 item"),
+        ("prices", {"prices": {"usd": 3}}, "`prices.usd` must be a table, got 3"),
+        ("prices", {"prices": {"usd": {"search": "much"}}}, "`prices.usd.search` must be a valid number, got 'much'"),
+        ("tools", {"price": 2.0}, 'router.cost is "tools"'),
     ],
 )
-def test_bad_costs_are_named(kind: str, settings: dict[str, object], told: str) -> None:
-    with pytest.raises(ConfigError, match=told.replace("?", "\\?")):
-        build_cost(kind, **settings)
+def test_bad_costs_are_named(kind: str, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        make(kind, options)
+
+
+def test_a_tool_with_an_impossible_price_is_named() -> None:
+    search = build_tools(["search"])["search"]
+    search.price = -1.0
+    with pytest.raises(ConfigError, match=r"the prices of the tools: `prices.cost.search` must be greater than"):
+        build_cost(RouterConfig(), {"search": search})

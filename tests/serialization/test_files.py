@@ -14,6 +14,7 @@ from toolwise.serialization.files import (
     remove,
     sibling_path,
     step_of,
+    write_atomic,
 )
 
 
@@ -62,3 +63,10 @@ def test_what_is_removed_is_gone_with_all_in_it(tmp_path: Path) -> None:
     make(tmp_path, "step-000004")
     remove(doomed)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]
+
+
+def test_files_are_replaced_atomically(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "deep" / "a.txt", b"one")
+    write_atomic(tmp_path / "deep" / "a.txt", b"two")
+    assert (tmp_path / "deep" / "a.txt").read_bytes() == b"two"
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["a.txt"]

@@ -15,7 +15,7 @@ from precision import assert_fp32_close, fp32_bound
 from reference_model import ReferenceModel
 from thinking_cases import REPLY, THOUGHTS, ScriptedThinker, entropies, read, small, teacher_forced, writer
 
-from toolwise.learner.batch import MicroBatchSettings
+from toolwise.config.schema import ActorConfig
 from toolwise.learner.continuation_scores import ContinuationScorer
 from toolwise.protocols import Generation, Sampling
 from toolwise.thinking.alternatives import LeakError
@@ -33,12 +33,12 @@ REPLIES = [
 WAYS = {
     "left": lambda model: ReferenceModel(model, "left"),
     "right": lambda model: ReferenceModel(model, "right"),
-    "packed": lambda model: PolicyWithScorer(ScriptedThinker(), ContinuationScorer(model)),
+    "packed": lambda model: PolicyWithScorer(ScriptedThinker(), ContinuationScorer(model, ActorConfig())),
     "packed, nothing shared": lambda model: PolicyWithScorer(
-        ScriptedThinker(), ContinuationScorer(model, MicroBatchSettings(share_prefixes=False))
+        ScriptedThinker(), ContinuationScorer(model, ActorConfig(share_prefixes=False))
     ),
     "packed, in small parts": lambda model: PolicyWithScorer(
-        ScriptedThinker(), ContinuationScorer(model, MicroBatchSettings(64, True, 3))
+        ScriptedThinker(), ContinuationScorer(model, ActorConfig(micro_batch_tokens=64, logit_chunk_tokens=3))
     ),
 }
 

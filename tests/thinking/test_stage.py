@@ -10,9 +10,10 @@ from precision import fp32_bound
 from thinking_cases import REPLY, ScriptedThinker, scored, writer
 
 from toolwise.advantages import Rlvcr
+from toolwise.config.algorithm import RlvcrConfig
 from toolwise.config.router import BudgetConfig
 from toolwise.routing.budget import Multiplier
-from toolwise.thinking.stage import StageSettings, ThinkingStage, attach_thinking
+from toolwise.thinking.stage import ThinkingStage
 from toolwise.types import AnnotatedRollout
 
 DIRECT = "<level>1</level><action>go right</action>"
@@ -22,9 +23,9 @@ ROLLOUTS = [
 ]
 
 
-def stage(model: ScriptedThinker | None = None, price: Any = None, **settings: Any) -> ThinkingStage:
-    made = StageSettings(**({"max_added_tokens": None, "total_steps": 10} | settings))
-    return ThinkingStage(writer(model), made, price)
+def stage(model: ScriptedThinker | None = None, price: Any = None, **rlvcr: Any) -> ThinkingStage:
+    config = RlvcrConfig(**({"max_added_tokens": 0.0, "share": 1.0} | rlvcr))
+    return ThinkingStage(writer(model), config, price, total_steps=10)
 
 
 def think(made: ThinkingStage, training_step: int = 0, usable: Any = None) -> Any:
@@ -104,17 +105,21 @@ def test_a_budget_moves_lambda_for_the_next_step() -> None:
 
 
 def test_a_fixed_lambda_needs_no_budget() -> None:
-    made = ThinkingStage(writer(), StageSettings(price=0.25, max_added_tokens=None))
+    made = stage(budget={"price": 0.25})
     assert think(made)[0]["a"].price == 0.25
+    assert set(think(made)[0]["a"].step_costs) == {0.0}
+    charged = stage(budget={"price": 0.25}, price_rollouts=True)
+    assert sum(think(charged)[0]["a"].step_costs) > 0.0
     made.end_step()
     assert made.state_dict() == {}
 
 
 def test_what_comes_out_is_what_the_estimator_reads() -> None:
     found, _ = think(stage())
-    annotated = attach_thinking([AnnotatedRollout(s) for s in ROLLOUTS], found)
-    credited, metrics = Rlvcr(gate="signed").credit(annotated)
-    assert "thinking/advantage_used_3" in metrics
+    annotated = [AnnotatedRollout(s, thinking=found[s.rollout.rollout_id]) for s in ROLLOUTS]
+    result = Rlvcr(gate="signed")(annotated)
+    credited = result.rollouts
+    assert "thinking/advantage_used_3" in result.metrics
     assert [len(a) for a in credited[0].advantages] == [
         len(s.policy_logprobs["token_ids"]) for s in ROLLOUTS[0].steps if s.policy_logprobs
     ]
@@ -125,7 +130,8 @@ def test_what_comes_out_is_what_the_estimator_reads() -> None:
     assert len(set(first[head_tokens:].tolist())) == 1
     said = annotated[0].thinking.steps[0].level_tokens
     assert 0 < said < head_tokens  # the level, and not the thought
-    won = Rlvcr(gate="success", success_score=min(s.score for s in ROLLOUTS)).credit(annotated)[0][0].advantages[0]
+    successful = Rlvcr(gate="success", success_score=min(s.score for s in ROLLOUTS))
+    won = successful(annotated).rollouts[0].advantages[0]
     assert [won[0] == x for x in won.tolist()] == [True] * said + [False] * (len(won) - said)
 
 

@@ -8,6 +8,7 @@ import pytest
 from precision import assert_fp32_close
 from thinking_cases import ScriptedThinker, history, small, teacher_forced
 
+from toolwise.config.schema import ActorConfig
 from toolwise.engine import Engine
 from toolwise.learner.continuation_scores import ContinuationScorer
 from toolwise.protocols import Sampling
@@ -30,7 +31,7 @@ def contexts() -> list[ScoringRequest]:
 def test_engine_and_pair_score_as_a_plain_loop_does(temperature: float) -> None:
     model, chat = small()
     engine = EngineModel(Engine(model, blocks=64, decode=chat.decode))
-    pair = PolicyWithScorer(ScriptedThinker(), ContinuationScorer(model))
+    pair = PolicyWithScorer(ScriptedThinker(), ContinuationScorer(model, ActorConfig()))
     for thinker in (engine, pair):
         found = asyncio.run(thinker.score(contexts(), temperature))
         for context, scores in zip(contexts(), found, strict=True):

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from setting_keys import setting_keys
 
-from toolwise.config.loader import setting_keys, to_toml
+from toolwise.config.loader import to_toml
 from toolwise.config.schema import RunConfig, load_config
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.training.changes import (

@@ -12,8 +12,9 @@ import pytest
 from safetensors import safe_open
 
 from toolwise.advantages import Grpo
+from toolwise.errors import CheckpointError
 from toolwise.messages import Message, Prefix, ToolCall
-from toolwise.training.records import rollout_record, write_atomic, write_records
+from toolwise.training.records import RolloutRecord, read_records, write_records
 from toolwise.types import (
     AnnotatedRollout,
     EvaluateResult,
@@ -72,8 +73,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_record_says_everything_a_reader_wants() -> None:
     pair = [scored("g/0", 1.0, TURNS), scored("g/1", 0.0, TURNS)]
-    credited = Grpo(norm_by_std=False)([AnnotatedRollout(s) for s in pair])
-    record = rollout_record(pair[0], credited[0])
+    credited = Grpo(norm_by_std=False)([AnnotatedRollout(s) for s in pair]).rollouts
+    record = RolloutRecord.of(pair[0], credited[0]).to_json()
     assert record["messages"][1]["tool_calls"][0]["function"] == {"name": "search", "arguments": '{"query": "ä"}'}
     del record["messages"]
     assert record == {
@@ -107,21 +108,21 @@ def test_a_record_says_everything_a_reader_wants() -> None:
 
 
 def test_what_was_not_learned_from_says_so_and_has_no_advantages() -> None:
-    record = rollout_record(scored("g/0", 1.0, TURNS))
-    assert record["trained_on"] is False
-    assert {s["advantage"] for s in record["steps"]} == {None}
+    record = RolloutRecord.of(scored("g/0", 1.0, TURNS))
+    assert record.trained_on is False
+    assert {step.advantage for step in record.steps} == {None}
 
 
 def test_a_failed_reward_is_kept_with_its_reason() -> None:
     fault = EvaluationFault(kind="exception", message="KeyError: 'x'", traceback="…")
-    record = rollout_record(scored("g/0", None, (), error=fault, is_score_valid=False))
-    assert record["score"] is None
-    assert record["error"] == {"kind": "exception", "message": "KeyError: 'x'", "traceback": "…"}
+    record = RolloutRecord.of(scored("g/0", None, (), error=fault, is_score_valid=False))
+    assert record.score is None
+    assert record.error == {"kind": "exception", "message": "KeyError: 'x'", "traceback": "…"}
 
 
 def test_lines_and_tokens_are_written_beside_each_other(tmp_path: Path) -> None:
     pair = [scored("g/0", 1.0, TURNS), scored("g/1", 0.0, TURNS[:1])]
-    credited = Grpo()([AnnotatedRollout(pair[0])])
+    credited = Grpo()([AnnotatedRollout(pair[0])]).rollouts
     write_records(tmp_path / "rollouts", "step-000001", pair, credited)
     lines = read_lines(tmp_path / "rollouts" / "step-000001.jsonl")
     assert [line["rollout_id"] for line in lines] == ["g/0", "g/1"]
@@ -159,15 +160,55 @@ def test_a_ground_truth_that_json_cannot_say_is_written_as_text(tmp_path: Path) 
     assert read_lines(tmp_path / "x.jsonl")[0]["ground_truth"] == {"when": "x"}
 
 
-def test_files_are_replaced_atomically(tmp_path: Path) -> None:
-    write_atomic(tmp_path / "deep" / "a.txt", b"one")
-    write_atomic(tmp_path / "deep" / "a.txt", b"two")
-    assert (tmp_path / "deep" / "a.txt").read_bytes() == b"two"
-    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["a.txt"]
+def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
+    pair = [scored("g/0", 1.0, TURNS), scored("g/1", None, (), error=EvaluationFault(kind="timeout", message="60 s"))]
+    credited = Grpo()([AnnotatedRollout(pair[0])])
+    write_records(tmp_path, "step-000001", pair, credited)
+    assert read_records(tmp_path / "step-000001.jsonl") == [
+        RolloutRecord.of(pair[0], credited[0]),
+        RolloutRecord.of(pair[1]),
+    ]
+
+
+def test_fields_of_other_versions_are_ignored_and_missing_ones_have_defaults() -> None:
+    assert RolloutRecord.from_json({}) == RolloutRecord()
+    record = RolloutRecord.from_json({"task_id": 7, "score": 1, "steps": [{"advantage": 1}, {}], "later": True})
+    assert (record.task_id, record.score, record.trained_on) == ("7", 1.0, None)
+    assert [step.advantage for step in record.steps] == [1.0, None]
+
+
+@pytest.mark.parametrize("wrong", [None, True, "text", 10**400, float("nan"), [1, "a"], {"correct": "yes"}])
+def test_values_of_another_type_count_as_missing(wrong: Any) -> None:
+    names = ("messages", "score", "metrics", "error", "cost", "calls", "steps", "extra_info", "fault")
+    record = RolloutRecord.from_json(dict.fromkeys(names, wrong))
+    assert (record.score, record.cost, record.metrics, record.correct) == (None, None, {}, None)
+    assert [step.advantage for step in record.steps] == ([None, None] if isinstance(wrong, list) else [])
+    assert list(record.messages) == []
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"score": 1}\nnot JSON\n{"score": 0}\n')
+    with pytest.raises(CheckpointError, match=r"x\.jsonl, line 2: not a JSON object"):
+        read_records(tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ({"metrics": {"correct": 1}, "score": -1.0}, True),
+        ({"metrics": {"correct": 0.0}, "score": 3.0}, False),
+        ({"metrics": {}, "score": 1.0}, True),
+        ({"metrics": None, "score": 0.0}, False),
+        ({"metrics": {}, "score": 0.4}, None),
+        ({"score": None}, None),
+    ],
+)
+def test_the_verdict_is_the_metric_correct_else_a_clear_score(stored: dict[str, Any], expected: bool | None) -> None:
+    assert RolloutRecord.from_json(stored).correct is expected
 
 
 def test_recording_leaves_rollouts_alone(tmp_path: Path) -> None:
     one = scored("g/0", 1.0, TURNS)
     before = [s.model_dump() for s in one.steps], [m.model_dump() for m in one.rollout.messages]
-    write_records(tmp_path, "x", [one], Grpo()([AnnotatedRollout(one)]))
+    write_records(tmp_path, "x", [one], Grpo()([AnnotatedRollout(one)]).rollouts)
     assert ([s.model_dump() for s in one.steps], [m.model_dump() for m in one.rollout.messages]) == before

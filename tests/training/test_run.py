@@ -54,13 +54,13 @@ def test_everything_the_configuration_says_arrives_where_it_works() -> None:
     assert run.scheduler.tools["search"].price == 0.5
     assert run.scoring.rewards.parts[0].reward.kwargs == {"price": 0.1}
     assert run.estimator == Grpo(norm_by_std=False)
-    assert (run.learner.settings.lr, run.learner.settings.mini_batches) == (1e-4, 2)
+    assert (run.learner.config.actor.lr, run.learner.config.actor.mini_batches) == (1e-4, 2)
     assert run.router.seed == 7
 
 
 def test_the_learner_uses_the_rollouts_temperature() -> None:
     """Else the ratio of the same weights would not be 1."""
-    assert make(rollout={"temperature": 0.6}).learner.settings.temperature == 0.6
+    assert make(rollout={"temperature": 0.6}).learner.config.rollout.temperature == 0.6
 
 
 def test_the_policy_draws_from_the_learner_s_own_weights() -> None:

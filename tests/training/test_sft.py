@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from small_world_teacher import conversations
 
 from toolwise.data.files import write_rows
-from toolwise.demo.teacher import conversations
 from toolwise.errors import ConfigError, DataError, MissingExtraError
 from toolwise.models import load_model
 from toolwise.training.sft import read_conversation, train_sft
@@ -70,9 +70,9 @@ def test_a_folder_that_holds_something_is_not_written_over(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"step": 3}, "no setting 'step'; it has: .*steps"),
-        ({"steps": 0}, "steps >= 1"),
-        ({"row_tokens": 0}, "row_tokens >= 2"),
+        ({"step": 3}, "sft: unknown key `step` .did you mean `steps`"),
+        ({"steps": 0}, "`steps` must be greater than 0, got 0"),
+        ({"row_tokens": 0}, "`row_tokens` must be greater than or equal to 2, got 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
@@ -154,5 +154,5 @@ def test_adapters_are_trained_and_merged_into_a_plain_model(tmp_path: Path) -> N
 
 
 def test_a_rank_below_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="lora_rank >= 0, not -1"):
+    with pytest.raises(ConfigError, match="`lora_rank` must be greater than or equal to 0, got -1"):
         train_sft("builtin:small", [talk("a", "b")], tmp_path / "out", {**FEW, "lora_rank": -1})

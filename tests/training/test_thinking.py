@@ -10,18 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from toolwise.advantages import Gigpo, Grpo, MonitoredEstimator, Rlvcr, learns_from_equal_scores
+from toolwise.advantages import Gigpo, Grpo, MonitoredEstimator, Rlvcr
 from toolwise.config.loader import build_config
-from toolwise.config.schema import RunConfig
+from toolwise.config.schema import ActorConfig, RunConfig
 from toolwise.errors import ConfigError
-from toolwise.learner.actor import Actor, ActorSettings
-from toolwise.learner.batch import MicroBatchSettings
+from toolwise.learner.actor import Actor
 from toolwise.messages import Message
 from toolwise.protocols import Generation, Sampling
 from toolwise.thinking.levels import DEFAULT_LEVELS
-from toolwise.thinking.stage import attach_thinking
 from toolwise.thinking.thinking_model import EngineModel, PolicyWithScorer
-from toolwise.training.loop import train_step
+from toolwise.training.loop import annotate_and_credit, keeps_equal, train_step
 from toolwise.training.run import Run, assemble, check_learnable
 from toolwise.training.thinking import thinking_model
 from toolwise.types import Task
@@ -123,8 +121,8 @@ def test_everything_else_arrives_where_it_works() -> None:
     assert (made.gate, made.score, made.shuffle) == ("signed", "confidence", True)
     assert made.trajectory == Gigpo(omega=0.25)
     assert run.thinking is not None
-    s = run.thinking.settings
-    assert (s.selection, s.share, s.max_added_tokens, s.total_steps) == ("mixed", 0.5, 0.7, 4)
+    rlvcr = run.thinking.config
+    assert (rlvcr.steps, rlvcr.share, rlvcr.max_added_tokens, run.thinking.total_steps) == ("mixed", 0.5, 0.7, 4)
     assert run.thinking.writer.sampling.max_new_tokens == 17
     budget = run.thinking.price.budget  # type: ignore[union-attr]
     assert (budget.limit, budget.initial, budget.rate, budget.proportional, budget.cap) == (6.0, 0.01, 0.2, 0.3, 2.0)
@@ -136,7 +134,7 @@ def test_everything_else_arrives_where_it_works() -> None:
     [({}, True), ({"steps": "mixed"}, False), ({"share": 0.0}, False), ({"gate": "signed"}, False)],
 )
 def test_equals_are_kept_where_they_are_compared(settings: dict[str, Any], teaches: bool) -> None:
-    assert learns_from_equal_scores(make(algorithm=algorithm(**settings)).estimator, 1.0) is teaches
+    assert make(algorithm=algorithm(**settings)).estimator.learns_from_equal_scores(1.0) is teaches
 
 
 def test_without_it_nothing_is_thought_over() -> None:
@@ -201,6 +199,7 @@ def test_added_rows_are_annotated_like_all_others(sections: dict[str, Any]) -> N
 def test_the_same_cost_can_apply_to_whole_rollouts() -> None:
     sections = algorithm("grpo", share=0.0, price_rollouts=True, budget={"price": 0.1})
     run = recite(make(algorithm=sections))
+    assert keeps_equal(run, 1.0)  # equal scores at different costs
     turn = asyncio.run(train_step(run))
     assert turn.metrics["thinking/added_tokens"] == 0.0
     credited = {c.rollout.rollout_offset: c for c in turn.credited if c.rollout.batch_data_id == 0}
@@ -213,9 +212,9 @@ def test_added_rows_pull_on_the_weights() -> None:
     run = recite(make(algorithm=algorithm(combine="reweight", share=1.0, max_added_tokens=0.0)))
     thought, _ = asyncio.run(_think(run))
     rollouts, deliberations = thought
-    credited = run.estimator(attach_thinking(run.learner.annotate(rollouts), deliberations))
+    credited, _ = annotate_and_credit(run, rollouts, deliberations)
     added = [c for c in credited if "/level-" in c.rollout.rollout_id]
-    actor = Actor(run.policy.model, ActorSettings(lr=1e-3))
+    actor = Actor(run.policy.model, RunConfig(actor=ActorConfig(lr=1e-3)))
     before = [p.detach().clone() for p in actor.model.parameters()]
     actor.update(added)
     assert any(not torch.equal(a, b) for a, b in zip(before, actor.model.parameters(), strict=True))
@@ -256,9 +255,9 @@ def test_contradicting_settings_are_rejected(sections: dict[str, Any], told: str
 
 def test_the_engine_scores_where_there_is_one_and_the_learner_where_there_is_none() -> None:
     run = make()
-    assert isinstance(thinking_model(run.policy, MicroBatchSettings()), EngineModel)
+    assert isinstance(thinking_model(run.policy, ActorConfig()), EngineModel)
     plain = make(rollout={"n": 2, "engine": "transformers"})
-    assert isinstance(thinking_model(plain.policy, MicroBatchSettings()), PolicyWithScorer)
+    assert isinstance(thinking_model(plain.policy, ActorConfig()), PolicyWithScorer)
 
 
 def test_a_misspelled_setting_is_reported() -> None:

@@ -9,10 +9,16 @@ from pathlib import Path
 import pytest
 
 from toolwise.errors import ToolwiseError
-from toolwise.view.curves import draw_curves, draw_seeds
+from toolwise.training.run_folder import open_run
+from toolwise.view.curves import draw_seeds, render_curves
 
 MakeRun = Callable[..., Path]
 PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def draw_curves(run: Path, out: Path) -> Path:
+    out.write_bytes(render_curves(open_run(run)))
+    return out
 
 
 def size_of(png: Path) -> tuple[int, int]:

@@ -69,7 +69,7 @@ def test_a_routed_run_shows_spending_price_and_shares(make_run: Callable[..., Pa
     run = make_run()
     add_router(run)
     opened = open_run(run)
-    assert budget_units(opened) == ["cost"]
+    assert budget_units(opened.metric_names) == ["cost"]
     assert logged_routes(opened) == ["ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY"]
     for drawn in (render_routing(opened), render_routing(opened, DARK)):
         assert drawn is not None
@@ -84,9 +84,9 @@ def test_several_budgets_are_drawn_each(make_run: Callable[..., Path]) -> None:
     run = make_run()
     add_router(run, ("usd", "seconds"))
     opened = open_run(run)
-    assert budget_units(opened) == ["seconds", "usd"]
+    assert budget_units(opened.metric_names) == ["seconds", "usd"]
     assert render_routing(opened) is not None
-    columns = routing_columns(opened.metrics)
+    columns = routing_columns(opened.metric_names)
     assert columns[:4] == ["router/seconds/mean", "router/seconds/lambda", "router/usd/mean", "router/usd/lambda"]
 
 

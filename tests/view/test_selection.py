@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolwise.view.selection import advantages_of, changed_tasks, contrasting_groups
+from toolwise.training.records import RolloutRecord
+from toolwise.view.selection import changed_tasks, contrasting_groups
 
 
-def rollout(task_id: str, correct: float | None, **changes: Any) -> dict[str, Any]:
+def rollout(task_id: str, correct: float | None, **changes: Any) -> RolloutRecord:
     metrics = {} if correct is None else {"correct": correct}
     base = {
         "task_id": task_id,
@@ -15,7 +16,7 @@ def rollout(task_id: str, correct: float | None, **changes: Any) -> dict[str, An
         "score": correct,
         "cost": 1.0,
     }
-    return base | changes
+    return RolloutRecord.from_json(base | changes)
 
 
 def test_at_most_eight_learned_tasks_come_first_then_some_still_wrong() -> None:
@@ -32,7 +33,7 @@ def test_losses_are_shown_too() -> None:
 def test_what_stays_right_is_shown_only_where_it_got_cheaper() -> None:
     before = [rollout("a", 1, cost=2.0), rollout("b", 1)]
     after = [rollout("a", 1, cost=0.0), rollout("b", 1)]
-    assert [(c.before["task_id"], c.outcome) for c in changed_tasks(before, after)] == [("a", "cheaper")]
+    assert [(c.before.task_id, c.outcome) for c in changed_tasks(before, after)] == [("a", "cheaper")]
 
 
 def test_without_verdicts_scores_decide() -> None:
@@ -44,7 +45,7 @@ def test_without_verdicts_scores_decide() -> None:
 def test_the_shown_tasks_are_spread_over_the_kinds() -> None:
     before = [rollout(f"{kind}{i}", 0, kind=kind) for kind in ("a", "b") for i in range(20)]
     after = [rollout(f"{kind}{i}", 1, kind=kind) for kind in ("a", "b") for i in range(20)]
-    assert [c.before["kind"] for c in changed_tasks(before, after)] == ["a", "b"] * 4
+    assert [c.before.kind for c in changed_tasks(before, after)] == ["a", "b"] * 4
 
 
 def test_without_a_second_validation_a_few_are_shown_as_they_were() -> None:
@@ -54,16 +55,11 @@ def test_without_a_second_validation_a_few_are_shown_as_they_were() -> None:
 
 
 def test_telling_groups_are_those_whose_rollouts_differ() -> None:
-    def trained(group: str, score: float, advantage: float | None) -> dict[str, Any]:
+    def trained(group: str, score: float, advantage: float | None) -> RolloutRecord:
         return rollout(group, score, group_id=group, steps=[{"advantage": advantage}])
 
     same = [trained("same", 1, 0.0), trained("same", 1, 0.0)]
     split = [trained("split", 0, -1.0), trained("split", 1, 1.0), trained("split", 0.5, 0.1)]
     none = [trained("none", 1, None), trained("none", 0, None)]
     groups = contrasting_groups([*same, *split, *none])
-    assert [[r["score"] for r in group] for group in groups] == [[1, 0]]
-
-
-def test_advantages_that_are_missing_stay_missing() -> None:
-    assert advantages_of({"steps": [{"advantage": 1}, {"advantage": None}, {}]}) == [1.0, None, None]
-    assert advantages_of({}) == []
+    assert [[r.score for r in group] for group in groups] == [[1, 0]]

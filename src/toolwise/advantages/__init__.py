@@ -1,16 +1,16 @@
 """Advantage estimators, one file each; an estimator's config class is the estimator.
 
-To add one, write its file, a test and a line in `ESTIMATORS`.
+To add one, write its file, a test and a line in `ESTIMATORS`. One of your own needs none of that: docs/algorithms.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from toolwise.advantages.anchors import StateAnchor, last_messages, last_observation
-from toolwise.advantages.assign import credit, learns_from_equal_scores, min_group_size
+from toolwise.advantages.assign import credit, credit_rollout, credit_steps, credit_tokens
+from toolwise.advantages.costs import cost_metrics
 from toolwise.advantages.gae import Gae, compute_gae_advantage_return
 from toolwise.advantages.gigpo import (
     Gigpo,
@@ -23,12 +23,15 @@ from toolwise.advantages.hgpo import Hgpo
 from toolwise.advantages.reinforce import ReinforcePlusPlus, compute_reinforce_plus_plus_outcome_advantage
 from toolwise.advantages.rlvcr import MonitoredEstimator, Rlvcr
 from toolwise.advantages.rlvcr_tensors import compute_rlvcr_outcome_advantage
+from toolwise.advantages.step_rewards import episodes_from_rollouts, total_rewards
+from toolwise.advantages.token_rewards import token_rewards_of
+from toolwise.config.imports import did_you_mean
 from toolwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from toolwise.protocols import AdvantageEstimator
 
-ESTIMATORS: dict[str, Callable[..., AdvantageEstimator]] = {
+ESTIMATORS: dict[str, type[AdvantageEstimator]] = {
     "grpo": Grpo,
     "rloo": Rloo,
     "gigpo": Gigpo,
@@ -39,16 +42,16 @@ ESTIMATORS: dict[str, Callable[..., AdvantageEstimator]] = {
 }
 
 
-def build_estimator(name: str, **settings: Any) -> AdvantageEstimator:
-    """Builds an estimator from the `settings` that it has a field for; None keeps the field's default.
-
-    `kl_coef` is never passed: the learner sets it when the KL penalty is part of the reward.
-    """
-    if name not in ESTIMATORS:
-        raise ConfigError(f"algorithm.adv_estimator is {name!r}; choose one of {', '.join(ESTIMATORS)}")
-    estimator_class: Any = ESTIMATORS[name]
-    known = {field.name for field in fields(estimator_class)} - {"kl_coef"}
-    return ESTIMATORS[name](**{key: value for key, value in settings.items() if key in known and value is not None})
+def build_estimator(kind: str | type[AdvantageEstimator], **settings: Any) -> AdvantageEstimator:
+    """Builds a built-in estimator from the `settings` that it has a field for; None keeps the field's default."""
+    if isinstance(kind, str) and kind not in ESTIMATORS:
+        known = f"choose one of {', '.join(ESTIMATORS)}, or package.module:Name"
+        raise ConfigError(f"algorithm.adv_estimator is {kind!r}; {known}{did_you_mean(kind, ESTIMATORS)}")
+    estimator_class: Any = ESTIMATORS[kind] if isinstance(kind, str) else kind
+    names = {field.name for field in fields(estimator_class)}
+    chosen = {name: value for name, value in settings.items() if name in names and value is not None}
+    estimator: AdvantageEstimator = estimator_class(**chosen)
+    return estimator
 
 
 __all__ = [
@@ -69,10 +72,15 @@ __all__ = [
     "compute_grpo_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
     "compute_rlvcr_outcome_advantage",
+    "cost_metrics",
     "credit",
+    "credit_rollout",
+    "credit_steps",
+    "credit_tokens",
+    "episodes_from_rollouts",
     "last_messages",
     "last_observation",
-    "learns_from_equal_scores",
-    "min_group_size",
     "system_apply_gigpo_to_batch_steps",
+    "token_rewards_of",
+    "total_rewards",
 ]

@@ -18,7 +18,7 @@ import numpy as np
 
 from toolwise.advantages.arrays import Doubles
 from toolwise.advantages.assign import with_advantage
-from toolwise.types import AnnotatedRollout, CreditedRollout, LevelScore, StepData, ThinkingGroup, ThinkingStep
+from toolwise.types import AddedRollout, CreditedRollout, LevelScore, StepData, ThinkingGroup, ThinkingStep
 
 if TYPE_CHECKING:
     from toolwise.types import Floats
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def alternative_rows(
     credited: CreditedRollout, index: int, step: ThinkingStep, advantages: Doubles, *, cap: float
-) -> list[CreditedRollout]:
+) -> list[AddedRollout]:
     """One row per level that the policy did not use; `advantages` has one entry per level."""
     group = step.group
     assert group is not None  # only steps with a group are reweighted
@@ -42,7 +42,7 @@ def _row(
     score: LevelScore,
     advantage: float,
     cap: float,
-) -> CreditedRollout:
+) -> AddedRollout:
     alternative = score.alternative
     assert alternative is not None  # the used level's row is the rollout itself
     sampled = used_step.policy_logprobs or {}
@@ -61,8 +61,7 @@ def _row(
     scored = credited.annotated.scored
     name = f"{scored.rollout.rollout_id}/step-{used_step.system_step_index}/level-{score.level}"
     rollout = replace(scored.rollout, rollout_id=name, steps=steps)
-    annotated = AnnotatedRollout(replace(scored, rollout=rollout, steps=steps))
-    return CreditedRollout(annotated, steps, tuple(array for _, array in parts))
+    return AddedRollout(replace(scored, rollout=rollout, steps=steps), tuple(array for _, array in parts))
 
 
 def _step(

@@ -6,18 +6,34 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from toolwise.advantages.arrays import Doubles, Ints
-from toolwise.protocols import AdvantageEstimator, MeasuredEstimator, Metrics
-from toolwise.types import AnnotatedRollout, CreditedRollout, StepData
+from toolwise.advantages.arrays import CreditError, Doubles, Ints
+from toolwise.errors import ToolwiseError
+from toolwise.protocols import AdvantageEstimator
+from toolwise.types import AnnotatedRollout, CreditedBatch, CreditedRollout, StepData
+from toolwise.untrusted.user_code import call_user_code, describe, user_location
+
+_NAME = "algorithm.adv_estimator"
 
 
-def credit(
-    estimator: AdvantageEstimator, rollouts: Sequence[AnnotatedRollout]
-) -> tuple[list[CreditedRollout], Metrics]:
-    """The credited rollouts, and the estimator's metrics if it reports any."""
-    if isinstance(estimator, MeasuredEstimator):
-        return estimator.credit(rollouts)
-    return estimator(rollouts), {}
+def credit(estimator: AdvantageEstimator, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
+    """Call an estimator, which may be a user's: whatever goes wrong in it is a one-line error."""
+    try:
+        batch = call_user_code(estimator, rollouts)
+    except ToolwiseError:
+        raise
+    except Exception as fault:
+        error = " ".join(describe(fault).split())
+        raise CreditError(f"{_NAME}: {type(estimator).__name__} failed: {error}{user_location(fault)}") from fault
+    if not isinstance(batch, CreditedBatch):
+        raise CreditError(
+            f"{_NAME}: {type(estimator).__name__} returned a {type(batch).__name__}; return a toolwise.CreditedBatch"
+        )
+    if len(batch.rollouts) != len(rollouts):
+        raise CreditError(
+            f"{_NAME}: {type(estimator).__name__} returned {len(batch.rollouts)} rollouts for {len(rollouts)}; return "
+            "each with its advantages, and further ones in `added`"
+        )
+    return batch
 
 
 def sampled_tokens(step: StepData) -> int:
@@ -70,17 +86,3 @@ def credit_tokens(
         tokens, token_returns = (tuple(part[i].astype(np.float32) for part in parts) for i in (0, 1))
         credited.append(CreditedRollout(rollout, steps, tokens, token_returns))
     return credited
-
-
-def min_group_size(estimator: AdvantageEstimator) -> int:
-    """The smallest group of rollouts from which the estimator can compute advantages."""
-    return int(getattr(estimator, "min_group_size", 2))
-
-
-def learns_from_equal_scores(estimator: AdvantageEstimator, score: float) -> bool:
-    """Whether a group whose scores all equal `score` can still give nonzero advantages.
-
-    The estimator declares it as a bool or as a function of the score.
-    """
-    declared = getattr(estimator, "learns_from_equal_scores", False)
-    return bool(declared(score) if callable(declared) else declared)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from toolwise.advantages.grpo import Grpo, Rloo
-from toolwise.advantages.step_rewards import innermost_estimator, reward_settings
+from toolwise.protocols import AdvantageEstimator
 
 _ROLLOUT_REWARDS = {
     "remainder": "the score of each rollout; step rewards are not used",
@@ -25,24 +22,17 @@ _STEP_REWARDS = {
 }
 
 
-def describe_rewards(name: str, estimator: Any) -> str:
+def describe_rewards(name: str, estimator: AdvantageEstimator) -> str:
     """The line for the estimator configured as `name`."""
-    inner, settings = innermost_estimator(estimator), reward_settings(estimator)
-    if "terminal_score" not in settings:
+    rewards = estimator.rewards
+    if rewards is None:
         return f"advantages: {name} (step rewards and score as the estimator itself uses them)"
-    mode = settings["terminal_score"]
-    parts = [(_STEP_REWARDS if has_step_returns(estimator) else _ROLLOUT_REWARDS)[mode]]
-    if mode == "never" and hasattr(inner, "omega"):
+    mode = rewards.terminal_score
+    parts = [(_STEP_REWARDS if estimator.uses_step_rewards else _ROLLOUT_REWARDS)[mode]]
+    if mode == "never" and estimator.uses_step_rewards and estimator.min_group_size > 1:
         parts[0] += " and is only compared between whole rollouts"
-    if settings["default_step_reward"]:
-        parts.append(f"a step without a reward counts as {settings['default_step_reward']:g}")
-    if settings["invalid_action_penalty"]:
-        parts.append(f"an invalid action costs {settings['invalid_action_penalty']:g}")
+    if rewards.default_step_reward:
+        parts.append(f"a step without a reward counts as {rewards.default_step_reward:g}")
+    if rewards.invalid_action_penalty:
+        parts.append(f"an invalid action costs {rewards.invalid_action_penalty:g}")
     return f'advantages: {name} sees {"; ".join(parts)} (algorithm.terminal_score = "{mode}")'
-
-
-def has_step_returns(estimator: Any) -> bool:
-    """Whether it computes returns per step or token that may contain the score; GRPO and RLOO do not."""
-    return "terminal_score" in reward_settings(estimator) and not isinstance(
-        innermost_estimator(estimator), Grpo | Rloo
-    )

@@ -12,7 +12,7 @@ Per turn (`per = "turn"`): t runs over the steps; V_t is the step's first value,
 sampled tokens of a step get its advantage and its return.
 
 Rewards: a step's reward (`step_rewards.py`) is placed on its last sampled token; if it has none, on the last token
-before it. With `kl_coef` each token also earns −kl_coef · (log π_old − log π_ref), the k1 estimator.
+before it. With a KL cost (`costs.py`) each token also earns −β · (log π_old − log π_ref).
 
 End: after the last token V is 0. For a truncated rollout this treats the cut as a real end, which is right if the score
 has judged it; `bootstrap_truncated` uses the last known value instead.
@@ -42,11 +42,11 @@ from toolwise.advantages.arrays import (
     whiten,
 )
 from toolwise.advantages.assign import credit_tokens
-from toolwise.advantages.step_rewards import RewardSettings, reward_settings
+from toolwise.advantages.step_rewards import BuiltinEstimator
 from toolwise.advantages.tensors import Array, TokenMask, as_numpy
 from toolwise.advantages.token_rewards import TokenRewards, token_rewards_of
 from toolwise.protocols import Annotation
-from toolwise.types import AnnotatedRollout, CreditedRollout
+from toolwise.types import AnnotatedRollout, CreditedBatch, RewardSettings
 
 
 def gae(
@@ -86,7 +86,7 @@ def compute_gae_advantage_return(
 
 
 @dataclass(frozen=True, slots=True)
-class Gae(RewardSettings):
+class Gae(BuiltinEstimator):
     """GAE: `adv_estimator = "gae"`."""
 
     gamma: float = 1.0
@@ -94,10 +94,10 @@ class Gae(RewardSettings):
     per: Literal["token", "turn"] = "token"
     whiten: bool = True
     bootstrap_truncated: bool = False
-    kl_coef: float = 0.0
 
+    needs: ClassVar[frozenset[Annotation]] = frozenset({"values"})
+    uses_step_rewards: ClassVar[bool] = True
     min_group_size: ClassVar[int] = 1
-    learns_from_equal_scores: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fraction("gamma", self.gamma)
@@ -105,15 +105,14 @@ class Gae(RewardSettings):
         check_choice("per", self.per, ("token", "turn"))
         RewardSettings.__post_init__(self)  # super() would refer to the class before slots=True replaced it
 
-    @property
-    def needs(self) -> frozenset[Annotation]:
-        return frozenset({"values", "ref_logprobs"} if self.kl_coef else {"values"})
+    def learns_from_equal_scores(self, score: float) -> bool:
+        return True
 
-    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        tokens = token_rewards_of(rollouts, kl_coef=self.kl_coef, **reward_settings(self))
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
+        tokens = token_rewards_of(rollouts, self.rewards)
         is_truncated = np.array([self.bootstrap_truncated and r.scored.rollout.stop_reason.truncated for r in rollouts])
         advantages, returns = (self._by_turn if self.per == "turn" else self._by_token)(rollouts, tokens, is_truncated)
-        return credit_tokens(rollouts, tokens.counts, advantages, returns)
+        return CreditedBatch(credit_tokens(rollouts, tokens.counts, advantages, returns))
 
     def _by_token(
         self, rollouts: Sequence[AnnotatedRollout], tokens: TokenRewards, is_truncated: Any

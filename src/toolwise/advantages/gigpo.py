@@ -15,9 +15,8 @@ state, a rollout alone in its group, or equal values give exactly 0. Statistics 
 Shapes: one score and group id per rollout; one reward, anchor, advantage and return per step; all sampled tokens of a
 step get its advantage. Grouping: A_E by group id, A_S by (group id, anchor), so nothing is compared across tasks.
 
-`anchors.py` defines states; `step_rewards.py` defines step rewards and where the final score goes. With `kl_coef` each
-step also costs kl_coef · Σ (log π_old − log π_ref) over its sampled tokens (the k1 estimator), which enters both A_E
-and A_S.
+`anchors.py` defines states; `step_rewards.py` defines step rewards and where the final score goes; `costs.py` what each
+step pays, which enters both A_E and A_S.
 """
 
 from __future__ import annotations
@@ -41,18 +40,10 @@ from toolwise.advantages.arrays import (
     pair_codes,
 )
 from toolwise.advantages.assign import credit_steps, with_advantage
-from toolwise.advantages.step_rewards import (
-    Episodes,
-    RewardSettings,
-    TerminalScore,
-    episodes_from_rollouts,
-    episodes_of,
-    reward_settings,
-)
-from toolwise.advantages.token_rewards import token_k1
+from toolwise.advantages.step_rewards import BuiltinEstimator, Episodes, episodes_from_rollouts, episodes_of
 from toolwise.config.imports import load_reference
-from toolwise.protocols import Annotation, Metrics
-from toolwise.types import AnnotatedRollout, CreditedRollout, StepData
+from toolwise.protocols import Metrics
+from toolwise.types import AnnotatedRollout, CreditedBatch, RewardSettings, StepData, TerminalScore
 
 Combine = Literal["convex", "additive"]
 StepNormalization = Literal["mean_std_norm", "mean_norm"]
@@ -203,7 +194,7 @@ system_apply_gigpo_to_batch_steps = apply_gigpo_to_batch_steps
 
 
 @dataclass(frozen=True, slots=True)
-class Gigpo(RewardSettings):
+class Gigpo(BuiltinEstimator):
     """GiGPO: `adv_estimator = "gigpo"`."""
 
     gamma: float = 0.95
@@ -214,12 +205,8 @@ class Gigpo(RewardSettings):
     state_anchor: str | StateHash = "auto"
     anchor_messages: int = 3
     anchor_similarity: float = 1.0
-    kl_coef: float = 0.0
-    """KL penalty per nat of a step's tokens (k1)."""
 
-    min_group_size: ClassVar[int] = 2
-    learns_from_equal_scores: ClassVar[bool] = True
-    """Rollouts that all reach the goal may still differ in how fast they do."""
+    uses_step_rewards: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_settings(self.omega, self.gamma, self.combine, self.normalization)
@@ -229,18 +216,12 @@ class Gigpo(RewardSettings):
             # Loaded once, so that a run keeps its function if the file is edited meanwhile.
             object.__setattr__(self, "state_anchor", load_reference(self.state_anchor, what="state_anchor"))
 
-    @property
-    def needs(self) -> frozenset[Annotation]:
-        return frozenset({"ref_logprobs"} if self.kl_coef else ())
+    def learns_from_equal_scores(self, score: float) -> bool:
+        """Rollouts that all reach the goal may still differ in how fast they do."""
+        return True
 
-    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        return self.credit(rollouts)[0]
-
-    def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
-        episodes = episodes_from_rollouts(rollouts, **reward_settings(self))
-        if self.kl_coef:
-            nats = [float(part.sum()) for rollout in rollouts for part in token_k1(rollout)]
-            episodes = episodes.minus_costs(self.kl_coef * np.array(nats))
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
+        episodes = episodes_from_rollouts(rollouts, self.rewards)
         steps = [step for r in rollouts for step in r.scored.steps]
         result = gigpo_advantages(
             episodes,
@@ -254,7 +235,7 @@ class Gigpo(RewardSettings):
         )
         metrics = result.metrics()
         warn_if_singletons(metrics)
-        return credit_steps(rollouts, result.advantages, result.returns), metrics
+        return CreditedBatch(credit_steps(rollouts, result.advantages, result.returns), metrics)
 
     def _anchor(self) -> StateAnchor:
         return StateAnchor(self.state_anchor, self.anchor_messages, self.anchor_similarity)

@@ -7,7 +7,8 @@
 Papers: GRPO, Shao et al. 2024 (arXiv 2402.03300); Dr. GRPO (arXiv 2503.20783); RLOO, Ahmadian et al. 2024 (arXiv
 2402.14740).
 
-r is the rollout's score; with `terminal_score = "add"`, the score plus its step rewards (`step_rewards.py`). To
+r is the rollout's score; with `terminal_score = "add"`, the score plus its step rewards (`step_rewards.py`); minus its
+costs (`costs.py`). To
 normalize several rewards separately before summing them, see `rewards/combine.py`, which runs earlier.
 
 Shapes: one score and one advantage per rollout; every sampled token of rollout i gets A_i, regardless of their number.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -33,10 +34,9 @@ from toolwise.advantages.arrays import (
     normalize,
 )
 from toolwise.advantages.assign import credit_rollout
-from toolwise.advantages.step_rewards import RewardSettings, reward_settings, total_rewards
+from toolwise.advantages.step_rewards import BuiltinEstimator, total_rewards
 from toolwise.advantages.tensors import Array, TokenMask, copy_array
-from toolwise.protocols import Annotation
-from toolwise.types import AnnotatedRollout, CreditedRollout
+from toolwise.types import AnnotatedRollout, CreditedBatch
 
 
 def group_advantages(
@@ -64,35 +64,27 @@ def _normalize_in_groups(
 
 
 @dataclass(frozen=True, slots=True)
-class Grpo(RewardSettings):
+class Grpo(BuiltinEstimator):
     """GRPO: `adv_estimator = "grpo"`."""
 
     norm_by_std: bool = True
 
-    needs: ClassVar[frozenset[Annotation]] = frozenset()
-    min_group_size: ClassVar[int] = 2
-    learns_from_equal_scores: ClassVar[bool] = False
-
-    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
         return _credit_groups(self, rollouts, norm_by_std=self.norm_by_std)
 
 
 @dataclass(frozen=True, slots=True)
-class Rloo(RewardSettings):
+class Rloo(BuiltinEstimator):
     """RLOO: `adv_estimator = "rloo"`."""
 
-    needs: ClassVar[frozenset[Annotation]] = frozenset()
-    min_group_size: ClassVar[int] = 2
-    learns_from_equal_scores: ClassVar[bool] = False
-
-    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
         return _credit_groups(self, rollouts, leave_one_out=True)
 
 
-def _credit_groups(estimator: Grpo | Rloo, rollouts: Sequence[AnnotatedRollout], **form: bool) -> list[CreditedRollout]:
-    totals = total_rewards([r.scored for r in rollouts], **reward_settings(estimator))
+def _credit_groups(estimator: Grpo | Rloo, rollouts: Sequence[AnnotatedRollout], **form: bool) -> CreditedBatch:
+    totals = total_rewards(rollouts, estimator.rewards)
     advantages = group_advantages(totals, [r.scored.rollout.group_id for r in rollouts], **form)
-    return [credit_rollout(rollout, a) for rollout, a in zip(rollouts, advantages.tolist(), strict=True)]
+    return CreditedBatch([credit_rollout(rollout, a) for rollout, a in zip(rollouts, advantages.tolist(), strict=True)])
 
 
 def compute_grpo_outcome_advantage(

@@ -5,8 +5,8 @@
 
 Paper: Hu et al. 2025, arXiv 2501.03262.
 
-r_t is the token's reward (`token_rewards.py`): the step's reward at its last token and, with `kl_coef`, a KL penalty at
-every token. Tool tokens are not time steps. A batch of equal returns gives exactly 0.
+r_t is the token's reward (`token_rewards.py`): the step's reward at its last token and, if KL is in the reward, its
+cost at every token. Tool tokens are not time steps. A batch of equal returns gives exactly 0.
 
 Shapes: [batch, length] in `compute_reinforce_plus_plus_outcome_advantage`; over rollouts, one array per step with one
 entry per sampled token. Grouping: none, so longer rollouts weigh more in the statistics, and tasks of different
@@ -21,11 +21,10 @@ from typing import Any, ClassVar
 
 from toolwise.advantages.arrays import check_fraction, discounted_sums, whiten
 from toolwise.advantages.assign import credit_tokens
-from toolwise.advantages.step_rewards import RewardSettings, reward_settings
+from toolwise.advantages.step_rewards import BuiltinEstimator
 from toolwise.advantages.tensors import Array, TokenMask
 from toolwise.advantages.token_rewards import token_rewards_of
-from toolwise.protocols import Annotation
-from toolwise.types import AnnotatedRollout, CreditedRollout
+from toolwise.types import AnnotatedRollout, CreditedBatch, RewardSettings
 
 
 def compute_reinforce_plus_plus_outcome_advantage(
@@ -39,24 +38,22 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
 
 @dataclass(frozen=True, slots=True)
-class ReinforcePlusPlus(RewardSettings):
+class ReinforcePlusPlus(BuiltinEstimator):
     """REINFORCE++: `adv_estimator = "reinforce_plus_plus"`."""
 
     gamma: float = 1.0
-    kl_coef: float = 0.0
 
+    uses_step_rewards: ClassVar[bool] = True
     min_group_size: ClassVar[int] = 1
-    learns_from_equal_scores: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fraction("gamma", self.gamma)
         RewardSettings.__post_init__(self)  # super() would refer to the class before slots=True replaced it
 
-    @property
-    def needs(self) -> frozenset[Annotation]:
-        return frozenset({"ref_logprobs"}) if self.kl_coef else frozenset()
+    def learns_from_equal_scores(self, score: float) -> bool:
+        return True
 
-    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        tokens = token_rewards_of(rollouts, kl_coef=self.kl_coef, **reward_settings(self))
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
+        tokens = token_rewards_of(rollouts, self.rewards)
         returns = discounted_sums(tokens.rewards, tokens.tokens_per_rollout, self.gamma)
-        return credit_tokens(rollouts, tokens.counts, whiten(returns), returns)
+        return CreditedBatch(credit_tokens(rollouts, tokens.counts, whiten(returns), returns))

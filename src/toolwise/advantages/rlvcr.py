@@ -25,7 +25,7 @@ does not come from their content.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Literal, get_args
 
@@ -33,7 +33,7 @@ import numpy as np
 
 from toolwise.advantages.alternative_rows import alternative_rows
 from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, sign
-from toolwise.advantages.assign import credit, learns_from_equal_scores, min_group_size, with_advantage
+from toolwise.advantages.assign import with_advantage
 from toolwise.advantages.grpo import Grpo
 from toolwise.advantages.level_values import (
     MIN_SPREAD_NATS,
@@ -44,9 +44,16 @@ from toolwise.advantages.level_values import (
     level_advantages,
     level_scores,
 )
-from toolwise.advantages.thinking_cost import credit_with_thinking_cost
 from toolwise.protocols import AdvantageEstimator, Annotation, Metrics
-from toolwise.types import LEVEL_COUNT, AnnotatedRollout, CreditedRollout, ThinkingStep
+from toolwise.types import (
+    LEVEL_COUNT,
+    AddedRollout,
+    AnnotatedRollout,
+    CreditedBatch,
+    CreditedRollout,
+    RewardSettings,
+    ThinkingStep,
+)
 
 Gate = Literal["none", "signed", "success"]
 Combine = Literal["additive", "reweight"]
@@ -70,7 +77,7 @@ class LevelComparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Rlvcr:
+class Rlvcr(AdvantageEstimator):
     """RLVCR: `adv_estimator = "rlvcr"`."""
 
     trajectory: AdvantageEstimator = field(default_factory=Grpo)
@@ -82,8 +89,6 @@ class Rlvcr:
     combine: Combine = "additive"
     shuffle: bool = False
     seed: int = 0
-    price_rollouts: bool = False
-    """Compute A_traj from scores minus the cost of thinking tokens (`thinking_cost.py`)."""
     success_score: float | None = None
     """A rollout succeeds if its score is at least this; if None, if its advantage is above 0."""
     compare_equal_scores: bool = True
@@ -110,8 +115,20 @@ class Rlvcr:
         return self.trajectory.needs
 
     @property
+    def rewards(self) -> RewardSettings | None:
+        return self.trajectory.rewards
+
+    @property
+    def uses_step_rewards(self) -> bool:
+        return self.trajectory.uses_step_rewards
+
+    @property
     def min_group_size(self) -> int:
-        return min_group_size(self.trajectory)
+        return self.trajectory.min_group_size
+
+    @property
+    def per(self) -> Literal["token", "turn"]:
+        return self.trajectory.per
 
     def learns_from_equal_scores(self, score: float) -> bool:
         """Rollouts with equal scores may still differ in how well they thought, unless the gate excludes them."""
@@ -119,22 +136,18 @@ class Rlvcr:
         compares = (
             self.compare_equal_scores and self.combine == "additive" and gate_open and self.step_advantage_w != 0.0
         )
-        return compares or self.price_rollouts or learns_from_equal_scores(self.trajectory, score)
+        return compares or self.trajectory.learns_from_equal_scores(score)
 
-    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        return self.credit(rollouts)[0]
-
-    def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
-        base, metrics = (credit_with_thinking_cost if self.price_rollouts else credit)(self.trajectory, rollouts)
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
+        base = self.trajectory(rollouts)
         comparison = self.compare(rollouts)
-        metrics |= level_metrics(comparison)
+        metrics = {**base.metrics, **level_metrics(comparison)}
         if not comparison.step_indices:
-            return base, metrics
+            return replace(base, metrics=metrics)
         if self.combine == "reweight":
-            credited, extra_metrics = self._reweight(rollouts, base, comparison)
-        else:
-            credited, extra_metrics = self._add_thinking_advantages(base, comparison)
-        return credited, metrics | extra_metrics
+            credited, added = self._reweight(rollouts, base.rollouts, comparison)
+            return CreditedBatch(credited, metrics | {"thinking/rows_added": float(len(added))}, added)
+        return CreditedBatch(self._add_thinking_advantages(base.rollouts, comparison), metrics)
 
     def compare(self, rollouts: Sequence[AnnotatedRollout]) -> LevelComparison:
         """Compares the levels at every step that has a group."""
@@ -168,7 +181,7 @@ class Rlvcr:
 
     def _add_thinking_advantages(
         self, base: Sequence[CreditedRollout], comparison: LevelComparison
-    ) -> tuple[list[CreditedRollout], Metrics]:
+    ) -> list[CreditedRollout]:
         used_advantages = self._maybe_shuffle(comparison.used_advantages, base)
         tokens = [list(rollout.advantages) for rollout in base]
         solved = self._solved_groups(base)
@@ -180,14 +193,14 @@ class Rlvcr:
             affected = np.arange(len(current)) < self._affected_token_count(step, len(current), level_only=level_only)
             extra *= self._gate_factor(base[i].annotated, advantage, level_only=level_only)
             tokens[i][t] = (current + np.float32(self.step_advantage_w * extra) * affected).astype(np.float32)
-        return [_with_token_advantages(rollout, values) for rollout, values in zip(base, tokens, strict=True)], {}
+        return [_with_token_advantages(rollout, values) for rollout, values in zip(base, tokens, strict=True)]
 
     def _reweight(
         self, rollouts: Sequence[AnnotatedRollout], base: Sequence[CreditedRollout], comparison: LevelComparison
-    ) -> tuple[list[CreditedRollout], Metrics]:
+    ) -> tuple[list[CreditedRollout], list[AddedRollout]]:
         weights = self._maybe_shuffle(copo_weights(comparison.utilities, self.score, floor=self.reweight_floor), base)
         tokens = [list(rollout.advantages) for rollout in base]
-        alternatives: list[CreditedRollout] = []
+        alternatives: list[AddedRollout] = []
         for row, ((i, t), step) in enumerate(zip(comparison.step_indices, comparison.steps, strict=True)):
             advantage = base[i].steps[t].advantage or 0.0
             reinforced = sign(advantage) > 0.0 and self._succeeded(rollouts[i], advantage)
@@ -196,7 +209,7 @@ class Rlvcr:
             tokens[i][t] = tokens[i][t] * np.float32(weights[row, comparison.used[row]])
             alternatives += alternative_rows(base[i], t, step, advantage * weights[row], cap=self.importance_cap)
         credited = [_with_token_advantages(rollout, values) for rollout, values in zip(base, tokens, strict=True)]
-        return credited + alternatives, {"thinking/rows_added": float(len(alternatives))}
+        return credited, alternatives
 
     def _solved_groups(self, base: Sequence[CreditedRollout]) -> set[str]:
         """Groups in which every rollout succeeded, so that nothing distinguishes good actions from bad ones."""
@@ -229,34 +242,15 @@ class Rlvcr:
 
 
 @dataclass(frozen=True, slots=True)
-class MonitoredEstimator:
-    """Another estimator's advantages plus RLVCR's metrics: `rlvcr.enable` without `adv_estimator = "rlvcr"`.
-
-    `priced` charges RLVCR's cost per thinking token without comparing levels (`thinking_cost.py`), so it penalizes all
-    thinking. This is the baseline for RLVCR.
-    """
-
-    inner: AdvantageEstimator
-    rlvcr: Rlvcr
-    priced: bool = False
-
-    @property
-    def needs(self) -> frozenset[Annotation]:
-        return self.inner.needs
-
-    @property
-    def min_group_size(self) -> int:
-        return min_group_size(self.inner)
+class MonitoredEstimator(Rlvcr):
+    """The advantages of `trajectory` plus RLVCR's metrics: `rlvcr.enable` without `adv_estimator = "rlvcr"`."""
 
     def learns_from_equal_scores(self, score: float) -> bool:
-        return self.priced or learns_from_equal_scores(self.inner, score)
+        return self.trajectory.learns_from_equal_scores(score)
 
-    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        return self.credit(rollouts)[0]
-
-    def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
-        credited, metrics = (credit_with_thinking_cost if self.priced else credit)(self.inner, rollouts)
-        return credited, metrics | level_metrics(self.rlvcr.compare(rollouts))
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
+        base = self.trajectory(rollouts)
+        return replace(base, metrics={**base.metrics, **level_metrics(self.compare(rollouts))})
 
 
 def level_metrics(comparison: LevelComparison) -> Metrics:

@@ -19,13 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from toolwise.advantages.arrays import Doubles, Ints, integer_codes
-from toolwise.advantages.description import has_step_returns
-from toolwise.advantages.step_rewards import reward_settings
+from toolwise.protocols import AdvantageEstimator
 from toolwise.types import ScoredRollout
 
 MAX_BATCHES = 5
@@ -54,10 +52,11 @@ class ScoreCheck:
         self._done = False
 
     @staticmethod
-    def of(estimator: Any) -> ScoreCheck | None:
+    def of(estimator: AdvantageEstimator) -> ScoreCheck | None:
         """None if the estimator does not use the remainder."""
-        remainder = reward_settings(estimator).get("terminal_score") == "remainder"
-        return ScoreCheck() if remainder and has_step_returns(estimator) else None
+        rewards = estimator.rewards
+        remainder = rewards is not None and rewards.terminal_score == "remainder"
+        return ScoreCheck() if remainder and estimator.uses_step_rewards else None
 
     def observe(self, scored: Sequence[ScoredRollout]) -> str | None:
         """Returns a warning for the user, at most once per run."""

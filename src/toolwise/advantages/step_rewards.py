@@ -10,38 +10,32 @@
 
 Σ includes only base rewards that are set. Later adjustments change the total by the same amount: a missing base reward
 counts as `default_step_reward`; `invalid_action_penalty` is subtracted from steps whose
-`step_info["is_action_valid"]` is false; then come the costs of KL (`gigpo.py`, `token_rewards.py`) and of thinking
-(`thinking_cost.py`).
+`step_info["is_action_valid"]` is false; then come the costs of thinking and of KL (`costs.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, integer_codes
-from toolwise.types import AnnotatedRollout, ScoredRollout, StepData
+from toolwise.advantages.costs import kl_cost, kl_step_costs, thinking_costs
+from toolwise.protocols import AdvantageEstimator
+from toolwise.types import AnnotatedRollout, RewardSettings, ScoredRollout, StepData, TerminalScore
 
-TerminalScore = Literal["remainder", "add", "never"]
-REWARD_SETTINGS = ("terminal_score", "default_step_reward", "invalid_action_penalty")
-"""The fields of `RewardSettings`."""
 REMAINDER_TOLERANCE = 1e-12
 """A remainder this small relative to its rewards is rounding error and counts as 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardSettings:
-    """How an estimator uses step rewards; the base of the built-in ones."""
+class BuiltinEstimator(RewardSettings, AdvantageEstimator):
+    """Base of the built-in estimators: its reward settings are fields of the estimator."""
 
-    terminal_score: TerminalScore = "remainder"
-    default_step_reward: float = 0.0
-    invalid_action_penalty: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
+    @property
+    def rewards(self) -> RewardSettings:
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,36 +122,42 @@ def episodes_of(
     return episodes
 
 
-def episodes_from_rollouts(rollouts: Sequence[AnnotatedRollout], **settings: Any) -> Episodes:
-    """`episodes_of` for annotated rollouts."""
-    return _episodes([r.scored for r in rollouts], settings)
+def total_rewards(rollouts: Sequence[AnnotatedRollout], rewards: RewardSettings) -> Doubles:
+    """Total reward of each rollout minus its costs, for estimators over whole rollouts."""
+    totals = totals_before_costs([r.scored for r in rollouts], rewards)
+    thinking = np.array([0.0 if r.thinking is None else sum(r.thinking.step_costs) for r in rollouts])
+    return np.asarray(totals - thinking - np.array([kl_cost(r) for r in rollouts]))
 
 
-def total_rewards(scored: Sequence[ScoredRollout], **settings: Any) -> Doubles:
-    """Total reward of each rollout, for estimators over whole rollouts; `settings` are those of `episodes_of`."""
-    if settings.get("terminal_score") == "add" or any(settings.get(name) for name in REWARD_SETTINGS[1:]):
-        return _episodes(scored, settings).scores
-    return np.array([s.score for s in scored], dtype=np.float64)  # step rewards do not matter here
+def episodes_from_rollouts(
+    rollouts: Sequence[AnnotatedRollout], rewards: RewardSettings, *, kl: bool = True
+) -> Episodes:
+    """Rewards of steps and totals of rollouts minus their costs (without KL if not `kl`)."""
+    episodes = episodes_before_costs([r.scored for r in rollouts], rewards)
+    for costs in (thinking_costs(rollouts), kl_step_costs(rollouts) if kl else None):
+        episodes = episodes if costs is None else episodes.minus_costs(costs)
+    return episodes
 
 
-def _episodes(scored: Sequence[ScoredRollout], settings: dict[str, Any]) -> Episodes:
+def episodes_before_costs(scored: Sequence[ScoredRollout], rewards: RewardSettings) -> Episodes:
+    """`episodes_of` for scored rollouts."""
     return episodes_of(
-        [s.steps for s in scored], [s.score for s in scored], [s.rollout.group_id for s in scored], **settings
+        [s.steps for s in scored],
+        [s.score for s in scored],
+        [s.rollout.group_id for s in scored],
+        terminal_score=rewards.terminal_score,
+        default_step_reward=rewards.default_step_reward,
+        invalid_action_penalty=rewards.invalid_action_penalty,
     )
 
 
-def reward_settings(estimator: Any) -> dict[str, Any]:
-    """The `RewardSettings` of an estimator, or of the one it wraps; empty for other kinds of estimator."""
-    inner = innermost_estimator(estimator)
-    return {name: getattr(inner, name) for name in REWARD_SETTINGS if hasattr(inner, name)}
-
-
-def innermost_estimator(estimator: Any) -> Any:
-    """The estimator inside wrappers such as a KL cost or thinking levels."""
-    for name in ("inner", "trajectory"):
-        if hasattr(estimator, name):
-            return innermost_estimator(getattr(estimator, name))
-    return estimator
+def totals_before_costs(scored: Sequence[ScoredRollout], rewards: RewardSettings | None) -> Doubles:
+    """Total reward of each rollout; without settings, its score."""
+    if rewards is not None and (
+        rewards.terminal_score == "add" or rewards.default_step_reward or rewards.invalid_action_penalty
+    ):
+        return episodes_before_costs(scored, rewards).scores
+    return np.array([s.score for s in scored], dtype=np.float64)  # step rewards do not matter here
 
 
 def _sum_base_rewards(steps: Sequence[StepData]) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.routing.head import ROUTER_METADATA_FILE
@@ -56,27 +57,17 @@ class Calibration:
         expected = np.asarray(self.route_costs) if costs is None else costs
         return self.threshold_for(budget, chances[0]).route(values, expected, chances[1])
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Calibration:
-        fields = dict(record)
-        fields["thresholds"] = tuple(Threshold(**each) for each in fields["thresholds"])
-        fields["budgets"], fields["route_costs"] = tuple(fields["budgets"]), tuple(fields["route_costs"])
-        return cls(**fields)
-
 
 def calibration_of(metadata: Mapping[str, Any]) -> Calibration | None:
     """The calibration stored in a head's metadata; None if it was never calibrated."""
     if _KEY not in metadata:
         return None
     try:
-        return Calibration.from_json(metadata[_KEY])
-    except (TypeError, ValueError, KeyError) as fault:
+        return TypeAdapter(Calibration).validate_python(metadata[_KEY])
+    except ValidationError as fault:
         raise CheckpointError(
-            f"{ROUTER_METADATA_FILE} holds a calibration that cannot be read ({fault}): calibrate again with "
-            f"toolwise eval --budgets"
+            f"{ROUTER_METADATA_FILE} holds a calibration that cannot be read ({fault.errors()[0]['msg']}): calibrate "
+            "again with toolwise eval --budgets"
         ) from None
 
 
@@ -87,7 +78,7 @@ def store_calibration(model: Path, calibration: Calibration) -> None:
         metadata = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:
         raise CheckpointError(f"{path} cannot be read ({fault}): is there a router in {model}?") from None
-    data = (json_text(metadata | {_KEY: calibration.to_json()}, indent=2) + "\n").encode()
+    data = (json_text(metadata | {_KEY: asdict(calibration)}, indent=2) + "\n").encode()
     if (model.parent / checkpoint.MANIFEST).is_file():
         amend(model.parent, {f"{model.name}/{ROUTER_METADATA_FILE}": data})
         return

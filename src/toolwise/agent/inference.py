@@ -122,7 +122,7 @@ class TrainedRouter:
         """Cost of a rollout. With real tools, calls that the route refused are free."""
         families = self.families_of(rollout.task)
         route = None if rollout.route is None else RouteAction.parse(rollout.route)
-        allowed = families if route is None else allowed_tools(route, families, hard=self.conditioning.hard)
+        allowed = families if route is None else allowed_tools(route, families, hard=self.conditioning.router.hard)
         source = "executed" if self.tools else self.config.router.usage
         return self.cost(usage_of(rollout, families, allowed=allowed, source=source))[self.unit]
 

@@ -14,7 +14,9 @@ from toolwise.config.loader import apply_overrides, build_config
 from toolwise.config.schema import INFERENCE_FIELDS, RunConfig, load_config
 from toolwise.data.files import read_rows
 from toolwise.errors import CheckpointError, ConfigError, DataError
+from toolwise.routing.cost import build_cost
 from toolwise.routing.head import ROUTER_METADATA_FILE
+from toolwise.routing.options import Conditioning
 from toolwise.tools.catalog import build_tools
 from toolwise.tools.tool_record import check_recorded_tools
 from toolwise.training import checkpoint
@@ -46,7 +48,6 @@ def load_router(
     built = build_tools(_with_documents(entries, documents) if documents is not None else entries)
     if config.multi_turn.enable and (tools is None or entries):
         check_recorded_tools(model, built, MISSING_TOOLS_HINT)
-    from toolwise.routing.head.builder import conditioning_from_config, cost_from_config
     from toolwise.routing.head.head import load_head
 
     head, metadata = load_head(model)
@@ -57,8 +58,8 @@ def load_router(
         policy=policy,
         head=head.to(policy.model.device),
         tools=built if config.multi_turn.enable else {},
-        conditioning=conditioning_from_config(config),
-        cost=cost_from_config(config, built),
+        conditioning=Conditioning(config.router),
+        cost=build_cost(config.router, built),
         multipliers=tuple(float(multipliers.get(unit, 0.0)) for unit in head.settings.units),
         calibration=calibration_of(metadata),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +20,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+RENAMED_OPTIONS = {
+    "--cap": "--max-cost",
+    "--create": "--create-kwargs",
+    "--each": "--per-task",
+    "--gold-form": "--gold-template",
+}
+"""Old names of options, still accepted, and their current names."""
 
 
 def _version(requested: bool) -> None:
@@ -48,19 +58,22 @@ def _root(
 def _register() -> None:
     from toolwise.cli import check, data, demo, doctor, evaluate, export, init, resume, rollout, run, score, sft, train
 
-    app.command("demo")(demo.demo)
-    app.command("train")(train.train)
-    app.command("resume")(resume.resume)
-    app.command("rollout")(rollout.rollout)
-    app.command("eval")(evaluate.evaluate)
-    app.command("run")(run.run)
-    app.command("sft")(sft.sft)
-    app.command("export")(export.export)
-    app.command("score")(score.score)
-    app.command("doctor")(doctor.doctor)
-    app.add_typer(data.app, name="data")
-    app.add_typer(check.app, name="check")
-    app.add_typer(init.app, name="init")
+    commands: dict[str, Callable[..., None]] = {
+        "demo": demo.demo,
+        "train": train.train,
+        "resume": resume.resume,
+        "rollout": rollout.rollout,
+        "eval": evaluate.evaluate,
+        "run": run.run,
+        "sft": sft.sft,
+        "export": export.export,
+        "score": score.score,
+        "doctor": doctor.doctor,
+    }
+    for name, command in commands.items():
+        app.command(name)(command)
+    for group in (data.app, check.app, init.app):
+        app.add_typer(group)
 
 
 _register()
@@ -73,7 +86,7 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     guard_streams()
     try:
-        status = app(standalone_mode=False)
+        status = app(_rename_options(sys.argv[1:]), standalone_mode=False)
     except KeyboardInterrupt:
         status = 130
     except SystemExit as end:  # an exit status that is a message: print it, as Python would
@@ -84,6 +97,17 @@ def main() -> None:
     except Exception as fault:
         status = _report_error(fault)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _rename_options(arguments: list[str]) -> list[str]:
+    """`arguments` with the current names of options; notes each old one on standard error."""
+    renamed = list(arguments)
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in RENAMED_OPTIONS:
+            print_line(f"note: {name} is now {RENAMED_OPTIONS[name]}; the old name will be removed", err=True)
+            renamed[index] = f"{RENAMED_OPTIONS[name]}{equals}{value}"
+    return renamed
 
 
 def _report_error(fault: Exception) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,14 +14,9 @@ from toolwise.terminal import print_json, print_line
 app = typer.Typer(name="data", help="Prepare, label and inspect datasets.", no_args_is_help=True)
 
 
-class Dataset(StrEnum):
-    GSM8K = "gsm8k"
-    RLLA = "rlla"
-
-
 @app.command()
 def prepare(
-    name: Annotated[Dataset, typer.Argument(help="Dataset in SOURCE.")],
+    name: Annotated[Literal["gsm8k", "rlla"], typer.Argument(help="Dataset in SOURCE.")],
     source: Annotated[Path, typer.Argument(help="The published file, or a folder with train and test files.")],
     out: Annotated[
         Path | None,
@@ -36,15 +30,13 @@ def prepare(
     """Convert a published dataset into rows to train on."""
     from toolwise.data.prepare import prepare_gsm8k, prepare_rlla
 
-    if oracle_tool and name is not Dataset.GSM8K:
+    if oracle_tool and name != "gsm8k":
         raise ConfigError(f"--oracle-tool applies to gsm8k only; leave it out for {name}")
     target = out if out is not None else Path("data") / name
-    if name is Dataset.GSM8K:
-        written = prepare_gsm8k(source, target, oracle_tool=oracle_tool)
-    else:
-        written = prepare_rlla(source, target)
-    for file in written:
-        print_line(f"wrote {file.rows:,} rows to {file.path}")
+    is_rlla = name == "rlla"
+    written = prepare_rlla(source, target) if is_rlla else prepare_gsm8k(source, target, oracle_tool=oracle_tool)
+    for path, rows in written.items():
+        print_line(f"wrote {rows:,} rows to {path}")
 
 
 app.command()(label)

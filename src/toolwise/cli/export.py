@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from toolwise.terminal import print_line
 
 
-class Dtype(StrEnum):
-    """Torch dtypes, by torch's names."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
 def export(
     source: Annotated[Path, typer.Argument(help="Run folder or checkpoint.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Output folder; must not exist yet.", show_default=False)],
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Dtype of the exported weights (default: as saved).", show_default=False)
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Dtype of the exported weights (default: as saved).", show_default=False),
     ] = None,
     best: Annotated[
         str,
@@ -37,5 +29,5 @@ def export(
     """Export a run's model to a folder that transformers loads, with a model card."""
     from toolwise.agent.export import export_model
 
-    exported = export_model(source, out, dtype=dtype.value if dtype else None, best=best)
+    exported = export_model(source, out, dtype=dtype, best=best)
     print_line(f"{exported.out}: model of step {exported.checkpoint.step} in {exported.dtype}; model card: README.md")

@@ -18,5 +18,6 @@ def resume(
     from toolwise.training.changes import check_files, load_run_config
 
     config = load_run_config(run, overrides or [])
-    check_files(config, run, "data.", "reward", "tools", "env", "router.name", "rollout.tool_parser", "trainer")
+    own = ("data.", "reward", "tools", "env", "router.name", "rollout.tool_parser", "trainer", "algorithm", "actor")
+    check_files(config, run, *own)
     run_training(config, run, resume=True)

@@ -43,7 +43,7 @@ def rollout(
     count: Annotated[
         int, typer.Option("-n", "--tasks", min=1, help="Number of tasks, taken from the start of the file.")
     ] = 16,
-    each: Annotated[int, typer.Option(min=1, help="Rollouts per task.")] = 1,
+    each: Annotated[int, typer.Option("--per-task", min=1, help="Rollouts per task.")] = 1,
     policy: Annotated[
         PolicyKind, typer.Option(help="What generates replies: a local model, a server, or a script.")
     ] = PolicyKind.LOCAL,
@@ -187,12 +187,12 @@ class _RolloutProgress:
         self.status.update(f"{len(self.states)} of {self.total} started: {summary}")
 
     def done(self, rollout: Rollout) -> None:
-        from toolwise.training.records import rollout_record
+        from toolwise.training.records import RolloutRecord
         from toolwise.training.trackers.console import show_record
         from toolwise.types import EvaluateResult, ScoredRollout
 
         pending = EvaluateResult(is_score_valid=False, reason="not scored yet")
-        show_record(self.console, rollout_record(ScoredRollout(rollout, pending, rollout.steps)))
+        show_record(self.console, RolloutRecord.of(ScoredRollout(rollout, pending, rollout.steps)))
 
 
 def _summarize(scored: list[ScoredRollout]) -> None:

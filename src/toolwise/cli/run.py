@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,22 +15,19 @@ if TYPE_CHECKING:
     from toolwise.agent.agent import AgentAnswer
 
 
-class RouteOption(StrEnum):
-    AUTO = "auto"
-    ANSWER = "answer"
-    SEARCH = "search"
-    CALCULATE = "calculate"
-
-
 def run(
     source: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Run folder, checkpoint, or exported model.")],
     question: Annotated[str, typer.Argument(help="Question to ask.")],
     budget: Annotated[
         float | None, typer.Option(min=0, help="Average cost allowed per question; the router keeps to it.")
     ] = None,
-    route: Annotated[RouteOption, typer.Option(help="Force a route; auto lets the router choose.")] = RouteOption.AUTO,
+    route: Annotated[
+        Literal["auto", "answer", "search", "calculate"],
+        typer.Option(help="Force a route; auto lets the router choose."),
+    ] = "auto",
     cap: Annotated[
-        float | None, typer.Option(min=0, help="Maximum cost of this question; tool calls beyond it are refused.")
+        float | None,
+        typer.Option("--max-cost", min=0, help="Maximum cost of this question; tool calls beyond it are refused."),
     ] = None,
     tools: Annotated[
         list[str] | None,
@@ -53,7 +49,7 @@ def run(
     texts = None if documents is None else read_documents(documents)
     tools = [] if tools == ["none"] else tools
     agent = RoutedAgent.load(source, tools=tools, documents=texts, overrides=overrides or [])
-    answer = agent.ask(question, budget=budget, route=route.value, cap=cap, seed=seed, do_sample=do_sample)
+    answer = agent.ask(question, budget=budget, route=route, cap=cap, seed=seed, do_sample=do_sample)
     if as_json:
         print_json(_to_json(answer))
     else:

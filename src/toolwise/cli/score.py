@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,7 +57,7 @@ def score(
     path = unused_path(run, report.reward, out)
     write_rescored(path, rows)
     if as_json:
-        print_json({**report.to_json(), "out": str(path)})
+        print_json({**asdict(report), "out": str(path)})
     else:
         _show(report)
         print_line(f"wrote {len(rows):,} rollouts to {path}")

@@ -57,7 +57,7 @@ def run_dry_run(config: RunConfig, out: Path | None, resume: bool) -> None:
     load_observers(config.trainer)
     if out is not None:
         check_folder(out, config, resume=resume)
-    from toolwise.checks.dry_run import dry_run
+    from toolwise.checks.dry_run.command import dry_run
 
     findings = dry_run(config, print_line)
     for note in findings.notes:

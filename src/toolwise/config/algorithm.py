@@ -13,6 +13,7 @@ from toolwise.config.loader import Section
 
 log = logging.getLogger("toolwise.config.schema")
 
+KlEstimator = Literal["k1", "k2", "k3"]
 RENAMED_TERMINAL_SCORES = {"auto": "remainder", "always": "add"}
 """Old names of `terminal_score`, still accepted, and their current names."""
 
@@ -81,9 +82,12 @@ class RlvcrConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    adv_estimator: Literal["grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus", "rlvcr"] = "grpo"
-    """Advantage estimator; each has one file in advantages/, with its formula at the top. Many settings below apply to
-    some estimators only."""
+    adv_estimator: str = "grpo"
+    """Advantage estimator: "grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus", "rlvcr", or your own as
+    package.module:Name or path/to/file.py:Name (docs/algorithms.md). Many settings below apply to some estimators
+    only."""
+    estimator_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of an estimator of your own."""
     norm_adv_by_std: bool = True
     """grpo: divide advantages by the group's standard deviation."""
     gamma: float | None = Field(default=None, ge=0.0, le=1.0)
@@ -134,7 +138,7 @@ class AlgorithmConfig(Section):
     """KL penalty towards the initial model: none, subtracted from the reward of each token, or added to the loss."""
     kl_coef: float = Field(default=0.001, ge=0.0)
     """KL coefficient, per nat; with `kl_target`, the initial value."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
+    kl_estimator: KlEstimator = "k2"
     """Estimator of the KL in the loss: k2 has the correct gradient, k3 a biased one; k1 has none and is refused. In the
     reward, k1 is always used, which is correct there."""
     kl_target: PositiveFloat | None = None

@@ -14,7 +14,7 @@ import stat
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import tomli_w
@@ -252,7 +252,7 @@ def _suggest_key(model: type[BaseModel], location: Location) -> str:
     section, key = location[:-1], str(location[-1])
     siblings = [name for parent in _models_at(model, section) for name in _fields(parent)]
     guesses = [_dotted((*section, near)) for near in difflib.get_close_matches(key, siblings, n=1)]
-    everywhere = dict(_walk(model, "", ()))
+    everywhere = dict.fromkeys(setting_paths(model))
     guesses += [path for path in everywhere if path.rpartition(".")[2] == key][:2]
     if not guesses:
         names = {path.rpartition(".")[2]: path for path in everywhere}
@@ -287,22 +287,13 @@ def _models_in(annotation: Any, *, containers: bool = False) -> Iterator[type[Ba
             yield from _models_in(inner, containers=containers)
 
 
-def setting_keys(model: type[BaseModel]) -> list[str]:
-    """The dotted name of every setting: the leaves of the tree of models."""
-    return [path for path, leaf in _walk(model, "", ()) if leaf]
-
-
-def _walk(model: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...]) -> Iterator[tuple[str, bool]]:
+def setting_paths(model: type[BaseModel], prefix: str = "", above: tuple[type[BaseModel], ...] = ()) -> Iterator[str]:
+    """The dotted names of all settings and tables. A model inside itself is not entered again."""
     for name, field in _fields(model).items():
-        inner = [child for child in _models_in(field.annotation) if child not in (*above, model)]
-        others = [kind for kind in get_args(field.annotation) if kind is not NoneType and not [*_models_in(kind)]]
-        yield f"{prefix}{name}", not inner or bool(others)
-        seen = set()
-        for child in inner:
-            for path, leaf in _walk(child, f"{prefix}{name}.", (*above, model)):
-                if path not in seen:
-                    seen.add(path)
-                    yield path, leaf
+        yield f"{prefix}{name}"
+        for inner in _models_in(field.annotation):
+            if inner not in (*above, model):
+                yield from setting_paths(inner, f"{prefix}{name}.", (*above, model))
 
 
 def to_toml(model: BaseModel, *, changed_only: bool = False) -> str:

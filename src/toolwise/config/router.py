@@ -30,12 +30,6 @@ class BudgetConfig(Section):
     cap: PositiveFloat | None = None
     """Upper bound of λ; too low a bound can make the budget unreachable."""
 
-    @model_validator(mode="after")
-    def _check_initial(self) -> BudgetConfig:
-        if self.cap is not None and self.initial > self.cap:
-            raise ValueError(f"initial {self.initial:g} is above its cap {self.cap:g}")
-        return self
-
 
 class RouterConfig(Section):
     """When to answer directly, search or calculate: docs/routing.md."""
@@ -124,6 +118,10 @@ class RouterConfig(Section):
     """tool = "SEARCH", "CALCULATE" or "OTHER"; overrides any other source of the tool's family."""
     evaluate: Literal["sample", "argmax"] = "sample"
     """How validation chooses routes; sampling keeps to the budget."""
+
+    @property
+    def final_entropy_coef(self) -> float:
+        return self.entropy_coef / 10 if self.entropy_final is None else self.entropy_final
 
     @model_validator(mode="after")
     def _check_something_learns(self) -> RouterConfig:

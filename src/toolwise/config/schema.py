@@ -235,6 +235,10 @@ class FaultsConfig(Section):
     many."""
 
 
+Aggregation = Literal["token", "step", "rollout", "constant"]
+Reaction = Literal["stop", "warn", "off"]
+
+
 class LoraConfig(Section):
     """Train LoRA adapters instead of the full model. Needs pip install 'toolwise[peft]'."""
 
@@ -263,6 +267,11 @@ class ActorConfig(Section):
     """Gradient clipping norm."""
     spike_factor: float = Field(default=20.0, ge=0.0)
     """Skip a step whose gradient norm exceeds max_grad_norm and this many times its running median; 0: never skip."""
+    policy_loss: str = "ppo"
+    """Loss of each token: "ppo", with the clip ratios below, or one of your own as package.module:Name or
+    path/to/file.py:Name: docs/algorithms.md."""
+    policy_loss_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a loss of your own."""
     clip_ratio_low: PositiveFloat = 0.2
     """PPO clip range: ratios below 1 − clip_ratio_low are clipped."""
     clip_ratio_high: PositiveFloat = 0.2
@@ -276,7 +285,7 @@ class ActorConfig(Section):
     """Passes over each batch."""
     mini_batches: PositiveInt = 1
     """Optimizer steps per epoch."""
-    loss_aggregation: Literal["token", "step", "rollout", "constant"] = "token"
+    loss_aggregation: Aggregation = "token"
     """What gets equal weight: each token, each step, each rollout; "constant" divides all by loss_length."""
     loss_length: PositiveInt | None = None
     """Divisor under "constant" (Dr. GRPO): the maximum tokens of a rollout."""
@@ -293,10 +302,15 @@ class ActorConfig(Section):
     """Tokens whose logits are materialized at a time; unset: 1,024, on a GPU as many as fit in half a GiB."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them."""
-    canary: Literal["stop", "warn", "off"] = "stop"
+    canary: Reaction = "stop"
     """Mismatch check: what to do when policy and learner disagree on the log-probs of the same tokens under the same
     weights."""
     lora: LoraConfig = LoraConfig()
+
+    @property
+    def one_step(self) -> bool:
+        """Whether each batch gets a single optimizer step: then the step's own log-probs are the old ones."""
+        return self.ppo_epochs == self.mini_batches == 1
 
 
 class CriticConfig(Section):

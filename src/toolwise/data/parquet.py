@@ -103,24 +103,15 @@ def _plain_type(arrow_type: Any) -> Any:
 
 
 def _rows(path: Path, batch: Any) -> Iterator[dict[str, Any]]:
-    try:
-        rows = batch.to_pylist(maps_as_pydicts="strict")
-    except Exception as error:
-        name = _failing_column(batch)
-        raise DataError(
-            f"{path}: column {name!r:.80} cannot be read ({one_line(error)}); write it as text or numbers"
-        ) from error
-    for row in rows:
-        yield {name: _to_json_value(path, name, value) for name, value in row.items() if value is not None}
-
-
-def _failing_column(batch: Any) -> str:
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+    names, columns = batch.schema.names, []
+    for name, column in zip(names, batch.columns, strict=True):
         try:
-            column.to_pylist(maps_as_pydicts="strict")
-        except Exception:
-            return str(name)
-    return "?"
+            columns.append(column.to_pylist(maps_as_pydicts="strict"))
+        except Exception as error:
+            raise _unsupported_value(path, name, f"values that cannot be read ({one_line(error)})") from error
+    for values in zip(*columns, strict=True):
+        row = zip(names, values, strict=True)
+        yield {name: _to_json_value(path, name, value) for name, value in row if value is not None}
 
 
 def _to_json_value(path: Path, column: str, value: Any) -> Any:

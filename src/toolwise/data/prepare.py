@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from os.path import realpath
 from pathlib import Path
-from typing import Any
 
 from toolwise.data.files import READABLE, WRITABLE, Row, drop_nulls, read_rows, row_error, write_rows
 from toolwise.data.rlla_rows import parse_tools
@@ -37,33 +35,25 @@ RowConverter = Callable[[Path, int, Row, str], Row]
 """Converts (source file, row number, row, split) to a row in our layout."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedFile:
-    """A file that was written."""
-
-    path: Path
-    rows: int
-
-
-def prepare_gsm8k(source: str | Path, out: str | Path, *, oracle_tool: bool = False) -> list[PreparedFile]:
-    """Converts GSM8K's {question, answer} rows and offers a calculator.
+def prepare_gsm8k(source: str | Path, out: str | Path, *, oracle_tool: bool = False) -> dict[Path, int]:
+    """Converts GSM8K's {question, answer} rows and offers a calculator. Returns each file written and its rows.
 
     `oracle_tool` offers `calc_gsm8k_reward` instead, which tells the model whether its answer is correct.
     """
     return _prepare(Path(source), Path(out), partial(_gsm8k_row, oracle_tool=oracle_tool))
 
 
-def prepare_rlla(source: str | Path, out: str | Path) -> list[PreparedFile]:
+def prepare_rlla(source: str | Path, out: str | Path) -> dict[Path, int]:
     """Converts RLLA's {instruction, input, output} rows to RLLA's Parquet layout; also accepts converted rows."""
     return _prepare(Path(source), Path(out), _rlla_row)
 
 
-def _prepare(source: Path, out: Path, convert: RowConverter) -> list[PreparedFile]:
-    written = []
+def _prepare(source: Path, out: Path, convert: RowConverter) -> dict[Path, int]:
+    written = {}
     for path, split, target in _plan(source, out):
         rows = [convert(path, number, row, split) for number, row in enumerate(read_rows(path))]
         write_rows(rows, target)
-        written.append(PreparedFile(target, len(rows)))
+        written[target] = len(rows)
     return written
 
 
@@ -133,6 +123,10 @@ def _rlla_row(path: Path, number: int, row: Row, split: str) -> Row:
         _required_text(path, number, row, field) for field in ("instruction", "input", "output")
     )
     _check_tools(path, number, "instruction", instruction)
+    return _rlla_layout(instruction, question, output, number, split)
+
+
+def _rlla_layout(instruction: str, question: str, output: str, number: int, split: str) -> Row:
     return {
         "data_source": "rlla",
         "prompt": [{"role": "system", "content": instruction}, {"role": "user", "content": question}],
@@ -162,21 +156,10 @@ def _complete_rlla_row(path: Path, number: int, row: Row, split: str) -> Row:
         )
     instruction, question = (message.content or "" for message in task.prompt)
     _check_tools(path, number, "prompt[0].content", instruction)
-    defaults: dict[str, Any] = {
-        "index": number,
-        "input": question,
-        "instruction": instruction,
-        "output": task.ground_truth,
-        "split": split,
-    }
-    extra_info = row.get("extra_info")
-    layout = {
-        "data_source": task.data_source or "rlla",
-        "prompt": [{"role": "system", "content": instruction}, {"role": "user", "content": question}],
-        "ability": task.ability or RLLA_ABILITY,
-        "reward_model": {"ground_truth": task.ground_truth, "style": "rule"},
-        "extra_info": defaults | (drop_nulls(extra_info) if isinstance(extra_info, dict) else task.extra_info),
-    }
+    layout = _rlla_layout(instruction, question, task.ground_truth, number, split)
+    given = row.get("extra_info")
+    layout["extra_info"] |= drop_nulls(given) if isinstance(given, dict) else task.extra_info
+    layout |= {"data_source": task.data_source or "rlla", "ability": task.ability or RLLA_ABILITY}
     return layout | {name: value for name, value in row.items() if name not in layout}
 
 

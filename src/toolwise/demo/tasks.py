@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from toolwise.data import files
 from toolwise.demo.world import (
     KNOWN_CALCULATIONS,
     LARGEST,
@@ -26,7 +27,6 @@ from toolwise.demo.world import (
     random_calculation,
 )
 from toolwise.routing.actions import MIXED, RouteAction, Target
-from toolwise.serialization.json_text import json_text
 
 KINDS = ["known", "lookup", "arithmetic", "two_step"]
 ORACLE_ROUTES: dict[str, Target] = {
@@ -70,14 +70,12 @@ def make_rows(count: int, *, seed: int, split: str, kinds: Sequence[str] = KINDS
 
 
 def write_rows(path: Path, count: int, *, seed: int, split: str, kinds: Sequence[str] = KINDS) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = make_rows(count, seed=seed, split=split, kinds=kinds)
-    path.write_text("".join(json_text(row) + "\n" for row in rows), encoding="utf-8")
+    files.write_rows(list(make_rows(count, seed=seed, split=split, kinds=kinds)), path)
     return path
 
 
 # Question, answer, the facts it is about, and the calls that solve it. The calls are only for the teacher
-# (demo/teacher.py); neither the agent nor its reward sees them.
+# (scripts/small_world_teacher.py); neither the agent nor its reward sees them.
 _Question = tuple[str, int, list[Fact], list[list[str]]]
 
 

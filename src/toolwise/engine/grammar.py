@@ -66,9 +66,10 @@ def grammar_from_config(settings: GrammarConfig) -> Grammar | Literal["tool_call
         return "tool_calls"
     if settings.regex:
         return Grammar.regex(settings.regex, "rollout.grammar.regex")
-    for language, path in (("json_schema", settings.json_schema), ("lark", settings.lark)):
-        if path is not None:
-            return Grammar("lark" if language == "lark" else "json_schema", _read(path, language), str(path))
+    if settings.json_schema is not None:
+        return Grammar("json_schema", _read(settings.json_schema, "json_schema"), str(settings.json_schema))
+    if settings.lark is not None:
+        return Grammar("lark", _read(settings.lark, "lark"), str(settings.lark))
     return None
 
 

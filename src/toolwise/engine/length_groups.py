@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -66,12 +66,9 @@ def group_chunks(
         )
         members = slice(first, last)
         tokens = slice(token, token + sum(lengths[members]))
-        group = _group(held[members], lengths[members], tables[members], block_size, whole_blocks=fixed_shapes)
-        groups.append(
-            replace(
-                group, tokens=tokens, mask=_mask(group, held[members], queries_per_kv_head, dtype, always=fixed_shapes)
-            )
-        )
+        group = _group(tokens, held[members], lengths[members], tables[members], block_size, whole_blocks=fixed_shapes)
+        group.mask = _mask(group, held[members], queries_per_kv_head, dtype, always=fixed_shapes)
+        groups.append(group)
         first, token = last, tokens.stop
     return groups
 
@@ -103,6 +100,7 @@ def _end_of_same_shape(held: Sequence[int], lengths: Sequence[int], first: int, 
 
 
 def _group(
+    tokens: slice,
     held: Sequence[int],
     lengths: Sequence[int],
     tables: Sequence[Sequence[int]],
@@ -127,8 +125,7 @@ def _group(
         real = torch.from_numpy(np.flatnonzero(index < counts[:, None]))
     causal = not starts.any() and queries > 1
     keys = columns * block_size if whole_blocks and not causal else keys
-    block_ids = torch.from_numpy(blocks.ravel())
-    return Group(slice(0), rows, queries, padded, real, block_ids, keys, None, causal)
+    return Group(tokens, rows, queries, padded, real, torch.from_numpy(blocks.ravel()), keys, None, causal)
 
 
 def _mask(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class FrontierEvaluation:
     def write(self, folder: Path, title: str) -> None:
         """Writes frontier.json and frontier.png."""
         folder.mkdir(parents=True, exist_ok=True)
-        record = as_json(self.frontier) | {"calibration": self.calibration.to_json(), "notes": list(self.notes)}
+        record = as_json(self.frontier) | {"calibration": asdict(self.calibration), "notes": list(self.notes)}
         (folder / "frontier.json").write_text(json_text(record, indent=2) + "\n", encoding="utf-8")
         (folder / "frontier.png").write_bytes(plot_frontier(self.frontier, title))
 

@@ -212,8 +212,7 @@ def softmax_sums_backward(
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`toolwise.policies.transformers_generation.uniforms` on int64 tensors, where products wrap around and shifts are
-    arithmetic."""
+    """`engine/sampler.py`'s `uniforms` on int64 tensors, where products wrap around and shifts are arithmetic."""
 
     def signed(constant: int) -> int:
         return constant - (1 << 64) if constant >> 63 else constant

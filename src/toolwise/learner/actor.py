@@ -12,27 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
 from toolwise.learner import distributed
-from toolwise.learner.actor_settings import ActorSettings
 from toolwise.learner.batch import Batch, build_batch, with_zero_advantages
 from toolwise.learner.critic import Critic
 from toolwise.learner.fingerprint import checksum
-from toolwise.learner.forward import hidden_states, prefers_node_layout, token_logprobs
+from toolwise.learner.forward import hidden_states, token_logprobs
 from toolwise.learner.kl import KlCoefficient, check_kl_loss, k3
 from toolwise.learner.lora import Adapters
 from toolwise.learner.loss_aggregation import token_weights
-from toolwise.learner.loss_terms import MetricSums, policy_loss_terms
+from toolwise.learner.loss_terms import MetricSums, metric_names, policy_loss_terms
+from toolwise.learner.losses import PpoClip
 from toolwise.learner.mini_batches import mini_batches
-from toolwise.learner.mismatch import Evidence, MismatchMonitor
+from toolwise.learner.mismatch import Evidence, check_logprobs
 from toolwise.learner.optimizer import Optimizer
 from toolwise.learner.packing import Packed
 from toolwise.learner.reference import build_reference
 from toolwise.learner.rows import require_tokens
-from toolwise.protocols import Annotation, Metrics
-from toolwise.types import AnnotatedRollout, CreditedRollout, ScoredRollout
-
-__all__ = ["Actor", "ActorSettings"]
+from toolwise.protocols import Annotation, Metrics, PolicyLoss
+from toolwise.types import AnnotatedRollout, CreditedRollout, ScoredRollout, ThinkingByRollout
 
 MAX_PROBE_ROWS = 8
 
@@ -54,28 +53,41 @@ class Actor:
     def __init__(
         self,
         model: Any,
-        settings: ActorSettings,
+        config: RunConfig,
         *,
         needs: frozenset[Annotation] = frozenset(),
         critic: Critic | None = None,
         extra_parameters: Sequence[Tensor] = (),
+        loss: PolicyLoss | None = None,
     ) -> None:
-        """`extra_parameters` are weights outside `model` that the actor's optimiser updates too."""
-        if settings.kl == "loss":
-            check_kl_loss(settings.kl_estimator)
+        """`extra_parameters`: weights outside `model` that the actor's optimiser updates too. `loss`: PPO's if None."""
+        actor, algorithm = config.actor, config.algorithm
+        if algorithm.kl == "loss":
+            check_kl_loss(algorithm.kl_estimator)
         self.model = model
-        self.settings = settings
+        self.config = config
         self.critic = critic
+        self.loss = loss or PpoClip(actor.clip_ratio_low, actor.clip_ratio_high, actor.dual_clip or None)
         self.version = 0
-        self.adapters = None if settings.lora is None else Adapters(model, settings.lora)
-        self.optimizer = Optimizer([*model.parameters(), *extra_parameters], settings)
-        self.kl = KlCoefficient(settings.kl_coef, settings.kl_target, settings.kl_horizon)
-        self.mismatch = MismatchMonitor(settings.canary)
-        self.required_annotations = needs | _required_by_settings(settings, critic)
+        self.adapters = Adapters(model, actor.lora, config.seed) if actor.lora.rank else None
+        self.optimizer = Optimizer(
+            [*model.parameters(), *extra_parameters],
+            actor,
+            total_steps=actor.schedule_steps or config.trainer.total_steps,
+            min_lr_ratio=actor.min_lr_ratio,
+            spike_factor=actor.spike_factor,
+        )
+        self.kl = KlCoefficient(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+        required: dict[Annotation, bool] = {
+            "old_logprobs": actor.old_logprobs == "recompute" and not actor.one_step,
+            "ref_logprobs": algorithm.kl != "none",
+            "values": critic is not None,
+        }
+        self.required_annotations = needs | {name for name, is_required in required.items() if is_required}
         self.reference = build_reference(model, self.adapters) if "ref_logprobs" in self.required_annotations else None
         if "values" in self.required_annotations and critic is None:
             raise ConfigError("the advantage estimator needs values but the actor has no critic: pass one")
-        if settings.activation_checkpointing:
+        if actor.activation_checkpointing:
             _checkpoint_activations(model)
 
     def weights_checksum(self) -> str:
@@ -87,11 +99,25 @@ class Actor:
         device: torch.device = next(self.model.parameters()).device
         return device
 
-    def annotate(self, scored: Sequence[ScoredRollout]) -> list[AnnotatedRollout]:
+    def annotate(
+        self, scored: Sequence[ScoredRollout], thinking: ThinkingByRollout | None = None
+    ) -> list[AnnotatedRollout]:
         """Add old log-probs, reference log-probs and values, each only if the estimator or the settings need it."""
         require_tokens(scored)
-        if not self.required_annotations or not scored:
-            return [AnnotatedRollout(s) for s in scored]
+        columns = self._annotations(scored) if self.required_annotations and scored else {}
+        kl_coef = self.kl.value if self.config.algorithm.kl == "reward" else None
+        return [
+            AnnotatedRollout(
+                s,
+                **{name: per_rollout[index] for name, per_rollout in columns.items()},
+                thinking=(thinking or {}).get(s.rollout.rollout_id),
+                kl_coef=kl_coef,
+            )
+            for index, s in enumerate(scored)
+        ]
+
+    def _annotations(self, scored: Sequence[ScoredRollout]) -> dict[str, list[Any]]:
+        """The required annotations, one entry per rollout."""
         batch, steps = build_batch(with_zero_advantages(scored), self.device), [s.steps for s in scored]
         columns: dict[str, list[Any]] = {}
         if "old_logprobs" in self.required_annotations:
@@ -100,10 +126,7 @@ class Actor:
             columns["ref_logprobs"] = batch.per_step(self._logprobs(self.reference, batch), steps)
         if self.critic is not None:
             columns["values"] = batch.per_step(self.critic.values(batch), steps)
-        return [
-            AnnotatedRollout(s, **{name: per_rollout[index] for name, per_rollout in columns.items()})
-            for index, s in enumerate(scored)
-        ]
+        return columns
 
     def update(self, credited: Sequence[CreditedRollout]) -> Metrics:
         """Update the critic, then the actor; return their metrics."""
@@ -116,9 +139,9 @@ class Actor:
         metrics = {} if self.critic is None else self.critic.update(batch, self.version)
         sums: dict[str, float] = {}
         updates = 0
-        s = self.settings
+        actor, seed = self.config.actor, f"{self.config.seed}/{self.version}"
         # The model stays in the policy's mode: dropout would move the ratio off 1 before any weight has moved.
-        for rows in mini_batches(batch, count=s.mini_batches, epochs=s.ppo_epochs, seed=f"{s.seed}/{self.version}"):
+        for rows in mini_batches(batch, count=actor.mini_batches, epochs=actor.ppo_epochs, seed=seed):
             step = self._gradients(batch, rows)
             if not updates:
                 metrics |= self._check_mismatch(batch, rows, step.logprobs, at_version)
@@ -170,30 +193,34 @@ class Actor:
 
     def _gradients(self, batch: Batch, rows: list[int]) -> MiniBatchResult:
         """Accumulate the gradients of one optimiser step over its micro-batches."""
-        s = self.settings
+        actor = self.config.actor
         tokens = batch.predicted_tokens(rows)
         weights = torch.zeros(len(batch), device=self.device)
         weights[tokens] = token_weights(
-            s.loss_aggregation, batch.step[tokens], batch.rollout[tokens], length=s.loss_length
+            actor.loss_aggregation, batch.step[tokens], batch.rollout[tokens], length=actor.loss_length
         )
         logprobs = torch.full((len(batch),), torch.nan, device=self.device)
         loss_share = torch.zeros(len(batch.rollout_ids), device=self.device)
-        sums = MetricSums(self.device)
-        for packed, columns in batch.packed(rows, s.micro_batch, nodes=prefers_node_layout(self.model)):
+        sums = MetricSums(self.device, metric_names(actor, self.loss))
+        for packed, columns in batch.packed(rows, self.model, actor):
             new_logprobs, entropy = self._forward(self.model, packed)
-            terms = policy_loss_terms(s, self.kl.value, batch, columns, new_logprobs, entropy)
+            terms = policy_loss_terms(self.config, self.loss, self.kl.value, batch, columns, new_logprobs, entropy)
             weight = weights[columns]
             (terms.total * weight).sum().backward()  # type: ignore[no-untyped-call]
             self.optimizer.accumulate_gradients()
             logprobs[columns] = new_logprobs.detach()
             loss_share.index_add_(0, batch.rollout[columns], terms.total.detach().abs() * weight)
             sums.add(terms, weight, packed.T)
-        return MiniBatchResult(sums.means(s, len(tokens)), logprobs, loss_share)
+        return MiniBatchResult(sums.means(len(tokens)), logprobs, loss_share)
 
     def _forward(self, model: Any, packed: Packed, temperature: float | None = None) -> tuple[Tensor, Tensor]:
-        s = self.settings
-        hidden = hidden_states(model, packed)
-        return token_logprobs(model, hidden, packed, temperature or s.temperature, chunk_tokens=s.logit_chunk_tokens)
+        return token_logprobs(
+            model,
+            hidden_states(model, packed),
+            packed,
+            temperature or self.config.rollout.temperature,
+            chunk_tokens=self.config.actor.logit_chunk_tokens,
+        )
 
     @torch.no_grad()
     def _logprobs(
@@ -201,7 +228,7 @@ class Actor:
     ) -> Tensor:
         logprobs = torch.zeros(len(batch), device=self.device)
         rows = batch.trainable_rows() if rows is None else rows
-        for packed, columns in batch.packed(rows, self.settings.micro_batch, nodes=prefers_node_layout(model)):
+        for packed, columns in batch.packed(rows, model, self.config.actor):
             logprobs[columns] = self._forward(model, packed, temperature)[0]
         return logprobs
 
@@ -220,18 +247,18 @@ class Actor:
             rows=batch.row[tokens],
             versions=batch.version[tokens],
             version=version,
-            temperature=self.settings.temperature,
+            temperature=self.config.rollout.temperature,
             probe=probe,
         )
         try:
-            return self.mismatch.check_logprobs(evidence, self.model.dtype)
+            return check_logprobs(evidence, self.model.dtype, self.config.actor.canary)
         except ToolwiseError:
             self.optimizer.zero_grad()
             raise
 
     def _check(self, batch: Batch) -> None:
-        s = self.settings
-        if s.old_logprobs == "recompute" and batch.old_logprobs is None and not s.one_step:
+        actor = self.config.actor
+        if actor.old_logprobs == "recompute" and batch.old_logprobs is None and not actor.one_step:
             raise ToolwiseError("the rollouts have no old log-probs: call annotate() before computing advantages")
         if self.reference is not None and batch.ref_logprobs is None:
             raise ToolwiseError("the rollouts have no reference log-probs: call annotate() before computing advantages")
@@ -291,17 +318,6 @@ def suspects(batch: Batch, rows: Sequence[int], loss_share: Tensor) -> list[str]
         batch.rollout_ids[rollout]
         for rollout in not_finite or sorted(rollouts, key=shares.__getitem__, reverse=True)[:3]
     ]
-
-
-def _required_by_settings(settings: ActorSettings, critic: Critic | None) -> frozenset[Annotation]:
-    required_annotations: set[Annotation] = set()
-    if settings.old_logprobs == "recompute" and not settings.one_step:
-        required_annotations.add("old_logprobs")
-    if settings.kl != "none":
-        required_annotations.add("ref_logprobs")
-    if critic is not None:
-        required_annotations.add("values")
-    return frozenset(required_annotations)
 
 
 def _checkpoint_activations(model: Any) -> None:

@@ -15,23 +15,15 @@ import torch
 from torch import Tensor
 
 from toolwise.advantages.assign import sampled_tokens
+from toolwise.config.schema import ActorConfig
 from toolwise.errors import ToolwiseError
+from toolwise.learner.forward import can_share_prefixes, prefers_node_layout
 from toolwise.learner.packing import Packed, micro_batches
 from toolwise.learner.rows import Row, build_rows
 from toolwise.types import AnnotatedRollout, CreditedRollout, ScoredRollout, StepData
 
 if TYPE_CHECKING:
     from toolwise.types import Floats
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatchSettings:
-    """How rows are split into micro-batches. Affects speed and memory, never results."""
-
-    max_tokens: int = 16_384
-    share_prefixes: bool = True
-    chunk_tokens: int | None = None
-    """Tokens whose logits are in memory at a time; None chooses by device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +72,18 @@ class Batch:
         chosen[list(rows)] = True
         return torch.nonzero(chosen[self.row] & self.has_context).squeeze(-1)
 
-    def packed(
-        self, rows: Sequence[int], micro_batch: MicroBatchSettings, *, nodes: bool = False
-    ) -> Iterator[tuple[Packed, Tensor]]:
-        """Yield micro-batches of these rows, each with the column indices of its sampled tokens."""
+    def packed(self, rows: Sequence[int], model: Any, config: ActorConfig) -> Iterator[tuple[Packed, Tensor]]:
+        """Yield micro-batches of these rows for `model`, each with the column indices of its sampled tokens."""
         if not rows:
             return
         chosen = torch.tensor(list(rows), device=self.device)
         parts = micro_batches(
             [self.rows[index] for index in rows],
-            micro_batch.max_tokens,
-            share_prefixes=micro_batch.share_prefixes,
+            config.micro_batch_tokens,
+            # On padded rows, shared prefixes would exceed the budget.
+            share_prefixes=config.share_prefixes and can_share_prefixes(model),
             device=self.device,
-            nodes=nodes,
+            nodes=prefers_node_layout(model),
         )
         for part in parts:
             yield part, self.sampled_index[self.row_starts[chosen[part.row]] + part.at]

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.learner.actor import Actor
-from toolwise.learner.actor_settings import ActorSettings
-from toolwise.learner.critic import Critic, CriticSettings
-from toolwise.learner.forward import can_share_prefixes
-from toolwise.learner.kl_reward import KlRewardEstimator
-from toolwise.learner.lora import LoraSettings
-from toolwise.protocols import AdvantageEstimator
+from toolwise.learner.critic import Critic
+from toolwise.protocols import AdvantageEstimator, PolicyLoss
 
 
 def build_learner(
@@ -25,85 +20,17 @@ def build_learner(
     *,
     load_critic: Callable[[str], Any],
     extra_parameters: Sequence[Any] = (),
-) -> tuple[Actor, AdvantageEstimator]:
-    """Return the actor, with a critic and a reference if needed, and the estimator, wrapped with a KL penalty if KL is
-    in the reward. `load_critic` loads the model at `critic.path`; `extra_parameters` are weights outside `model` that
-    the actor's optimiser updates too."""
+    loss: PolicyLoss | None = None,
+) -> Actor:
+    """Return the actor, with a critic and a reference if needed. `load_critic` loads the model at `critic.path`;
+    `extra_parameters` are weights outside `model` that the actor's optimiser updates too; `loss` replaces PPO's."""
     critic = None
     if "values" in estimator.needs:
         path = config.critic.path
         trunk = load_critic(path) if path else copy.deepcopy(model)
         _check_vocabulary(trunk, model, path)
-        critic = Critic(trunk, critic_settings(config, per=getattr(estimator, "per", "token")))
-    settings = actor_settings(config)
-    # A model that our attention does not support runs on padded rows, where shared prefixes would exceed the budget.
-    settings = replace(settings, share_prefixes=settings.share_prefixes and can_share_prefixes(model))
-    actor = Actor(
-        model,
-        settings,
-        needs=estimator.needs,
-        critic=critic,
-        extra_parameters=extra_parameters,
-    )
-    wrapped = KlRewardEstimator(estimator, actor.kl) if config.algorithm.kl == "reward" else estimator
-    return actor, wrapped
-
-
-def actor_settings(config: RunConfig) -> ActorSettings:
-    actor, algorithm = config.actor, config.algorithm
-    lora = actor.lora
-    return ActorSettings(
-        lr=actor.lr,
-        lr_schedule=actor.lr_schedule,
-        warmup_steps=actor.warmup_steps,
-        schedule_steps=actor.schedule_steps or config.trainer.total_steps,
-        min_lr_ratio=actor.min_lr_ratio,
-        weight_decay=actor.weight_decay,
-        max_grad_norm=actor.max_grad_norm,
-        spike_factor=actor.spike_factor or None,
-        clip_low=actor.clip_ratio_low,
-        clip_high=actor.clip_ratio_high,
-        dual_clip=actor.dual_clip or None,
-        entropy_coef=actor.entropy_coef,
-        ppo_epochs=actor.ppo_epochs,
-        mini_batches=actor.mini_batches,
-        loss_aggregation=actor.loss_aggregation,
-        loss_length=actor.loss_length,
-        old_logprobs=actor.old_logprobs,
-        importance_cap=actor.importance_cap,
-        kl=algorithm.kl,
-        kl_estimator=algorithm.kl_estimator,
-        kl_coef=algorithm.kl_coef,
-        kl_target=algorithm.kl_target,
-        kl_horizon=algorithm.kl_horizon,
-        micro_batch_tokens=actor.micro_batch_tokens,
-        share_prefixes=actor.share_prefixes,
-        logit_chunk_tokens=actor.logit_chunk_tokens,
-        activation_checkpointing=actor.activation_checkpointing,
-        canary=actor.canary,
-        lora=LoraSettings(lora.rank, lora.alpha, tuple(lora.target_modules), config.seed) if lora.rank else None,
-        temperature=config.rollout.temperature,
-        seed=config.seed,
-    )
-
-
-def critic_settings(config: RunConfig, *, per: Any = "token") -> CriticSettings:
-    critic = config.critic
-    return CriticSettings(
-        lr=critic.lr,
-        lr_schedule=critic.lr_schedule,
-        warmup_steps=critic.warmup_steps,
-        schedule_steps=config.trainer.total_steps,
-        weight_decay=critic.weight_decay,
-        max_grad_norm=critic.max_grad_norm,
-        spike_factor=config.actor.spike_factor or None,
-        value_clip=critic.value_clip or None,
-        epochs=critic.epochs,
-        mini_batches=critic.mini_batches,
-        per=per,
-        micro_batch=actor_settings(config).micro_batch,
-        seed=config.seed,
-    )
+        critic = Critic(trunk, config, per=estimator.per)
+    return Actor(model, config, needs=estimator.needs, critic=critic, extra_parameters=extra_parameters, loss=loss)
 
 
 def _check_vocabulary(trunk: Any, model: Any, path: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolwise.learner.batch import MicroBatchSettings
+from toolwise.config.schema import ActorConfig
 from toolwise.learner.forward import can_share_prefixes, hidden_states, prefers_node_layout, token_logprobs
 from toolwise.learner.packing import micro_batches
 from toolwise.thinking.thinking_model import ScoringRequest, TokenScores
@@ -25,9 +25,9 @@ class _Row:
 class ContinuationScorer:
     """Scores with the learner's model."""
 
-    def __init__(self, model: Any, micro_batch: MicroBatchSettings | None = None) -> None:
+    def __init__(self, model: Any, config: ActorConfig) -> None:
         self.model = model
-        self.micro_batch = micro_batch or MicroBatchSettings()
+        self.config = config
 
     @torch.no_grad()
     def __call__(self, contexts: Sequence[ScoringRequest], temperature: float = 1.0) -> list[tuple[TokenScores, ...]]:
@@ -38,14 +38,14 @@ class ContinuationScorer:
         ]
         row_scores = [np.zeros((2, len(row.ids)), np.float32) for row in rows]
         device = next(self.model.parameters()).device
-        share = self.micro_batch.share_prefixes and can_share_prefixes(self.model)
+        share = self.config.share_prefixes and can_share_prefixes(self.model)
         nodes = prefers_node_layout(self.model)
         for packed in micro_batches(
-            rows, self.micro_batch.max_tokens, share_prefixes=share, device=device, nodes=nodes
+            rows, self.config.micro_batch_tokens, share_prefixes=share, device=device, nodes=nodes
         ):
             hidden = hidden_states(self.model, packed)
             logprobs, entropies = token_logprobs(
-                self.model, hidden, packed, temperature, chunk_tokens=self.micro_batch.chunk_tokens
+                self.model, hidden, packed, temperature, chunk_tokens=self.config.logit_chunk_tokens
             )
             values = torch.stack([logprobs, entropies]).float().cpu().numpy()
             of_row, position = packed.row.cpu().numpy(), packed.at.cpu().numpy()

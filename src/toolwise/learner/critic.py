@@ -6,39 +6,29 @@ zero and its own optimiser, so that its large early errors do not disturb the po
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ToolwiseError
 from toolwise.learner import distributed
-from toolwise.learner.batch import Batch, MicroBatchSettings
-from toolwise.learner.forward import hidden_states, prefers_node_layout
+from toolwise.learner.batch import Batch
+from toolwise.learner.forward import hidden_states
 from toolwise.learner.loss_aggregation import token_weights
 from toolwise.learner.losses import clipped_value_loss
 from toolwise.learner.mini_batches import mini_batches
-from toolwise.learner.optimizer import Optimizer, OptimizerSettings
+from toolwise.learner.optimizer import Optimizer
 from toolwise.protocols import Metrics
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSettings(OptimizerSettings):
-    lr: float = 1e-5
-    value_clip: float | None = 0.2
-    epochs: int = 1
-    mini_batches: int = 1
-    per: Literal["token", "turn"] = "token"
-    """Learn a value for every sampled token, or only for the first of each turn; the estimator decides."""
-    micro_batch: MicroBatchSettings = field(default_factory=MicroBatchSettings)
-    seed: int = 0
-
-
 class Critic:
-    def __init__(self, model: Any, settings: CriticSettings) -> None:
-        """Takes ownership of `model`."""
-        self.settings = settings
+    def __init__(self, model: Any, config: RunConfig, *, per: Literal["token", "turn"] = "token") -> None:
+        """Takes ownership of `model`. The estimator decides whether it learns a value for every sampled token, or only
+        for the first of each turn."""
+        self.config = config
+        self.per = per
         self.model = model.eval().requires_grad_(False)
         self.trunk = model.get_decoder().requires_grad_(True)
         width = int(self.trunk.get_input_embeddings().weight.shape[1])
@@ -46,15 +36,19 @@ class Critic:
         self.head = torch.nn.Linear(int(getattr(self.trunk.config, "hidden_size", width)), 1, device=device)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
-        self.optimizer = Optimizer([*self.trunk.parameters(), *self.head.parameters()], settings, owner="critic")
+        self.optimizer = Optimizer(
+            [*self.trunk.parameters(), *self.head.parameters()],
+            config.critic,
+            total_steps=config.trainer.total_steps,
+            spike_factor=config.actor.spike_factor,
+            owner="critic",
+        )
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
         """One value per sampled token of the batch, predicted before the token is sampled."""
         values = torch.zeros(len(batch), device=batch.device)
-        for packed, columns in batch.packed(
-            batch.trainable_rows(), self.settings.micro_batch, nodes=prefers_node_layout(self.model)
-        ):
+        for packed, columns in batch.packed(batch.trainable_rows(), self.model, self.config.actor):
             values[columns] = self._values(packed)
         return values
 
@@ -68,10 +62,10 @@ class Critic:
             raise ToolwiseError(
                 "the critic has no returns to learn from: use an estimator that computes them (gae), or no critic"
             )
-        s = self.settings
+        critic, seed = self.config.critic, f"critic/{self.config.seed}/{version}"
         sums: dict[str, float] = {}
         steps = 0
-        for rows in mini_batches(batch, count=s.mini_batches, epochs=s.epochs, seed=f"critic/{s.seed}/{version}"):
+        for rows in mini_batches(batch, count=critic.mini_batches, epochs=critic.epochs, seed=seed):
             for name, value in self._step(batch, rows, version).items():
                 sums[name] = sums.get(name, 0.0) + value
             steps += 1
@@ -85,7 +79,7 @@ class Critic:
 
     def _learned_tokens(self, batch: Batch, rows: list[int]) -> Tensor:
         tokens = batch.predicted_tokens(rows)
-        return tokens[batch.first[tokens]] if self.settings.per == "turn" else tokens
+        return tokens[batch.first[tokens]] if self.per == "turn" else tokens
 
     def _step(self, batch: Batch, rows: list[int], version: int) -> Metrics:
         assert batch.values is not None
@@ -94,10 +88,10 @@ class Critic:
         weights = torch.zeros(len(batch), device=batch.device)
         weights[tokens] = token_weights("token", batch.step[tokens], batch.rollout[tokens])
         sums = torch.zeros(2, device=batch.device)
-        for packed, columns in batch.packed(rows, self.settings.micro_batch, nodes=prefers_node_layout(self.model)):
+        for packed, columns in batch.packed(rows, self.model, self.config.actor):
             values, weight = self._values(packed), weights[columns]
             losses, clipped = clipped_value_loss(
-                values, batch.values[columns], batch.returns[columns], clip=self.settings.value_clip
+                values, batch.values[columns], batch.returns[columns], clip=self.config.critic.value_clip or None
             )
             # A NaN loss must not count where the weight is 0 (0 * NaN is NaN).
             losses = torch.where(weight > 0, losses, 0.0)

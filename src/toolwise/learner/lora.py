@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from toolwise.config.schema import LoraConfig
 from toolwise.errors import ConfigError, import_extra
 from toolwise.models.weight_sharing import shared_copy
 
 
-@dataclass(frozen=True, slots=True)
-class LoraSettings:
-    rank: int = 16
-    alpha: float = 32.0
-    target_modules: tuple[str, ...] = ()
-    """Names of layers; empty means all linear layers but the head."""
-    seed: int = 0
-    """For the random initialisation of the adapters."""
-
-
 class Adapters:
-    """LoRA adapters inserted into `model` in place, so the local policy samples through them too."""
+    """LoRA adapters inserted into `model` in place, so the local policy samples through them too. Initialised with
+    `seed`."""
 
-    def __init__(self, model: Any, settings: LoraSettings) -> None:
+    def __init__(self, model: Any, lora: LoraConfig, seed: int = 0) -> None:
         self.peft = import_extra("peft", "peft")
         self.model = model
         config = self.peft.LoraConfig(
-            r=settings.rank,
-            lora_alpha=settings.alpha,
+            r=lora.rank,
+            lora_alpha=lora.alpha,
             lora_dropout=0.0,  # dropout would move the ratio off 1
-            target_modules=list(settings.target_modules) or "all-linear",
+            target_modules=lora.target_modules or "all-linear",
             task_type="CAUSAL_LM",
         )
         try:
             with torch.random.fork_rng(devices=[]):  # seeded, without touching the global random state
-                torch.manual_seed(settings.seed)
+                torch.manual_seed(seed)
                 self.wrapped = self.peft.get_peft_model(model, config)
         except ValueError as error:
             reason = str(error).splitlines()[0]

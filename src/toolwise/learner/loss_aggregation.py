@@ -11,21 +11,16 @@ summed, so the split cannot change the loss or its gradient. Steps and rollouts 
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
+from toolwise.config.schema import Aggregation
 from toolwise.errors import ConfigError
 from toolwise.learner import distributed
-
-Aggregation = Literal["token", "step", "rollout", "constant"]
 
 
 def token_weights(aggregation: Aggregation, steps: Tensor, rollouts: Tensor, *, length: int | None = None) -> Tensor:
     """One weight per token of a mini-batch, given the indices of its step and its rollout."""
-    if aggregation not in get_args(Aggregation):
-        raise ConfigError(f"actor.loss_aggregation is {aggregation!r}: use one of {', '.join(get_args(Aggregation))}")
     if aggregation == "constant" and not length:
         raise ConfigError('actor.loss_aggregation = "constant" needs actor.loss_length, the token count to divide by')
     step_sizes, rollout_sizes = _members(steps), _members(rollouts)

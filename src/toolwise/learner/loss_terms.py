@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from toolwise.config.schema import ActorConfig, RunConfig
 from toolwise.learner import distributed
-from toolwise.learner.actor_settings import ActorSettings
 from toolwise.learner.batch import Batch
 from toolwise.learner.kl import kl_loss
-from toolwise.learner.losses import clipped_policy_loss, importance_weights
-from toolwise.protocols import Metrics
+from toolwise.learner.losses import checked_policy_loss, importance_weights
+from toolwise.protocols import Metrics, PolicyLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,38 +27,46 @@ class LossTerms:
 
 
 def policy_loss_terms(
-    settings: ActorSettings, kl_coef: float, batch: Batch, columns: Tensor, logprobs: Tensor, entropy: Tensor
+    config: RunConfig,
+    loss: PolicyLoss,
+    kl_coef: float,
+    batch: Batch,
+    columns: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor,
 ) -> LossTerms:
     """`columns` index the micro-batch's tokens in the batch; `logprobs` and `entropy` are the current model's."""
+    actor, algorithm = config.actor, config.algorithm
     rollout_logprobs = old = batch.rollout_logprobs[columns]
-    recompute = settings.old_logprobs == "recompute"
+    recompute = actor.old_logprobs == "recompute"
     if recompute:
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[columns]
-    policy, clipped = clipped_policy_loss(
-        logprobs,
-        old,
-        batch.advantages[columns],
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        dual_clip=settings.dual_clip,
-    )
-    metrics = {"entropy": entropy.detach(), "clip_frac": clipped.float(), "kl": old - logprobs.detach()}
+    policy, metrics = checked_policy_loss(loss, logprobs, old, batch.advantages[columns], batch.row[columns])
+    metrics = {**metrics, "entropy": entropy.detach(), "kl": old - logprobs.detach()}
     if recompute:
-        weight = importance_weights(old, rollout_logprobs, settings.importance_cap)
+        weight = importance_weights(old, rollout_logprobs, actor.importance_cap)
         policy, metrics["importance_weight"] = policy * weight, weight
     total = policy
-    if settings.entropy_coef:
-        total = total - settings.entropy_coef * entropy
-    if settings.kl == "loss" and batch.ref_logprobs is not None:
-        total = total + kl_coef * kl_loss(settings.kl_estimator, logprobs, batch.ref_logprobs[columns])
+    if actor.entropy_coef:
+        total = total - actor.entropy_coef * entropy
+    if algorithm.kl == "loss" and batch.ref_logprobs is not None:
+        total = total + kl_coef * kl_loss(algorithm.kl_estimator, logprobs, batch.ref_logprobs[columns])
     return LossTerms(policy, total, metrics)
+
+
+def metric_names(actor: ActorConfig, loss: PolicyLoss) -> list[str]:
+    """The names of `LossTerms.metrics`."""
+    recompute = actor.old_logprobs == "recompute"
+    return ["entropy", *loss.metric_names, "kl", *(["importance_weight"] if recompute else [])]
 
 
 class MetricSums:
     """Sums the metrics of one step's micro-batches on the device: reading each value would synchronise with it."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, names: Sequence[str]) -> None:
+        """`names` are the metrics that every process has, with or without rows."""
         self.device = device
+        self._names = ["loss", *names]
         self._sums: dict[str, Tensor] = {}
         self._computed = 0
 
@@ -67,10 +76,9 @@ class MetricSums:
         self._sums = {name: self._sums[name] + value if self._sums else value for name, value in sums.items()}
         self._computed += computed
 
-    def means(self, settings: ActorSettings, tokens: int) -> Metrics:
-        """Means over the tokens of all processes. A process without rows must reduce the same names as the others."""
-        names = ["loss", "entropy", "clip_frac", "kl"]
-        names += ["importance_weight"] if settings.old_logprobs == "recompute" else []
+    def means(self, tokens: int) -> Metrics:
+        """Means over the tokens of all processes."""
+        names = self._names
         sums = torch.stack([self._sums[name] for name in names]).tolist() if self._sums else [0.0] * len(names)
         *reduced, computed, count = distributed.sum_over_ranks(
             [*sums, float(self._computed), float(tokens)], self.device

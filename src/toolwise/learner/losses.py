@@ -11,11 +11,23 @@ learner recomputes log π_old and w corrects for the rest. Nothing here sums ove
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 
+from toolwise.errors import ToolwiseError
+from toolwise.protocols import PolicyLoss
+from toolwise.untrusted.user_code import call_user_code, describe, user_location
+
 MAX_LOG_RATIO = 20.0
 """exp(20) = 5e8 is already meaningless as a ratio; unbounded it would overflow, and inf · 0 is NaN."""
+
+
+class PolicyLossError(ToolwiseError):
+    """A user's policy loss failed or returned something invalid."""
 
 
 def clipped_policy_loss(
@@ -37,6 +49,67 @@ def clipped_policy_loss(
         below_floor = (advantages < 0) & (gain < floor)
         gain, is_clipped = torch.where(below_floor, floor, gain), is_clipped | below_floor
     return -gain, is_clipped
+
+
+@dataclass(frozen=True, slots=True)
+class PpoClip(PolicyLoss):
+    """The clipped loss of PPO: `actor.policy_loss = "ppo"`."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = 3.0
+
+    metric_names: ClassVar[tuple[str, ...]] = ("clip_frac",)
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        losses, clipped = clipped_policy_loss(
+            logprobs,
+            old_logprobs,
+            advantages,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+        )
+        return losses, {"clip_frac": clipped.float()}
+
+
+def checked_policy_loss(
+    loss: PolicyLoss, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Calls a policy loss; whatever goes wrong in a user's is a one-line error."""
+    if isinstance(loss, PpoClip):
+        return loss(logprobs, old_logprobs, advantages, sequences)
+    where = f"actor.policy_loss: {type(loss).__name__}"
+    try:
+        result: Any = call_user_code(loss, logprobs, old_logprobs, advantages, sequences)
+    except Exception as fault:
+        raise PolicyLossError(f"{where} failed: {' '.join(describe(fault).split())}{user_location(fault)}") from fault
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        raise PolicyLossError(f"{where} returned a {type(result).__name__}; return a tuple (losses, metrics)")
+    losses, metrics = result
+    if set(metrics) != set(loss.metric_names):
+        returned, declared = (", ".join(map(str, names)) or "none" for names in (metrics, loss.metric_names))
+        raise PolicyLossError(f"{where} returned the metrics {returned}, but metric_names are {declared}")
+    for name, values in {"losses": losses, **metrics}.items():
+        shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        if shape != tuple(logprobs.shape):
+            raise PolicyLossError(
+                f"{where} returned {name} of shape {shape} for {len(logprobs)} tokens; return one value per token"
+            )
+    if logprobs.requires_grad and not losses.requires_grad:
+        raise PolicyLossError(f"{where} returned losses without a gradient; compute them from logprobs")
+    inputs = torch.stack([logprobs.detach(), old_logprobs, advantages])
+    bad = ~torch.isfinite(losses) & torch.isfinite(inputs).all(0)
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        new, old, advantage = inputs[:, at].tolist()
+        raise PolicyLossError(
+            f"{where} returned {losses[at].item()} for {int(bad.sum())} of {len(losses)} tokens, the first with "
+            f"log-prob {new:g}, old log-prob {old:g} and advantage {advantage:g}; bound the ratio"
+        )
+    return losses, {name: value.detach() for name, value in metrics.items()}
 
 
 def clipped_value_loss(

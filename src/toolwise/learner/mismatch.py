@@ -11,12 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from toolwise.config.schema import Reaction
 from toolwise.errors import ToolwiseError
 from toolwise.learner import distributed
 
 log = logging.getLogger("toolwise.learner")
 
-Reaction = Literal["stop", "warn", "off"]
 Cause = Literal["stale weights", "temperature", "top-p or top-k", "template", "precision", "other weights"]
 
 MAX_GAP_FP32 = 1e-3
@@ -48,37 +48,25 @@ class Evidence:
     """Mean absolute gap if the learner computed its log-probs at the given temperature."""
 
 
-class MismatchMonitor:
-    """Compares the policy's log-probs with the learner's, and stops the run or warns if they differ."""
-
-    def __init__(self, reaction: Reaction) -> None:
-        self.reaction = reaction
-
-    def check_logprobs(self, evidence: Evidence, dtype: torch.dtype) -> dict[str, float]:
-        """Return the gap metrics. A gap above the limit for this precision raises an error or logs a warning."""
-        gaps = evidence.gaps.abs()
-        device = gaps.device
-        total, count = distributed.sum_over_ranks([float(gaps.sum()), float(len(gaps))], device)
-        [largest] = distributed.max_over_ranks([float(gaps.max()) if len(gaps) else 0.0], device)
-        mean = total / max(count, 1.0)
-        metrics = {"canary/logprob_gap_mean": mean, "canary/logprob_gap_max": largest}
-        half = torch.finfo(dtype).bits < 32
-        gap, limit, kind = (mean, MEAN_GAP_HALF, "mean") if half else (largest, MAX_GAP_FP32, "largest")
-        if self.reaction != "off" and not gap <= limit:
-            cause, advice = (
-                diagnose(evidence) if len(gaps) else ("other weights", "see the logs of the other processes")
-            )
-            self._react(
-                f"{cause}: policy and learner disagree on the log-probs of the same tokens ({kind} gap {gap:.3g}, "
-                f"limit {limit:g} in {str(dtype).removeprefix('torch.')}); {advice}",
-                cause,
-            )
-        return metrics
-
-    def _react(self, message: str, cause: Cause) -> None:
-        if self.reaction == "stop":
+def check_logprobs(evidence: Evidence, dtype: torch.dtype, reaction: Reaction) -> dict[str, float]:
+    """Return the gap metrics. A gap above the limit for this precision raises an error or logs a warning."""
+    gaps = evidence.gaps.abs()
+    device = gaps.device
+    total, count = distributed.sum_over_ranks([float(gaps.sum()), float(len(gaps))], device)
+    [largest] = distributed.max_over_ranks([float(gaps.max()) if len(gaps) else 0.0], device)
+    mean = total / max(count, 1.0)
+    half = torch.finfo(dtype).bits < 32
+    gap, limit, kind = (mean, MEAN_GAP_HALF, "mean") if half else (largest, MAX_GAP_FP32, "largest")
+    if reaction != "off" and not gap <= limit:
+        cause, advice = diagnose(evidence) if len(gaps) else ("other weights", "see the logs of the other processes")
+        message = (
+            f"{cause}: policy and learner disagree on the log-probs of the same tokens ({kind} gap {gap:.3g}, "
+            f"limit {limit:g} in {str(dtype).removeprefix('torch.')}); {advice}"
+        )
+        if reaction == "stop":
             raise MismatchError(f'{message} (set actor.canary = "warn" to continue anyway)', cause)
         log.warning("%s", message)
+    return {"canary/logprob_gap_mean": mean, "canary/logprob_gap_max": largest}
 
 
 def diagnose(evidence: Evidence) -> tuple[Cause, str]:

@@ -7,46 +7,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from toolwise.config.router import RouterConfig
+from toolwise.config.schema import ActorConfig, CriticConfig
 from toolwise.learner import distributed
-from toolwise.learner.schedules import Schedule, lr_factor
+from toolwise.learner.schedules import lr_factor
 from toolwise.learner.step_guard import Guard
 
 CHUNK = {False: 1 << 18, True: 1 << 26}
 """Values processed at a time; keyed by whether the tensor is on a GPU."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    lr: float = 1e-6
-    lr_schedule: Schedule = "constant"
-    warmup_steps: int = 0
-    schedule_steps: int = 0
-    """Updates after which a decaying rate reaches its minimum."""
-    min_lr_ratio: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    spike_factor: float | None = 20.0
-    """Skip a step whose gradient norm exceeds both this many times the running median and `max_grad_norm`; None
-    disables it."""
+BETAS = (0.9, 0.95)
 
 
 class Optimizer:
-    """AdamW over the trainable ones of `weights`."""
+    """AdamW over the trainable ones of `weights`.
 
-    def __init__(self, weights: Iterable[Tensor], settings: OptimizerSettings, *, owner: str = "actor") -> None:
-        self.settings = settings
-        self.guard = Guard(settings.spike_factor, floor=settings.max_grad_norm, owner=owner)
+    `total_steps` are the updates after which a decaying rate reaches its minimum; `min_lr_ratio` and `spike_factor` are
+    as in `[actor]`.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        config: ActorConfig | CriticConfig | RouterConfig,
+        *,
+        total_steps: int,
+        min_lr_ratio: float = 0.0,
+        spike_factor: float = 0.0,
+        owner: str = "actor",
+    ) -> None:
+        self.config = config
+        self.total_steps, self.min_lr_ratio = total_steps, min_lr_ratio
+        self.guard = Guard(spike_factor, floor=config.max_grad_norm, owner=owner)
         self.weights = [weight for weight in weights if weight.requires_grad]
         self.masters = [w if torch.finfo(w.dtype).bits >= 32 else w.detach().float() for w in self.weights]
         self.adamw = torch.optim.AdamW(
-            self.masters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+            self.masters, lr=config.lr, betas=BETAS, weight_decay=config.weight_decay, fused=True
         )
 
     def accumulate_gradients(self) -> None:
@@ -58,17 +60,19 @@ class Optimizer:
                 master.grad = grad if master.grad is None else master.grad + grad
                 weight.grad = None
 
+    @torch.no_grad()
     def step(self, update: int, suspects: Callable[[], Sequence[str]] = list) -> dict[str, float]:
         """Take a step unless the guard rejects it, and clear the gradients. Return the gradient and update norms."""
         distributed.sum_gradients(self.masters)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.settings.max_grad_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.config.max_grad_norm))
         update_norm = 0.0
         if self.guard.admits(norm, suspects):
             for group in self.adamw.param_groups:
                 group["lr"] = self.learning_rate(update)
             self.adamw.step()
             update_norm = self._update_norm()
-            self._write_back()
+            for weight, master in self._master_pairs():
+                weight.copy_(master)
         self.zero_grad()
         return {"grad_norm": norm, "update_norm": update_norm}
 
@@ -78,16 +82,14 @@ class Optimizer:
             weight.grad = None
 
     def learning_rate(self, update: int) -> float:
-        s = self.settings
-        return s.lr * lr_factor(
+        return self.config.lr * lr_factor(
             update,
-            schedule=s.lr_schedule,
-            warmup_steps=s.warmup_steps,
-            total_steps=s.schedule_steps,
-            floor=s.min_lr_ratio,
+            schedule=self.config.lr_schedule,
+            warmup_steps=self.config.warmup_steps,
+            total_steps=self.total_steps,
+            floor=self.min_lr_ratio,
         )
 
-    @torch.no_grad()
     def _update_norm(self) -> float:
         """Norm of the update just made, from AdamW's moments: keeping the old weights would cost a copy."""
         [group] = self.adamw.param_groups
@@ -109,11 +111,6 @@ class Optimizer:
                     delta.add_(weight, alpha=decay_ratio)
                 squared_norm += torch.dot(delta, delta)
         return math.sqrt(float(squared_norm))
-
-    @torch.no_grad()
-    def _write_back(self) -> None:
-        for weight, master in self._master_pairs():
-            weight.copy_(master)
 
     @torch.no_grad()
     def sync_masters(self) -> None:

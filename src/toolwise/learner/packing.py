@@ -48,7 +48,7 @@ class Packed:
     target: Tensor
     """[S] its token id."""
     row: Tensor
-    """[S] index of its row in the list given to `pack`."""
+    """[S] index of its row in the list given to `micro_batches`."""
     at: Tensor
     """[S] its position in that row."""
     predictors: Tensor
@@ -65,18 +65,6 @@ class Packed:
     @property
     def S(self) -> int:  # noqa: N802
         return int(self.source.shape[0])
-
-
-def pack(
-    rows: Sequence[TokenRow],
-    max_tokens: int,
-    *,
-    share_prefixes: bool = True,
-    device: Any = "cpu",
-    nodes: bool = False,
-) -> list[Packed]:
-    """`micro_batches` as a list."""
-    return list(micro_batches(rows, max_tokens, share_prefixes=share_prefixes, device=device, nodes=nodes))
 
 
 def micro_batches(

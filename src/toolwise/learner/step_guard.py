@@ -21,8 +21,9 @@ MAX_NAMED_ROLLOUTS = 5
 class Guard:
     """Decides by the gradient norm, which reflects everything that goes into a step."""
 
-    def __init__(self, spike_factor: float | None, *, floor: float = 0.0, owner: str = "actor") -> None:
+    def __init__(self, spike_factor: float, *, floor: float = 0.0, owner: str = "actor") -> None:
         self.spike_factor = spike_factor
+        """0: nothing counts as a spike."""
         self.floor = floor
         """A norm up to this is never a spike, however small the others were: clipping would not touch it."""
         self.owner = owner
@@ -44,7 +45,7 @@ class Guard:
         if norm > 0.0:  # a step without gradients says nothing about the typical norm
             self._norms.append(norm)
         # Recorded even when skipped: if norms stay at this level, the median follows and training continues.
-        if self.spike_factor is not None and norm > max(self.floor, self.spike_factor * typical):
+        if self.spike_factor and norm > max(self.floor, self.spike_factor * typical):
             self.spikes += 1
             self._warn(
                 f"the gradient norm is {norm:.3g}, {norm / typical:.0f} times the median {typical:.3g}", suspects

@@ -12,8 +12,10 @@ from random import Random
 from typing import Any
 
 import torch
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch.nn.functional import cross_entropy
 
+from toolwise.config.loader import Section
 from toolwise.errors import DataError
 from toolwise.messages import Message
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
@@ -27,20 +29,19 @@ class Example:
     loss_mask: list[bool]
 
 
-@dataclass(frozen=True, slots=True)
-class SftSettings:
-    steps: int = 1000
-    batch_tokens: int = 8192
+class SftSettings(Section):
+    steps: PositiveInt = 1000
+    batch_tokens: PositiveInt = 8192
     """Tokens per step, packed into rows of `row_tokens`."""
-    row_tokens: int = 1024
-    lr: float = 1e-3
-    warmup: float = 0.05
+    row_tokens: int = Field(default=1024, ge=2)
+    lr: float = Field(default=1e-3, ge=0.0)
+    warmup: float = Field(default=0.05, ge=0.0)
     """Fraction of the steps for linear warm-up; cosine decay to a tenth follows."""
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-    lora_rank: int = 0
+    weight_decay: float = Field(default=0.01, ge=0.0)
+    max_grad_norm: PositiveFloat = 1.0
+    lora_rank: int = Field(default=0, ge=0)
     """0 trains the whole model; otherwise LoRA adapters of this rank, merged into the saved model."""
-    lora_alpha: float = 32.0
+    lora_alpha: PositiveFloat = 32.0
     seed: int = 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,26 +45,6 @@ class AttentionPart:
     @property
     def causal(self) -> bool:
         return self.queries is None
-
-
-class VarlenKernel(Protocol):
-    """Attention over sequences of different lengths, and its gradient."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, part: AttentionPart, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output [queries, heads, size] and the log-sum-exp [heads, queries]."""
-        ...
-
-    def backward(
-        self,
-        grad: Tensor,
-        states: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        lse: Tensor,
-        part: AttentionPart,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def attention_parts(segments: Sequence[Segment], device: Any) -> tuple[AttentionPart, ...]:
@@ -132,6 +112,7 @@ class FlashKernel:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, part: AttentionPart, scale: float
     ) -> tuple[Tensor, Tensor]:
+        """Return the output [queries, heads, size] and the log-sum-exp [heads, queries]."""
         seqlens = (part.cu_seqlens_q, part.cu_seqlens_k, *part.max_seqlens)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, *seqlens, 0.0, part.causal, return_debug_mask=False, scale=scale
@@ -166,7 +147,7 @@ class PartwiseAttention(torch.autograd.Function):
         value: Tensor,
         parts: Sequence[AttentionPart],
         scale: float,
-        kernel: VarlenKernel,
+        kernel: FlashKernel,
     ) -> Tensor:
         out, lse = kernel.forward(query, key, value, parts[0], scale)
         for part in parts[1:]:

@@ -12,11 +12,13 @@ The first three are in the unit "cost". `family` and `calls` also give each fami
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Protocol
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Protocol
 
-from toolwise.envs.catalog import check_options
+from pydantic import Field
+
+from toolwise.config.loader import Section, build_config
+from toolwise.config.router import RouterConfig
 from toolwise.errors import ConfigError
 from toolwise.routing.families import Family
 from toolwise.routing.usage import UNREADABLE, RouteUsage
@@ -25,6 +27,7 @@ from toolwise.tools.base import BaseTool
 COST_UNIT = "cost"
 """The default unit."""
 _FAMILY_UNITS = (COST_UNIT, *(family.value.lower() for family in Family))
+Price = Annotated[float, Field(strict=True, ge=0.0)]
 
 
 class Cost(Protocol):
@@ -38,33 +41,23 @@ class Cost(Protocol):
     def __call__(self, usage: RouteUsage) -> dict[str, float]: ...
 
 
-class _FlatPrices:
-    """Every field is a price."""
-
-    def __post_init__(self) -> None:
-        for name, price in asdict(self).items():  # type: ignore[call-overload]
-            check_price(name, price)
-
-
-@dataclass(frozen=True)
-class AnyCost(_FlatPrices):
+class AnyCost(Section):
     """`cost = "any"`: a flat price for using any tool."""
 
     units: ClassVar[tuple[str, ...]] = (COST_UNIT,)
-    price: float = 1.0
+    price: Price = 1.0
 
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
         return {COST_UNIT: self.price * usage.used_any_tool}
 
 
-@dataclass(frozen=True)
-class FamilyCost(_FlatPrices):
+class FamilyCost(Section):
     """`cost = "family"`: a flat price per family used."""
 
     units: ClassVar[tuple[str, ...]] = _FAMILY_UNITS
-    c_search: float = 1.0
-    c_calc: float = 1.0
-    c_other: float = 1.0
+    c_search: Price = 1.0
+    c_calc: Price = 1.0
+    c_other: Price = 1.0
     """Tools of neither family are available in both tool routes, so they are not free."""
 
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
@@ -72,35 +65,24 @@ class FamilyCost(_FlatPrices):
         return _with_total({family: price * bool(usage.calls.get(family)) for family, price in prices.items()})
 
 
-@dataclass(frozen=True)
-class CallsCost(_FlatPrices):
+class CallsCost(Section):
     """`cost = "calls"`: every call costs the same."""
 
     units: ClassVar[tuple[str, ...]] = _FAMILY_UNITS
-    price: float = 1.0
+    price: Price = 1.0
 
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
         return _with_total({family: self.price * usage.calls.get(family, 0) for family in Family})
 
 
-@dataclass(frozen=True, slots=True)
-class PricesCost:
+class PricesCost(Section):
     """`cost = "prices"`: a price per call for each tool, in any number of units.
 
-    `prices`: unit -> {tool name, or family, or "*" for all others -> price of a call}. Tools without a price are free.
     A call that names no tool costs as much as the most expensive one, so that malformed calls save nothing.
     """
 
-    prices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not self.prices:
-            raise ConfigError('cost "prices" has no prices; give a table per unit, such as usd = { search = 0.01 }')
-        for unit, table in self.prices.items():
-            if not isinstance(table, Mapping):
-                raise ConfigError(f"prices.{unit} is {table!r}; give a table of tools, such as {{ search = 0.01 }}")
-            for tool, price in table.items():
-                check_price(f"prices.{unit}.{tool}", price)
+    prices: dict[str, dict[str, Price]] = Field(min_length=1)
+    """unit -> {tool name, or family, or "*" for all others -> price of a call}. Tools without a price are free."""
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -118,11 +100,11 @@ class PricesCost:
     def price_of(self, unit: str, tool: str, family: Family) -> float:
         table = self.prices[unit]
         if tool == UNREADABLE and UNREADABLE not in table:
-            return float(max((price for key, price in table.items() if key != "*"), default=table.get("*", 0.0)))
-        return next((float(table[key]) for key in (tool, family.value, family.value.lower(), "*") if key in table), 0.0)
+            return max((price for key, price in table.items() if key != "*"), default=table.get("*", 0.0))
+        return next((table[key] for key in (tool, family.value, family.value.lower(), "*") if key in table), 0.0)
 
 
-COSTS: dict[str, Callable[..., Cost]] = {
+COSTS: dict[str, type[AnyCost | FamilyCost | CallsCost | PricesCost]] = {
     "any": AnyCost,
     "family": FamilyCost,
     "calls": CallsCost,
@@ -130,20 +112,15 @@ COSTS: dict[str, Callable[..., Cost]] = {
 }
 
 
-def build_cost(kind: str, **settings: Any) -> Cost:
-    """Builds the cost called `kind`."""
-    check_options(COSTS[kind], settings, f"router.cost_kwargs: cost {kind!r}", {})
-    return COSTS[kind](**settings)
-
-
-def tool_prices(tools: Mapping[str, BaseTool]) -> PricesCost:
-    """The tools' own prices; tools that a prompt only describes have the default price."""
-    return PricesCost({COST_UNIT: {name: tool.price for name, tool in tools.items()} | {"*": BaseTool.price}})
-
-
-def check_price(name: str, price: Any) -> None:
-    if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < math.inf:
-        raise ConfigError(f"{name} must be a finite number of at least 0, got {price!r}")
+def build_cost(router: RouterConfig, tools: Mapping[str, BaseTool]) -> Cost:
+    """The cost that `router.cost` names, with the options in `router.cost_kwargs`."""
+    if router.cost != "tools":
+        return build_config(COSTS[router.cost], router.cost_kwargs, source=f"router.cost_kwargs of {router.cost!r}")
+    if router.cost_kwargs:
+        raise ConfigError('router.cost is "tools", which uses the prices of the tools: remove router.cost_kwargs')
+    # Tools that a prompt only describes have the default price.
+    prices = {name: tool.price for name, tool in tools.items()} | {"*": BaseTool.price}
+    return build_config(PricesCost, {"prices": {COST_UNIT: prices}}, source="the prices of the tools")
 
 
 def _with_total(parts: Mapping[Family, float]) -> dict[str, float]:

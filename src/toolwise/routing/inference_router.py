@@ -125,7 +125,7 @@ class InferenceRouter(Router):
     def _costs(self, rollout: Rollout, route: RouteAction) -> Mapping[str, float]:
         """unit -> cost of a rollout under `route`"""
         families = self.conditioning.families_of(rollout.task, self.tools)
-        allowed = allowed_tools(route, families, hard=self.conditioning.hard)
+        allowed = allowed_tools(route, families, hard=self.conditioning.router.hard)
         return self.cost(usage_of(rollout, families, allowed=allowed, source=self.training.usage))
 
     def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:

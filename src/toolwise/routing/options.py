@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
 
+from toolwise.config.router import RouterConfig
 from toolwise.routing.actions import RouteAction
 from toolwise.routing.families import Family, families_of_task
-from toolwise.routing.prompt_templates import Style, Wording
-from toolwise.routing.prompts import ConditionedPrompt, ConditioningMode, condition
+from toolwise.routing.prompt_templates import load_wording
+from toolwise.routing.prompts import ConditionedPrompt, condition
 from toolwise.tools.base import BaseTool
 from toolwise.types import CountUsage, RouteDecision, Task
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Conditioning:
-    """How a route changes a prompt."""
+    """The prompt options of `[router]`, with the wording loaded. Its families override the tools' and the labels'."""
 
-    style: Style | Literal["auto"] = "auto"
-    mode: ConditioningMode = "rewrite"
-    hard: bool = True
-    wording: Wording | None = None
-    families: Mapping[str, Family | str] = field(default_factory=dict)
-    """Override the tools' declarations and the labels."""
+    def __init__(self, router: RouterConfig | None = None) -> None:
+        self.router = router or RouterConfig()
+        self.wording = load_wording(self.router.wording or None)
+        self.families = {name: Family.parse(family) for name, family in self.router.families.items()}
 
     def families_of(self, task: Task, tools: Mapping[str, BaseTool]) -> dict[str, Family]:
         return families_of_task(task, tools, self.families, task.extra_info.get("tool_families"))
 
     def __call__(self, task: Task, route: RouteAction, tools: Mapping[str, BaseTool]) -> ConditionedPrompt:
-        families = self.families_of(task, tools)
         return condition(
-            task.prompt, route, families, style=self.style, mode=self.mode, hard=self.hard, templates=self.wording
+            task.prompt,
+            route,
+            self.families_of(task, tools),
+            style=self.router.style,
+            mode=self.router.conditioning,
+            hard=self.router.hard,
+            templates=self.wording,
         )
 
     def decision(

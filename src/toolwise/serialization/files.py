@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: their names, and file operations that survive a power cut.
+"""Atomic files, and checkpoint folders on disk: their names, and file operations that survive a power cut.
 
 Syncing a file writes its data, syncing its folder writes its name; neither implies the other.
 """
@@ -39,6 +39,18 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_atomic(path: Path, data: bytes, *, private: bool = False) -> None:
+    """Write a file that exists completely or not at all, even if the process dies; `private`: mode 0600."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if private else 0o666)) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 def make_folder(path: Path) -> None:

@@ -9,17 +9,16 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from toolwise.config.algorithm import RlvcrConfig
 from toolwise.protocols import Metrics
 from toolwise.thinking.alternatives import AlternativeWriter
 from toolwise.thinking.level_scores import score_levels
 from toolwise.thinking.metrics import alternative_metrics, level_usage_metrics
 from toolwise.thinking.parsed_step import ParsedStep
-from toolwise.thinking.step_selection import StepSelection, choose_steps, parse_steps, write_within_budget
+from toolwise.thinking.step_selection import choose_steps, parse_steps, write_within_budget
 from toolwise.types import (
-    AnnotatedRollout,
     RolloutThinking,
     ScoredRollout,
     ThinkingByRollout,
@@ -44,52 +43,48 @@ class DualVariable(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StageSettings:
-    """Which steps get alternatives, and how many tokens they may take."""
-
-    selection: StepSelection = "all"
-    share: float = 1.0
-    max_added_tokens: float | None = 1.0
-    """Limit on tokens generated for alternatives, as a multiple of those sampled in the rollouts; None: no limit."""
-    success_score: float | None = None
-    price: float = 0.0
-    """Fixed λ, used when there is no budget."""
-    total_steps: int = 1
-    """Training steps of the run, over which diversity is annealed."""
-    seed: int = 0
-
-
 class ThinkingStage:
-    """One per run. `think` returns what estimators read, and metrics; λ is saved in checkpoints."""
+    """One per run. `think` returns what estimators read, and metrics; λ is saved in checkpoints.
 
-    def __init__(self, writer: AlternativeWriter, settings: StageSettings, price: DualVariable | None = None) -> None:
+    `price` is the λ of a budget, if there is one; diversity is annealed over the run's `total_steps`.
+    """
+
+    def __init__(
+        self,
+        writer: AlternativeWriter,
+        config: RlvcrConfig,
+        price: DualVariable | None = None,
+        *,
+        total_steps: int = 1,
+        seed: int = 0,
+    ) -> None:
         self.writer = writer
-        self.settings = settings
+        self.config = config
         self.price = price
+        self.total_steps, self.seed = total_steps, seed
 
     @property
     def current_lambda(self) -> float:
-        return self.settings.price if self.price is None else self.price.value
+        return self.config.budget.price if self.price is None else self.price.value
 
     async def think(
         self, scored: Sequence[ScoredRollout], usable: Sequence[ScoredRollout], *, training_step: int
     ) -> tuple[ThinkingByRollout, Metrics]:
         """`usable` are the rollouts of `scored` that will be trained on: only their steps get alternatives."""
         start, counters_before = time.perf_counter(), self.writer.model.counters()
-        s, codec = self.settings, self.writer.codec
+        config, codec = self.config, self.writer.codec
         steps = parse_steps(scored, codec)
         usable_ids = {u.rollout.rollout_id for u in usable}
         candidates = choose_steps(
             [step for step in steps if step.rollout_id in usable_ids],
             usable,
-            selection=s.selection,
-            share=s.share,
-            success_score=s.success_score,
-            seed=f"{s.seed}/{training_step}",
+            selection=config.steps,
+            share=config.share,
+            success_score=config.success_score,
+            seed=f"{self.seed}/{training_step}",
         )
         sampled = sum(u.rollout.usage.sampled_tokens for u in scored)
-        max_tokens = None if s.max_added_tokens is None else int(s.max_added_tokens * sampled)
+        max_tokens = int(config.max_added_tokens * sampled) if config.max_added_tokens else None
         chosen, alternatives = await write_within_budget(
             self.writer, candidates, max_tokens, training_step=training_step
         )
@@ -127,7 +122,7 @@ class ThinkingStage:
         steps_by_rollout: dict[str, dict[int, ParsedStep]] = defaultdict(dict)
         for step in steps:
             steps_by_rollout[step.rollout_id][step.index] = step
-        anneal = max(0.0, 1.0 - training_step / max(1, self.settings.total_steps))
+        anneal = max(0.0, 1.0 - training_step / max(1, self.total_steps))
         price = self.current_lambda
         return {
             u.rollout.rollout_id: RolloutThinking(
@@ -139,6 +134,7 @@ class ThinkingStage:
                 ),
                 price,
                 anneal,
+                self.config.price_rollouts,
             )
             for u in usable
         }
@@ -154,11 +150,6 @@ class ThinkingStage:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.price is not None and "price" in state:
             self.price.load_state_dict(state["price"])
-
-
-def attach_thinking(annotated: Sequence[AnnotatedRollout], thinking: ThinkingByRollout) -> list[AnnotatedRollout]:
-    """The same rollouts with their `RolloutThinking` attached."""
-    return [replace(a, thinking=thinking.get(a.scored.rollout.rollout_id)) for a in annotated]
 
 
 def _thinking_step(step: ParsedStep | None, group: ThinkingGroup | None) -> ThinkingStep:

@@ -14,7 +14,8 @@ from toolwise.config.loader import build_config
 from toolwise.config.paths import resolve_paths
 from toolwise.config.schema import RunConfig, load_config
 from toolwise.errors import CheckpointError, ConfigError
-from toolwise.serialization.json_text import json_text
+from toolwise.serialization.files import write_atomic
+from toolwise.serialization.json_text import json_line
 from toolwise.training.trackers.jsonl import read_metrics
 
 CHANGES = "changes.jsonl"
@@ -161,6 +162,7 @@ def check_files(config: RunConfig, run: Path, *sections: str) -> None:
         {"reward": config.reward.model_dump(include={"function", "parts"}), "env": {"name": config.env.name}}
     )
     named |= {"router.name": config.router.name, "rollout.tool_parser": config.rollout.tool_parser}
+    named |= {"algorithm.adv_estimator": config.algorithm.adv_estimator, "actor.policy_loss": config.actor.policy_loss}
     for kind, entries in (("trackers", config.trainer.trackers), ("callbacks", config.trainer.callbacks)):
         named[f"trainer.{kind}"] = [entry if isinstance(entry, str) else entry.name for entry in entries]
     missing = [
@@ -218,7 +220,8 @@ def portable_config(config: RunConfig, out: Path) -> RunConfig:
         data[which] = _relative(data[which], folder)
     for table in (reward, *reward["parts"]):
         table["function"] = _relative(table["function"], folder)
-    for table, key in ((env, "name"), (settings["router"], "name"), (settings["rollout"], "tool_parser")):
+    parts = (("router", "name"), ("rollout", "tool_parser"), ("algorithm", "adv_estimator"), ("actor", "policy_loss"))
+    for table, key in ((env, "name"), *((settings[section], key) for section, key in parts)):
         table[key] = _relative(table[key], folder)
     for entries in (settings["tools"], settings["trainer"]["trackers"], settings["trainer"]["callbacks"]):
         for index, entry in enumerate(entries):
@@ -261,9 +264,7 @@ def record_changes(out: Path, step: int, changes: list[Change]) -> None:
     lines = [*earlier, *({"step": step, **asdict(change)} for change in changes)]
     file = out / CHANGES
     if lines or file.exists():
-        temporary = file.with_name(f"{CHANGES}.tmp")
-        temporary.write_text("".join(f"{json_text(line)}\n" for line in lines), encoding="utf-8")
-        temporary.replace(file)
+        write_atomic(file, b"".join(map(json_line, lines)))
 
 
 def read_changes(out: Path) -> list[dict[str, Any]]:

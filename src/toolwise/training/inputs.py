@@ -7,6 +7,7 @@ config.
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +28,11 @@ from toolwise.errors import ConfigError, DataError, RewardError, ToolwiseError
 from toolwise.notebook import collect_source, lacks_file, unwrap_target
 from toolwise.rewards.function import Reward
 from toolwise.sandbox.targets import library_folders, package_folder
+from toolwise.serialization.files import write_atomic
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import TOOLS, as_entries
 from toolwise.tools.function import FunctionTool
 from toolwise.tools.isolation.code_location import has_main_guard
-from toolwise.training.records import write_atomic
 from toolwise.training.scoring import weighted_sources
 from toolwise.training.trackers.observers import observer_entries, qualified_name
 from toolwise.types import Task
@@ -128,6 +129,20 @@ class RunInputs:
         before = trainer.trackers if kind == "tracker" else trainer.callbacks
         entries = [*before, *(self._observer_entry(kind, entry) for entry in observer_entries(observers))]
         self._record("trainer", trainer.model_copy(update={f"{kind}s": entries}))
+
+    def add_component(self, section: str, key: str, kwargs_key: str, source: Any) -> None:
+        """The estimator or the loss: a name, a reference, a class or an object."""
+        if source is None:
+            return
+        kind = "estimator" if section == "algorithm" else "loss"
+        entry = self._observer_entry(kind, source)
+        update: dict[str, Any] = {key: entry}
+        if isinstance(entry, ObserverEntry):
+            update = {key: entry.name, kwargs_key: entry.kwargs}
+        elif not isinstance(source, str | type):
+            update[kwargs_key] = {}
+        self._record(section, getattr(self.recorded, section).model_copy(update=update))
+        self.config = self.config.model_copy(update={section: getattr(self.recorded, section)})
 
     def check_files(self) -> None:
         """Raise if a resumed run was given other rows or notebook cells than when it started."""
@@ -268,6 +283,8 @@ def gather_inputs(
     env: Any = None,
     router: Any = None,
     parser: Any = None,
+    estimator: Any = None,
+    loss: Any = None,
     trackers: Any = None,
     callbacks: Any = None,
 ) -> RunInputs:
@@ -280,6 +297,8 @@ def gather_inputs(
     inputs.add_env(env)
     inputs.add_router(router)
     inputs.add_parser(parser)
+    inputs.add_component("algorithm", "adv_estimator", "estimator_kwargs", estimator)
+    inputs.add_component("actor", "policy_loss", "policy_loss_kwargs", loss)
     inputs.add_observers("tracker", trackers)
     inputs.add_observers("callback", callbacks)
     return inputs
@@ -338,6 +357,10 @@ def _field_values(entry: Any) -> dict[str, Any]:
     defaults = {item.name: item.default for item in fields(entry)}
     kwargs = {name: value for name, value in values.items() if value is not defaults[name]}
     _check_serializable(kwargs)
+    try:
+        inspect.signature(type(entry)).bind(**kwargs)
+    except TypeError as fault:
+        raise ToolwiseError(f"its arguments are not its fields ({fault})") from None
     return kwargs
 
 

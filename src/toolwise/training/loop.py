@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from toolwise.advantages import credit, learns_from_equal_scores, min_group_size
-from toolwise.advantages.step_rewards import reward_settings, total_rewards
+from toolwise.advantages import cost_metrics, credit
+from toolwise.advantages.step_rewards import totals_before_costs
 from toolwise.concurrency.deadlines import abandoned_counts
 from toolwise.concurrency.tasks import spawn
 from toolwise.protocols import Metrics
 from toolwise.rollout.watchdog import Watchdog
-from toolwise.thinking.stage import attach_thinking
 from toolwise.tools import isolation
 from toolwise.training.evaluate import score
 from toolwise.training.metrics import mean, summarize
 from toolwise.training.run import Run
-from toolwise.training.thinking import annotate_added_rows
-from toolwise.types import CreditedRollout, Rollout, RouteDecision, ScoredRollout, ThinkingByRollout
+from toolwise.types import CreditedRollout, RewardSettings, Rollout, RouteDecision, ScoredRollout, ThinkingByRollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +92,10 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
         batch = await score(run, rollouts, step=step)
         selected, share, n_dropped = select_groups(
             batch,
-            keeps_equal=lambda score: (
-                algorithm.zero_std_groups == "keep" or learns_from_equal_scores(run.estimator, score)
-            ),
+            keeps_equal=partial(keeps_equal, run),
             mask_truncated=algorithm.mask_truncated,
-            min_group_size=min_group_size(run.estimator),
-            totals=partial(total_rewards, **reward_settings(run.estimator)),
+            min_group_size=run.estimator.min_group_size,
+            rewards=run.estimator.rewards,
         )
         scored += batch
         usable += selected
@@ -114,6 +110,13 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
         "groups/batches": float(len(shares)),
     }
     return scored, usable, counts
+
+
+def keeps_equal(run: Run, score: float) -> bool:
+    """Whether to train on a group whose rewards all equal `score`: its rollouts may still differ in what they cost."""
+    charged = run.thinking is not None and run.thinking.config.price_rollouts
+    keep = run.config.algorithm.zero_std_groups == "keep"
+    return keep or charged or run.estimator.learns_from_equal_scores(score)
 
 
 async def roll_out(run: Run, decisions: Sequence[RouteDecision]) -> list[Rollout]:
@@ -153,11 +156,22 @@ def update_actor(
     """Update the actor on `usable`; does nothing if only the router is trained."""
     if not run.config.router.train_actor:
         return [], {}
-    annotated = attach_thinking(run.learner.annotate(usable), thinking)
-    credited, metrics = credit(run.estimator, annotated)
-    if run.thinking is not None:
-        credited = annotate_added_rows(run.learner, credited)
+    credited, metrics = annotate_and_credit(run, usable, thinking)
     return credited, run.learner.update(credited) | metrics
+
+
+def annotate_and_credit(
+    run: Run, usable: Sequence[ScoredRollout], thinking: ThinkingByRollout
+) -> tuple[list[CreditedRollout], Metrics]:
+    """Rollouts with advantages, including those that the estimator added, and metrics."""
+    annotated = run.learner.annotate(usable, thinking)
+    batch = credit(run.estimator, annotated)
+    added_annotated = run.learner.annotate([row.scored for row in batch.added])
+    added = [
+        CreditedRollout(rollout, row.scored.steps, row.advantages)
+        for rollout, row in zip(added_annotated, batch.added, strict=True)
+    ]
+    return [*batch.rollouts, *added], {**cost_metrics(annotated), **batch.metrics}
 
 
 async def think(
@@ -177,11 +191,11 @@ def select_groups(
     keeps_equal: Callable[[float], bool],
     mask_truncated: bool = False,
     min_group_size: int = 2,
-    totals: Callable[[Sequence[ScoredRollout]], Iterable[float]] = total_rewards,
+    rewards: RewardSettings | None = None,
 ) -> tuple[list[ScoredRollout], float, int]:
     """Select trainable rollouts in groups of at least `min_group_size` whose rewards differ.
 
-    `keeps_equal(score)`: keep a group whose rewards all equal `score`? `totals` computes the rewards that the estimator
+    `keeps_equal(score)`: keep a group whose rewards all equal `score`? `rewards` says which rewards the estimator
     compares. Also returns the share of groups without a difference to learn from (equal rewards, kept or not, and
     groups that are too small), and the number of dropped groups.
     """
@@ -193,7 +207,7 @@ def select_groups(
     for members in groups.values():
         truncated = [s for s in members if mask_truncated and s.rollout.stop_reason.truncated]
         valid = [s for s in members if s.trainable and s not in truncated]
-        all_equal = len(valid) >= 2 and len(set(totals(valid))) == 1
+        all_equal = len(valid) >= 2 and len(set(totals_before_costs(valid, rewards))) == 1
         drop = len(valid) < min_group_size or (all_equal and not keeps_equal(min(s.score for s in valid)))
         flat += all_equal or drop
         dropped += drop

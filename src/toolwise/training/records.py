@@ -1,16 +1,25 @@
-"""Writes rollouts to disk: readable JSON lines, with tokens and log-probs in a safetensors file next to them."""
+"""Stored rollouts: `RolloutRecord`, its writer and its reader.
+
+A file has one JSON line per rollout; tokens and log-probs are in a safetensors file next to it.
+"""
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from toolwise.protocols import Callback
+from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_line, json_text
+from toolwise.training.trackers.jsonl import read_metrics
 from toolwise.types import CreditedRollout, ScoredRollout, StepData, StepEvent, ValidationEvent
 from toolwise.untrusted.bounds import MAX_WARNINGS
+
+T = TypeVar("T")
+MAX_FLOAT = sys.float_info.max
 
 
 class RolloutFiles(Callback):
@@ -23,42 +32,134 @@ class RolloutFiles(Callback):
         write_records(event.run_folder / "rollouts", f"eval-{event.step:06d}", event.rollouts, [])
 
 
-def rollout_record(scored: ScoredRollout, credited: CreditedRollout | None = None) -> dict[str, Any]:
-    """One rollout as a JSON object, with advantages if the update used it."""
-    rollout, result = scored.rollout, scored.result
-    steps = credited.steps if credited is not None else scored.steps
-    return {
-        "rollout_id": rollout.rollout_id,
-        "group_id": rollout.group_id,
-        "task_id": rollout.task.task_id,
-        "kind": rollout.task.extra_info.get("kind"),
-        "route": rollout.route,
-        "messages": [m.to_openai() for m in rollout.messages],
-        "ground_truth": rollout.task.ground_truth,
-        "reward_kwargs": rollout.task.reward_kwargs,
-        "extra_info": rollout.task.extra_info,
-        "data_source": rollout.task.data_source,
-        "score": result.score,
-        "metrics": {name: metric.score for name, metric in result.metrics.items()},
-        "reason": result.reason,
-        "error": result.error.model_dump() if result.error else None,
-        "warnings": _first_warnings(scored.warnings),
-        "stop_reason": rollout.stop_reason.value,
-        "fault": rollout.fault,
-        "infrastructure_fault": rollout.infrastructure_fault,
-        "cost": rollout.usage.cost,
-        "calls": dict(rollout.usage.calls),
-        "failed_calls": dict(rollout.usage.failed_calls),
-        "trained_on": credited is not None,
-        "steps": [
-            {
-                "advantage": step.advantage,
-                "base_reward": step.base_reward,
-                "tokens": len((step.policy_logprobs or {}).get("token_ids", ())),
-            }
-            for step in steps
-        ],
-    }
+class StepRecord(NamedTuple):
+    """One step of a stored rollout."""
+
+    advantage: float | None = None
+    base_reward: float | None = None
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class RolloutRecord:
+    """A stored rollout: one line of rollouts/*.jsonl, whose fields have the same names and order."""
+
+    rollout_id: str = ""
+    group_id: str = ""
+    task_id: str = ""
+    kind: Any = None
+    """The task's `extra_info["kind"]`."""
+    route: str | None = None
+    messages: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    """In OpenAI's format."""
+    ground_truth: Any = None
+    reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    data_source: str = ""
+    score: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    reason: str | None = None
+    error: Mapping[str, Any] | None = None
+    """kind, message and traceback of a reward that failed."""
+    warnings: Sequence[str] = field(default_factory=list)
+    stop_reason: str = ""
+    fault: str | None = None
+    infrastructure_fault: bool = False
+    cost: float | None = None
+    calls: Mapping[str, int] = field(default_factory=dict)
+    failed_calls: Mapping[str, int] = field(default_factory=dict)
+    trained_on: bool | None = None
+    """None if the record was not written by a run."""
+    steps: Sequence[StepRecord] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, scored: ScoredRollout, credited: CreditedRollout | None = None) -> RolloutRecord:
+        """The record of a rollout, with advantages if the update used it."""
+        rollout, result = scored.rollout, scored.result
+        steps = credited.steps if credited is not None else scored.steps
+        return cls(
+            rollout_id=rollout.rollout_id,
+            group_id=rollout.group_id,
+            task_id=rollout.task.task_id,
+            kind=rollout.task.extra_info.get("kind"),
+            route=rollout.route,
+            messages=[m.to_openai() for m in rollout.messages],
+            ground_truth=rollout.task.ground_truth,
+            reward_kwargs=rollout.task.reward_kwargs,
+            extra_info=rollout.task.extra_info,
+            data_source=rollout.task.data_source,
+            score=result.score,
+            metrics={name: metric.score for name, metric in result.metrics.items()},
+            reason=result.reason,
+            error=result.error.model_dump() if result.error else None,
+            warnings=_first_warnings(scored.warnings),
+            stop_reason=rollout.stop_reason.value,
+            fault=rollout.fault,
+            infrastructure_fault=rollout.infrastructure_fault,
+            cost=rollout.usage.cost,
+            calls=dict(rollout.usage.calls),
+            failed_calls=dict(rollout.usage.failed_calls),
+            trained_on=credited is not None,
+            steps=[
+                StepRecord(s.advantage, s.base_reward, len((s.policy_logprobs or {}).get("token_ids", ())))
+                for s in steps
+            ],
+        )
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> RolloutRecord:
+        """Read a stored object. Unknown fields are ignored; fields that an older file lacks, or whose value has
+        another type, keep their default."""
+        steps = [step if isinstance(step, dict) else {} for step in _typed(row, "steps", list) or ()]
+        return cls(
+            rollout_id=str(row.get("rollout_id") or ""),
+            group_id=str(row.get("group_id") or ""),
+            task_id=str(row.get("task_id") or ""),
+            kind=row.get("kind"),
+            route=_typed(row, "route", str),
+            messages=[message for message in _typed(row, "messages", list) or () if isinstance(message, dict)],
+            ground_truth=row.get("ground_truth"),
+            reward_kwargs=_typed(row, "reward_kwargs", dict) or {},
+            extra_info=_typed(row, "extra_info", dict) or {},
+            data_source=str(row.get("data_source") or ""),
+            score=_number(row.get("score")),
+            metrics={
+                name: number
+                for name, value in (_typed(row, "metrics", dict) or {}).items()
+                if (number := _number(value)) is not None
+            },
+            reason=_typed(row, "reason", str),
+            error=_typed(row, "error", dict),
+            warnings=_typed(row, "warnings", list) or [],
+            stop_reason=str(row.get("stop_reason") or ""),
+            fault=_typed(row, "fault", str),
+            infrastructure_fault=row.get("infrastructure_fault") is True,
+            cost=_number(row.get("cost")),
+            calls=_typed(row, "calls", dict) or {},
+            failed_calls=_typed(row, "failed_calls", dict) or {},
+            trained_on=bool(row["trained_on"]) if "trained_on" in row else None,
+            steps=[
+                StepRecord(
+                    _number(step.get("advantage")), _number(step.get("base_reward")), _typed(step, "tokens", int) or 0
+                )
+                for step in steps
+            ],
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {"steps": [step._asdict() for step in self.steps]}
+
+    @property
+    def correct(self) -> bool | None:
+        """By the metric `correct`, else by a score ≥ 1 (yes) or ≤ 0 (no); None if neither tells."""
+        if "correct" in self.metrics:
+            return self.metrics["correct"] >= 0.5
+        return None if self.score is None or 0 < self.score < 1 else self.score >= 1
+
+
+def read_records(path: Path) -> list[RolloutRecord]:
+    """All rollouts of a file that a run wrote. A last line cut off by a crash is omitted."""
+    return [RolloutRecord.from_json(line) for line in read_metrics(path)]
 
 
 def write_records(
@@ -68,8 +169,19 @@ def write_records(
     by_id = {c.rollout.rollout_id: c for c in credited}
     folder.mkdir(parents=True, exist_ok=True)
     _write_tokens(folder / f"{name}.safetensors", [(s.rollout.rollout_id, s.steps) for s in scored])
-    lines = (json_line(rollout_record(s, by_id.get(s.rollout.rollout_id))) for s in scored)
+    lines = (json_line(RolloutRecord.of(s, by_id.get(s.rollout.rollout_id)).to_json()) for s in scored)
     write_atomic(folder / f"{name}.jsonl", b"".join(lines))
+
+
+def _typed(row: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
+    value = row.get(name)
+    return value if isinstance(value, kind) else None
+
+
+def _number(value: Any) -> float | None:
+    """`value` if it is a finite number; a huge integer would not fit a float."""
+    in_range = isinstance(value, int | float) and not isinstance(value, bool) and -MAX_FLOAT <= value <= MAX_FLOAT
+    return float(value) if in_range else None
 
 
 def _first_warnings(warnings: Sequence[str]) -> list[str]:
@@ -97,15 +209,3 @@ def _write_tokens(path: Path, rollouts: Iterable[tuple[str, Sequence[StepData]]]
     for key in ("prompt_ids", "token_ids"):
         tensors[f"{key}.offsets"] = np.cumsum([0, *map(len, arrays[key])]).astype(np.int64)
     write_atomic(path, save(tensors, metadata={"steps": json_text(names, ascii_only=True)}))
-
-
-def write_atomic(path: Path, data: bytes, *, private: bool = False) -> None:
-    """Write a file that exists completely or not at all, even if the process dies; `private`: mode 0600."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if private else 0o666)) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

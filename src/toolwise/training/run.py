@@ -7,25 +7,25 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from toolwise.advantages import build_estimator, min_group_size
 from toolwise.config.schema import RunConfig
 from toolwise.data import Batches
 from toolwise.envs.catalog import EnvSpec
 from toolwise.errors import ConfigError
-from toolwise.protocols import AdvantageEstimator, Learner, Router
+from toolwise.protocols import AdvantageEstimator, Learner, PolicyLoss, Router
 from toolwise.rollout.call_format import ParserSpec
 from toolwise.rollout.queue import RolloutQueue
 from toolwise.routing.inference_router import InferenceRouter
 from toolwise.routing.user_router import RouterSpec
 from toolwise.thinking.stage import ThinkingStage
 from toolwise.training.checkpoint import RngState, StateRegistry
+from toolwise.training.components import EstimatorSpec, LossSpec, load_estimator, load_loss
 from toolwise.training.diagnosis import Diagnosis, Finding, check_routable, startup_findings
 from toolwise.training.fault_rates import FaultRates
 from toolwise.training.rollout_setup import RolloutSetup, check_tasks, load_options, setup_rollouts, tools_and_scoring
 from toolwise.training.scoring import RewardSources
 from toolwise.training.startup import announce
 from toolwise.training.tasks import attach_labels, load_split, without_held_out_tools
-from toolwise.training.thinking import build_rlvcr, build_thinking_stage, check_thinking, with_rlvcr_metrics
+from toolwise.training.thinking import build_thinking_stage, check_thinking, with_rlvcr
 from toolwise.types import Rollout, Task
 
 if TYPE_CHECKING:
@@ -112,6 +112,8 @@ def assemble(
     env: EnvSpec | None = None,
     router: RouterSpec | None = None,
     parser: ParserSpec | None = None,
+    estimator: EstimatorSpec | None = None,
+    loss: LossSpec | None = None,
 ) -> Run:
     """Build a training run from its configuration; Python arguments override what the file names.
 
@@ -135,21 +137,25 @@ def assemble(
             drop_last=config.data.drop_last,
         )
         parts: dict[str, Any] = {"env": env, "router": router, "parser": parser}
-        return add_training(setup_rollouts(config, held_out, tool_objects, scoring, **parts), batches)
+        setup = setup_rollouts(config, held_out, tool_objects, scoring, **parts)
+        return add_training(setup, batches, load_estimator(config, estimator), load_loss(config, loss))
 
 
-def add_training(setup: RolloutSetup, batches: Batches) -> Run:
+def add_training(
+    setup: RolloutSetup, batches: Batches, estimator: AdvantageEstimator, loss: PolicyLoss | None = None
+) -> Run:
     """Add what training needs: learner, estimator, batches, queue, thinking stage, and a router that learns."""
     from toolwise.learner.builder import build_learner
 
     announce("building the learner")
     config, policy, head = setup.config, setup.policy, setup.head
-    learner, estimator = build_learner(
+    learner = build_learner(
         config,
         policy.model,
-        estimator_from_config(config),
+        estimator,
         load_critic=partial(_critic_model, config),
         extra_parameters=[*head.parameters()] if head is not None and config.router.optimizer == "actor" else [],
+        loss=loss,
     )
     return Run(
         config=config,
@@ -161,9 +167,9 @@ def add_training(setup: RolloutSetup, batches: Batches) -> Run:
         scoring=setup.scoring,
         batches=batches,
         learner=learner,
-        estimator=with_rlvcr_metrics(config, estimator),
+        estimator=with_rlvcr(config, estimator),
         queue=RolloutQueue(per_update=config.data.batch_size),
-        thinking=build_thinking_stage(config, policy, learner.settings.micro_batch),
+        thinking=build_thinking_stage(config, policy),
     )
 
 
@@ -182,18 +188,10 @@ def _critic_model(config: RunConfig, path: str) -> Any:
     return load_model(path, **load_options(config))[0]
 
 
-def estimator_from_config(config: RunConfig) -> AdvantageEstimator:
-    algorithm = config.algorithm
-    settings = {**algorithm.model_dump(), "norm_by_std": algorithm.norm_adv_by_std, "per": algorithm.gae_per}
-    if algorithm.adv_estimator == "rlvcr":
-        return build_rlvcr(config, build_estimator(algorithm.rlvcr.base, **settings))
-    return build_estimator(algorithm.adv_estimator, **settings)
-
-
-def check_learnable(config: RunConfig) -> None:
-    """Raise for settings under which nothing could be learned."""
+def check_learnable(config: RunConfig, estimator: AdvantageEstimator | None = None) -> None:
+    """Raise for settings under which nothing could be learned. `estimator` replaces the configured one."""
     check_thinking(config)
-    if config.rollout.n < min_group_size(estimator_from_config(config)):
+    if config.rollout.n < (estimator or load_estimator(config)).min_group_size:
         raise ConfigError(
             f"rollout.n is {config.rollout.n}: {config.algorithm.adv_estimator} compares the rollouts of one task with "
             "each other; use 2 or more"

@@ -53,9 +53,8 @@ def delete_rollouts_after(folder: Path, step: int) -> None:
 def remove_partial_files(out: Path) -> None:
     """Remove files that a killed run left half-written."""
     patterns = (
-        ".config.toml.*.tmp",
-        ".*.json.*.tmp",
-        "metrics.jsonl.tmp",
+        ".*.tmp",
+        "metrics.jsonl.tmp",  # these names are from earlier versions
         "changes.jsonl.tmp",
         "report.*.tmp",
         "rollouts/.*.tmp",

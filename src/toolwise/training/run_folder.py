@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.errors import CheckpointError
+from toolwise.training.records import RolloutRecord, read_records
 from toolwise.training.trackers.jsonl import read_metrics
 
 Series = tuple[list[int], list[float]]
@@ -81,20 +82,20 @@ class RunFolder:
         return summary
 
     @cached_property
-    def rollouts_before(self) -> list[dict[str, Any]]:
+    def rollouts_before(self) -> list[RolloutRecord]:
         files = self._rollout_files("eval")
-        return read_metrics(files[0]) if len(files) > 1 or _before_training(files) else []
+        return read_records(files[0]) if len(files) > 1 or _before_training(files) else []
 
     @cached_property
-    def rollouts_after(self) -> list[dict[str, Any]]:
+    def rollouts_after(self) -> list[RolloutRecord]:
         """Rollouts of the latest validation; empty while the only one is that before training."""
         files = self._rollout_files("eval")
-        return read_metrics(files[-1]) if files and (len(files) > 1 or not _before_training(files)) else []
+        return read_records(files[-1]) if files and (len(files) > 1 or not _before_training(files)) else []
 
     @cached_property
-    def latest_training(self) -> list[dict[str, Any]]:
+    def latest_training(self) -> list[RolloutRecord]:
         files = self._rollout_files("step")
-        return read_metrics(files[-1]) if files else []
+        return read_records(files[-1]) if files else []
 
     def series(self, *names: str) -> Series:
         """The series of the first of `names` that the run has logged; the last value logged for a step counts."""
@@ -104,6 +105,10 @@ class RunFolder:
                 steps = sorted(by_step)
                 return steps, [by_step[step] for step in steps]
         return [], []
+
+    @cached_property
+    def metric_names(self) -> set[str]:
+        return {name for line in self.metrics for name in line}
 
     @property
     def kinds(self) -> list[str]:
@@ -118,13 +123,13 @@ class RunFolder:
         lines = [line for line in self.metrics if any(name.startswith("eval/") for name in line)]
         return sorted(lines, key=lambda line: int(line.get("step") or 0))
 
-    def _summarize(self, line: dict[str, Any], rollouts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _summarize(self, line: dict[str, Any], rollouts: Sequence[RolloutRecord]) -> dict[str, Any]:
         by_kind: dict[str, dict[str, Any]] = {}
         for name, value in line.items():
             match name.split("/"):
                 case ["eval", *middle, ("correct" | "cost") as metric] if middle:
                     kind = "/".join(middle)
-                    n = sum(1 for r in rollouts if r.get("kind") == kind) or None
+                    n = sum(r.kind == kind for r in rollouts) or None
                     by_kind.setdefault(kind, {"n": n})[metric] = value
         overall = {name: line.get(f"eval/{name}") for name in ("score", "correct", "cost", "tokens")}
         return {**overall, "by_kind": by_kind, "n": len(rollouts) or None, "step": line.get("step")}
@@ -135,6 +140,13 @@ def open_run(run_dir: str | os.PathLike[str]) -> RunFolder:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such run folder; give the folder that holds the run's metrics.jsonl")
     return RunFolder(path)
+
+
+def shared_steps(series: Sequence[Series]) -> tuple[list[int], list[list[float]]]:
+    """The steps that all series have, and the values of each series at them."""
+    by_step = [dict(zip(*one, strict=True)) for one in series]
+    steps = sorted(set.intersection(*map(set, by_step)))
+    return steps, [[values[step] for step in steps] for values in by_step]
 
 
 def _before_training(files: Sequence[Path]) -> bool:

@@ -5,33 +5,32 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
+from toolwise.config.loader import build_config
+from toolwise.config.schema import LoraConfig
 from toolwise.data.files import read_rows, row_error
 from toolwise.errors import ConfigError, DataError, ModelError
 from toolwise.messages import Message
 from toolwise.models import load_model
 from toolwise.serialization.files import disk_fault
 
-if TYPE_CHECKING:
-    from toolwise.learner.supervised import SftSettings
-
 
 def train_sft(
     model_path: str, data: str | Path | Sequence[Mapping[str, Any]], out: Path, settings: Mapping[str, Any]
 ) -> dict[str, float]:
     """Fine-tune the model at `model_path` on `data` and save it to `out`; return the first loss and final metrics."""
-    from toolwise.learner.lora import Adapters, LoraSettings
-    from toolwise.learner.supervised import sft_steps, tokenize_conversation
+    from toolwise.learner.lora import Adapters
+    from toolwise.learner.supervised import SftSettings, sft_steps, tokenize_conversation
     from toolwise.terminal.display import track
 
     settings = dict(settings)
     trusted = bool(settings.pop("trust_remote_code", False))
-    sft_settings = _read_settings(settings)
+    progress = bool(settings.pop("progress", False))
+    sft_settings = build_config(SftSettings, settings, source="sft")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not an empty folder: choose another one for the trained model")
     path = Path(data) if isinstance(data, str | Path) else Path("data")
@@ -51,9 +50,9 @@ def train_sft(
     if not examples:
         raise DataError(f"{path}: there are no conversations to train on")
     rank = sft_settings.lora_rank
-    adapters = Adapters(model, LoraSettings(rank, sft_settings.lora_alpha)) if rank else None
+    adapters = Adapters(model, LoraConfig(rank=rank, alpha=sft_settings.lora_alpha)) if rank else None
     steps = sft_steps(model, examples, sft_settings, pad_id=chat.pad_id)
-    metrics = list(track(steps, "training", total=sft_settings.steps, disable=not settings.get("progress")))
+    metrics = list(track(steps, "training", total=sft_settings.steps, disable=not progress))
     _save(out, model.save_pretrained if adapters is None else adapters.save_merged, chat.tokenizer.save_pretrained)
     return {"first_loss": metrics[0]["loss"], **metrics[-1]}
 
@@ -73,24 +72,6 @@ def _save(out: Path, *writers: Callable[[Path], Any]) -> None:
         if (reason := disk_fault(fault)) is None:
             raise
         raise ModelError(f"cannot write {out}: {reason}; partial files were removed") from fault
-
-
-def _read_settings(settings: Mapping[str, Any]) -> SftSettings:
-    from toolwise.learner.supervised import SftSettings
-
-    values = {name: value for name, value in settings.items() if name != "progress"}
-    valid = {field.name for field in fields(SftSettings)}
-    unknown = sorted(set(values) - valid)
-    if unknown:
-        raise ConfigError(f"sft has no setting {unknown[0]!r}; it has: {', '.join(sorted(valid))}")
-    sft_settings = SftSettings(**values)
-    if sft_settings.steps < 1 or sft_settings.row_tokens < 2:
-        raise ConfigError(
-            f"sft needs steps >= 1 and row_tokens >= 2, not {sft_settings.steps} and {sft_settings.row_tokens}"
-        )
-    if sft_settings.lora_rank < 0:
-        raise ConfigError(f"sft needs lora_rank >= 0, not {sft_settings.lora_rank}; 0 trains the full model")
-    return sft_settings
 
 
 def read_conversation(

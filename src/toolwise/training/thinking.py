@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
 from toolwise.advantages import MonitoredEstimator, Rlvcr, build_estimator
-from toolwise.config.loader import build_config
+from toolwise.config.algorithm import ThinkingBudgetConfig
 from toolwise.config.router import BudgetConfig
-from toolwise.config.schema import RunConfig
+from toolwise.config.schema import ActorConfig, RunConfig
 from toolwise.errors import ConfigError
-from toolwise.protocols import AdvantageEstimator, Learner, ModelPolicy, PrefixEngine, Sampling
+from toolwise.protocols import AdvantageEstimator, ModelPolicy, PrefixEngine, Sampling
 from toolwise.routing.budget import Multiplier
 from toolwise.thinking.alternatives import AlternativeWriter
 from toolwise.thinking.levels import DEFAULT_LEVELS, END_THINK, load_levels
-from toolwise.thinking.stage import StageSettings, ThinkingStage
+from toolwise.thinking.stage import ThinkingStage
 from toolwise.thinking.thinking_model import EngineModel, PolicyWithScorer, ThinkingModel
-from toolwise.types import CreditedRollout
-
-if TYPE_CHECKING:
-    from toolwise.learner.batch import MicroBatchSettings
 
 
-def build_thinking_stage(
-    config: RunConfig, policy: ModelPolicy, micro_batch: MicroBatchSettings
-) -> ThinkingStage | None:
+def build_thinking_stage(config: RunConfig, policy: ModelPolicy) -> ThinkingStage | None:
     """None if `algorithm.rlvcr.enable` is false."""
     rlvcr = config.algorithm.rlvcr
     if not rlvcr.enable:
@@ -37,70 +27,43 @@ def build_thinking_stage(
         seed=config.seed,
     )
     levels = DEFAULT_LEVELS if rlvcr.levels is None else load_levels(rlvcr.levels)
-    settings = StageSettings(
-        selection=rlvcr.steps,
-        share=rlvcr.share,
-        max_added_tokens=rlvcr.max_added_tokens or None,
-        success_score=rlvcr.success_score,
-        price=rlvcr.budget.price,
+    return ThinkingStage(
+        AlternativeWriter(thinking_model(policy, config.actor), policy.chat, levels, sampling),
+        rlvcr,
+        _multiplier(rlvcr.budget),
         total_steps=config.trainer.total_steps,
         seed=config.seed,
     )
-    return ThinkingStage(
-        AlternativeWriter(thinking_model(policy, micro_batch), policy.chat, levels, sampling),
-        settings,
-        _multiplier(config),
-    )
 
 
-def thinking_model(policy: ModelPolicy, micro_batch: MicroBatchSettings) -> ThinkingModel:
+def thinking_model(policy: ModelPolicy, actor: ActorConfig) -> ThinkingModel:
     """The policy's engine if it can both generate and score; else the policy with a scoring pass of the learner."""
     if isinstance(policy.engine, PrefixEngine):
         return EngineModel(policy.engine, stop_strings=(END_THINK,))
     from toolwise.learner.continuation_scores import ContinuationScorer
 
-    return PolicyWithScorer(policy, ContinuationScorer(policy.model, micro_batch))
+    return PolicyWithScorer(policy, ContinuationScorer(policy.model, actor))
 
 
-def _multiplier(config: RunConfig) -> Multiplier | None:
-    budget = config.algorithm.rlvcr.budget
+def _multiplier(budget: ThinkingBudgetConfig) -> Multiplier | None:
     if budget.limit is None:
         return None
-    settings = {**budget.model_dump(exclude={"price"}), "unit": "tokens", "initial": budget.price}
-    return Multiplier(build_config(BudgetConfig, settings, source="algorithm.rlvcr.budget"))
+    return Multiplier(BudgetConfig(unit="tokens", initial=budget.price, **budget.model_dump(exclude={"price"})))
 
 
-def build_rlvcr(config: RunConfig, trajectory: AdvantageEstimator) -> Rlvcr:
+def with_rlvcr(config: RunConfig, trajectory: AdvantageEstimator) -> AdvantageEstimator:
+    """Add the thinking advantage to another estimator's, or only its metrics, as configured."""
     rlvcr = config.algorithm.rlvcr
-    untyped: Any = build_estimator(
-        "rlvcr",
+    if config.algorithm.adv_estimator != "rlvcr" and not rlvcr.enable:
+        return trajectory
+    return build_estimator(
+        Rlvcr if config.algorithm.adv_estimator == "rlvcr" else MonitoredEstimator,
         **rlvcr.model_dump(),
         trajectory=trajectory,
         seed=config.seed,
         importance_cap=config.actor.importance_cap,
         compare_equal_scores=rlvcr.steps != "mixed" and rlvcr.share > 0.0,
     )
-    estimator: Rlvcr = untyped
-    return estimator
-
-
-def with_rlvcr_metrics(config: RunConfig, estimator: AdvantageEstimator) -> AdvantageEstimator:
-    """Add RLVCR's metrics to another estimator, if the thinking stage is enabled."""
-    algorithm = config.algorithm
-    if not algorithm.rlvcr.enable or algorithm.adv_estimator == "rlvcr":
-        return estimator
-    return MonitoredEstimator(estimator, build_rlvcr(config, estimator), priced=algorithm.rlvcr.price_rollouts)
-
-
-def annotate_added_rows(learner: Learner, credited: Sequence[CreditedRollout]) -> list[CreditedRollout]:
-    """Annotate the rows that an estimator added: the learner needs annotations for every row it updates on."""
-    original_ids = {c.annotated.scored.rollout.rollout_id for c in credited if c.annotated.thinking is not None}
-    added = [c for c in credited if c.annotated.scored.rollout.rollout_id not in original_ids]
-    if not original_ids or not added:
-        return list(credited)
-    annotated = iter(learner.annotate([c.annotated.scored for c in added]))
-    replaced = {c.rollout.rollout_id: replace(c, annotated=a) for c, a in zip(added, annotated, strict=True)}
-    return [replaced.get(c.rollout.rollout_id, c) for c in credited]
 
 
 def check_thinking(config: RunConfig) -> None:

@@ -19,6 +19,7 @@ from toolwise.config.secret_names import mask_secrets, secret_keys
 from toolwise.errors import ConfigError, FaultRateError
 from toolwise.protocols import Callback, Tracker
 from toolwise.rewards.printed_output import PrintLog
+from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_text
 from toolwise.tools.tool_record import write_tools
 from toolwise.training import checkpoint
@@ -30,11 +31,11 @@ from toolwise.training.changes import (
     record_changes,
     saved_settings,
 )
-from toolwise.training.diagnosis import FindingChanges, show_changes
+from toolwise.training.diagnosis import FindingChanges, finding_to_json
 from toolwise.training.evaluate import validate
 from toolwise.training.loop import StepResult, train_step
 from toolwise.training.metrics import summarize_validation, validation_metrics
-from toolwise.training.records import RolloutFiles, write_atomic
+from toolwise.training.records import RolloutFiles
 from toolwise.training.run import Run
 from toolwise.training.run_files import check_folder, delete_rollouts_after, find_checkpoint, remove_partial_files
 from toolwise.training.run_result import RunResult
@@ -110,7 +111,8 @@ class Training:
         try:
             with self._signal.handled():
                 if run.config.router.train_actor:
-                    never = run.config.algorithm.terminal_score == "never"
+                    rewards = run.estimator.rewards
+                    never = rewards is not None and rewards.terminal_score == "never"
                     self._announce(self._reward_description, logging.WARNING if never else logging.INFO)
                 self._warn_about_secrets()
                 self.observers.start(self._run_start())
@@ -161,7 +163,9 @@ class Training:
             self._announce(warning, logging.WARNING)
         diagnosis, config = self.run.progress.diagnosis, self.run.config
         self._publish_findings(
-            diagnosis.after_step(config, step, result.scored, result.metrics, learner.weights_checksum)
+            diagnosis.after_step(
+                config, self.run.estimator, step, result.scored, result.metrics, learner.weights_checksum
+            )
         )
 
     def _log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -234,9 +238,15 @@ class Training:
 
     def _publish_findings(self, changes: FindingChanges) -> None:
         """Show findings on the console, or log them if there is none, and write them for the report."""
-        show_changes(changes, self.console)
+        for finding in changes.found:
+            if self.console is not None:
+                self.console.warn(finding.name, (finding.says, finding.cure))
+            else:
+                log.warning("%s", finding)
+        for finding in changes.withdrawn:
+            self._announce(f"no longer true: {finding.name} (found at step {finding.step})", logging.WARNING)
         if changes.found or changes.withdrawn:
-            findings = [finding.to_json() for finding in self.run.progress.diagnosis.findings]
+            findings = [finding_to_json(finding) for finding in self.run.progress.diagnosis.findings]
             write_atomic(self.out / "diagnosis.json", json_text(findings, indent=2).encode())
 
     def _save(self) -> None:
@@ -297,7 +307,7 @@ class Training:
             "advantages": self._reward_description,
             "changes": read_changes(self.out),
             "updated": diagnosis.updated,
-            "diagnosis": [finding.to_json() for finding in diagnosis.findings],
+            "diagnosis": [finding_to_json(finding) for finding in diagnosis.findings],
             "tool_prompt": run.chat.tool_prompt.describe() if run.scheduler.tools else None,
         }
         self._end(summary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from toolwise.types.credit import AddedRollout, CreditedBatch, RewardSettings, TerminalScore
 from toolwise.types.events import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
 from toolwise.types.results import EvaluateResult, EvaluationFault, MetricResult, StepOutput
 from toolwise.types.rollouts import (
@@ -36,16 +37,19 @@ if TYPE_CHECKING:
 __all__ = [
     "LEVEL_COUNT",
     "Action",
+    "AddedRollout",
     "Alternative",
     "AnnotatedRollout",
     "CheckpointEvent",
     "CountUsage",
+    "CreditedBatch",
     "CreditedRollout",
     "EndEvent",
     "EvaluateResult",
     "EvaluationFault",
     "LevelScore",
     "MetricResult",
+    "RewardSettings",
     "Rollout",
     "RolloutThinking",
     "RouteDecision",
@@ -57,6 +61,7 @@ __all__ = [
     "Stop",
     "StopReason",
     "Task",
+    "TerminalScore",
     "ThinkingByRollout",
     "ThinkingGroup",
     "ThinkingStep",

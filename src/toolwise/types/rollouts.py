@@ -291,6 +291,8 @@ class AnnotatedRollout:
     values: tuple[Floats, ...] | None = None
     thinking: RolloutThinking | None = None
     """Thoughts at the other thinking levels, and the action's log-prob after each."""
+    kl_coef: float | None = None
+    """β: every nat of log π_old − log π_ref of a sampled token costs this much reward; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)

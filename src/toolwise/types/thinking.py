@@ -111,6 +111,14 @@ class RolloutThinking:
     """λ: cost of one thinking token, in units of the score."""
     anneal: float = 1.0
     """Falls from 1 at the start of training to 0 at its end."""
+    charged: bool = False
+    """Whether the reward pays for thinking: see `step_costs`."""
+
+    @property
+    def step_costs(self) -> tuple[float, ...]:
+        """What each step pays: λ times its thinking tokens, divided by the number of steps."""
+        price = self.price if self.charged else 0.0
+        return tuple(price * step.thinking_tokens / len(self.steps) for step in self.steps)
 
 
 ThinkingByRollout = Mapping[str, RolloutThinking]

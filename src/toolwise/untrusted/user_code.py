@@ -8,10 +8,12 @@ from the event loop, and most code does not catch the others.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from toolwise.untrusted.bounds import truncate_text
@@ -20,6 +22,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _name_of: Callable[[type], str] = type.__dict__["__name__"].__get__  # cannot be overridden by a metaclass
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 MAX_CHARS = 2000
 """Length limit of the description of an exception."""
 
@@ -103,6 +106,14 @@ def describe(fault: BaseException) -> str:
     kind = _name_of(type(fault))
     name, text = "RuntimeError" if kind == UserCodeError.__name__ else kind, safe_text(fault)
     return truncate_text(f"{name}: {text}", MAX_CHARS)
+
+
+def user_location(fault: BaseException) -> str:
+    """The line of the user's own file that led to `fault`, such as ` (metrics.py:12)`; empty if there is none."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(fault.__traceback__)]
+    outside = [(file, line) for file, line in frames if not file.startswith(_PACKAGE)]
+    lines = [line for file, line in outside if file == outside[0][0]]
+    return f" ({outside[0][0]}:{lines[-1]})" if outside else ""
 
 
 def format_with_traceback(fault: BaseException) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.errors import ToolwiseError
-from toolwise.training.run_folder import RunFolder, Series, open_run
+from toolwise.training.run_folder import RunFolder, Series, open_run, shared_steps
 from toolwise.training.trackers.conversation import clean_text, shorten
 from toolwise.view.comparison import headline, rows_by_kind
 
@@ -37,14 +37,11 @@ LIGHT = Palette("#ffffff", "#1f2933", "#66727f", "#e4e7eb", "#b9c3cd", "#1f6f8b"
 DARK = Palette("#171b21", "#e6eaee", "#97a3af", "#2c333b", "#5b6672", "#5bb3cf", "#dd9159")
 
 
-def draw_curves(run_dir: str | os.PathLike[str], out_png: str | os.PathLike[str]) -> Path:
-    """Plot one run: share correct (or score), cost, before and after by kind."""
-    out = Path(out_png)
-    out.write_bytes(render_curves(open_run(run_dir)))
-    return out
+DrawPanel = Callable[[Any, RunFolder, Palette], None]
 
 
 def render_curves(run: RunFolder, palette: Palette = LIGHT) -> bytes:
+    """Plot one run: share correct (or score), cost, before and after by kind."""
     panels = _panels(run)
     figure = new_figure(palette, (1200, 700))
     figure.text(0.06, 0.955, _escape_dollars(run.name), color=palette.ink, fontsize=14, fontweight="bold", va="center")
@@ -52,7 +49,12 @@ def render_curves(run: RunFolder, palette: Palette = LIGHT) -> bytes:
     if not panels:
         figure.text(0.5, 0.5, "nothing logged yet", color=palette.muted, ha="center", fontsize=12)
         return to_png(figure)
-    grid = figure.add_gridspec(1, len(panels), left=0.06, right=0.975, top=0.775, bottom=0.11, wspace=0.2)
+    return draw_panels(figure, run, palette, panels, left=0.06, right=0.975, top=0.775, bottom=0.11, wspace=0.2)
+
+
+def draw_panels(figure: Any, run: RunFolder, palette: Palette, panels: Sequence[DrawPanel], **layout: float) -> bytes:
+    """Draw `panels` side by side."""
+    grid = figure.add_gridspec(1, len(panels), **layout)
     for column, draw in enumerate(panels):
         axes = figure.add_subplot(grid[0, column])
         style_axes(axes, palette)
@@ -73,31 +75,20 @@ def draw_seeds(run_dirs: Sequence[str | os.PathLike[str]], out_png: str | os.Pat
     for index, (steps, values) in enumerate(curves):
         label = f"{len(curves)} runs, one line each" if index == 0 else None
         axes.plot(steps, values, color=LIGHT.before, linewidth=1.3, label=label, zorder=2)
-    shared = sorted(set.intersection(*(set(steps) for steps, _ in curves)))
+    shared, by_run = shared_steps(curves)
     if len(curves) > 1 and shared:
-        by_step = [dict(zip(*curve, strict=True)) for curve in curves]
-        mean = [sum(values[step] for values in by_step) / len(by_step) for step in shared]
+        mean = [sum(values) / len(values) for values in zip(*by_run, strict=True)]
         axes.plot(shared, mean, color=LIGHT.after, linewidth=2.4, marker="o", markersize=5, label="mean", zorder=3)
-    draw_title(axes, f"{_metric_label(name)}, held-out tasks", LIGHT)
-    format_step_axis(axes, LIGHT, share=name == "correct")
+    label_step_axes(axes, f"{_metric_label(name)}, held-out tasks", LIGHT, share=name == "correct")
     out = Path(out_png)
     out.write_bytes(to_png(figure))
     return out
 
 
-DrawPanel = Callable[[Any, RunFolder, Palette], None]
-
-
 def _panels(run: RunFolder) -> list[DrawPanel]:
-    name = _main_metric(run)
-    panels: list[DrawPanel] = []
-    if name is not None:
-        panels.append(_draw_measure)
-    if run.series("cost/mean")[0] or run.series("eval/cost")[0]:
-        panels.append(_draw_cost)
-    if run.kinds:
-        panels.append(_draw_kinds)
-    return panels
+    has_cost = run.series("cost/mean")[0] or run.series("eval/cost")[0]
+    panels = ((_draw_measure, _main_metric(run)), (_draw_cost, has_cost), (_draw_kinds, run.kinds))
+    return [draw for draw, wanted in panels if wanted]
 
 
 def _main_metric(run: RunFolder) -> str | None:
@@ -117,17 +108,15 @@ def _draw_measure(axes: Any, run: RunFolder, palette: Palette) -> None:
     if run.series(POLICY_REWARD)[0]:  # a routed run also samples routes its policy would rarely choose
         training, label = run.series(POLICY_REWARD), "training reward"
     _draw_series(axes, training, run.series(f"eval/{name}"), palette.after, label)
-    draw_title(axes, _metric_label(name), palette)
-    format_step_axis(axes, palette, share=name == "correct")
+    label_step_axes(axes, _metric_label(name), palette, share=name == "correct")
 
 
 def _draw_cost(axes: Any, run: RunFolder, palette: Palette) -> None:
     _draw_series(axes, run.series("router/cost/mean", "cost/mean"), run.series("eval/cost"), palette.cost)
     if (limit := run.series("router/cost/budget"))[0]:
         axes.plot(*limit, color=palette.ink, linewidth=1.1, linestyle="--", label="budget")
-    draw_title(axes, "cost of tools, per task", palette)
     axes.set_ylim(bottom=0)
-    format_step_axis(axes, palette, share=False)
+    label_step_axes(axes, "cost of tools, per task", palette)
 
 
 def _draw_series(axes: Any, training: Series, validation: Series, colour: str, label: str = "training") -> None:
@@ -155,14 +144,13 @@ def _draw_kinds(axes: Any, run: RunFolder, palette: Palette) -> None:
         change = row.changes[0]
         label = _escape_dollars(shorten(row.label.replace("_", " "), 36))
         axes.text(0, index - 0.34, label, va="center", color=palette.ink, fontsize=9.5)
-        bars = (("before", change.before, palette.before, -0.1), ("after", change.after, palette.after, 0.18))
+        after = "after" if run.finished else f"step {(run.summary.get('after') or {}).get('step', '?')}"
+        bars = (("before", change.before, palette.before, -0.1), (after, change.after, palette.after, 0.18))
         for side, value, colour, offset in bars:
-            if value is None:
-                continue
-            legend = {"before": "before", "after": _after_legend(run)}[side] if index == 0 else None
-            axes.barh(index + offset, value, 0.26, color=colour, label=legend, zorder=2)
-            text = f"{100 * value:.0f}%"
-            axes.text(value + 0.015, index + offset, text, va="center", color=palette.ink, fontsize=8.5)
+            if value is not None:
+                axes.barh(index + offset, value, 0.26, color=colour, label=None if index else side, zorder=2)
+                place = (value + 0.015, index + offset)
+                axes.text(*place, f"{100 * value:.0f}%", va="center", color=palette.ink, fontsize=8.5)
     axes.set_ylim(max(3, len(shown)) - 0.5, -0.5)
     axes.set_yticks([])
     axes.grid(True, axis="x", color=palette.rule, linewidth=0.8)
@@ -173,10 +161,6 @@ def _draw_kinds(axes: Any, run: RunFolder, palette: Palette) -> None:
     suffix = f" ({len(shown)} of {len(rows)})" if len(shown) < len(rows) else ""
     draw_title(axes, f"share correct by kind{suffix}", palette)
     draw_legend(axes, palette)
-
-
-def _after_legend(run: RunFolder) -> str:
-    return "after" if run.finished else f"step {(run.summary.get('after') or {}).get('step', '?')}"
 
 
 def _headline_text(run: RunFolder) -> str:
@@ -191,7 +175,7 @@ def _headline_text(run: RunFolder) -> str:
 
 
 def _metric_label(name: str) -> str:
-    return {"correct": "share correct"}.get(name, name)
+    return "share correct" if name == "correct" else name
 
 
 def _escape_dollars(text: str) -> str:
@@ -231,9 +215,11 @@ def draw_title(axes: Any, text: str, palette: Palette) -> None:
     axes.set_title(text, loc="left", color=palette.ink, fontsize=11, pad=26)
 
 
-def format_step_axis(axes: Any, palette: Palette, *, share: bool) -> None:
+def label_step_axes(axes: Any, title: str, palette: Palette, *, share: bool = False) -> None:
+    """Finish a plot over training steps; `share`: its values are percentages."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+    draw_title(axes, title, palette)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set_xlabel("training step", color=palette.muted, fontsize=9.5)
     axes.margins(x=0.03)

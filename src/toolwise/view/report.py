@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,24 +14,20 @@ import tomli_w
 
 from toolwise.config.secret_names import mask_secrets, secret_keys
 from toolwise.protocols import Callback
+from toolwise.serialization.files import write_atomic
 from toolwise.training.changes import describe_changes
 from toolwise.training.fault_rates import describe_totals
+from toolwise.training.records import RolloutRecord
 from toolwise.training.run_folder import RunFolder, open_run
 from toolwise.training.trackers.console import format_duration, format_metric
 from toolwise.training.trackers.contained import describe_observer_errors
-from toolwise.training.trackers.conversation import Turn, clean_text, conversation_turns, is_correct, shorten
+from toolwise.training.trackers.conversation import Turn, clean_text, conversation_turns, shorten
 from toolwise.types import EndEvent
 from toolwise.view.comparison import headline, rows_by_kind
-from toolwise.view.curves import DARK, LIGHT, render_curves
+from toolwise.view.curves import DARK, LIGHT, Palette, render_curves
 from toolwise.view.frontier import frontier_rows, read_frontier, render_frontier
 from toolwise.view.routing import render_routing, routing_columns
-from toolwise.view.selection import (
-    TaskChange,
-    advantages_of,
-    changed_tasks,
-    contrasting_groups,
-    largest_advantage,
-)
+from toolwise.view.selection import TaskChange, changed_tasks, contrasting_groups, largest_advantage
 from toolwise.view.thinking import render_thinking, thinking_columns
 
 if TYPE_CHECKING:
@@ -81,8 +78,10 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     run = open_run(run_dir)
     light, dark = render_curves(run, LIGHT), render_curves(run, DARK)
     page = _render(run, light, dark)
-    _replace_file(run.path / "report.png", light)
-    return _replace_file(run.path / "report.html", page.encode("utf-8", "replace"))
+    out = run.path / "report.html"
+    write_atomic(run.path / "report.png", light)
+    write_atomic(out, page.encode("utf-8", "replace"))
+    return out
 
 
 def before_after_table(summary: Mapping[str, Any]) -> Table:
@@ -118,6 +117,7 @@ def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    frontier = read_frontier(run)
     return environment.get_template("report.html.j2").render(
         name=clean_text(run.name),
         finished=run.finished,
@@ -129,9 +129,9 @@ def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
         headline=headline(run.summary),
         rows=rows_by_kind(run.summary),
         curves={"light": _data_uri(light), "dark": _data_uri(dark)},
-        routing=_routing(run),
-        frontier=_frontier(run),
-        thinking=_thinking(run),
+        routing=_pictures(partial(render_routing, run)),
+        frontier=frontier and {**frontier_rows(frontier), **(_pictures(partial(render_frontier, frontier)) or {})},
+        thinking=_pictures(partial(render_thinking, run)),
         tasks=[_task_view(change) for change in changed_tasks(run.rollouts_before, run.rollouts_after)],
         groups=_group_views(run.latest_training),
         config=clean_text(_without_secrets(run.config_text)) if run.config_text is not None else None,
@@ -148,23 +148,8 @@ def _without_secrets(config: str) -> str:
     return tomli_w.dumps(mask_secrets(table)) if any(secret_keys(table)) else config
 
 
-def _routing(run: RunFolder) -> dict[str, str] | None:
-    light, dark = render_routing(run, LIGHT), render_routing(run, DARK)
-    return {"light": _data_uri(light), "dark": _data_uri(dark)} if light and dark else None
-
-
-def _frontier(run: RunFolder) -> dict[str, Any] | None:
-    frontier = read_frontier(run)
-    if frontier is None:
-        return None
-    pictures = {
-        name: _data_uri(render_frontier(frontier, palette)) for name, palette in (("light", LIGHT), ("dark", DARK))
-    }
-    return frontier_rows(frontier) | pictures
-
-
-def _thinking(run: RunFolder) -> dict[str, str] | None:
-    light, dark = render_thinking(run, LIGHT), render_thinking(run, DARK)
+def _pictures(render: Callable[[Palette], bytes | None]) -> dict[str, str] | None:
+    light, dark = render(LIGHT), render(DARK)
     return {"light": _data_uri(light), "dark": _data_uri(dark)} if light and dark else None
 
 
@@ -204,15 +189,15 @@ def _task_view(change: TaskChange) -> dict[str, Any]:
         sides.append(_rollout_view(change.after, "after"))
     return {
         "question": _question(change.before),
-        "kind": clean_text(change.before.get("kind")),
-        "truth": shorten(clean_text(change.before.get("ground_truth")), 300),
+        "kind": clean_text(change.before.kind),
+        "truth": shorten(clean_text(change.before.ground_truth), 300),
         "outcome": label,
         "tone": tone,
         "sides": sides,
     }
 
 
-def _group_views(rollouts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _group_views(rollouts: Sequence[RolloutRecord]) -> list[dict[str, Any]]:
     groups = contrasting_groups(rollouts)
     scale = largest_advantage(record for group in groups for record in group)
     return [
@@ -226,18 +211,17 @@ def _group_views(rollouts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _rollout_view(record: Mapping[str, Any], title: str, scale: float = 0.0) -> dict[str, Any]:
-    turns = conversation_turns(record.get("messages"))
-    shades = _turn_shades(turns, advantages_of(record), scale)
-    right = is_correct(record)
+def _rollout_view(record: RolloutRecord, title: str, scale: float = 0.0) -> dict[str, Any]:
+    turns = conversation_turns(record.messages)
+    shades = _turn_shades(turns, [step.advantage for step in record.steps], scale)
     return {
         "title": title,
-        "mark": {True: "✓", False: "✗", None: ""}[right],
-        "tone": {True: "good", False: "bad", None: "same"}[right],
-        "score": format_metric("score", record.get("score")),
-        "cost": f"{record['cost']:g}" if isinstance(record.get("cost"), int | float) else "–",
-        "stop": clean_text(record.get("stop_reason")),
-        "reason": shorten(clean_text(record.get("reason")), 400),
+        "mark": {True: "✓", False: "✗", None: ""}[record.correct],
+        "tone": {True: "good", False: "bad", None: "same"}[record.correct],
+        "score": format_metric("score", record.score),
+        "cost": "–" if record.cost is None else f"{record.cost:g}",
+        "stop": clean_text(record.stop_reason),
+        "reason": shorten(clean_text(record.reason), 400),
         "turns": [
             {"who": turn.kind, "name": turn.name, "text": _truncate(turn.text), "shade": shade}
             for turn, shade in zip(turns, shades, strict=True)
@@ -267,10 +251,10 @@ def _turn_shades(
 
 def _training_table(run: RunFolder) -> dict[str, Any]:
     lines = [line for line in run.metrics if any(name in TRAINING_COLUMNS for name in line)]
-    extra = sorted({n for line in lines for n in line if n.startswith("reward/") and n.endswith("/mean")})
-    extra += routing_columns(lines)
-    extra += [name for name in thinking_columns(lines) if name not in extra]
-    columns = [name for name in (*TRAINING_COLUMNS, *extra) if any(line.get(name) is not None for line in lines)]
+    names = {name for line in lines for name in line}
+    extra = sorted(name for name in names if name.startswith("reward/") and name.endswith("/mean"))
+    wanted = dict.fromkeys((*TRAINING_COLUMNS, *extra, *routing_columns(names), *thinking_columns(names)))
+    columns = [name for name in wanted if any(line.get(name) is not None for line in lines)]
     if len(lines) > MAX_TABLE_ROWS:
         lines = [lines[round(i * (len(lines) - 1) / (MAX_TABLE_ROWS - 1))] for i in range(MAX_TABLE_ROWS)]
     rows = [[str(line.get("step", "")), *(_cell(line.get(name)) for name in columns)] for line in lines]
@@ -283,9 +267,9 @@ def _cell(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _question(record: Mapping[str, Any]) -> str:
-    questions = [turn.text for turn in conversation_turns(record.get("messages")) if turn.kind == "user"]
-    return shorten(questions[0], 140) if questions else clean_text(record.get("task_id"))
+def _question(record: RolloutRecord) -> str:
+    questions = [turn.text for turn in conversation_turns(record.messages) if turn.kind == "user"]
+    return shorten(questions[0], 140) if questions else clean_text(record.task_id)
 
 
 def _truncate(text: str) -> str:
@@ -295,11 +279,3 @@ def _truncate(text: str) -> str:
 
 def _data_uri(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
-
-
-def _replace_file(path: Path, data: bytes) -> Path:
-    """Replace atomically: the page may be open in a browser meanwhile."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(data)
-    temporary.replace(path)
-    return path

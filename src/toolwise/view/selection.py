@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Literal
 
-from toolwise.training.trackers.conversation import is_correct
+from toolwise.training.records import RolloutRecord
 
-Record = Mapping[str, Any]
 Outcome = Literal[
     "learned", "better", "cheaper", "lost", "worse", "still wrong", "still right", "unchanged", "not repeated"
 ]
@@ -23,32 +22,32 @@ MAX_PER_OUTCOME: dict[Outcome, int] = {"learned": 8, "better": 8, "cheaper": 2, 
 class TaskChange:
     """One held-out task before and after training."""
 
-    before: Record
-    after: Record | None
+    before: RolloutRecord
+    after: RolloutRecord | None
     outcome: Outcome
 
 
-def changed_tasks(before: Sequence[Record], after: Sequence[Record]) -> list[TaskChange]:
+def changed_tasks(before: Sequence[RolloutRecord], after: Sequence[RolloutRecord]) -> list[TaskChange]:
     """Tasks to show side by side, spread over the kinds; without a second validation, a few from before."""
     if not after:
         return [TaskChange(record, None, "not repeated") for record in _interleave_kinds(before)[:4]]
-    later = {record.get("task_id"): record for record in after}
+    later = {record.task_id: record for record in after}
     changes = [
-        TaskChange(record, later[record.get("task_id")], _outcome(record, later[record.get("task_id")]))
+        TaskChange(record, later[record.task_id], _outcome(record, later[record.task_id]))
         for record in _interleave_kinds(before)
-        if record.get("task_id") in later
+        if record.task_id in later
     ]
     return [
         c for outcome, limit in MAX_PER_OUTCOME.items() for c in [c for c in changes if c.outcome == outcome][:limit]
     ]
 
 
-def contrasting_groups(rollouts: Iterable[Record], limit: int = 2) -> list[list[Record]]:
+def contrasting_groups(rollouts: Iterable[RolloutRecord], limit: int = 2) -> list[list[RolloutRecord]]:
     """Best and worst rollout of the groups with the largest score difference."""
-    groups: dict[Any, list[Record]] = defaultdict(list)
+    groups: dict[str, list[RolloutRecord]] = defaultdict(list)
     for record in rollouts:
         if largest_advantage([record]) > 0:
-            groups[record.get("group_id")].append(record)
+            groups[record.group_id].append(record)
     pairs = []
     for members in groups.values():
         ordered = sorted(members, key=_score, reverse=True)
@@ -57,19 +56,13 @@ def contrasting_groups(rollouts: Iterable[Record], limit: int = 2) -> list[list[
     return sorted(pairs, key=lambda pair: _score(pair[0]) - _score(pair[1]), reverse=True)[:limit]
 
 
-def advantages_of(record: Record) -> list[float | None]:
-    """One per step, None if the step has none."""
-    steps = record.get("steps")
-    values = [step.get("advantage") if isinstance(step, Mapping) else None for step in steps or ()]
-    return [float(a) if isinstance(a, int | float) else None for a in values]
+def largest_advantage(records: Iterable[RolloutRecord]) -> float:
+    advantages = (step.advantage for record in records for step in record.steps)
+    return max((abs(advantage) for advantage in advantages if advantage is not None), default=0.0)
 
 
-def largest_advantage(records: Iterable[Record]) -> float:
-    return max((abs(a) for record in records for a in advantages_of(record) if a is not None), default=0.0)
-
-
-def _outcome(before: Record, after: Record) -> Outcome:
-    was, now = is_correct(before), is_correct(after)
+def _outcome(before: RolloutRecord, after: RolloutRecord) -> Outcome:
+    was, now = before.correct, after.correct
     if was is None or now is None:
         change = _score(after) - _score(before)
         return "better" if change > 0 else "worse" if change < 0 else "unchanged"
@@ -77,22 +70,16 @@ def _outcome(before: Record, after: Record) -> Outcome:
         return "learned" if now else "still wrong"
     if not now:
         return "lost"
-    return "cheaper" if _cost(after) < _cost(before) else "still right"
+    return "cheaper" if (after.cost or 0.0) < (before.cost or 0.0) else "still right"
 
 
-def _interleave_kinds(records: Sequence[Record]) -> list[Record]:
+def _interleave_kinds(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
     """Reorder so that the first few records cover every kind."""
-    kinds: dict[Any, list[Record]] = defaultdict(list)
+    kinds: dict[str, list[RolloutRecord]] = defaultdict(list)
     for record in records:
-        kinds[record.get("kind")].append(record)
+        kinds[str(record.kind)].append(record)
     return [record for turn in zip_longest(*kinds.values()) for record in turn if record is not None]
 
 
-def _score(record: Record) -> float:
-    score = record.get("score")
-    return float(score) if isinstance(score, int | float) else 0.0
-
-
-def _cost(record: Record) -> float:
-    cost = record.get("cost")
-    return float(cost) if isinstance(cost, int | float) else 0.0
+def _score(record: RolloutRecord) -> float:
+    return record.score or 0.0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection
 from typing import Any
 
-from toolwise.training.run_folder import RunFolder, Series
-from toolwise.view.curves import LIGHT, Palette, draw_title, format_step_axis, new_figure, style_axes, to_png
+from toolwise.training.run_folder import RunFolder, shared_steps
+from toolwise.view.curves import LIGHT, DrawPanel, Palette, draw_panels, draw_title, label_step_axes, new_figure
 
 THINKING_COLUMNS = (
     "thinking/tokens_per_step",
@@ -22,9 +22,8 @@ SHADES = (0.3, 0.5, 0.75, 1.0)
 LINE_STYLES = ("-", "--", ":", "-.")
 
 
-def thinking_columns(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Thinking columns of the training table, including λ for thinking and for tools."""
-    names = {name for line in lines for name in line}
+def thinking_columns(names: Collection[str]) -> list[str]:
+    """The thinking metrics among `names`, including λ for thinking and for tools, for the training table."""
     shares = sorted(n for n in names if n.startswith("thinking/") and n.endswith("_share"))
     lambdas = sorted(n for n in names if n.endswith("/lambda"))
     advantages = sorted(n for n in names if n.startswith("thinking/advantage_level_"))
@@ -35,46 +34,39 @@ def thinking_columns(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def render_thinking(run: RunFolder, palette: Palette = LIGHT) -> bytes | None:
     """A figure of up to four panels; None if the run has no thinking metrics."""
-    panels: list[Callable[[Any, RunFolder, Palette], None]] = []
-    if step_kinds(run) or run.series("thinking/level_1_share")[0]:
-        panels.append(_draw_shares)
-    if any(run.series(f"thinking/advantage_level_{k}")[0] for k in LEVELS):
-        panels.append(_draw_level_advantages)
-    if _success_by_tokens(run)[0]:
-        panels.append(_draw_success)
+    has_levels = any(run.series(f"thinking/advantage_level_{k}")[0] for k in LEVELS)
+    candidates = (
+        (_draw_shares, step_kinds(run) or run.series("thinking/level_1_share")[0]),
+        (_draw_level_advantages, has_levels),
+        (_draw_success, _success_by_tokens(run)[0]),
+    )
+    panels: list[DrawPanel] = [draw for draw, wanted in candidates if wanted]
     if not panels:
         return None
-    if lambda_metrics(run):
-        panels.append(_draw_lambdas)
+    panels += [_draw_lambdas] if lambda_metrics(run) else []
     figure = new_figure(palette, (1200, 520))
-    grid = figure.add_gridspec(1, len(panels), left=0.05, right=0.98, top=0.78, bottom=0.14, wspace=0.25)
-    for column, draw in enumerate(panels):
-        axes = figure.add_subplot(grid[0, column])
-        style_axes(axes, palette)
-        draw(axes, run, palette)
-    return to_png(figure)
+    return draw_panels(figure, run, palette, panels, left=0.05, right=0.98, top=0.78, bottom=0.14, wspace=0.25)
 
 
 def step_kinds(run: RunFolder) -> list[str]:
     """Kinds of step that the environment reports."""
-    kinds = {name.split("/")[1] for line in run.metrics for name in line if name.startswith("thinking/")}
+    kinds = {name.split("/")[1] for name in run.metric_names if name.startswith("thinking/")}
     return sorted(kind for kind in kinds if run.series(f"thinking/{kind}/level_1_share")[0])
 
 
 def lambda_metrics(run: RunFolder) -> list[str]:
     """Every λ that was ever above 0, for thinking or tools."""
-    names = sorted({name for line in run.metrics for name in line if name.endswith("/lambda")})
-    return [name for name in names if any(run.series(name)[1])]
+    return [name for name in sorted(run.metric_names) if name.endswith("/lambda") and any(run.series(name)[1])]
 
 
 def _draw_shares(axes: Any, run: RunFolder, palette: Palette) -> None:
     """Share of levels 3 and 4 by kind of step: does deep thinking go where it is needed?"""
     for kind, line in zip(step_kinds(run) or [""], LINE_STYLES, strict=False):
         prefix = f"thinking/{kind}/" if kind else "thinking/"
-        deep = _sum([run.series(f"{prefix}level_{k}_share") for k in (3, 4)])
-        axes.plot(*deep, color=palette.after, linestyle=line, linewidth=1.8, label=kind or "all steps")
-    draw_title(axes, "share of levels 3 and 4", palette)
-    format_step_axis(axes, palette, share=True)
+        steps, shares = shared_steps([run.series(f"{prefix}level_{k}_share") for k in (3, 4)])
+        deep = [sum(values) for values in zip(*shares, strict=True)]
+        axes.plot(steps, deep, color=palette.after, linestyle=line, linewidth=1.8, label=kind or "all steps")
+    label_step_axes(axes, "share of levels 3 and 4", palette, share=True)
 
 
 def _draw_level_advantages(axes: Any, run: RunFolder, palette: Palette) -> None:
@@ -83,8 +75,7 @@ def _draw_level_advantages(axes: Any, run: RunFolder, palette: Palette) -> None:
         if steps:
             axes.plot(steps, values, color=palette.after, alpha=shade, linewidth=1.6, label=str(level))
     axes.axhline(0.0, color=palette.rule, linewidth=1.0)
-    draw_title(axes, "advantage of each level", palette)
-    format_step_axis(axes, palette, share=False)
+    label_step_axes(axes, "advantage of each level", palette)
 
 
 def _draw_success(axes: Any, run: RunFolder, palette: Palette) -> None:
@@ -100,23 +91,13 @@ def _draw_lambdas(axes: Any, run: RunFolder, palette: Palette) -> None:
     for name, line in zip(lambda_metrics(run), LINE_STYLES, strict=False):
         label = name.removesuffix("/lambda")
         axes.plot(*run.series(name), color=palette.cost, linestyle=line, linewidth=1.6, label=label)
-    draw_title(axes, "dual variables λ", palette)
-    format_step_axis(axes, palette, share=False)
+    label_step_axes(axes, "dual variables λ", palette)
 
 
 def _success_by_tokens(run: RunFolder) -> tuple[list[float], list[float]]:
     """(thinking tokens, scores) of validations if there are any, else of training steps."""
-    for prefix, score in (("eval/", ("eval/score",)), ("", ("score/mean",))):
-        tokens, scores = run.series(f"{prefix}thinking/tokens_per_step"), run.series(*score)
-        steps = sorted(set(tokens[0]) & set(scores[0]))
+    for prefix, score in (("eval/", "eval/score"), ("", "score/mean")):
+        steps, (tokens, scores) = shared_steps([run.series(f"{prefix}thinking/tokens_per_step"), run.series(score)])
         if steps:
-            by_step = [dict(zip(*series, strict=True)) for series in (tokens, scores)]
-            return [by_step[0][step] for step in steps], [by_step[1][step] for step in steps]
+            return tokens, scores
     return [], []
-
-
-def _sum(series: Sequence[Series]) -> Series:
-    """Sum at the steps that all series share."""
-    by_step = [dict(zip(*values, strict=True)) for values in series]
-    steps = sorted(set.intersection(*(set(values) for values in by_step)))
-    return steps, [sum(values[step] for values in by_step) for step in steps]

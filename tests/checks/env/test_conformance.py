@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from toolwise.checks.env import loop_blocking
-from toolwise.checks.env.check import EnvCheck, check_env
+from toolwise.checks.contract import CheckReport
+from toolwise.checks.env import check as env_check
+from toolwise.checks.env.check import check_env
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.gsm8k import Gsm8kEnv
 from toolwise.envs.gymnasium import GymnasiumEnv
@@ -73,7 +74,7 @@ class Counter:
         return self.n
 
 
-def verdict(check: EnvCheck, name: str) -> tuple[str, str]:
+def verdict(check: CheckReport, name: str) -> tuple[str, str]:
     return next((finding.verdict, finding.says) for finding in check.findings if finding.name == name)
 
 
@@ -328,7 +329,7 @@ def test_a_planted_bug_is_found(kind: type[BaseEnv], finding: str, expected: str
 
 
 def test_a_world_that_blocks_the_loop_for_ever_is_given_up_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_blocking, "MIN_BLOCK_S", 0.2)
+    monkeypatch.setattr(env_check, "MIN_BLOCK_S", 0.2)
 
     class Blocks(Corridor):
         async def step(self, action: str) -> Any:

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
-from toolwise.checks.env.sample_actions import example_calls, example_of, nonsense_calls
+from toolwise.checks.env.sample_actions import example_calls, nonsense_calls
+from toolwise.checks.example_values import example_value
 from toolwise.tools import build_tools, tool, validate_arguments
 
 
@@ -37,7 +38,7 @@ def test_an_example_fits_its_schema(schema: dict[str, Any]) -> None:
     from jsonschema import Draft202012Validator
 
     for seed in range(20):
-        assert list(Draft202012Validator(schema).iter_errors(example_of(schema, Random(seed)))) == []
+        assert list(Draft202012Validator(schema).iter_errors(example_value(schema, Random(seed)))) == []
 
 
 def test_example_calls_fit_real_tools() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from toolwise.checks.tool.check import ToolCheck, check_tool
+from toolwise.checks.contract import CheckReport
+from toolwise.checks.tool.check import check_tool
 from toolwise.tools import BaseTool, FunctionSchema, OpenAIFunctionToolSchema, build_tools
 from toolwise.tools.call_errors import SERVER_DOWN, ToolCallError
 
@@ -163,7 +164,7 @@ def gives(*result: Any) -> Counter:
     return Gives()
 
 
-def seen(check: ToolCheck, name: str) -> tuple[str, str]:
+def seen(check: CheckReport, name: str) -> tuple[str, str]:
     (finding,) = (finding for finding in check.findings if finding.name == name)
     return finding.verdict, finding.says
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from toolwise.checks.tool.sample_arguments import ODD_TEXTS, bad_arguments, minimal_arguments, odd_arguments
+from toolwise.checks.example_values import example_value
+from toolwise.checks.tool.sample_arguments import ODD_TEXTS, bad_arguments, odd_arguments
 from toolwise.tools.base import FunctionSchema, OpenAIFunctionToolSchema
 from toolwise.tools.schema import validate_arguments
 
@@ -39,12 +40,12 @@ def problems(parameters: dict[str, Any], arguments: dict[str, Any]) -> list[str]
 
 @pytest.mark.parametrize("parameters", SCHEMAS)
 def test_plain_arguments_fit(parameters: dict[str, Any]) -> None:
-    assert problems(parameters, minimal_arguments(parameters)) == []
+    assert problems(parameters, example_value(parameters)) == []
 
 
 @pytest.mark.parametrize("parameters", SCHEMAS[1:])
 def test_bad_arguments_do_not(parameters: dict[str, Any]) -> None:
-    bad = list(bad_arguments(parameters, minimal_arguments(parameters)))
+    bad = list(bad_arguments(parameters, example_value(parameters)))
     assert len(bad) == 3
     assert all(problems(parameters, arguments) for arguments in bad)
 
@@ -60,4 +61,4 @@ def test_a_schema_that_never_ends_is_given_up() -> None:
     endless: dict[str, Any] = {"type": "array"}
     endless["items"] = endless
     parameters = {"type": "object", "properties": {"a": endless}, "required": ["a"]}
-    assert isinstance(minimal_arguments(parameters)["a"], list)
+    assert isinstance(example_value(parameters)["a"], list)

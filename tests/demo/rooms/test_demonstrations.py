@@ -125,6 +125,6 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_three_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([str(tmp_path), "--count", "7", "--lessons", "2", "--told", "1", "--tasks", "4", "--seed", "3"])
+    main([str(tmp_path), "--count", "7", "--lessons", "2", "--instructed", "1", "--tasks", "4", "--seed", "3"])
     assert [len(read_rows(Path(line))) for line in capsys.readouterr().out.splitlines()] == [10, 4, 2]
     assert json.loads((tmp_path / "teach.jsonl").read_text().splitlines()[0]) == next(iter(demonstrations(1, seed=3)))

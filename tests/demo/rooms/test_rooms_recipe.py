@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from toolwise.api import read_config, read_tasks
-from toolwise.demo.rooms.demonstrations import demonstrations, task_rows, write_rows
+from toolwise.data.files import write_rows
+from toolwise.demo.rooms.demonstrations import demonstrations, task_rows
 from toolwise.demo.rooms.recipe import rooms_config
 from toolwise.thinking.reply import parse_reply
 from toolwise.training.loop import train_step
@@ -21,7 +22,7 @@ torch.set_num_threads(1)
 
 def test_the_settings_are_a_configuration(tmp_path: Path) -> None:
     for split in ("train", "heldout"):
-        write_rows(tmp_path / f"{split}.jsonl", task_rows(range(3), split))
+        write_rows(list(task_rows(range(3), split)), tmp_path / f"{split}.jsonl")
     config = read_config(rooms_config("builtin:small", tmp_path, seed=3))
     assert config.seed == 3
     assert config.data.train == tmp_path / "train.jsonl"

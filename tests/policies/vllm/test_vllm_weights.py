@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from toolwise.config.schema import LoraConfig
 from toolwise.errors import PolicyError
-from toolwise.learner.lora import Adapters, LoraSettings
+from toolwise.learner.lora import Adapters
 from toolwise.policies.vllm.weights import WeightsFolder, checkpoint_state, tied_names
 
 
@@ -45,7 +46,7 @@ def test_a_head_of_its_own_is_nothing_to_untie(loaded: Any) -> None:
 def test_adapters_are_added_in_as_peft_merges_them(loaded: Any) -> None:
     model = copy.deepcopy(loaded[0])
     plain = {name: weight.clone() for name, weight in checkpoint_state(model).items()}
-    adapters = Adapters(model, LoraSettings(2, 8.0, ("q_proj",)))
+    adapters = Adapters(model, LoraConfig(rank=2, alpha=8.0, target_modules=["q_proj"]))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:

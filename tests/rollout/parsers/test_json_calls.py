@@ -17,6 +17,7 @@ from toolwise.rollout.parsers.json_calls import (
     mark_pattern,
     replace_surrogates,
     split_reasoning,
+    to_arguments,
 )
 
 MARKS = mark_pattern("<call>")
@@ -67,6 +68,24 @@ def test_what_cannot_be_written_down_is_not_sound(value: Any) -> None:
 @pytest.mark.parametrize("value", [{}, {"a": [1, 2.5, None, True, "é🦉"]}, [10**600]])
 def test_what_json_can_say_is_sound(value: Any) -> None:
     assert is_storable(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "arguments"),
+    [
+        ({"a": 1}, {"a": 1}),
+        ('{"a": 1}', {"a": 1}),
+        (' {"a": 1}\n', {"a": 1}),
+        ('{"a": 1} and more', '{"a": 1} and more'),
+        ('{"a": 1}{"b": 2}', '{"a": 1}{"b": 2}'),
+        ('{"a": NaN}', '{"a": NaN}'),
+        ("[1]", "[1]"),
+        ([1], "[1]"),
+        (None, "null"),
+    ],
+)
+def test_arguments_are_one_object_or_text(value: Any, arguments: Any) -> None:
+    assert to_arguments(value) == arguments
 
 
 @given(st.text(st.characters()))

@@ -12,14 +12,13 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.learner.optimizer import Optimizer
 from toolwise.messages import Message
+from toolwise.routing.cost import build_cost
 from toolwise.routing.head.builder import (
     build_head,
     build_router_learner,
     check_router,
-    conditioning_from_config,
-    cost_from_config,
-    router_settings,
 )
+from toolwise.routing.options import Conditioning
 from toolwise.routing.prompt_templates import EMPTY_WORDING
 from toolwise.routing.usage import RouteUsage
 from toolwise.tools.builtin.calculator import CalculatorTool
@@ -44,37 +43,12 @@ def test_every_setting_of_the_head_comes_from_the_configuration() -> None:
     assert (settings.width, settings.temperature, settings.seed) == (64, 0.2, 5)
 
 
-def test_every_setting_of_its_learning_comes_from_the_configuration() -> None:
-    given = config(
-        lr=0.5,
-        lr_schedule="linear",
-        warmup_steps=3,
-        min_lr_ratio=0.1,
-        weight_decay=0.2,
-        max_grad_norm=7.0,
-        epochs=2,
-        clip_ratio=0.3,
-        entropy_coef=0.4,
-        entropy_final=0.01,
-        average_last=0.5,
-        label_coef=0.6,
-        backbone="top",
-        top_layers=2,
-    )
-    s = router_settings(given)
-    assert (s.lr, s.lr_schedule, s.warmup_steps, s.min_lr_ratio) == (0.5, "linear", 3, 0.1)
-    assert (s.weight_decay, s.max_grad_norm, s.epochs, s.clip) == (0.2, 7.0, 2, 0.3)
-    assert (s.entropy_coef, s.entropy_final, s.label_coef) == (0.4, 0.01, 0.6)
-    assert (s.backbone, s.top_layers, s.schedule_steps, s.average_last) == ("top", 2, 100, 0.5)
-    assert router_settings(config(entropy_coef=0.4)).entropy_final == 0.04  # a tenth by default
-
-
 def test_the_defaults_are_the_settings_that_docs_results_reports() -> None:
-    s, given = router_settings(config()), config(budgets=[{"limit": 0.2}]).router
+    s = config(budgets=[{"limit": 0.2}]).router
     assert (s.lr, s.lr_schedule, s.min_lr_ratio, s.average_last) == (3e-3, "cosine", 0.1, 0.25)
-    assert (s.entropy_coef, s.entropy_final) == (0.3, 0.03)
-    assert (given.hidden, given.routes, given.hard) == (64, "stratified", True)
-    assert (given.budgets[0].rate, given.budgets[0].proportional, given.budgets[0].every) == (0.1, 1.0, 1)
+    assert (s.entropy_coef, s.final_entropy_coef) == (0.3, 0.03)
+    assert (s.hidden, s.routes, s.hard) == (64, "stratified", True)
+    assert (s.budgets[0].rate, s.budgets[0].proportional, s.budgets[0].every) == (0.1, 1.0, 1)
 
 
 def test_an_optimizer_of_its_own_or_the_actors() -> None:
@@ -82,25 +56,23 @@ def test_an_optimizer_of_its_own_or_the_actors() -> None:
     for which in ("own", "actor"):
         given = config(optimizer=which)
         head = build_head(given, model)
-        actor_optimizer = Optimizer([*model.parameters(), *head.parameters()], router_settings(given))
+        actor_optimizer = Optimizer([*model.parameters(), *head.parameters()], given.actor, total_steps=1)
         made = build_router_learner(given, model, head, actor_optimizer)
         assert (made.optimizer is actor_optimizer) == (which == "actor")
 
 
 def test_costs_are_the_tools_own_or_as_configured() -> None:
     usage = RouteUsage.of({"search": 2, "calculator": 1}, {})
-    assert cost_from_config(config(), TOOLS)(usage) == {"cost": 4.0}
-    assert cost_from_config(config(cost="calls", cost_kwargs={"price": 2.0}), TOOLS)(usage)["cost"] == 6.0
-    assert cost_from_config(config(cost="any"), TOOLS)(usage) == {"cost": 1.0}
+    assert build_cost(config().router, TOOLS)(usage) == {"cost": 4.0}
+    assert build_cost(config(cost="calls", cost_kwargs={"price": 2.0}).router, TOOLS)(usage)["cost"] == 6.0
+    assert build_cost(config(cost="any").router, TOOLS)(usage) == {"cost": 1.0}
     with pytest.raises(ConfigError, match="cost_kwargs"):
-        cost_from_config(config(cost_kwargs={"price": 2.0}), TOOLS)
+        build_cost(config(cost_kwargs={"price": 2.0}).router, TOOLS)
 
 
 def test_conditioning_is_as_configured() -> None:
-    made = conditioning_from_config(
-        config(conditioning="append", hard=False, wording="silent", families={"x": "search"})
-    )
-    assert (made.mode, made.hard, made.wording) == ("append", False, EMPTY_WORDING)
+    made = Conditioning(config(conditioning="append", hard=False, wording="silent", families={"x": "search"}).router)
+    assert made.wording == EMPTY_WORDING
     assert made.families == {"x": "SEARCH"}
 
 

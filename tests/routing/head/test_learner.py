@@ -5,29 +5,35 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from learner_cases import LR, same, sample, tiny_model, weights
+from learner_cases import LR, changed, same, sample, tiny_model, weights
 
+from toolwise.config.schema import RouterConfig, RunConfig
 from toolwise.errors import CheckpointError
 from toolwise.learner.actor import Actor
 from toolwise.routing.head.head import HeadSettings, RouterHead
-from toolwise.routing.head.learner import RouterLearner, RouterSettings, trunk_weights
+from toolwise.routing.head.learner import RouterLearner, trunk_weights
 from toolwise.routing.samples import RouterExample, RouteSample
 
 ROUTES = ("ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY")
 PROMPTS = [[3, 4, 5, 6], [3, 4, 9], [7, 8], [3, 4, 5, 6, 8]]
-FAST = RouterSettings(lr=1e-2, entropy_coef=0.05, spike_factor=None)
+FAST = RunConfig(
+    router=RouterConfig(lr=1e-2, lr_schedule="constant", entropy_coef=0.05, entropy_final=0.05, average_last=0.0)
+)
 
 
-def learner(model: Any = None, settings: RouterSettings = FAST, **head: Any) -> RouterLearner:
+def router_options(total_steps: int = 100, **options: Any) -> RunConfig:
+    return changed(FAST, {"router": options, "trainer": {"total_steps": total_steps}})
+
+
+def learner(model: Any = None, config: RunConfig = FAST, **head: Any) -> RouterLearner:
     made = RouterHead(HeadSettings(**({"width": 32, "routes": ROUTES, "seed": 1} | head)))
-    return RouterLearner(model or tiny_model(), made, settings)
+    return RouterLearner(model or tiny_model(), made, config)
 
 
 def strata(router: RouterLearner, best: list[int]) -> list[RouterExample]:
@@ -45,7 +51,7 @@ def best_routes(router: RouterLearner, multipliers: Sequence[float] = ()) -> lis
 @pytest.mark.parametrize("hidden", [0, 16])
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_it_learns_which_route_each_prompt_wants(hidden: int, epochs: int) -> None:
-    router, best = learner(settings=replace(FAST, epochs=epochs), hidden=hidden), [0, 1, 2, 1]
+    router, best = learner(config=router_options(epochs=epochs), hidden=hidden), [0, 1, 2, 1]
     for _ in range(100):
         metrics = router.learn(strata(router, best))
     assert best_routes(router) == best
@@ -84,13 +90,13 @@ def test_a_frozen_trunk_is_unchanged_and_runs_once_per_prompt() -> None:
 def test_only_the_selected_layers_are_trained(backbone: Any, moved: str) -> None:
     model = tiny_model()
     before = {name: weight.clone() for name, weight in model.named_parameters()}
-    router = learner(model, replace(FAST, backbone=backbone, lr=1e-2, micro_batch_tokens=16))
+    router = learner(model, changed(router_options(backbone=backbone), micro_batch_tokens=16))
     router.learn(strata(router, [0, 1, 2, 1]))  # the head starts at zero: the first step does not change the trunk
     router.learn(strata(router, [0, 1, 2, 1]))
-    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
-    assert any(moved in name for name in changed)
-    assert any("layers.0." in name for name in changed) == (backbone == "full")
-    assert "lm_head.weight" not in changed
+    trained = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert any(moved in name for name in trained)
+    assert any("layers.0." in name for name in trained) == (backbone == "full")
+    assert "lm_head.weight" not in trained
     assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
 
 
@@ -98,7 +104,10 @@ def test_micro_batches_change_nothing() -> None:
     found = []
     for size in (1, 16, 16_384):
         model = tiny_model()
-        router = learner(model, replace(FAST, backbone="full", micro_batch_tokens=size, entropy_coef=0.3))
+        router = learner(
+            model,
+            changed(router_options(backbone="full", entropy_coef=0.3, entropy_final=0.3), micro_batch_tokens=size),
+        )
         for _ in range(3):
             figures = router.learn(strata(router, [0, 1, 2, 1]))
         found.append((figures, [*model.parameters(), *router.head.parameters()]))
@@ -123,7 +132,7 @@ def test_the_actors_optimizer_moves_the_head_where_it_is_shared() -> None:
 
 
 def test_an_entropy_bonus_keeps_routes_apart_from_certainty_and_can_fall() -> None:
-    router = learner(settings=replace(FAST, entropy_coef=0.5, entropy_final=0.1, schedule_steps=4))
+    router = learner(config=router_options(4, entropy_coef=0.5, entropy_final=0.1))
     assert router.entropy_coef == 0.5
     for step in range(6):
         figures = router.learn(strata(router, [0, 1, 2, 1]))
@@ -132,7 +141,7 @@ def test_an_entropy_bonus_keeps_routes_apart_from_certainty_and_can_fall() -> No
 
 
 def test_labels_are_learned_and_mixed_rows_ignored() -> None:
-    router = learner(settings=replace(FAST, label_coef=1.0))
+    router = learner(config=router_options(label_coef=1.0))
     for _ in range(40):
         examples = [
             RouterExample(w, (RouteSample(0, 0.0, ()),), (0.0, 0.0, 0.0), label)
@@ -145,11 +154,11 @@ def test_labels_are_learned_and_mixed_rows_ignored() -> None:
 
 
 def test_a_warm_start_does_not_advance_the_schedule() -> None:
-    router = learner(tiny_model(), replace(FAST, lr_schedule="linear", schedule_steps=2, entropy_final=0.0))
+    router = learner(tiny_model(), router_options(2, lr_schedule="linear", entropy_final=0.0))
     for _ in range(5):
         router.supervised_step(router.predict(PROMPTS), [0, 1, 2, 1])
-    assert router.entropy_coef == FAST.entropy_coef
-    fresh = learner(tiny_model(), replace(FAST, lr_schedule="linear", schedule_steps=2))
+    assert router.entropy_coef == FAST.router.entropy_coef
+    fresh = learner(tiny_model(), router_options(2, lr_schedule="linear"))
     rates = [r.learn(strata(r, [0, 1, 2, 1]))["router/lr"] for r in (router, fresh)]
     assert rates[0] == rates[1] > 0
 
@@ -161,7 +170,7 @@ def test_a_head_of_another_run_is_loaded_whole_or_not_at_all(tmp_path: Path) -> 
     other = learner(tiny_model(), FAST)
     assert other.load(tmp_path)["multipliers"] == {"cost": 0.5}
     assert torch.equal(other.head.out.weight, taught.head.out.weight)
-    wide = RouterLearner(tiny_model(), RouterHead(replace(taught.head.settings, hidden=8)), FAST)
+    wide = RouterLearner(tiny_model(), RouterHead(taught.head.settings.model_copy(update={"hidden": 8})), FAST)
     with pytest.raises(CheckpointError, match="has a router with a different head than the run"):
         wide.load(tmp_path)
 
@@ -175,7 +184,7 @@ def test_a_warm_start_learns_labels_alone() -> None:
 
 @pytest.mark.long
 def test_predicted_values_give_routes_for_any_lambda() -> None:
-    router = learner(settings=replace(FAST, lr=1e-2), mode="value", hidden=32)
+    router = learner(mode="value", hidden=32)
     earned = [(0.1, 0.9, 0.2), (0.8, 0.9, 0.7), (0.0, 0.1, 1.0), (0.5, 0.7, 0.4)]
     paid = [(0.0, 1.0, 1.0), (0.0, 1.5, 1.0), (0.0, 2.0, 1.0), (0.0, 0.1, 1.0)]
     for _ in range(400):
@@ -210,8 +219,8 @@ def test_resuming_is_bit_identical() -> None:
 
 
 def test_the_last_heads_are_averaged_into_the_saved_one(tmp_path: Path) -> None:
-    settings = replace(FAST, schedule_steps=8, average_last=0.25)
-    router, best, heads = learner(settings=settings), [0, 1, 2, 1], []
+    config = router_options(8, average_last=0.25)
+    router, best, heads = learner(config=config), [0, 1, 2, 1], []
     for step in range(8):
         router.learn(strata(router, best), [float(step)])
         heads.append(router.head.out.weight.detach().clone())
@@ -220,11 +229,11 @@ def test_the_last_heads_are_averaged_into_the_saved_one(tmp_path: Path) -> None:
             step < 7
         )  # the mean of one is that one
     router.save(tmp_path, {"multipliers": {"cost": 9.0}})
-    kept = learner(settings=settings)
+    kept = learner(config=config)
     assert kept.load(tmp_path)["multipliers"] == {"cost": 6.5}  # λ of the same updates
     torch.testing.assert_close(kept.head.out.weight, (heads[6] + heads[7]) / 2)
     assert kept.predict(PROMPTS)[2].logprobs == router.predict(PROMPTS, averaged=True)[2].logprobs
-    again = learner(settings=replace(settings, schedule_steps=100), seed=9)
+    again = learner(config=router_options(100, average_last=0.25), seed=9)
     again.load_state_dict(copy.deepcopy(router.state_dict()))
     assert again.average.count == 2
     again.learn(strata(again, best), [1.0])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from toolwise.sandbox import scratch
 from toolwise.sandbox.programs.program_sandbox import ProgramSandbox
 from toolwise.sandbox.report import probe
 
@@ -69,6 +71,21 @@ def test_files_that_do_not_fit_are_too_big_and_the_next_call_works(sandbox: Prog
     folder = sandbox.open_folder({"large": "x" * 2_000_000})
     assert _run(sandbox, folder, "import time; time.sleep(1)").kind == "too_big"
     assert _run(sandbox, folder, "import os; print(os.listdir())").stdout == "[]\n"
+
+
+def test_a_folder_that_is_slow_to_empty_is_emptied_all_the_same(
+    sandbox: ProgramSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = scratch._unlink
+
+    def slow_unlink(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.05)
+        unlink(*args, **kwargs)
+
+    folder = sandbox.open_folder({f"file{i}": "x" * 100_000 for i in range(24)})
+    monkeypatch.setattr(scratch, "_unlink", slow_unlink)
+    assert _run(sandbox, folder, "import time; time.sleep(1)").kind == "too_big"
+    assert list(folder.work_path.iterdir()) == []
 
 
 def test_nothing_of_a_call_outlives_it(sandbox: ProgramSandbox) -> None:

@@ -11,6 +11,7 @@ import pytest
 from diagnosis_cases import DROPPED, UPDATED, config, scored, too_long
 
 from toolwise.config.schema import RunConfig
+from toolwise.training.components import load_estimator
 from toolwise.training.diagnosis import Diagnosis, Finding, FindingChanges
 from toolwise.types import ScoredRollout, StopReason
 
@@ -28,15 +29,15 @@ def after(
     """A diagnosis that has seen `steps`; `weights` are the checksums, the last one for ever."""
     diagnosis = diagnosis or Diagnosis()
     sums = (weights[min(place, len(weights) - 1)] for place in count())
-    changes = []
+    changes, estimator = [], load_estimator(settings)
     for step, rollouts in enumerate(steps, diagnosis.steps + 1):
         diagnosis.before_step(settings, lambda: next(sums))
-        changes.append(diagnosis.after_step(settings, step, rollouts, metrics, lambda: next(sums)))
+        changes.append(diagnosis.after_step(settings, estimator, step, rollouts, metrics, lambda: next(sums)))
     return diagnosis, changes
 
 
 def kinds(diagnosis: Diagnosis) -> list[str]:
-    return [finding.kind for finding in diagnosis.findings]
+    return [finding.name for finding in diagnosis.findings]
 
 
 HEALTHY = [scored(1.0), scored(0.0)]
@@ -64,8 +65,8 @@ def test_a_symptom_of_all_the_first_steps_is_a_finding_and_of_one_is_not(
     sick: list[ScoredRollout], kind: str, said: str
 ) -> None:
     diagnosis, changes = after([sick] * 4)
-    assert [[f.kind for f in c.found] for c in changes] == [[], [], [kind], []]
-    assert said in diagnosis.findings[0].cause
+    assert [[f.name for f in c.found] for c in changes] == [[], [], [kind], []]
+    assert said in diagnosis.findings[0].says
     assert diagnosis.findings[0].step == 3
     assert diagnosis.findings[0].cure
     for place in range(3):
@@ -84,16 +85,16 @@ def failed_calls(place: int) -> list[ScoredRollout]:
 def test_faults_of_all_that_called_a_tool_are_the_finding_and_the_equal_rewards_of_the_rest_are_not() -> None:
     diagnosis, _ = after([failed_calls(place) for place in range(3)])
     (finding,) = diagnosis.findings
-    assert finding.kind == "episodes_failed"
-    assert finding.cause.startswith("All rollouts that called a tool of the first 3 steps")
-    assert finding.cause.endswith("a conversation of 2 messages: roles must alternate")
+    assert finding.name == "episodes_failed"
+    assert finding.says.startswith("All rollouts that called a tool of the first 3 steps")
+    assert finding.says.endswith("a conversation of 2 messages: roles must alternate")
 
 
 def test_one_step_with_only_failed_tool_users_limits_the_finding_to_them() -> None:
     faults = [scored(0.0, stop=StopReason.ENV_FAULT, calls={"search": 1}, fault="down")] * 2
     mixed = after([faults, failed_calls(1), faults])[0].findings[0]
-    assert mixed.cause.startswith("All rollouts that called a tool of")
-    assert after([faults] * 3)[0].findings[0].cause.startswith("All rollouts of the first 3 steps")
+    assert mixed.says.startswith("All rollouts that called a tool of")
+    assert after([faults] * 3)[0].findings[0].says.startswith("All rollouts of the first 3 steps")
 
 
 def test_one_call_that_went_well_is_enough() -> None:
@@ -104,7 +105,7 @@ def test_one_call_that_went_well_is_enough() -> None:
 def test_a_finding_that_a_later_step_disproves_is_withdrawn_for_good() -> None:
     diagnosis, changes = after([*[CONSTANT] * 5, HEALTHY, *[CONSTANT] * 5])
     assert diagnosis.findings == []
-    assert [f.kind for f in changes[5].withdrawn] == ["constant_reward"]
+    assert [f.name for f in changes[5].withdrawn] == ["constant_reward"]
     assert sum(len(c.found) + len(c.withdrawn) for c in changes) == 2
 
 
@@ -159,15 +160,15 @@ def test_one_prompt_too_long_is_reported_immediately_and_once() -> None:
     diagnosis, changes = after([[*HEALTHY, too_long()]] * 3)
     assert [len(c.found) for c in changes] == [1, 0, 0]
     (finding,) = diagnosis.findings
-    assert finding.kind == "prompt_too_long"
-    assert "1 of 3 rollouts of step 1" in finding.cause
-    assert "a prompt of 9 tokens (task g)" in finding.cause
+    assert finding.name == "prompt_too_long"
+    assert "1 of 3 rollouts of step 1" in finding.says
+    assert "a prompt of 9 tokens (task g)" in finding.says
     assert "rollout.max_new_tokens" in finding.cure
 
 
 def test_a_validation_finds_prompts_that_are_too_long() -> None:
     diagnosis = Diagnosis()
-    assert [f.kind for f in diagnosis.after_validation(0, [too_long(), scored()]).found] == ["prompt_too_long"]
+    assert [f.name for f in diagnosis.after_validation(0, [too_long(), scored()]).found] == ["prompt_too_long"]
     assert diagnosis.after_validation(5, [too_long()]).found == []
 
 
@@ -176,17 +177,17 @@ def test_weights_that_did_not_change_in_ten_updates() -> None:
     assert diagnosis.updated is False
     assert [len(c.found) for c in changes] == [0] * 9 + [1, 0]
     (finding,) = diagnosis.findings
-    assert (finding.kind, finding.step) == ("weights_unchanged", 10)
-    assert "in 10 steps: all 10 groups were dropped" in finding.cause
+    assert (finding.name, finding.step) == ("weights_unchanged", 10)
+    assert "in 10 steps: all 10 groups were dropped" in finding.says
 
 
 def test_dropped_groups_are_those_of_all_steps_that_were_looked_at() -> None:
     four = [scored(1.0, group=name) for name in "abcd"]
     diagnosis, _ = after([four] * 2 + [four[:1]], metrics=DROPPED)
-    assert "in 3 steps: all 9 groups were dropped" in diagnosis.end(3).found[0].cause
+    assert "in 3 steps: all 9 groups were dropped" in diagnosis.end(3).found[0].says
     diagnosis, _ = after([four], metrics={**UPDATED, "actor/update_norm": 0.0})
     diagnosis, _ = after([four[:1]], diagnosis, metrics=DROPPED)
-    assert "in 2 steps: the only group of the step without an update was dropped" in diagnosis.end(2).found[0].cause
+    assert "in 2 steps: the only group of the step without an update was dropped" in diagnosis.end(2).found[0].says
 
 
 def test_a_checkpoint_that_did_not_count_dropped_groups_is_loaded() -> None:
@@ -195,28 +196,28 @@ def test_a_checkpoint_that_did_not_count_dropped_groups_is_loaded() -> None:
     resumed = Diagnosis()
     resumed.load_state_dict(state)
     resumed, _ = after([HEALTHY] * 2, resumed, metrics=DROPPED)
-    assert "in 4 steps: all 2 groups of the 2 steps without an update were dropped" in resumed.end(4).found[0].cause
+    assert "in 4 steps: all 2 groups of the 2 steps without an update were dropped" in resumed.end(4).found[0].says
 
 
 def test_updates_that_change_no_bit_are_none() -> None:
     """As where the precision of the weights swallows them: the norm says that they moved, the weights that not."""
     diagnosis, _ = after([HEALTHY] * 10, weights=["same"])
     assert diagnosis.updated is False
-    assert "rounded away in float32 weights" in diagnosis.findings[0].cause
+    assert "rounded away in float32 weights" in diagnosis.findings[0].says
 
 
 def test_weights_that_change_at_last_withdraw_it() -> None:
     diagnosis, _ = after([HEALTHY] * 10, metrics=DROPPED)
     assert kinds(diagnosis) == ["weights_unchanged"]
     diagnosis, changes = after([HEALTHY], diagnosis, weights=["after"])
-    assert [f.kind for f in changes[0].withdrawn] == ["weights_unchanged"]
+    assert [f.name for f in changes[0].withdrawn] == ["weights_unchanged"]
     assert (diagnosis.updated, diagnosis.findings) == (True, [])
 
 
 def test_a_short_run_that_never_updated_is_reported_at_its_end() -> None:
     diagnosis, _ = after([HEALTHY] * 2, metrics=DROPPED)
     (finding,) = diagnosis.end(2).found
-    assert finding.kind == "weights_unchanged"
+    assert finding.name == "weights_unchanged"
     assert diagnosis.end(2).found == []
     assert after([HEALTHY])[0].end(1).found == []
 
@@ -228,7 +229,7 @@ def test_weights_are_not_asked_for_once_they_have_changed() -> None:
         raise AssertionError
 
     diagnosis.before_step(SETTINGS, never)
-    diagnosis.after_step(SETTINGS, 2, HEALTHY, UPDATED, never)
+    diagnosis.after_step(SETTINGS, load_estimator(SETTINGS), 2, HEALTHY, UPDATED, never)
 
 
 def test_an_actor_that_is_to_stay_as_it_is_is_not_looked_at() -> None:
@@ -239,7 +240,7 @@ def test_an_actor_that_is_to_stay_as_it_is_is_not_looked_at() -> None:
 
     for step in range(1, 12):
         diagnosis.before_step(settings, never)
-        diagnosis.after_step(settings, step, HEALTHY, {}, never)
+        diagnosis.after_step(settings, load_estimator(settings), step, HEALTHY, {}, never)
     assert diagnosis.updated is None
     assert diagnosis.end(11).found == []
     assert diagnosis.findings == []
@@ -265,7 +266,7 @@ def test_a_resumed_run_finds_what_one_in_one_piece_finds(cut: int) -> None:
 
 
 def test_earlier_findings_are_reported_again_on_resume() -> None:
-    finding = Finding("one_family", "cause", "cure", 0)
+    finding = Finding("one_family", "warning", "cause", cure="cure")
     diagnosis = Diagnosis()
     assert diagnosis.begin([finding]).found == [finding]
     resumed = Diagnosis()
@@ -285,7 +286,7 @@ def test_a_state_of_another_version_is_read_as_far_as_it_is_known() -> None:
     older, newer = Diagnosis(), Diagnosis()
     older.load_state_dict({"updated": False, "steps": 3, "findings": []})
     (finding,) = older.end(3).found
-    assert (finding.kind, finding.step) == ("weights_unchanged", 3)
-    assert "lacks the reason" in finding.cause
+    assert (finding.name, finding.step) == ("weights_unchanged", 3)
+    assert "lacks the reason" in finding.says
     newer.load_state_dict({"findings": [{"kind": "x", "cause": "c", "cure": "d", "step": 1, "new": 2}], "new": 3})
-    assert newer.findings == [Finding("x", "c", "d", 1)]
+    assert newer.findings == [Finding("x", "warning", "c", cure="d", step=1)]

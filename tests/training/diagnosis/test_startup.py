@@ -39,7 +39,7 @@ def rewards(*functions: Any) -> CompositeReward:
 
 
 def kinds(tasks: list[Task], *functions: Any) -> list[str]:
-    return [finding.kind for finding in startup_findings(config(), rewards(*functions), {}, train=tasks)]
+    return [finding.name for finding in startup_findings(config(), rewards(*functions), {}, train=tasks)]
 
 
 ANSWERS = [task("a", reward_kwargs={"answer": "4"}), task("b", reward_kwargs={"answer": "5", "level": 1})]
@@ -47,9 +47,9 @@ ANSWERS = [task("a", reward_kwargs={"answer": "4"}), task("b", reward_kwargs={"a
 
 def test_a_column_named_answer_is_named_with_its_cure() -> None:
     (finding,) = startup_findings(config(), rewards(compares), {}, train=ANSWERS)
-    assert (finding.kind, finding.step) == ("no_ground_truth", 0)
-    assert "None on all 2 training rows" in finding.cause
-    assert "prompt, answer, level" in finding.cause
+    assert (finding.name, finding.step) == ("no_ground_truth", 0)
+    assert "None on all 2 training rows" in finding.says
+    assert "prompt, answer, level" in finding.says
     assert "Rename the column answer to ground_truth" in finding.cure
     assert "def score(messages, ground_truth, answer)" in finding.cure
 
@@ -90,12 +90,12 @@ def test_no_false_alarm_about_ground_truths(tasks: list[Task], function: Any) ->
 def test_held_out_rows_are_looked_at_as_well() -> None:
     train = [task(ground_truth="4")]
     (finding,) = startup_findings(config(), rewards(compares), {}, train=train, held_out=ANSWERS)
-    assert "held-out rows" in finding.cause
+    assert "held-out rows" in finding.says
 
 
 def test_an_evaluation_reports_both() -> None:
     found = evaluation_findings(rewards(compares), ANSWERS, [scored(), too_long()])
-    assert [finding.kind for finding in found] == ["no_ground_truth", "prompt_too_long"]
+    assert [finding.name for finding in found] == ["no_ground_truth", "prompt_too_long"]
 
 
 # Routers.
@@ -116,7 +116,7 @@ def lookup(name: str) -> str:
 def routed(tools: dict[str, BaseTool], **router: Any) -> list[str]:
     settings = config(router={"enable": True, **router})
     found = startup_findings(settings, rewards(compares), tools, train=[task(ground_truth="4")])
-    return [f"{finding.kind} {finding.cause} {finding.cure}" for finding in found]
+    return [f"{finding.name} {finding.says} {finding.cure}" for finding in found]
 
 
 def test_a_router_whose_tools_are_all_of_one_family() -> None:
@@ -139,7 +139,7 @@ def test_families_are_those_of_all_tasks_together() -> None:
     settings = config(router={"enable": True})
     assert startup_findings(settings, rewards(compares), tools, train=tasks) == []
     (finding,) = startup_findings(settings, rewards(compares), tools, train=tasks[:1])
-    assert finding.kind == "one_family"
+    assert finding.name == "one_family"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from toolwise.training.records import RolloutRecord
 from toolwise.training.trackers import console as console_module
 from toolwise.training.trackers.console import ConsoleTracker, format_duration, sparkline
 
@@ -37,7 +38,7 @@ def text_on(console: Console) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
 
 
-def record(text: str = "1,204 m", **changes: Any) -> dict[str, Any]:
+def record(text: str = "1,204 m", **changes: Any) -> RolloutRecord:
     call = {"id": "c", "type": "function", "function": {"name": "lookup", "arguments": '{"name": "Tarn"}'}}
     messages = [
         {"role": "system", "content": "secret system prompt"},
@@ -47,7 +48,7 @@ def record(text: str = "1,204 m", **changes: Any) -> dict[str, Any]:
         {"role": "assistant", "content": text},
     ]
     base = {"messages": messages, "score": 0.9, "metrics": {"correct": 1.0}, "kind": "lookup", "cost": 1.0}
-    return base | changes
+    return RolloutRecord.from_json(base | changes)
 
 
 def plain_tracker(**options: Any) -> tuple[ConsoleTracker, io.StringIO]:
@@ -272,7 +273,7 @@ def test_no_text_whatever_raises(messages: list[Any], score: float | None, kind:
     on_pipe, out = plain_tracker()
     for tracker in (on_screen, on_pipe):
         tracker.note(str(kind))
-        tracker.show_rollout(strange)
+        tracker.show_rollout(RolloutRecord.from_json(strange))
         tracker.close()
     text_on(console).encode("utf-8")
     out.getvalue().encode("utf-8")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolwise.training.trackers.conversation import clean_text, conversation_turns, is_correct, shorten
+from toolwise.training.trackers.conversation import clean_text, conversation_turns, shorten
 
 
 def test_turns_name_the_tool_of_a_result_and_count_actions() -> None:
@@ -33,21 +30,6 @@ def test_turns_name_the_tool_of_a_result_and_count_actions() -> None:
 def test_arguments_that_are_no_json_are_shown_as_they_were_written() -> None:
     call = {"id": "c", "function": {"name": "add", "arguments": "{oops"}}
     assert conversation_turns([{"role": "assistant", "tool_calls": [call]}])[0].text == "add({oops)"
-
-
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        ({"metrics": {"correct": 1}, "score": -1.0}, True),
-        ({"metrics": {"correct": 0.0}, "score": 3.0}, False),
-        ({"metrics": {}, "score": 1.0}, True),
-        ({"metrics": None, "score": 0.0}, False),
-        ({"metrics": {}, "score": 0.4}, None),
-        ({"score": None}, None),
-    ],
-)
-def test_the_verdict_is_the_metric_correct_else_a_clear_score(said: dict[str, Any], expected: bool | None) -> None:
-    assert is_correct(said) is expected
 
 
 @given(st.text(), st.integers(12, 60))

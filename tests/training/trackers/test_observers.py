@@ -383,6 +383,16 @@ def test_what_cannot_be_used_is_one_line_and_leaves_no_folder(tracker: Any, said
     assert not (tmp_path / "run").exists()
 
 
+class Misspelt(toolwise.Callback):
+    def on_setp(self, event: toolwise.StepEvent) -> None: ...
+
+
+def test_a_method_that_nothing_calls_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Misspelt: on_setp is never called; did you mean 'on_step'\?"):
+        toolwise.train(SMALL, tasks=ROWS, out=tmp_path / "run", callbacks=[Misspelt])
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_dry_run_finds_a_wrong_name_but_creates_nothing(tmp_path: Path, cli: Cli, make_config: MakeConfig) -> None:
     config = make_config(tmp_path, {"trainer": {"trackers": ["mine.py:Lines"]}})
     ended = cli("train", config, "--dry-run")

@@ -44,7 +44,7 @@ def model_card(
         version=version,
         training={
             **_training(config, source),
-            "weights": _weights(dtype, saved_in),
+            "weights": dtype if dtype == saved_in else f"{dtype}, converted from {saved_in}",
             "made with": f"toolwise {version}",
         },
         tools_in=tools_in,
@@ -55,6 +55,7 @@ def model_card(
 
 
 def _training(config: RunConfig, source: Checkpoint) -> dict[str, str]:
+    lora = config.actor.lora
     turns = f", up to {config.multi_turn.max_turns} turns" if config.multi_turn.enable else ", one turn"
     return {
         "base model": _base(config.model.path),
@@ -66,14 +67,9 @@ def _training(config: RunConfig, source: Checkpoint) -> dict[str, str]:
         "advantage estimator": _code(config.algorithm.adv_estimator),
         "steps": f"{source.step} of {config.data.batch_size} tasks × {config.rollout.n} rollouts{turns}",
         "learning rate": f"{config.actor.lr:g}",
-        "LoRA": _lora(config),
+        "LoRA": f"adapters of rank {lora.rank} (alpha {lora.alpha:g}), merged into the weights" if lora.rank else "",
         "seed": str(config.seed),
     }
-
-
-def _lora(config: RunConfig) -> str:
-    lora = config.actor.lora
-    return f"adapters of rank {lora.rank} (alpha {lora.alpha:g}), merged into the weights" if lora.rank else ""
 
 
 def _base(path: str) -> str:
@@ -100,10 +96,6 @@ def _tool(tool: str | dict[str, Any]) -> str:
 def _reference(reference: str) -> str:
     """`/home/me/judge.py:judge` without its folder."""
     return _code(reference.rpartition("/")[2])
-
-
-def _weights(dtype: str, saved_in: str) -> str:
-    return dtype if dtype == saved_in else f"{dtype}, converted from {saved_in}"
 
 
 def _results(run: Path, step: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from toolwise.checks.dry_run.trial import RolloutTrial, try_rollouts, try_update
 from toolwise.concurrency import deadlines
 from toolwise.config.loader import to_toml
 from toolwise.config.schema import RunConfig
-from toolwise.training.records import rollout_record
+from toolwise.training.records import RolloutRecord
 from toolwise.training.run import Run, assemble
 from toolwise.training.startup import announce, show_startup
 from toolwise.training.trackers.console import format_duration, rollout_lines
@@ -73,7 +73,7 @@ def show_rollouts(trial: RolloutTrial, show: Show) -> None:
         show(f"\nTask {number} of {len(by_task)}: {clean_text(task_id)}, {len(scored)} rollouts, first one:")
         if not scored:
             continue
-        for label, text, _ in rollout_lines(rollout_record(scored[0]), SHOWN_CHARACTERS):
+        for label, text, _ in rollout_lines(RolloutRecord.of(scored[0]), SHOWN_CHARACTERS):
             show(f"  {label:<8}{text}")
         route = f", route {scored[0].rollout.route}" if scored[0].rollout.route else ""
         show(f"  score {_score(scored[0])}, stop reason {scored[0].rollout.stop_reason.value}{route}")
@@ -124,5 +124,5 @@ def _seconds(seconds: float) -> str:
 
 
 def _range(seconds: TimeRange) -> str:
-    low, high = _seconds(seconds.low), _seconds(seconds.high)
+    low, high = map(_seconds, seconds.tolist())
     return f"about {high}" if low == high else f"{low} to {high}"

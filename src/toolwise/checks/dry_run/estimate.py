@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolwise.checks.dry_run.memory import actor_of, cache_bytes, device_bytes, resident_bytes, static_parts
+import numpy as np
+from numpy.typing import NDArray
+
+from toolwise.checks.dry_run.memory import actor_of, cache_bytes, device_bytes, static_parts, status_bytes
 from toolwise.checks.dry_run.trial import RolloutTrial, UpdateTrial
 from toolwise.training.run import Run
 
@@ -20,18 +23,8 @@ class MemoryEstimate:
     """What the estimate is based on."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimeRange:
-    """Seconds: `low` if all rollouts of a step overlap, `high` if they run one after another."""
-
-    low: float
-    high: float
-
-    def __add__(self, other: TimeRange) -> TimeRange:
-        return TimeRange(self.low + other.low, self.high + other.high)
-
-    def __rmul__(self, factor: float) -> TimeRange:
-        return TimeRange(factor * self.low, factor * self.high)
+TimeRange = NDArray[np.float64]
+"""Seconds, [2]: low if all rollouts of a step overlap, high if they run one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +58,7 @@ def estimate_memory(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None
         parts["activations"] = max(0, int((update.peak_bytes - parts.get("gradients", 0)) * growth))
         basis.append(f"activations measured for {update.tokens:,} tokens")
     total = sum(parts.values())
-    resident = resident_bytes()
+    resident = status_bytes("VmRSS:")
     if device.type != "cuda" and resident is not None:
         parts["Python, PyTorch and data"] = max(0, resident - parts["weights"] - parts.get("reference model", 0))
         total += parts["Python, PyTorch and data"]
@@ -84,13 +77,13 @@ def estimate_time(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) 
             sizes = [sum(p.numel() for p in model.parameters()) for model in (critic.model, actor.model)]
             update_s += config.critic.epochs * update.gradient_s * sizes[0] / max(1, sizes[1])
     score_s, update_s = scale * rollouts.score_s, scale * update_s
-    rollout = TimeRange(min(1.0, scale) * rollouts.rollout_s, scale * rollouts.rollout_s)
-    step = rollout + TimeRange(score_s + update_s, score_s + update_s)
+    rollout = rollouts.rollout_s * np.array([min(1.0, scale), scale])
+    step = rollout + (score_s + update_s)
     steps, every = config.trainer.total_steps, config.validation.every
     validations = int(config.validation.before) + (-(-steps // every) if every else 1)
     share = len(run.validation_tasks) / max(1, len(rollouts.scored))
-    held_out = TimeRange(min(1.0, share) * rollouts.rollout_s, share * rollouts.rollout_s)
-    validation = validations * (held_out + TimeRange(share * rollouts.score_s, share * rollouts.score_s))
+    held_out = rollouts.rollout_s * np.array([min(1.0, share), share])
+    validation = validations * (held_out + share * rollouts.score_s)
     basis = (
         f"from {len(rollouts.tasks)} tasks × {config.rollout.n} rollouts: low if all rollouts of a step overlap, "
         "high if they run one after another"

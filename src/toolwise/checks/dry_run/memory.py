@@ -29,15 +29,10 @@ def measure_peak(work: Callable[[], T], device: torch.device) -> tuple[T, int | 
         result = work()
         torch.cuda.synchronize(device)
         return result, torch.cuda.max_memory_allocated(device) - before
-    resident = _status_bytes("VmRSS:") if _reset_peak() else None
+    resident = status_bytes("VmRSS:") if _reset_peak() else None
     result = work()
-    peak = _status_bytes("VmHWM:")
+    peak = status_bytes("VmHWM:")
     return result, None if resident is None or peak is None else max(0, peak - resident)
-
-
-def resident_bytes() -> int | None:
-    """Resident memory of this process; None if the system does not report it."""
-    return _status_bytes("VmRSS:")
 
 
 def device_bytes(device: torch.device) -> int:
@@ -96,7 +91,8 @@ def _reset_peak() -> bool:
     return True
 
 
-def _status_bytes(field: str) -> int | None:
+def status_bytes(field: str) -> int | None:
+    """Memory of this process, such as "VmRSS:"; None if the system does not report it."""
     try:
         with open("/proc/self/status") as file:
             return next((int(line.split()[1]) << 10 for line in file if line.startswith(field)), None)

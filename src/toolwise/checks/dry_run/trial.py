@@ -6,14 +6,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from toolwise.advantages import credit, min_group_size
 from toolwise.checks.dry_run.memory import actor_of, measure_peak
 from toolwise.rewards.align import align_rollouts
-from toolwise.thinking.stage import attach_thinking
-from toolwise.training.loop import select_groups, think
+from toolwise.training.loop import annotate_and_credit, select_groups, think
 from toolwise.training.run import Run
 from toolwise.training.startup import announce
-from toolwise.training.thinking import annotate_added_rows
 from toolwise.types import CreditedRollout, ScoredRollout, Task
 
 TRIAL_TASKS = 2
@@ -69,16 +66,14 @@ async def try_update(run: Run, scored: Sequence[ScoredRollout]) -> UpdateTrial |
         scored,
         keeps_equal=lambda score: True,  # groups with equal scores cost the same time
         mask_truncated=run.config.algorithm.mask_truncated,
-        min_group_size=min_group_size(run.estimator),
+        min_group_size=run.estimator.min_group_size,
     )
     if not usable or not run.config.router.train_actor:
         return None
     announce("computing gradients (weights stay unchanged)")
     start = time.perf_counter()
     thinking, _ = await think(run, scored, usable)
-    credited, _ = credit(run.estimator, attach_thinking(run.learner.annotate(usable), thinking))
-    if run.thinking is not None:
-        credited = annotate_added_rows(run.learner, credited)
+    credited, _ = annotate_and_credit(run, usable, thinking)
     prepared_s = time.perf_counter() - start
     actor = actor_of(run)
     _, peak = measure_peak(lambda: actor.dry_run_update(credited), actor.device)

@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
-from toolwise.checks.env.loop_blocking import run_watched
-from toolwise.checks.env.rules import EnvChecks, Verdict
+from toolwise.checks.contract import CheckReport, run_parts
+from toolwise.checks.env.env_trial import EnvViolation
+from toolwise.checks.env.rules import EnvChecks
 from toolwise.envs.base import BaseEnv
 
-
-@dataclass(frozen=True, slots=True)
-class CheckFinding:
-    """Result of one check."""
-
-    name: str
-    verdict: Verdict
-    says: str
-
-
-@dataclass(frozen=True, slots=True)
-class EnvCheck:
-    """All findings about one environment."""
-
-    env: str
-    findings: tuple[CheckFinding, ...]
-
-    @property
-    def ok(self) -> bool:
-        return all(finding.verdict != "wrong" for finding in self.findings)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"env": self.env, "ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}
+MIN_BLOCK_S = 1.0
 
 
 def check_env(
@@ -45,7 +23,7 @@ def check_env(
     seed: int = 0,
     max_steps: int = 20,
     step_timeout_s: float = 10.0,
-) -> EnvCheck:
+) -> CheckReport:
     """Check the environments that `make` creates, using a new one for each episode.
 
     `actions` are valid actions to sample from, for environments with neither `example_actions` nor tools. `gold` is a
@@ -54,13 +32,18 @@ def check_env(
     at least `gold_reward`.
     """
     checks = EnvChecks(make, list(actions), gold, gold_reward, seed, max_steps, step_timeout_s)
-    findings: list[CheckFinding] = []
+    findings = run_parts(
+        checks.parts(),
+        essential={"life cycle"},  # nothing else works in an environment that cannot start
+        explain=_explain,
+        limit_s=step_timeout_s,
+        min_block_s=MIN_BLOCK_S,
+        blocked="warning",
+    )
+    return CheckReport("env", name, tuple(findings))
 
-    def report(name: str, verdict: Verdict, says: str) -> None:
-        findings.append(CheckFinding(name, verdict, says))
 
-    blocked = run_watched(lambda: checks.run(report), limit_s=step_timeout_s)
-    findings.append(CheckFinding("event loop", *blocked))
-    tried = {finding.name for finding in findings}
-    findings += [CheckFinding(name, "skipped", "not tried") for name in checks.names() if name not in tried]
-    return EnvCheck(name, tuple(findings))
+def _explain(fault: Exception) -> str:
+    if not isinstance(fault, EnvViolation):
+        raise fault
+    return str(fault)

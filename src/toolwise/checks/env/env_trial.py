@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
+from toolwise.checks.contract import is_finite_number, short_repr
 from toolwise.concurrency.deadlines import run_with_deadline
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.state_keys import to_jsonable
 from toolwise.messages import ToolCall, as_messages
-
-T = TypeVar("T")
 
 
 class EnvViolation(Exception):  # noqa: N818 (a finding about user code, not an error in Toolwise)
@@ -60,7 +58,8 @@ class EnvTrial:
 
     async def reset(self, seed: int | None) -> EnvSnapshot:
         if seed is not None:
-            self._call_sync(lambda: self.env.set_seed(seed), "set_seed")
+            with raise_violations("set_seed raised"):
+                self.env.set_seed(seed)
         return self._record("reset", await self._with_timeout(self.env.reset(), "reset"))
 
     async def step(self, action: Any) -> EnvSnapshot:
@@ -73,18 +72,20 @@ class EnvTrial:
         observation, reward, done, info = result
         if not isinstance(done, bool):
             self.problems.append(f"{where}: done is {short_repr(done)}; use True or False")
-        if reward is not None and not _is_number(reward):
+        if reward is not None and not is_finite_number(reward):
             self.problems.append(f"{where}: the reward is {short_repr(reward)}; use a finite number or None")
         if not isinstance(info, dict):
             self.problems.append(f"{where}: info is {short_repr(info)}; use a dictionary")
         else:
             self._check_info(info, where)
         valid_info = info if isinstance(info, dict) else {}
-        return self._record(where, observation, float(reward) if _is_number(reward) else None, bool(done), valid_info)
+        return self._record(
+            where, observation, float(reward) if is_finite_number(reward) else None, bool(done), valid_info
+        )
 
     async def final_rewards(self) -> dict[str, float]:
         rewards = await self._with_timeout(self.env.final_rewards(), "final_rewards")
-        if not isinstance(rewards, dict) or not all(_is_number(value) for value in rewards.values()):
+        if not isinstance(rewards, dict) or not all(is_finite_number(value) for value in rewards.values()):
             raise EnvViolation(f"final_rewards returned {rewards!r:.60}; return a dictionary of finite numbers")
         return rewards
 
@@ -99,11 +100,13 @@ class EnvTrial:
         done: bool = False,
         info: Mapping[str, Any] | None = None,
     ) -> EnvSnapshot:
-        key: Any = self._call_sync(lambda: self.env.state_key, f"{where}: state_key")
+        with raise_violations(f"{where}: state_key raised"):
+            key: Any = self.env.state_key
         if key is not None and not isinstance(key, str):
             self.problems.append(f"{where}: state_key is {short_repr(key)}; use a string or None")
             key = str(key)
-        tools = self._call_sync(self.env.tool_specs, f"{where}: tool_specs")
+        with raise_violations(f"{where}: tool_specs raised"):
+            tools = self.env.tool_specs()
         snapshot = EnvSnapshot(
             self._read(observation, where), reward, done, to_jsonable(info or {}), key, to_jsonable(tools)
         )
@@ -131,19 +134,20 @@ class EnvTrial:
     async def _with_timeout(self, work: Any, what: str) -> Any:
         if not isinstance(work, Coroutine):
             raise EnvViolation(f"{what} is not a coroutine; define it with async def")
-        timeout = TimeoutError()
-        try:
-            return await run_with_deadline(self.limit_s, work, timeout)
-        except Exception as fault:
-            if fault is timeout:
-                raise EnvViolation(f"{what} took longer than {self.limit_s:g} s") from None
-            raise EnvViolation(f"{what} raised {type(fault).__name__}: {one_line(str(fault))}") from fault
+        late = EnvViolation(f"{what} took longer than {self.limit_s:g} s")
+        with raise_violations(f"{what} raised"):
+            return await run_with_deadline(self.limit_s, work, late)
 
-    def _call_sync(self, function: Callable[[], T], what: str) -> T:
-        try:
-            return function()
-        except Exception as fault:
-            raise EnvViolation(f"{what} raised {type(fault).__name__}: {one_line(str(fault))}") from fault
+
+@contextmanager
+def raise_violations(what: str) -> Iterator[None]:
+    """Any exception in the body becomes an `EnvViolation` that starts with `what`."""
+    try:
+        yield
+    except EnvViolation:
+        raise
+    except Exception as fault:
+        raise EnvViolation(f"{what} {type(fault).__name__}: {fault}") from fault
 
 
 @asynccontextmanager
@@ -179,17 +183,3 @@ def _to_env_action(action: Any, structured: bool) -> Any:
     if structured:
         return {"type": "text", "content": action} if isinstance(action, str) else action
     return action if isinstance(action, str) else str(action.get("content") or "")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def short_repr(value: Any) -> str:
-    """`repr` on one line, cut to 80 characters."""
-    text = one_line(repr(value))
-    return text if len(text) <= 80 else f"{text[:79]}…"
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
-from toolwise.checks.env.env_trial import EnvSnapshot, EnvTrial, EnvViolation, one_line, open_trial, short_repr
+from toolwise.checks.contract import Outcome, Parts, short_repr
+from toolwise.checks.env.env_trial import EnvSnapshot, EnvTrial, EnvViolation, open_trial
 from toolwise.checks.env.sample_actions import NONSENSE, TEXTS, example_calls, nonsense_calls
 from toolwise.envs.base import BaseEnv
 from toolwise.errors import ToolwiseError
 from toolwise.tools.base import OpenAIFunctionToolSchema
 from toolwise.untrusted.json_schema import compile_parameters
 
-Verdict = Literal["ok", "warning", "wrong", "skipped"]
-CheckOutcome = tuple[Verdict, str]
 SUSPECT_SHARE = 0.75
 """If more than this share of state keys occurs once, the key is suspect: it may contain the history or a clock."""
 
@@ -44,38 +43,25 @@ class EnvChecks:
         self.structured = False
         self.specs: list[dict[str, Any]] = []
         self.script: list[Any] = []
-        self.trial: EnvTrial | None = None
+        self.problems: list[str] = []
         self.is_deterministic = False
 
-    def names(self) -> list[str]:
-        return [name for name, _ in self._checks()]
+    def parts(self) -> Parts:
+        return {
+            "life cycle": self._life_cycle,
+            "types": self._types,
+            "done and truncated": self._endings,
+            "tool specs": self._tool_specs,
+            "determinism": self._determinism,
+            "state key": self._state_key,
+            "independence": self._independence,
+            "invalid actions": self._invalid_actions,
+            "after the end": self._after_the_end,
+            "close": self._close,
+            "gold actions": self._gold_actions,
+        }
 
-    def _checks(self) -> list[tuple[str, Callable[[], Awaitable[CheckOutcome]]]]:
-        return [
-            ("life cycle", self._life_cycle),
-            ("types", self._types),
-            ("done and truncated", self._endings),
-            ("tool specs", self._tool_specs),
-            ("determinism", self._determinism),
-            ("state key", self._state_key),
-            ("independence", self._independence),
-            ("invalid actions", self._invalid_actions),
-            ("after the end", self._after_the_end),
-            ("close", self._close),
-            ("gold actions", self._gold_actions),
-        ]
-
-    async def run(self, report: Callable[[str, Verdict, str], None]) -> None:
-        for name, check in self._checks():
-            try:
-                outcome = await check()
-            except EnvViolation as fault:
-                outcome = "wrong", str(fault)
-            report(name, *outcome)
-            if self.trial is None:  # nothing else works in an environment that cannot start
-                return
-
-    async def _life_cycle(self) -> CheckOutcome:
+    async def _life_cycle(self) -> Outcome:
         async with open_trial(self._new(), self.limit_s) as trial:
             self.structured = trial.env.structured_actions
             first = await trial.reset(self.seed)
@@ -84,14 +70,15 @@ class EnvChecks:
             self.script = self._random_script(0)
             await _play_script(trial, self.script)
             await trial.final_rewards()
-        self.trial = trial
+        self.problems = trial.problems
         return "ok", f"reset, {len(trial.snapshots) - 1} steps, final_rewards and close, each within {self.limit_s:g} s"
 
-    async def _types(self) -> CheckOutcome:
-        problems = self.trial.problems if self.trial else []
-        return ("wrong", "; ".join(problems[:3])) if problems else ("ok", "observations, rewards, done and info fit")
+    async def _types(self) -> Outcome:
+        if self.problems:
+            return "wrong", "; ".join(self.problems[:3])
+        return "ok", "observations, rewards, done and info fit"
 
-    async def _endings(self) -> CheckOutcome:
+    async def _endings(self) -> Outcome:
         endings = []
         for script in [*([self.gold] if self.gold else []), *self._scripts(4)]:
             snapshots = (await self._play(script)).snapshots
@@ -104,7 +91,7 @@ class EnvChecks:
             endings.append(_ending(snapshots[-1]))
         return "ok", f"episodes tried: {', '.join(dict.fromkeys(endings))}"
 
-    async def _tool_specs(self) -> CheckOutcome:
+    async def _tool_specs(self) -> Outcome:
         if not self.specs:
             return "ok", "none: actions are text" if not self.structured else "no tools offered"
         names = []
@@ -113,7 +100,7 @@ class EnvChecks:
                 function = OpenAIFunctionToolSchema.model_validate(spec).function
                 compile_parameters(function.name, _as_json(function.parameters))
             except (ToolwiseError, ValueError) as fault:
-                return "wrong", f"{spec!r:.60}: {one_line(str(fault))[:120]}"
+                return "wrong", f"{spec!r:.60}: {str(fault)[:120]}"
             names.append(function.name)
         duplicates = sorted({name for name in names if names.count(name) > 1})
         if duplicates:
@@ -123,7 +110,7 @@ class EnvChecks:
             return "warning", f"no description for the model to choose by: {', '.join(undescribed[:5])}"
         return "ok", f"{len(names)} tools"
 
-    async def _determinism(self) -> CheckOutcome:
+    async def _determinism(self) -> Outcome:
         first, second = await self._play(self.script), await self._play(self.script)
         difference = _first_difference(first.snapshots, second.snapshots)
         if difference is not None:
@@ -139,7 +126,7 @@ class EnvChecks:
             f"two runs are equal; another seed {'gives another episode' if differs else 'changes nothing'}",
         )
 
-    async def _state_key(self) -> CheckOutcome:
+    async def _state_key(self) -> Outcome:
         trials = [await self._play(script) for script in self._scripts(4)]
         keys = [snapshot.state_key for trial in trials for snapshot in trial.snapshots]
         seen = {_as_json(snapshot.observation) for trial in trials for snapshot in trial.snapshots}
@@ -157,7 +144,7 @@ class EnvChecks:
             )
         return "ok", f"{len(set(keys))} states in {len(keys)} snapshots"
 
-    async def _independence(self) -> CheckOutcome:
+    async def _independence(self) -> Outcome:
         if not self.is_deterministic:
             return "skipped", "cannot be tested: the environment is not deterministic"
         solo = (await self._play(self.script)).snapshots
@@ -175,7 +162,7 @@ class EnvChecks:
             )
         return "ok", "an episode is not affected by another one"
 
-    async def _invalid_actions(self) -> CheckOutcome:
+    async def _invalid_actions(self) -> Outcome:
         probes: list[Any] = list(NONSENSE)
         if self.structured:
             probes = [*nonsense_calls(self.specs), ""]
@@ -191,7 +178,7 @@ class EnvChecks:
             return "warning", f'{unmarked[0]} was not marked by info["is_action_valid"] = False'
         return "ok", f"{len(probes)} tried, all were answered"
 
-    async def _after_the_end(self) -> CheckOutcome:
+    async def _after_the_end(self) -> Outcome:
         for script in ([*self.gold] if self.gold else [], ["done"] if self.structured else [], *self._scripts(8)):
             async with open_trial(self._new(), self.limit_s) as trial:
                 await trial.reset(self.seed)
@@ -200,7 +187,7 @@ class EnvChecks:
                     return await self._step_after_end(trial, script[-1])
         return "skipped", f"no episode ended within {self.max_steps} steps; pass actions that end one (--gold)"
 
-    async def _step_after_end(self, trial: EnvTrial, action: Any) -> CheckOutcome:
+    async def _step_after_end(self, trial: EnvTrial, action: Any) -> Outcome:
         try:
             snapshot = await trial.step(action)
         except EnvViolation as fault:
@@ -211,7 +198,7 @@ class EnvChecks:
             return "wrong", "a step after the end continues the episode; raise an error, or return done=True again"
         return "ok", "a step after the end returns done again"
 
-    async def _close(self) -> CheckOutcome:
+    async def _close(self) -> Outcome:
         try:
             await EnvTrial(self._new(), self.limit_s).close()
         except EnvViolation as fault:
@@ -225,7 +212,7 @@ class EnvChecks:
             return "wrong", f"second call: {fault}"
         return "ok", "works without a reset and twice"
 
-    async def _gold_actions(self) -> CheckOutcome:
+    async def _gold_actions(self) -> Outcome:
         if self.gold is None:
             return "skipped", "none given (--gold, or gold_actions())"
         async with open_trial(self._new(), self.limit_s) as trial:
@@ -237,7 +224,7 @@ class EnvChecks:
             total = sum(m.reward or 0.0 for m in trial.snapshots) + sum((await trial.final_rewards()).values())
         return self._judge_gold(trial.snapshots, total)
 
-    def _judge_gold(self, snapshots: list[EnvSnapshot], total: float) -> CheckOutcome:
+    def _judge_gold(self, snapshots: list[EnvSnapshot], total: float) -> Outcome:
         last = snapshots[-1]
         if not last.done or last.truncated:
             return "wrong", f"{len(snapshots) - 1} gold actions, but the episode {_ending(last)}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
 from toolwise.checks.reward.findings import (
     ROLLOUTS_PER_STEP,
-    Finding,
     check_determinism,
     check_results,
     check_speed,
@@ -19,12 +19,13 @@ from toolwise.checks.reward.findings import (
     check_steps,
     usable_score,
 )
-from toolwise.checks.reward.gold import GoldTrial, check_empty, check_gold, run_gold_trials
+from toolwise.checks.reward.gold import check_empty, check_gold, run_gold_trials
 from toolwise.checks.reward.scoring_pass import Results, score_rollouts, scoring_mode, split_into_calls
 from toolwise.checks.reward.stored_rollouts import StoredRollout
 from toolwise.config.schema import RewardConfig
 from toolwise.rewards.printed_output import PrintPreview
 from toolwise.training.scoring import Scoring, build_scoring
+from toolwise.types.findings import Finding
 
 TIMING_RUNS, QUICK_S = 3, 1.0
 MAX_PRINTED_LINES = 20
@@ -51,7 +52,11 @@ class RewardCheck:
         return all(finding.verdict != "wrong" for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        return {"ok": self.ok, **asdict(self)}
+        findings = [
+            {name: getattr(finding, name) for name in ("name", "verdict", "says", "figures", "details")}
+            for finding in self.findings
+        ]
+        return {"ok": self.ok, **asdict(self), "findings": findings}
 
 
 def check_reward(
@@ -67,56 +72,53 @@ def check_reward(
 async def _check(
     config: RewardConfig, stored: Sequence[StoredRollout], gold: bool, gold_form: str | None
 ) -> RewardCheck:
-    scoring = build_scoring(config)
-    try:
+    with closing(build_scoring(config)) as scoring:
         scoring.check([item.rollout.task for item in stored])
         printed = PrintPreview(MAX_PRINTED_LINES)
         scoring.set_print_callback(printed)
         first = await score_rollouts(scoring, stored)
         scoring.set_print_callback(None)
-        usable = _faultless_rollouts(scoring, stored, first)
+        usable, before = _faultless_rollouts(scoring, stored, first)
         repeated, seconds = await _time_scoring(scoring, usable)
-        trials = await run_gold_trials(scoring, stored, first, gold_form) if gold and _any_score(first) else []
+        any_score = any(usable_score(result) is not None for result in first)
+        trials = await run_gold_trials(scoring, stored, first, gold_form) if gold and any_score else []
         mode, sandbox = scoring_mode(scoring), scoring.describe()
-    finally:
-        scoring.close()
     reordered = await _score_in_fresh_workers(config, usable)
-    first_by_id = {id(item): result for item, result in zip(stored, first, strict=True)}
-    before = [first_by_id[id(item)] for item in usable]
+    gold_scores = [score for trial in trials if (score := usable_score(trial.gold)) is not None]
     findings = [
         check_results(stored, first),
         check_determinism(usable, before, repeated, reordered, fresh=config.sandbox.tier != "off"),
         check_speed(len(usable), seconds),
-        check_spread(stored, first, _best_gold(trials)),
+        check_spread(stored, first, max(gold_scores, default=None)),
         check_steps(stored, first),
     ]
     if trials:
         findings += [check_gold(trials), check_empty(trials)]
     tasks = len({item.rollout.task.task_id for item in stored})
     return RewardCheck(
-        *(
-            scoring.rewards.name,
-            mode,
-            len(stored),
-            tasks,
-            sandbox,
-            tuple(findings),
-            tuple(printed.lines),
-            printed.omitted,
-        )
+        reward=scoring.rewards.name,
+        mode=mode,
+        rollouts=len(stored),
+        tasks=tasks,
+        sandbox=sandbox,
+        findings=tuple(findings),
+        printed=tuple(printed.lines),
+        printed_more=printed.omitted,
     )
 
 
-def _faultless_rollouts(scoring: Scoring, stored: Sequence[StoredRollout], first: Results) -> list[StoredRollout]:
-    """About one step's worth of rollouts whose calls succeeded; failures are reported already."""
-    usable: list[StoredRollout] = []
+def _faultless_rollouts(
+    scoring: Scoring, stored: Sequence[StoredRollout], first: Results
+) -> tuple[list[StoredRollout], Results]:
+    """About one step's worth of rollouts whose calls succeeded, with their results; failures are reported already."""
+    usable: list[int] = []
     for call in split_into_calls(stored, scoring_mode(scoring)):
         results = [first[index] for index in call]
         if all(result is not None and result.error is None for result in results):
-            usable += [stored[index] for index in call]
+            usable += call
         if len(usable) >= ROLLOUTS_PER_STEP:
             break
-    return usable
+    return [stored[index] for index in usable], [first[index] for index in usable]
 
 
 async def _time_scoring(scoring: Scoring, rollouts: Sequence[StoredRollout]) -> tuple[Results, float]:
@@ -136,16 +138,5 @@ async def _score_in_fresh_workers(config: RewardConfig, rollouts: Sequence[Store
     """Score in fresh workers and in reverse order; return results in the original order."""
     if not rollouts:
         return []
-    scoring = build_scoring(config)
-    try:
+    with closing(build_scoring(config)) as scoring:
         return (await score_rollouts(scoring, rollouts[::-1]))[::-1]
-    finally:
-        scoring.close()
-
-
-def _any_score(results: Results) -> bool:
-    return any(usable_score(result) is not None for result in results)
-
-
-def _best_gold(trials: Sequence[GoldTrial]) -> float | None:
-    return max((score for score in (usable_score(trial.gold) for trial in trials) if score is not None), default=None)

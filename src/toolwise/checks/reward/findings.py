@@ -5,33 +5,19 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import Any, Literal
 
 from toolwise.checks.reward.scoring_pass import Results
 from toolwise.checks.reward.stored_rollouts import StoredRollout
 from toolwise.rewards.align import align_steps
 from toolwise.types import EvaluateResult
+from toolwise.types.findings import Finding, Verdict
 
-Verdict = Literal["ok", "warning", "wrong"]
 ROLLOUTS_PER_STEP = 128
 """Rollouts per training step, to put the speed in context."""
 SLOW_S = 5.0
 """Warn if a step would wait longer than this for its rewards."""
 MAX_EXAMPLES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Result of one check."""
-
-    name: str
-    verdict: Verdict
-    says: str
-    figures: dict[str, Any] = field(default_factory=dict)
-    details: tuple[str, ...] = ()
-    """The first few failing rollouts and tracebacks."""
 
 
 def scores_equal(one: float | None, other: float | None) -> bool:
@@ -75,26 +61,24 @@ def check_determinism(
     stored: Sequence[StoredRollout], first: Results, repeated: Results, reordered: Results, *, fresh: bool = True
 ) -> Finding:
     """`repeated`: same rollouts in the same order; `reordered`: in reverse order, in a fresh worker."""
-    passes = list(zip(stored, first, repeated, reordered, strict=True))
-    changed = [_describe_difference(s, a, b) for s, a, b, _ in passes if _comparison_key(a) != _comparison_key(b)]
-    order_dependent = [
-        _describe_difference(s, a, c)
-        for s, a, b, c in passes
-        if _comparison_key(a) == _comparison_key(b) and _comparison_key(a) != _comparison_key(c)
-    ]
-    figures = {"compared": len(passes), "differ_again": len(changed), "differ_elsewhere": len(order_dependent)}
-    where = "in reverse order and a fresh worker" if fresh else "in reverse order"
-    if not passes:
+    changed, order_dependent = [], []
+    for item, a, b, c in zip(stored, first, repeated, reordered, strict=True):
+        name = item.rollout.rollout_id
+        if _comparison_key(a) != _comparison_key(b):
+            changed.append(f"{name}: {_describe_result(a)}, then {_describe_result(b)}")
+        elif _comparison_key(a) != _comparison_key(c):
+            order_dependent.append(f"{name}: {_describe_result(a)}, then {_describe_result(c)}")
+    total, where = len(stored), "in reverse order and a fresh worker" if fresh else "in reverse order"
+    figures = {"compared": total, "differ_again": len(changed), "differ_elsewhere": len(order_dependent)}
+    if not total:
         return Finding("determinism", "warning", "nothing to compare: every call failed", figures)
     if changed:
-        says = f"{len(changed)} of {len(passes)} rollouts got a different result on the second pass, in the same order"
+        says = f"{len(changed)} of {total} rollouts got a different result on the second pass, in the same order"
     elif order_dependent:
         why = "it depends on their order, or keeps state between calls"
-        says = f"{len(order_dependent)} of {len(passes)} rollouts got a different result {where}: {why}"
+        says = f"{len(order_dependent)} of {total} rollouts got a different result {where}: {why}"
     else:
-        return Finding(
-            "determinism", "ok", f"{len(passes)} rollouts got equal results three times, also {where}", figures
-        )
+        return Finding("determinism", "ok", f"{total} rollouts got equal results three times, also {where}", figures)
     return Finding("determinism", "wrong", says, figures, tuple([*changed, *order_dependent][:MAX_EXAMPLES]))
 
 
@@ -109,10 +93,6 @@ def _comparison_key(result: EvaluateResult | None) -> tuple[object, ...]:
 def _rounded(number: float | None) -> str | None:
     """As text, so that NaN equals NaN; -0.0 becomes 0.0."""
     return None if number is None else f"{number + 0.0:.9g}"
-
-
-def _describe_difference(stored: StoredRollout, one: EvaluateResult | None, other: EvaluateResult | None) -> str:
-    return f"{stored.rollout.rollout_id}: {_describe_result(one)}, then {_describe_result(other)}"
 
 
 def _describe_result(result: EvaluateResult | None) -> str:
@@ -139,13 +119,13 @@ def check_spread(stored: Sequence[StoredRollout], results: Results, best_gold: f
 
     If gold answers score higher, the stored rollouts are too similar and the reward is not to blame.
     """
-    scores = [score for score in map(usable_score, results) if score is not None]
-    if not scores:
-        return Finding("spread", "wrong", "no scores")
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
     for rollout, result in zip(stored, results, strict=True):
         if (score := usable_score(result)) is not None:
             groups[rollout.group].append(score)
+    scores = [score for group in groups.values() for score in group]
+    if not scores:
+        return Finding("spread", "wrong", "no scores")
     multi = [group for group in groups.values() if len(group) > 1]
     flat = sum(scores_equal(min(group), max(group)) for group in multi)
     equal = Counter(map(_rounded, scores)).most_common(1)[0][1] / len(scores)
@@ -187,23 +167,20 @@ def _spread_verdict(
 def check_steps(stored: Sequence[StoredRollout], results: Results) -> Finding:
     """Do step rewards match the rollout's steps? Counts the aligner's warnings by name."""
     with_steps = 0
-    warnings: Counter[str] = Counter()
-    examples: dict[str, list[str]] = defaultdict(list)
+    warnings: dict[str, list[str]] = defaultdict(list)
     for item, result in zip(stored, results, strict=True):
-        if result is None or not result.step_outputs:
-            continue
-        with_steps += 1
-        _, step_warnings = align_steps(item.rollout.steps, result.step_outputs, item.rollout.rollout_id)
-        for warning in step_warnings:
-            warnings[warning.name] += 1
-            examples[warning.name].append(str(warning))
-    figures: dict[str, Any] = {"with_step_outputs": with_steps, "warnings": dict(warnings)}
+        if result is not None and result.step_outputs:
+            with_steps += 1
+            for warning in align_steps(item.rollout.steps, result.step_outputs, item.rollout.rollout_id)[1]:
+                warnings[warning.name].append(str(warning))
+    counts = {name: len(texts) for name, texts in warnings.items()}
+    figures = {"with_step_outputs": with_steps, "warnings": counts}
     if not with_steps:
         return Finding("steps", "ok", "no step rewards", figures)
     if not warnings:
         return Finding("steps", "ok", f"the step rewards of {with_steps} rollouts match their steps", figures)
     # A missing step keeps its environment reward; the reward of an unknown index is lost.
     verdict: Verdict = "warning" if set(warnings) == {"missing"} else "wrong"
-    says = ", ".join(f"{count} {name}" for name, count in warnings.items())
-    shown = tuple(line for lines in examples.values() for line in lines[:2])
+    says = ", ".join(f"{count} {name}" for name, count in counts.items())
+    shown = tuple(text for texts in warnings.values() for text in texts[:2])
     return Finding("steps", verdict, f"step rewards do not match: {says} step_index", figures, shown)

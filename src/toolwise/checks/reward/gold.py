@@ -10,13 +10,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from toolwise.checks.reward.findings import MAX_EXAMPLES, Finding, scores_equal, usable_score
+from toolwise.checks.reward.findings import MAX_EXAMPLES, scores_equal, usable_score
 from toolwise.checks.reward.scoring_pass import Results, score_rollouts, scoring_mode, split_into_calls
-from toolwise.checks.reward.stored_rollouts import StoredRollout
+from toolwise.checks.reward.stored_rollouts import StoredRollout, placeholder_steps
 from toolwise.errors import DataError
 from toolwise.messages import Message, as_messages
 from toolwise.training.scoring import Scoring
-from toolwise.types import EvaluateResult, StepData
+from toolwise.types import EvaluateResult
+from toolwise.types.findings import Finding
 
 ANSWER_FORMS = ("{}", "#### {}", "Answer: {}", "<answer>{}</answer>", "\\boxed{{}}")
 """Formats for a bare ground truth; the first that the reward accepts counts."""
@@ -123,10 +124,7 @@ def _conversation(stored: StoredRollout, answer: Any) -> list[Message]:
 def _with_messages(stored: StoredRollout, name: str, messages: list[Message]) -> StoredRollout:
     prompt = list(stored.rollout.task.prompt)
     reply = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
-    steps = tuple(
-        StepData(system_step_index=i, observation_data=None, action_taken={}, resulting_messages_history=[])
-        for i, _ in enumerate(m for m in reply if m.role == "assistant")
-    )
+    steps = placeholder_steps([None for message in reply if message.role == "assistant"])
     named = f"{stored.rollout.task.task_id} ({name})"
     return replace(stored, rollout=replace(stored.rollout, rollout_id=named, messages=messages, steps=steps))
 
@@ -206,18 +204,13 @@ def _describe_beaten(trial: GoldTrial) -> str:
 def check_empty(trials: Sequence[GoldTrial]) -> Finding:
     """An empty answer must not score best on its task, nor make the function fail."""
     best = [trial for trial in trials if trial.empty_is_best]
-    failed = [trial for trial in trials if trial.empty is not None and trial.empty.error is not None]
-    figures = {"tasks": _count_tasks(trials), "best": _count_tasks(best), "failed": _count_tasks(failed)}
+    failed = [(trial, trial.empty.error) for trial in trials if trial.empty is not None and trial.empty.error]
+    tasks, n_best, n_failed = _count_tasks(trials), _count_tasks(best), _count_tasks(trial for trial, _ in failed)
+    figures = {"tasks": tasks, "best": n_best, "failed": n_failed}
     if not best and not failed:
-        return Finding(
-            "empty", "ok", f"an empty answer does not score best on any of {_count_tasks(trials)} tasks", figures
-        )
-    says = [f"an empty answer scores best on {_count_tasks(best)} of {_count_tasks(trials)} tasks"] if best else []
-    says += [f"the reward fails on {_count_tasks(failed)} of {_count_tasks(trials)} empty answers"] if failed else []
+        return Finding("empty", "ok", f"an empty answer does not score best on any of {tasks} tasks", figures)
+    says = [f"an empty answer scores best on {n_best} of {tasks} tasks"] if best else []
+    says += [f"the reward fails on {n_failed} of {tasks} empty answers"] if failed else []
     shown = [f"task {t.stored.rollout.task.task_id}: an empty answer scores {usable_score(t.empty):g}" for t in best]
-    shown += [f"task {t.stored.rollout.task.task_id}: {_describe_fault(t.empty)}" for t in failed]
+    shown += [f"task {trial.stored.rollout.task.task_id}: {fault.kind}: {fault.message}" for trial, fault in failed]
     return Finding("empty", "wrong", "; ".join(says), figures, tuple(shown[:MAX_EXAMPLES]))
-
-
-def _describe_fault(result: EvaluateResult | None) -> str:
-    return f"{result.error.kind}: {result.error.message}" if result is not None and result.error else ""

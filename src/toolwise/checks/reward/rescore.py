@@ -5,27 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import dataclass
+from heapq import nlargest
 from itertools import combinations
-from math import isfinite, sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import StatisticsError, correlation, fmean
 from typing import Any
 
-from toolwise.checks.reward.findings import scores_equal, usable_score
+from toolwise.checks.reward.findings import MAX_EXAMPLES, scores_equal, usable_score
 from toolwise.checks.reward.scoring_pass import Results, score_rollouts
 from toolwise.checks.reward.stored_rollouts import StoredRollout
 from toolwise.config.schema import RewardConfig, RunConfig, load_config
 from toolwise.data.files import Row
 from toolwise.errors import DataError
 from toolwise.rewards.align import align_steps
-from toolwise.serialization.json_text import json_text
+from toolwise.serialization.files import write_atomic
+from toolwise.serialization.json_text import json_line
 from toolwise.training.changes import check_files
-from toolwise.training.records import write_atomic
 from toolwise.training.scoring import build_scoring
 from toolwise.types import EvaluateResult
-
-MAX_EXAMPLES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +48,6 @@ class RescoreReport:
     not_tried: int
     largest: tuple[dict[str, Any], ...]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def load_run_reward(run: Path, reference: str | None, kwargs: Mapping[str, Any]) -> RewardConfig:
     """The run's reward, or `reference` with the run's sandbox settings.
@@ -68,15 +64,9 @@ def load_run_reward(run: Path, reference: str | None, kwargs: Mapping[str, Any])
         if not run_reward.parts and not run_reward.function:
             raise DataError(f"{run}: no configuration names the reward of these rollouts; add --reward REF")
         return run_reward.model_copy(update={"kwargs": {**run_reward.kwargs, **kwargs}})
+    wanted = _resolve_reference(reference)
     used = [(run_reward.function, run_reward.kwargs), *((part.function, part.kwargs) for part in run_reward.parts)]
-    run_kwargs = next(
-        (
-            arguments
-            for function, arguments in used
-            if function and _resolve_reference(function) == _resolve_reference(reference)
-        ),
-        {},
-    )
+    run_kwargs = next((values for function, values in used if _resolve_reference(function) == wanted), {})
     return RewardConfig(function=reference, kwargs={**run_kwargs, **kwargs}, sandbox=run_reward.sandbox)
 
 
@@ -88,19 +78,17 @@ def _resolve_reference(reference: str) -> str:
 
 def rescore(config: RewardConfig, stored: Sequence[StoredRollout]) -> tuple[RescoreReport, list[Row]]:
     """The comparison, and the rows with new scores in place of the old."""
-    scoring = build_scoring(config)
-    try:
+    with closing(build_scoring(config)) as scoring:
         scoring.check([item.rollout.task for item in stored])
         results = asyncio.run(score_rollouts(scoring, stored))
-    finally:
-        scoring.close()
     name = scoring.rewards.name
     tried = [(item, result) for item, result in zip(stored, results, strict=True) if result is not None]
     return compare(name, stored, results), [_new_row(name, item, result) for item, result in tried]
 
 
 def compare(name: str, stored: Sequence[StoredRollout], results: Results) -> RescoreReport:
-    old, new = [_old_score(rollout.row) for rollout in stored], [usable_score(result) for result in results]
+    old = [None if item.record.error else item.record.score for item in stored]
+    new = [usable_score(result) for result in results]
     tried = [i for i, result in enumerate(results) if result is not None]
     both = [(a, b) for a, b in zip(old, new, strict=True) if a is not None and b is not None]
     pairs, turned = _count_pairs(stored, old, new)
@@ -110,7 +98,7 @@ def compare(name: str, stored: Sequence[StoredRollout], results: Results) -> Res
         old_mean=_mean(old),
         new_mean=_mean(new),
         changed=sum(not scores_equal(old[i], new[i]) for i in tried),
-        old_errors=dict(Counter(kind for rollout in stored if (kind := _old_error(rollout.row)))),
+        old_errors=dict(Counter(kind for item in stored if (kind := _old_error(item)))),
         new_errors=dict(Counter(r.error.kind for r in results if r is not None and r.error is not None)),
         correlation=_correlation(both),
         pairs=pairs,
@@ -120,16 +108,8 @@ def compare(name: str, stored: Sequence[StoredRollout], results: Results) -> Res
     )
 
 
-def _old_score(row: Row) -> float | None:
-    score = row.get("score")
-    if isinstance(score, bool) or not isinstance(score, int | float) or not isfinite(score) or row.get("error"):
-        return None
-    return float(score)
-
-
-def _old_error(row: Row) -> str | None:
-    error = row.get("error")
-    return str(error.get("kind")) if isinstance(error, dict) else None
+def _old_error(stored: StoredRollout) -> str | None:
+    return None if stored.record.error is None else str(stored.record.error.get("kind"))
 
 
 def _mean(scores: Sequence[float | None]) -> float | None:
@@ -138,13 +118,10 @@ def _mean(scores: Sequence[float | None]) -> float | None:
 
 
 def _correlation(both: Sequence[tuple[float, float]]) -> float | None:
-    if len(both) < 2:
+    try:
+        return correlation([a for a, _ in both], [b for _, b in both])
+    except StatisticsError:  # fewer than two, or one side is constant
         return None
-    mean_a, mean_b = fmean(a for a, _ in both), fmean(b for _, b in both)
-    spread_a, spread_b = sum((a - mean_a) ** 2 for a, _ in both), sum((b - mean_b) ** 2 for _, b in both)
-    if sqrt(spread_a * spread_b) < 1e-12:
-        return None
-    return sum((a - mean_a) * (b - mean_b) for a, b in both) / sqrt(spread_a * spread_b)
 
 
 def _count_pairs(
@@ -167,12 +144,12 @@ def _largest_changes(
     stored: Sequence[StoredRollout], old: Sequence[float | None], new: Sequence[float | None]
 ) -> tuple[dict[str, Any], ...]:
     changes = [
-        (abs(a - b), item.rollout.rollout_id, a, b)
+        (item.rollout.rollout_id, a, b)
         for item, a, b in zip(stored, old, new, strict=True)
         if a is not None and b is not None and not scores_equal(a, b)
     ]
-    changes.sort(key=lambda change: -change[0])
-    return tuple({"rollout_id": name, "old": a, "new": b} for _, name, a, b in changes[:MAX_EXAMPLES])
+    largest = nlargest(MAX_EXAMPLES, changes, key=lambda change: abs(change[1] - change[2]))
+    return tuple({"rollout_id": name, "old": a, "new": b} for name, a, b in largest)
 
 
 def _new_row(name: str, stored: StoredRollout, result: EvaluateResult) -> Row:
@@ -191,7 +168,7 @@ def _new_row(name: str, stored: StoredRollout, result: EvaluateResult) -> Row:
             {**(old if isinstance(old, dict) else {}), "advantage": None, "base_reward": step.base_reward}
             for old, step in zip(old_steps or (), steps, strict=True)
         ],
-        "rescored": {"reward": name, "old_score": stored.row.get("score"), "old_error": _old_error(stored.row)},
+        "rescored": {"reward": name, "old_score": stored.row.get("score"), "old_error": _old_error(stored)},
     }
 
 
@@ -212,5 +189,4 @@ def unused_path(source: Path, reward: str, out: Path | None = None) -> Path:
 
 
 def write_rescored(path: Path, rows: Sequence[Row]) -> None:
-    text = "".join(f"{json_text(row)}\n" for row in rows)
-    write_atomic(path, text.encode("utf-8", "backslashreplace"))
+    write_atomic(path, b"".join(map(json_line, rows)))

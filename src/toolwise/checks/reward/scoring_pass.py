@@ -48,7 +48,8 @@ async def score_rollouts(scoring: Scoring, stored: Sequence[StoredRollout], *, f
         for index, result in zip(indices, scored, strict=True):
             results[index] = result
         tried += len(calls)
-        timeouts += sum(1 for call in calls if _timed_out(results[call[0]]))
+        errors = [scored_first.error for call in calls if (scored_first := results[call[0]]) is not None]
+        timeouts += sum(error is not None and error.kind == "timeout" for error in errors)
     return results
 
 
@@ -64,7 +65,3 @@ def _chunk_calls(
         chunk.append(call)
     if chunk:
         yield chunk
-
-
-def _timed_out(result: EvaluateResult | None) -> bool:
-    return result is not None and result.error is not None and result.error.kind == "timeout"

@@ -11,8 +11,8 @@ from typing import Any
 from toolwise.data.files import Row
 from toolwise.errors import ConfigError
 from toolwise.rewards.signature import Mode
-from toolwise.serialization.json_text import json_text
-from toolwise.training.records import write_atomic
+from toolwise.serialization.files import write_atomic
+from toolwise.serialization.json_text import json_line
 
 PLACEHOLDER_NAME = "my_reward"
 """Name of the function in the templates."""
@@ -28,8 +28,7 @@ def create_reward_files(folder: Path, name: str = PLACEHOLDER_NAME, mode: Mode =
             raise ConfigError(f"{path} already exists; give another name, or remove the file")
     text = (files("toolwise.checks.reward") / "starters" / f"{mode}.py").read_text("utf-8")
     write_atomic(code, text.replace(PLACEHOLDER_NAME, name).encode())
-    lines = "".join(f"{json_text(row)}\n" for row in sample_rows())
-    write_atomic(rollouts, lines.encode())
+    write_atomic(rollouts, b"".join(map(json_line, sample_rows())))
     return code, rollouts
 
 
@@ -39,7 +38,8 @@ def sample_rows() -> list[Row]:
     for task, (a, b) in enumerate([(17, 25), (6, 7), (340, 12)]):
         truth = str(a * b)
         question = {"role": "user", "content": f"What is {a} times {b}? End with 'Answer: ' and the number."}
-        call = {"id": "call-0", "type": "function", "function": _call(f"{a} * {b}")}
+        arguments = json.dumps({"expression": f"{a} * {b}"})
+        call = {"id": "call-0", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
         tool_call: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
         tool_result = {"role": "tool", "content": truth, "tool_call_id": "call-0"}
         right = {"role": "assistant", "content": f"Answer: {truth}"}
@@ -57,7 +57,3 @@ def sample_rows() -> list[Row]:
             for number, ending in enumerate(endings)
         ]
     return rows
-
-
-def _call(expression: str) -> dict[str, str]:
-    return {"name": "calculator", "arguments": json.dumps({"expression": expression})}

@@ -18,23 +18,12 @@ from pydantic import ValidationError
 from toolwise.data.files import Row, read_rows, row_error
 from toolwise.errors import CheckpointError, DataError
 from toolwise.messages import Message
+from toolwise.training.records import RolloutRecord
 from toolwise.types import Rollout, StepData, StopReason, Task, Usage
 
 _NON_ARGUMENT_COLUMNS = frozenset(
-    {
-        *("messages", "ground_truth", "gold", "prompt", "task_id", "group_id", "rollout_id", "step", "steps"),
-        *(
-            "score",
-            "metrics",
-            "reason",
-            "error",
-            "reward_kwargs",
-            "reward_model",
-            "data_source",
-            "ability",
-            "extra_info",
-        ),
-    }
+    {"messages", "ground_truth", "gold", "prompt", "task_id", "group_id", "rollout_id", "step", "steps", "score"}
+    | {"metrics", "reason", "error", "reward_kwargs", "reward_model", "data_source", "ability", "extra_info"}
 )
 """Columns of user files that are not keyword arguments of the reward."""
 _STEP_IN_NAME = re.compile(r"(?:step|eval)-(\d+)")
@@ -45,6 +34,7 @@ class StoredRollout:
     """One stored rollout."""
 
     rollout: Rollout
+    record: RolloutRecord
     step: int
     """Training step; rewards may take it as an argument."""
     batch: str
@@ -52,7 +42,7 @@ class StoredRollout:
     gold: Any
     """Gold answer: messages, or the text of the last one; None if the row has none."""
     row: Row
-    """The row as stored in the file."""
+    """The row as stored in the file, with the columns that a run does not write."""
 
     @property
     def group(self) -> tuple[str, str]:
@@ -66,7 +56,7 @@ def read_rollouts(
     path = Path(path)
     rollouts: list[StoredRollout] = []
     for file in reversed(_files(path, step, validation)):
-        rollouts = [*_read_file(file), *rollouts]
+        rollouts = [*(_read_row(file, number, row) for number, row in enumerate(read_rows(file))), *rollouts]
         if limit is not None and len(rollouts) >= limit:
             break
     if step is not None:
@@ -100,48 +90,41 @@ def _step_from_name(file: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def _read_file(path: Path) -> list[StoredRollout]:
-    return [_read_row(path, number, row) for number, row in enumerate(read_rows(path))]
-
-
 def _read_row(path: Path, number: int, row: Row) -> StoredRollout:
+    record = RolloutRecord.from_json(row)
     messages = _read_messages(path, number, row, "messages")
     prompt = _prompt_of(path, number, row, messages)
-    truth = row.get("ground_truth")
+    truth = record.ground_truth
     if truth is None and isinstance(row.get("reward_model"), dict):
         truth = row["reward_model"].get("ground_truth")
-    step = row["step"] if _is_int(row.get("step")) else _step_from_name(path)
+    step = row["step"] if type(row.get("step")) is int else _step_from_name(path)
     task = Task(
-        task_id=str(row.get("task_id") or _fingerprint(prompt, truth)),
+        task_id=record.task_id or _fingerprint(prompt, truth),
         prompt=prompt,
         ground_truth=truth,
         reward_kwargs=_arguments(path, number, row),
         extra_info=_extra_info(path, number, row),
-        data_source=str(row.get("data_source") or ""),
+        data_source=record.data_source,
     )
     rollout = Rollout(
-        rollout_id=str(row.get("rollout_id") or f"{path.stem}/{number}"),
-        group_id=str(row.get("group_id") or task.task_id),
+        rollout_id=record.rollout_id or f"{path.stem}/{number}",
+        group_id=record.group_id or task.task_id,
         batch_data_id=number,
         rollout_offset=0,
         task=task,
         route=None,
-        steps=_steps_of(row, messages, prompt),
+        steps=_steps_of(row, record, messages, prompt),
         messages=messages,
-        stop_reason=_stop_reason(row),
+        stop_reason=_stop_reason(record),
         usage=Usage(),
     )
-    return StoredRollout(rollout, step, f"{path}#{step}", row.get("gold"), row)
+    return StoredRollout(rollout, record, step, f"{path}#{step}", row.get("gold"), row)
 
 
-def _stop_reason(row: Row) -> StopReason:
+def _stop_reason(record: RolloutRecord) -> StopReason:
     """From a run's record; conversations from other sources count as answered."""
-    from_run = "trained_on" in row and row.get("stop_reason") in list(StopReason)
-    return StopReason(row["stop_reason"]) if from_run else StopReason.ANSWERED
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    from_run = record.trained_on is not None and record.stop_reason in list(StopReason)
+    return StopReason(record.stop_reason) if from_run else StopReason.ANSWERED
 
 
 def _read_messages(path: Path, number: int, row: Row, field: str) -> list[Message]:
@@ -194,22 +177,28 @@ def _prompt_of(path: Path, number: int, row: Row, messages: Sequence[Message]) -
     return list(messages[:end])
 
 
-def _steps_of(row: Row, messages: Sequence[Message], prompt: Sequence[Message]) -> tuple[StepData, ...]:
+def _steps_of(
+    row: Row, record: RolloutRecord, messages: Sequence[Message], prompt: Sequence[Message]
+) -> tuple[StepData, ...]:
     """The steps that step rewards must match: those a run stored, else one per assistant message (after the prompt if
     the row has one)."""
-    steps = row.get("steps")
-    if not isinstance(steps, list):
-        rest = messages[len(prompt) :] if "prompt" in row and messages[: len(prompt)] == prompt else messages
-        steps = [{} for message in rest if message.role == "assistant"]
+    if isinstance(row.get("steps"), list):
+        return placeholder_steps([step.base_reward for step in record.steps])
+    rest = messages[len(prompt) :] if "prompt" in row and messages[: len(prompt)] == prompt else messages
+    return placeholder_steps([None for message in rest if message.role == "assistant"])
+
+
+def placeholder_steps(base_rewards: Sequence[float | None]) -> tuple[StepData, ...]:
+    """Steps of which only the index and the base reward are known."""
     return tuple(
         StepData(
             system_step_index=index,
             observation_data=None,
             action_taken={},
             resulting_messages_history=[],
-            base_reward=step.get("base_reward") if isinstance(step, dict) else None,
+            base_reward=base_reward,
         )
-        for index, step in enumerate(steps)
+        for index, base_reward in enumerate(base_rewards)
     )
 
 

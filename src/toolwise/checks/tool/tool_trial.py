@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
+from toolwise.checks.contract import Outcome, is_finite_number, short_repr
 from toolwise.checks.tool import sample_arguments
 from toolwise.concurrency.deadlines import GRACE_S, run_with_deadline
 from toolwise.tools.base import BaseTool
@@ -17,14 +16,11 @@ from toolwise.tools.call_errors import ToolCallError
 from toolwise.tools.schema import validate_arguments
 
 T = TypeVar("T")
-TrialOutcome = tuple[Literal["ok", "warning", "wrong"], str]
 
 CONCURRENT_INSTANCES = 8
 MAX_RESULT_CHARS = 4000
 """Default number of characters of a result that a model reads."""
 _NONDETERMINISTIC = "cannot be tested: equal calls give different results even on a single instance"
-_HEARTBEAT_S = 0.02
-_BLOCKED_S = 0.5
 
 
 class ToolTrial:
@@ -35,12 +31,11 @@ class ToolTrial:
     ) -> None:
         self.tool, self.calls, self.create_kwargs, self.timeout_s = tool, calls, create_kwargs, timeout_s
         self.slowest_s = 0.0
-        self._longest_gap_s = 0.0
         self._solo_texts: list[str] = []
         """Results of the calls in sequence on a single instance."""
         self._deterministic = True
 
-    async def life_cycle(self) -> TrialOutcome:
+    async def life_cycle(self) -> Outcome:
         first, second = await self._create(), await self._create()
         for instance in (first, second):
             if not isinstance(instance, str) or not instance:
@@ -49,7 +44,7 @@ class ToolTrial:
             return "wrong", f"create returned the same id twice ({first!r:.80}); rollouts would share an instance"
         await self._execute(first, self.calls[0])
         reward = await self._with_timeout(self.tool.calc_reward(first))
-        if not _is_reward(reward):
+        if not (reward is None or is_finite_number(reward)):
             return "wrong", f"calc_reward returned {reward!r:.80}; return a finite number or None"
         await self._with_timeout(self.tool.release(first))
         await self._execute(second, self.calls[0])  # the end of one rollout must not affect another
@@ -64,7 +59,7 @@ class ToolTrial:
             return "warning", f"create('my-id') returned {named!r:.80}; return the given id"
         return "ok", f"create, execute, calc_reward ({reward}), release"
 
-    async def results(self) -> TrialOutcome:
+    async def results(self) -> Outcome:
         longest = 0
         for result in await self._solo_results():
             problem = _result_problem(result)
@@ -75,7 +70,7 @@ class ToolTrial:
             return "warning", f"{longest} characters; models read only the first {MAX_RESULT_CHARS}: return less"
         return "ok", f"texts of up to {longest} characters"
 
-    async def equal_calls(self) -> TrialOutcome:
+    async def equal_calls(self) -> Outcome:
         self._solo_texts = [result[0] for result in await self._solo_results()]
         if await self._is_deterministic():
             return "ok", "new instances give the same results"
@@ -87,7 +82,7 @@ class ToolTrial:
             self._deterministic = [result[0] for result in await self._solo_results()] == self._solo_texts
         return self._deterministic
 
-    async def instances(self) -> TrialOutcome:
+    async def instances(self) -> Outcome:
         """Interleave calls on two instances: neither may affect the other."""
         if not self._deterministic:
             return "warning", _NONDETERMINISTIC
@@ -104,7 +99,7 @@ class ToolTrial:
             return "wrong", "two instances affect each other: keep state per instance_id"
         return "ok", "two instances do not affect each other"
 
-    async def concurrent_instances(self) -> TrialOutcome:
+    async def concurrent_instances(self) -> Outcome:
         runs = await asyncio.gather(*(self._solo_results() for _ in range(CONCURRENT_INSTANCES)))
         problems = [problem for run in runs for result in run if (problem := _result_problem(result))]
         if problems:
@@ -114,19 +109,20 @@ class ToolTrial:
             return "wrong", f"{CONCURRENT_INSTANCES} concurrent instances give other results than a single one"
         return "ok", f"{CONCURRENT_INSTANCES} concurrent instances"
 
-    async def odd_arguments(self) -> TrialOutcome:
-        parameters = self.tool.tool_schema.function.parameters
-        odd = sample_arguments.odd_arguments(parameters, self.calls[0])
-        return await self._try_arguments([a for a in odd if not validate_arguments(self.tool.tool_schema, a)])
+    async def odd_arguments(self) -> Outcome:
+        return await self._try_arguments(sample_arguments.odd_arguments)
 
-    async def bad_arguments(self) -> TrialOutcome:
-        """Argument validation stops most of these in a run; the tool must cope with the rest."""
-        parameters = self.tool.tool_schema.function.parameters
-        bad = list(sample_arguments.bad_arguments(parameters, self.calls[0]))
-        return await self._try_arguments([a for a in bad if not validate_arguments(self.tool.tool_schema, a)], len(bad))
+    async def bad_arguments(self) -> Outcome:
+        return await self._try_arguments(sample_arguments.bad_arguments)
 
-    async def _try_arguments(self, arguments: list[dict[str, Any]], tried: int | None = None) -> TrialOutcome:
-        """An error message is fine; an exception is a warning (the model reads it as is); anything else is wrong."""
+    async def _try_arguments(self, samples: Callable[..., Iterable[dict[str, Any]]]) -> Outcome:
+        """An error message is fine; an exception is a warning (the model reads it as is); anything else is wrong.
+
+        Argument validation stops most bad arguments in a run; the tool must cope with the rest.
+        """
+        schema = self.tool.tool_schema
+        tried = list(samples(schema.function.parameters, self.calls[0]))
+        arguments = [each for each in tried if not validate_arguments(schema, each)]
         raised: list[str] = []
         instance = await self._create()
         for call in arguments:
@@ -134,25 +130,21 @@ class ToolTrial:
                 problem = _result_problem(await self._execute(instance, call))
             except ToolCallError as fault:
                 if fault.infrastructure:
-                    return "wrong", f"{_abbreviate(call)} breaks the tool's backend: {fault}"
+                    return "wrong", f"{short_repr(call)} breaks the tool's backend: {fault}"
                 continue
             except TimeoutError as fault:
-                return "wrong", f"{_abbreviate(call)}: {fault}"
+                return "wrong", f"{short_repr(call)}: {fault}"
             except Exception as fault:
-                raised.append(f"{_abbreviate(call)} raises {type(fault).__name__}: {fault}")
+                raised.append(f"{short_repr(call)} raises {type(fault).__name__}: {fault}")
                 continue
             if problem:
-                return "wrong", f"{_abbreviate(call)}: {problem}"
+                return "wrong", f"{short_repr(call)}: {problem}"
         await self._with_timeout(self.tool.release(instance))
         if raised:
-            return (
-                "warning",
-                f"{len(raised)} of {len(arguments)}: {raised[0]}; return a helpful error message",
-            )
-        seen = len(arguments) if tried is None else tried
-        return "ok", f"{seen} tried, {len(arguments)} reached the tool, all were answered"
+            return "warning", f"{len(raised)} of {len(arguments)}: {raised[0]}; return a helpful error message"
+        return "ok", f"{len(tried)} tried, {len(arguments)} reached the tool, all were answered"
 
-    async def cancellation(self) -> TrialOutcome:
+    async def cancellation(self) -> Outcome:
         """Cancel a call at once or a little later: it must end, and the tool must keep working."""
         ended = 0
         for after_s in (0.0, 0.05):
@@ -172,29 +164,6 @@ class ToolTrial:
             return "ok", "the call finished before it could be cancelled"
         return "ok", "a cancelled call ends, and the next one works"
 
-    @asynccontextmanager
-    async def monitor_event_loop(self) -> AsyncIterator[None]:
-        """Record the longest time that the event loop was blocked."""
-
-        async def beat() -> None:
-            while True:
-                start = time.monotonic()
-                await asyncio.sleep(_HEARTBEAT_S)
-                self._longest_gap_s = max(self._longest_gap_s, time.monotonic() - start - _HEARTBEAT_S)
-
-        beating = asyncio.create_task(beat())
-        try:
-            yield
-        finally:
-            await asyncio.sleep(_HEARTBEAT_S * 2)
-            beating.cancel()
-
-    def loop_verdict(self) -> TrialOutcome:
-        if self._longest_gap_s > _BLOCKED_S:
-            says = f"the tool blocked all other rollouts for {self._longest_gap_s:.1f} s: await, or use a thread"
-            return "wrong", says
-        return "ok", f"blocked for at most {self._longest_gap_s:.3f} s"
-
     async def _solo_results(self) -> list[Any]:
         instance = await self._create()
         try:
@@ -212,11 +181,8 @@ class ToolTrial:
         finally:
             self.slowest_s = max(self.slowest_s, time.monotonic() - start)
 
-    async def _with_timeout(self, work: Awaitable[T]) -> T:
-        async def wait() -> T:
-            return await work
-
-        return await run_with_deadline(self.timeout_s, wait(), TimeoutError(f"took longer than {self.timeout_s:g} s"))
+    async def _with_timeout(self, work: Coroutine[Any, Any, T]) -> T:
+        return await run_with_deadline(self.timeout_s, work, TimeoutError(f"took longer than {self.timeout_s:g} s"))
 
 
 def _result_problem(result: Any) -> str | None:
@@ -225,7 +191,7 @@ def _result_problem(result: Any) -> str | None:
     text, reward, info = result
     if not isinstance(text, str):
         return f"execute returned the text {text!r:.80}; return a string"
-    if not _is_reward(reward):
+    if not (reward is None or is_finite_number(reward)):
         return f"execute returned the reward {reward!r:.80}; return a finite number or None"
     if not isinstance(info, dict):
         return f"execute returned the info {info!r:.80}; return a dictionary"
@@ -234,14 +200,3 @@ def _result_problem(result: Any) -> str | None:
     except (TypeError, ValueError) as fault:
         return f"execute returned an info that is not JSON-serializable: {fault}"
     return None
-
-
-def _is_reward(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(float(value))
-    )
-
-
-def _abbreviate(arguments: dict[str, Any]) -> str:
-    text = json.dumps(arguments)
-    return text if len(text) <= 80 else f"{text[:80]}…"

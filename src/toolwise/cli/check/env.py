@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolwise.cli.check.findings import show_findings, show_verdict
+from toolwise.cli.check.findings import report_checks, show_findings
 from toolwise.cli.reward_options import KwargsOption, read_kwargs
 from toolwise.errors import ConfigError, DataError
-from toolwise.terminal import print_json
 
 if TYPE_CHECKING:
     from toolwise.types import Task
@@ -64,13 +63,9 @@ def check_env(
         max_steps=steps,
         step_timeout_s=timeout_s,
     )
-    if as_json:
-        print_json(result.to_json())
-    else:
-        show_findings(result.env, result.findings)
-        show_verdict(result.findings)
-    if not result.ok:
-        raise typer.Exit(1)
+    report_checks(
+        [result], result.to_json() if as_json else None, lambda report: show_findings(report.name, report.findings)
+    )
 
 
 def _task(data: Path | None, row: int) -> Task:

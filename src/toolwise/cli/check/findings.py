@@ -1,13 +1,28 @@
-"""Output of a check: its findings as a table, and the verdict."""
+"""Output of a check: its findings as a table, the verdict, and the exit status."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from toolwise.terminal import print_line
+import typer
+
+from toolwise.terminal import print_json, print_line
 
 _STYLES = {"ok": "green", "warning": "yellow", "wrong": "red", "skipped": "dim"}
+
+
+def report_checks(checks: Sequence[Any], as_json: Any, show: Callable[[Any], None]) -> None:
+    """Print `as_json`, or, if it is None, `show` each check. Exits with status 1 if a check is not `ok`."""
+    if as_json is not None:
+        print_json(as_json)
+    else:
+        for check in checks:
+            show(check)
+            wrong = [finding.name for finding in check.findings if finding.verdict == "wrong"]
+            print_line(f"wrong: {', '.join(wrong)}" if wrong else "no problems found")
+    if not all(check.ok for check in checks):
+        raise typer.Exit(1)
 
 
 def show_findings(title: str, findings: Sequence[Any]) -> None:
@@ -21,8 +36,3 @@ def show_findings(title: str, findings: Sequence[Any]) -> None:
     for finding in findings:
         table.add_row(finding.name, Text(finding.verdict, style=_STYLES[finding.verdict]), finding.says)
     Console().print(table)
-
-
-def show_verdict(findings: Sequence[Any]) -> None:
-    wrong = [finding.name for finding in findings if finding.verdict == "wrong"]
-    print_line(f"wrong: {', '.join(wrong)}" if wrong else "no problems found")

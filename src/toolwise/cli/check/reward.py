@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolwise.cli.check.findings import show_findings, show_verdict
+from toolwise.cli.check.findings import report_checks, show_findings
 from toolwise.cli.reward_options import (
     AllowOption,
     KwargsOption,
@@ -18,11 +18,10 @@ from toolwise.cli.reward_options import (
     override_sandbox,
     read_kwargs,
 )
-from toolwise.terminal import print_json, print_line
+from toolwise.terminal import print_line
 
 if TYPE_CHECKING:
     from toolwise.checks.reward.check import RewardCheck
-    from toolwise.checks.reward.findings import Finding
 
 
 def check_reward(
@@ -37,7 +36,7 @@ def check_reward(
     gold: Annotated[
         bool, typer.Option("--gold/--no-gold", help="Check that gold answers score best; skip for shaping rewards.")
     ] = True,
-    gold_form: Annotated[
+    gold_template: Annotated[
         str | None,
         typer.Option(
             help="Template that turns a bare ground truth into an answer, such as 'Answer: {}'.", show_default=False
@@ -56,34 +55,23 @@ def check_reward(
     from toolwise.config.schema import RewardConfig, SandboxConfig
     from toolwise.errors import ConfigError
 
-    if gold_form is not None and "{}" not in gold_form:
-        raise ConfigError(f"--gold-form {gold_form!r}: mark the place of the ground truth with {{}}: 'Answer: {{}}'")
+    if gold_template is not None and "{}" not in gold_template:
+        raise ConfigError(
+            f"--gold-template {gold_template!r}: mark the place of the ground truth with {{}}: 'Answer: {{}}'"
+        )
     sandbox = override_sandbox(SandboxConfig(), tier, timeout_s, memory_mb, read, allow)
     config = RewardConfig(function=reference, kwargs=read_kwargs(kwargs), sandbox=sandbox)
-    result = check(config, read_rollouts(rollouts, step=step, limit=limit), gold=gold, gold_form=gold_form)
-    if as_json:
-        print_json(result.to_json())
-    else:
-        _show(result)
-    if not result.ok:
-        raise typer.Exit(1)
+    result = check(config, read_rollouts(rollouts, step=step, limit=limit), gold=gold, gold_form=gold_template)
+    report_checks([result], result.to_json() if as_json else None, _show)
 
 
 def _show(check: RewardCheck) -> None:
     show_findings(f"{check.reward} ({check.mode}) on {check.rollouts} rollouts of {check.tasks} tasks", check.findings)
     for finding in check.findings:
-        _show_details(finding)
+        if finding.details:  # plain text, so that tracebacks are not wrapped and can be copied
+            lines = [f"  {line}" for detail in finding.details for line in detail.splitlines()]
+            print_line("\n".join([f"\n{finding.name}:", *lines, ""]))
     if check.printed:
         more = f"  … and {check.printed_more:,} more lines" if check.printed_more else ""
         print_line("\n".join(["\noutput of the reward:", *(f"  {line}" for line in check.printed), more]))
     print_line(check.sandbox)
-    show_verdict(check.findings)
-
-
-def _show_details(finding: Finding) -> None:
-    """Print details as plain text, so that tracebacks are not wrapped and can be copied."""
-    if finding.details:
-        print_line(f"\n{finding.name}:")
-        for detail in finding.details:
-            print_line("\n".join(f"  {line}" for line in detail.splitlines()))
-        print_line("")

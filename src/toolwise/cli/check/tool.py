@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from toolwise.cli.check.findings import show_findings, show_verdict
+from toolwise.cli.check.findings import report_checks, show_findings
 from toolwise.errors import ConfigError
-from toolwise.terminal import print_json
 
 
 def check_tool(
@@ -22,7 +21,7 @@ def check_tool(
         list[str] | None,
         typer.Option(help="Arguments of a call to try, as a JSON object; repeatable.", show_default=False),
     ] = None,
-    create: Annotated[str, typer.Option(help="A task's create_kwargs for this tool, as JSON.")] = "{}",
+    create_kwargs: Annotated[str, typer.Option(help="A task's create_kwargs for this tool, as JSON.")] = "{}",
     timeout_s: Annotated[float, typer.Option(min=0.01, help="Timeout of one call, in seconds.")] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -31,17 +30,11 @@ def check_tool(
     from toolwise.tools.catalog import build_tools
 
     calls = [_read_object(text, "--call") for text in call or ()]
-    create_kwargs = _read_object(create, "--create")
+    options = _read_object(create_kwargs, "--create-kwargs")
     tools = build_tools([{"name": reference, **_read_object(config, "--config")}])
-    results = [check(tool, calls=calls, create_kwargs=create_kwargs, timeout_s=timeout_s) for tool in tools.values()]
-    if as_json:
-        print_json([result.to_json() for result in results])
-    else:
-        for result in results:
-            show_findings(result.tool, result.findings)
-            show_verdict(result.findings)
-    if not all(result.ok for result in results):
-        raise typer.Exit(1)
+    results = [check(tool, calls=calls, create_kwargs=options, timeout_s=timeout_s) for tool in tools.values()]
+    data = [result.to_json() for result in results] if as_json else None
+    report_checks(results, data, lambda report: show_findings(report.name, report.findings))
 
 
 def _read_object(text: str, option: str) -> dict[str, Any]:

@@ -1,23 +1,24 @@
 """SFT data for the rooms environment: walks through houses, with thoughts of every level.
 
     python -m toolwise.demo.rooms.demonstrations runs/rooms --count 20000
-    toolwise sft runs/rooms/teach.jsonl --out runs/rooms/taught
+    toolwise sft runs/rooms/teach.jsonl --out runs/rooms/model
 
 The level of each step is random, for easy and hard steps alike: the data trains the format, not when to think.
-An untrained model needs `--lessons` and `--told` walks too.
+An untrained model needs `--lessons` and `--instructed` walks too.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import chain, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, get_args
 
-from toolwise.demo.rooms.house import House, HouseConfig, RoomKind, build_house, draw_map, follow_map
-from toolwise.serialization.json_text import json_text
+from toolwise.data.files import write_rows
+from toolwise.demo.rooms.house import DEFAULT_PLAN, House, HouseConfig, RoomKind, build_house, draw_map, follow_map
 from toolwise.terminal import print_line
 from toolwise.thinking.levels import DEFAULT_LEVELS, Levels, load_levels
 
@@ -36,11 +37,10 @@ def prompt(plan: HouseConfig, levels: Levels | None = None) -> list[dict[str, st
 
 
 def task_rows(
-    indices: Iterable[int], split: str, plan: HouseConfig | None = None, *, levels: Levels | None = None
+    indices: Iterable[int], split: str, plan: HouseConfig = DEFAULT_PLAN, *, levels: Levels | None = None
 ) -> Iterator[dict[str, Any]]:
     """Tasks as dataset rows, one per house."""
-    plan = plan or HouseConfig()
-    changed = {name: value for name, value in _fields(plan).items() if value != _fields(HouseConfig())[name]}
+    changed = {name: value for name, value in asdict(plan).items() if value != getattr(DEFAULT_PLAN, name)}
     for index in indices:
         number = house_number(index, split)
         kwargs: dict[str, Any] = {"house": number} | ({"plan": changed} if changed else {})
@@ -75,12 +75,11 @@ def demonstrations(
     count: int,
     *,
     seed: int = 0,
-    plan: HouseConfig | None = None,
+    plan: HouseConfig = DEFAULT_PLAN,
     levels: Levels = DEFAULT_LEVELS,
     explain: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """`count` SFT conversations, each in its own house."""
-    plan = plan or HouseConfig()
     random = Random(f"levels/{seed}")
     for index in range(count):
         house = build_house(house_number(seed * 1_000_003 + index, "teach"), plan)
@@ -89,14 +88,13 @@ def demonstrations(
 
 
 def instructed_walks(
-    count: int, *, seed: int = 0, plan: HouseConfig | None = None, levels: Levels = DEFAULT_LEVELS
+    count: int, *, seed: int = 0, plan: HouseConfig = DEFAULT_PLAN, levels: Levels = DEFAULT_LEVELS
 ) -> Iterator[dict[str, Any]]:
     """Walks of an agent that follows an instruction: a random level for each kind of room.
 
     Pretrained models follow instructions anyway. A model that never had to look at the room when choosing a level takes
     very long to discover that it can. Which level is worth its tokens is not given away.
     """
-    plan = plan or HouseConfig()
     random = Random(f"told/{seed}")
     for index in range(count):
         house = build_house(house_number(seed * 1_000_003 + index, "teach"), plan)
@@ -108,13 +106,12 @@ def instructed_walks(
 
 
 def lessons(
-    count: int, *, seed: int = 0, plan: HouseConfig | None = None, questions: int = 3
+    count: int, *, seed: int = 0, plan: HouseConfig = DEFAULT_PLAN, questions: int = 3
 ) -> Iterator[dict[str, Any]]:
     """SFT examples of reading a map, which pretrained models already can: no levels, no houses, no actions.
 
     A walk contains only a few map look-ups, so without these a small model takes very long to learn them.
     """
-    plan = plan or HouseConfig()
     random = Random(f"lessons/{seed}")
     for _ in range(count):
         next_mark, text = draw_map(plan.marks, random)
@@ -127,23 +124,14 @@ def lessons(
         yield {"messages": messages}
 
 
-def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(json_text(row) + "\n" for row in rows)
-    return path
-
-
-def _fields(plan: HouseConfig) -> dict[str, int]:
-    return {name: getattr(plan, name) for name in ("halls", "doors", "locks", "marks", "hops")}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for teach.jsonl, train.jsonl and heldout.jsonl")
     parser.add_argument("--count", type=int, default=20_000, help="SFT conversations")
     parser.add_argument("--lessons", type=int, default=0, help="extra map-reading examples, for an untrained model")
-    parser.add_argument("--told", type=int, default=0, help="extra walks with given levels, for an untrained model")
+    parser.add_argument(
+        "--instructed", "--told", type=int, default=0, help="extra walks with given levels (for the same)"
+    )
     parser.add_argument("--tasks", type=int, default=2000, help="training tasks; half this number is held out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--levels", type=Path, help="template file to use instead of thinking/levels.toml")
@@ -152,13 +140,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     levels = load_levels(args.levels) if args.levels else DEFAULT_LEVELS
     explained = levels if args.explain else None
     walks = demonstrations(args.count, seed=args.seed, levels=levels, explain=args.explain)
-    instructed = instructed_walks(args.told, seed=args.seed, levels=levels)
+    instructed = instructed_walks(args.instructed, seed=args.seed, levels=levels)
     for name, rows in (
         ("teach", chain(walks, lessons(args.lessons, seed=args.seed), instructed)),
         ("train", task_rows(range(args.tasks), "train", levels=explained)),
         ("heldout", task_rows(range(args.tasks // 2), "heldout", levels=explained)),
     ):
-        print_line(write_rows(args.out / f"{name}.jsonl", rows))
+        path = args.out / f"{name}.jsonl"
+        write_rows(list(rows), path)
+        print_line(path)
 
 
 if __name__ == "__main__":

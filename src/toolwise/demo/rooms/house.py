@@ -76,9 +76,11 @@ class HouseConfig:
         return 1 + self.halls + self.doors + 2 * self.locks
 
 
-def build_house(seed: int, plan: HouseConfig | None = None) -> House:
+DEFAULT_PLAN = HouseConfig()
+
+
+def build_house(seed: int, plan: HouseConfig = DEFAULT_PLAN) -> House:
     """Build the house of a seed; deterministic."""
-    plan = plan or HouseConfig()
     random = Random(f"house/{seed}")
     next_mark, map_text = draw_map(plan.marks, random)
     starts = random.sample(range(1, plan.marks + 1), min(plan.halls, plan.marks))

@@ -13,16 +13,15 @@ from toolwise.protocols import GenerationEngine, ModelPolicy, PrefixEngine
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.routing.actions import ROUTES
 from toolwise.routing.budget import Budgets
-from toolwise.routing.cost import Cost, build_cost, tool_prices
-from toolwise.routing.families import Family, offered_tools
+from toolwise.routing.cost import build_cost
+from toolwise.routing.families import offered_tools
 from toolwise.routing.head.features import engine_encoder, feature_width
 from toolwise.routing.head.head import HeadSettings, RouterHead
-from toolwise.routing.head.learner import RouterLearner, RouterSettings
+from toolwise.routing.head.learner import RouterLearner
 from toolwise.routing.head.predictor import Encode, HeadPredictor
 from toolwise.routing.inference_router import InferenceRouter
 from toolwise.routing.learned_router import LearnedRouter, target_of
 from toolwise.routing.options import Conditioning
-from toolwise.routing.prompt_templates import load_wording
 from toolwise.tools.base import BaseTool
 from toolwise.types import Task
 
@@ -39,37 +38,10 @@ def build_head(config: RunConfig, model: Any) -> RouterHead:
         HeadSettings(
             width=feature_width(model, router.layers),
             routes=tuple(str(route) for route in ROUTES),
-            mode=router.mode,
-            hidden=router.hidden,
-            pool=router.pool,
-            layers=tuple(router.layers),
             units=tuple(budget.unit for budget in router.budgets),
-            temperature=router.temperature,
             seed=config.seed,
+            **router.model_dump(include={*HeadSettings.model_fields} - {"routes"}),  # router.routes: how they are drawn
         )
-    )
-
-
-def router_settings(config: RunConfig) -> RouterSettings:
-    router = config.router
-    return RouterSettings(
-        lr=router.lr,
-        lr_schedule=router.lr_schedule,
-        warmup_steps=router.warmup_steps,
-        schedule_steps=config.trainer.total_steps,
-        min_lr_ratio=router.min_lr_ratio,
-        weight_decay=router.weight_decay,
-        max_grad_norm=router.max_grad_norm,
-        spike_factor=None,
-        epochs=router.epochs,
-        clip=router.clip_ratio,
-        entropy_coef=router.entropy_coef,
-        entropy_final=router.entropy_coef / 10 if router.entropy_final is None else router.entropy_final,
-        average_last=router.average_last,
-        label_coef=router.label_coef,
-        backbone=router.backbone,
-        top_layers=router.top_layers,
-        micro_batch_tokens=config.actor.micro_batch_tokens,
     )
 
 
@@ -88,8 +60,8 @@ def build_inference_router(
         prompt_of=lambda task: original_prompt(policy.chat, task, tools),
         tools=tools,
         budgets=Budgets(router.budgets),
-        cost=cost_from_config(config, tools),
-        conditioning=conditioning_from_config(config),
+        cost=build_cost(router, tools),
+        conditioning=Conditioning(router),
         training=router,
         seed=config.seed,
     )
@@ -102,7 +74,7 @@ def build_router_learner(
     return RouterLearner(
         model,
         head,
-        router_settings(config),
+        config,
         optimizer=actor_optimizer if config.router.optimizer == "actor" else None,
         encode=encode,
         on_trunk_update=actor_optimizer.sync_masters,
@@ -138,26 +110,6 @@ def original_prompt(chat: ChatTokenizer, task: Task, tools: Mapping[str, BaseToo
     if task.prompt_ids is not None:
         return task.prompt_ids
     return chat.start(task.prompt, [tool_spec(tool, task) for tool in offered_tools(task, tools).values()] or None)
-
-
-def conditioning_from_config(config: RunConfig) -> Conditioning:
-    router = config.router
-    return Conditioning(
-        style=router.style,
-        mode=router.conditioning,
-        hard=router.hard,
-        wording=load_wording(router.wording or None),
-        families={name: Family.parse(family) for name, family in router.families.items()},
-    )
-
-
-def cost_from_config(config: RunConfig, tools: Mapping[str, BaseTool]) -> Cost:
-    router = config.router
-    if router.cost == "tools":
-        if router.cost_kwargs:
-            raise ConfigError('router.cost is "tools", which uses the prices of the tools: remove router.cost_kwargs')
-        return tool_prices(tools)
-    return build_cost(router.cost, **router.cost_kwargs)
 
 
 def check_router(config: RunConfig, tasks: Sequence[Task]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from toolwise.errors import ModelError
 from toolwise.learner.forward import can_share_prefixes, hidden_states
-from toolwise.learner.packing import pack
+from toolwise.learner.packing import micro_batches
 from toolwise.models.weight_sharing import shared_copy
 
 Pool = Literal["last", "mean"]
@@ -44,7 +45,7 @@ def prompt_features(
     """[prompts, width] in fp32. Prompts are packed without padding; shared prefixes are computed once."""
     rows = [prompt_row(prompt, pool) for prompt in prompts]
     sums: Tensor | None = None
-    for packed in pack(rows, max_tokens, share_prefixes=can_share_prefixes(model), device=model.device):
+    for packed in micro_batches(rows, max_tokens, share_prefixes=can_share_prefixes(model), device=model.device):
         states = _layer_states(model, packed, layers)[packed.source].float()
         if sums is None:
             sums = states.new_zeros(len(rows), states.shape[1])
@@ -98,14 +99,11 @@ def _capture_layers(trunk: Any, layers: Sequence[int]) -> dict[int, Tensor]:
     `trunk` must be a copy that nothing else runs."""
     outputs: dict[int, Tensor] = {}
 
-    def add_hook(layer: int) -> None:
-        def store(module: Any, inputs: Any, output: Any) -> None:
-            outputs[layer] = output[0] if isinstance(output, tuple) else output
-
-        block = trunk.layers[layer]
-        block._forward_hooks = block._forward_hooks.copy()  # otherwise shared with the original model
-        block.register_forward_hook(store)
+    def store(layer: int, module: Any, inputs: Any, output: Any) -> None:
+        outputs[layer] = output[0] if isinstance(output, tuple) else output
 
     for layer in layers:
-        add_hook(layer)
+        block = trunk.layers[layer]
+        block._forward_hooks = block._forward_hooks.copy()  # otherwise shared with the original model
+        block.register_forward_hook(partial(store, layer))
     return outputs

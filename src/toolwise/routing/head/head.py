@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from toolwise.config.loader import Section
 from toolwise.errors import CheckpointError
 from toolwise.routing.head import ROUTER_METADATA_FILE, ROUTER_WEIGHTS_FILE
 from toolwise.routing.samples import RoutePrediction
@@ -23,24 +23,20 @@ from toolwise.serialization.json_text import json_text
 FORMAT = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadSettings:
-    """The architecture of a head; saved with its weights."""
+class HeadSettings(Section):
+    """The architecture of a head, saved with its weights: options of `[router]` by the same name, and what the model
+    and the budgets add."""
 
     width: int
     """Width of the features: the trunk's hidden size × number of layers."""
     routes: tuple[str, ...]
     mode: Literal["policy", "value"] = "policy"
     hidden: int = 0
-    """Width of the hidden layer; 0: linear head."""
     pool: Literal["last", "mean"] = "last"
-    """Prompt feature: the state of its last token, or the mean over all tokens."""
     layers: tuple[int, ...] = (-1,)
-    """Layers whose states are concatenated; -1 is the last one, after the trunk's norm."""
     units: tuple[str, ...] = ("cost",)
     """value mode: the costs that are predicted in addition to the reward."""
     temperature: float = 0.05
-    """value mode: softmax temperature when routes are sampled."""
     seed: int = 0
 
 
@@ -106,7 +102,7 @@ def save_head(head: RouterHead, folder: Path, metadata: dict[str, Any] | None = 
         {name: weight.detach().cpu().contiguous() for name, weight in head.state_dict().items()},
         folder / ROUTER_WEIGHTS_FILE,
     )
-    record = {"format": FORMAT, "head": asdict(head.settings)} | (metadata or {})
+    record = {"format": FORMAT, "head": head.settings.model_dump()} | (metadata or {})
     (folder / ROUTER_METADATA_FILE).write_text(json_text(record, indent=2) + "\n", encoding="utf-8")
 
 
@@ -121,8 +117,7 @@ def load_head(folder: Path) -> tuple[RouterHead, dict[str, Any]]:
             raise CheckpointError(
                 f"{folder / ROUTER_METADATA_FILE} has format {record['format']}, but this version reads {FORMAT}"
             )
-        settings: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in record["head"].items()}
-        head = RouterHead(HeadSettings(**settings))
+        head = RouterHead(HeadSettings.model_validate(record["head"]))
         head.load_state_dict(load_file(folder / ROUTER_WEIGHTS_FILE))
     except FileNotFoundError:
         raise CheckpointError(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolwise.learner.optimizer import Optimizer, OptimizerSettings
+from toolwise.config.schema import RunConfig
+from toolwise.learner.optimizer import Optimizer
 from toolwise.protocols import Metrics
 from toolwise.routing.head.batch import RouterBatch
 from toolwise.routing.head.head import RouterHead, save_head
@@ -32,26 +32,6 @@ from toolwise.routing.head.predictor import Encode, HeadPredictor
 from toolwise.routing.samples import RoutePrediction, RouterExample
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterSettings(OptimizerSettings):
-    """Training settings of the head."""
-
-    lr: float = 1e-3
-    epochs: int = 1
-    clip: float = 0.2
-    """PPO clip ratio; used with more than one epoch."""
-    entropy_coef: float = 0.1
-    entropy_final: float | None = None
-    """Linear target of `entropy_coef` at `schedule_steps`; None: constant."""
-    average_last: float = 0.0
-    """The last share of `schedule_steps` over which heads are averaged into the one that is saved."""
-    label_coef: float = 0.0
-    backbone: Literal["frozen", "top", "full"] = "frozen"
-    top_layers: int = 1
-    micro_batch_tokens: int = 16_384
-    """Prompt tokens per forward pass (and backward pass, if the trunk is trained)."""
-
-
 class RouterLearner(HeadPredictor):
     """`optimizer` is the actor's if the head shares it; `on_trunk_update` is called after weights of the trunk have
     changed."""
@@ -60,18 +40,21 @@ class RouterLearner(HeadPredictor):
         self,
         model: Any,
         head: RouterHead,
-        settings: RouterSettings,
+        config: RunConfig,
         *,
         optimizer: Optimizer | None = None,
         encode: Encode | None = None,
         on_trunk_update: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(model, head, micro_batch_tokens=settings.micro_batch_tokens, encode=encode)
-        self.settings = settings
-        self.trunk = trunk_weights(model, settings.backbone, settings.top_layers)
+        super().__init__(model, head, micro_batch_tokens=config.actor.micro_batch_tokens, encode=encode)
+        router = self.config = config.router
+        self.total_steps = config.trainer.total_steps
+        self.trunk = trunk_weights(model, router.backbone, router.top_layers)
         parameters = [*self.head.parameters(), *self.trunk]
         self.shares_optimizer = optimizer is not None
-        self.optimizer = Optimizer(parameters, settings, owner="router") if optimizer is None else optimizer
+        self.optimizer = optimizer or Optimizer(
+            parameters, router, total_steps=self.total_steps, min_lr_ratio=router.min_lr_ratio, owner="router"
+        )
         self.on_trunk_update = on_trunk_update
         self.updates = 0
 
@@ -80,15 +63,15 @@ class RouterLearner(HeadPredictor):
         self.updates += 1
         if not examples:
             return {"router/updates": 0.0}
-        s = self.settings
+        config = self.config
         batch = RouterBatch.of(examples, self.head.out.weight)
-        metrics = {"router/updates": float(s.epochs), "router/lr": self.optimizer.learning_rate(self.updates)}
+        metrics = {"router/updates": float(config.epochs), "router/lr": self.optimizer.learning_rate(self.updates)}
         metrics |= self._calibration_metrics(batch)
         sums: dict[str, float] = {}
-        for _ in range(s.epochs):
+        for _ in range(config.epochs):
             for name, value in self._step(batch, multipliers).items():
-                sums[name] = sums.get(name, 0.0) + value / s.epochs
-        if s.average_last > 0 and self.updates > s.schedule_steps * (1.0 - s.average_last):
+                sums[name] = sums.get(name, 0.0) + value / config.epochs
+        if config.average_last > 0 and self.updates > self.total_steps * (1.0 - config.average_last):
             self.average.add(self.head, multipliers)
         else:
             self.average.reset()  # the run was extended after it had ended
@@ -120,13 +103,13 @@ class RouterLearner(HeadPredictor):
 
     def _prompts_per_part(self, batch: RouterBatch) -> int:
         longest = max(len(example.prediction.head_inputs[0]) for example in batch.examples)
-        return max(1, self.settings.micro_batch_tokens // max(1, longest))
+        return max(1, self.micro_batch_tokens // max(1, longest))
 
     def _loss(
         self, part: RouterBatch, batch: RouterBatch, multipliers: Sequence[float], only_labels: bool
     ) -> tuple[Tensor, Metrics]:
         """The loss of a part of the batch; the parts add up to the mean over the batch."""
-        s = self.settings
+        config = self.config
         outputs = self.head(self._features(part))
         prompts, rollouts = len(batch.examples), max(1, len(batch.actions))
         if self.head.settings.mode == "value" and not only_labels:
@@ -139,7 +122,7 @@ class RouterLearner(HeadPredictor):
         supervised = label_loss(logits, part.labels) / labelled
         if only_labels:
             return supervised, {"label_loss": float(supervised.detach())}
-        clip = s.clip if s.epochs > 1 else None
+        clip = config.clip_ratio if config.epochs > 1 else None
         if part.advantages is not None:
             policy = expected_loss(logits, part.advantages, part.has_advantage, part.old_logprobs, clip=clip) / prompts
         else:
@@ -148,7 +131,7 @@ class RouterLearner(HeadPredictor):
                 sampled_loss(logits, part.prompt_index, part.actions, part.sampled_advantages, old, clip=clip)
                 / rollouts
             )
-        loss = policy - self.entropy_coef * entropy + s.label_coef * supervised
+        loss = policy - self.entropy_coef * entropy + config.label_coef * supervised
         metrics = {"loss": float(policy.detach()), "entropy": float(entropy.detach())}
         if bool((batch.labels != NO_LABEL).any()):
             metrics["label_loss"] = float(supervised.detach())
@@ -169,11 +152,8 @@ class RouterLearner(HeadPredictor):
 
     @property
     def entropy_coef(self) -> float:
-        s = self.settings
-        if s.entropy_final is None:
-            return s.entropy_coef
-        progress = min(1.0, self.updates / max(1, s.schedule_steps))
-        return s.entropy_coef + (s.entropy_final - s.entropy_coef) * progress
+        start, end = self.config.entropy_coef, self.config.final_entropy_coef
+        return start + (end - start) * min(1.0, self.updates / self.total_steps)
 
     def _features(self, part: RouterBatch) -> Tensor:
         inputs = [example.prediction.head_inputs for example in part.examples]

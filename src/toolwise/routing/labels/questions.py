@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from toolwise.errors import ToolwiseError
 from toolwise.policies.openai.server_errors import ServerError
@@ -14,6 +14,7 @@ from toolwise.routing.actions import Target, parse_target
 from toolwise.routing.families import Family
 from toolwise.types import Task
 
+T = TypeVar("T")
 MAX_CHARS = 12_000
 """Limit for a row's conversation and for its ground truth; longer text is truncated in the middle."""
 
@@ -62,19 +63,19 @@ def _truncate_middle(text: str) -> str:
 
 
 def read_family(body: Any, headers: Mapping[str, str]) -> Family:
-    value = _json_value(body, "family")
-    try:
-        return Family.parse(value if isinstance(value, str) else "")
-    except ToolwiseError:
-        raise _bad_reply(f"it has no family but {value!r:.60}") from None
+    return _read(body, "family", Family.parse)
 
 
 def read_target(body: Any, headers: Mapping[str, str]) -> Target:
-    value = _json_value(body, "router_target_action")
+    return _read(body, "router_target_action", parse_target)
+
+
+def _read(body: Any, key: str, parse: Callable[[str], T]) -> T:
+    value = _json_value(body, key)
     try:
-        return parse_target(value if isinstance(value, str) else "")
+        return parse(value if isinstance(value, str) else "")
     except ToolwiseError:
-        raise _bad_reply(f"it has no route but {value!r:.60}") from None
+        raise _bad_reply(f"its {key!r} is {value!r:.60}") from None
 
 
 MAX_STARTS = 200

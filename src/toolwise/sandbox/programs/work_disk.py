@@ -20,7 +20,7 @@ from toolwise.sandbox.programs.copies import (
     folder_state,
     wait_for_clock_tick,
 )
-from toolwise.sandbox.scratch import FOLDER_FLAGS, empty_folder, opened
+from toolwise.sandbox.scratch import FOLDER_FLAGS, REMOVE_S, empty_folder, opened
 
 
 class WorkDisk:
@@ -89,7 +89,7 @@ class WorkDisk:
                 reason = f"it filled its folder: {fault}"
             except OSError as fault:
                 raise SandboxError(f"cannot copy back the files of a program: {fault}") from None
-            if reason and not empty_folder(outside):
+            if reason and not empty_folder(outside, REMOVE_S):  # it may have made ten thousands of files
                 raise SandboxError(f"{self._folders[0]} cannot be emptied")
         return reason
 

@@ -1,9 +1,8 @@
 """Detects runs that cannot learn, before and during the first steps; each finding has a cause and a fix."""
 
-from toolwise.training.diagnosis.display import show_changes
-from toolwise.training.diagnosis.finding import Finding
-from toolwise.training.diagnosis.monitor import Diagnosis, FindingChanges
+from toolwise.training.diagnosis.monitor import Diagnosis, FindingChanges, finding_to_json
 from toolwise.training.diagnosis.startup import check_routable, evaluation_findings, startup_findings
+from toolwise.types.findings import Finding
 
 __all__ = [
     "Diagnosis",
@@ -11,6 +10,6 @@ __all__ = [
     "FindingChanges",
     "check_routable",
     "evaluation_findings",
-    "show_changes",
+    "finding_to_json",
     "startup_findings",
 ]

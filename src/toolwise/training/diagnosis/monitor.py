@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from toolwise.config.schema import RunConfig
-from toolwise.training.diagnosis.finding import Finding
+from toolwise.protocols import AdvantageEstimator
 from toolwise.training.diagnosis.symptoms import FIRST_STEPS, SYMPTOMS, prompt_too_long
 from toolwise.training.diagnosis.weights import UNCHANGED_STEPS_LIMIT, explain_unchanged
 from toolwise.types import ScoredRollout
+from toolwise.types.findings import Finding
 
 WEIGHTS_UNCHANGED = "weights_unchanged"
 _UNKNOWN = (
@@ -63,6 +64,7 @@ class Diagnosis:
     def after_step(
         self,
         config: RunConfig,
+        estimator: AdvantageEstimator,
         step: int,
         scored: Sequence[ScoredRollout],
         metrics: Mapping[str, float],
@@ -76,7 +78,7 @@ class Diagnosis:
         for symptom in SYMPTOMS:
             if symptom.kind in self.healthy:
                 continue
-            evidence = symptom.evidence(scored, config)
+            evidence = symptom.evidence(scored, config, estimator)
             if evidence is not None and symptom.kind in self.evidence:
                 evidence = symptom.combine(self.evidence[symptom.kind], evidence)
             if evidence is None:
@@ -85,8 +87,9 @@ class Diagnosis:
                 continue
             self.evidence[symptom.kind] = evidence
             if self.steps == FIRST_STEPS:
-                findings = [finding for finding in findings if finding is None or finding.kind not in symptom.hides]
-                findings.append(Finding(symptom.kind, *symptom.explain(evidence, self.rollouts, config), step))
+                findings = [finding for finding in findings if finding is None or finding.name not in symptom.hides]
+                cause, cure = symptom.explain(evidence, self.rollouts, config)
+                findings.append(Finding(symptom.kind, "warning", cause, cure=cure, step=step))
         if self.updated is False:
             if metrics.get("actor/update_norm") and checksum() != self.weights:
                 self.updated, self.weights, self.why = True, "", []
@@ -108,9 +111,10 @@ class Diagnosis:
         return self._changes_from(self._unchanged(step) if self.updated is False and self.steps else None)
 
     def _unchanged(self, step: int) -> Finding:
-        cause, fix = self.why or _UNKNOWN
+        cause, cure = self.why or _UNKNOWN
         steps = f"{self.steps} steps" if self.steps != 1 else "1 step"
-        return Finding(WEIGHTS_UNCHANGED, f"No weight of the actor has changed in {steps}: {cause}", fix, step)
+        says = f"No weight of the actor has changed in {steps}: {cause}"
+        return Finding(WEIGHTS_UNCHANGED, "warning", says, cure=cure, step=step)
 
     def _dropped(self) -> str:
         """The start of a sentence, such as `all 40 groups were`."""
@@ -124,21 +128,29 @@ class Diagnosis:
 
     def _add(self, finding: Finding) -> bool:
         """Add `finding` unless there is one of its kind; return whether it was added."""
-        if any(other.kind == finding.kind for other in self.findings):
+        if any(other.name == finding.name for other in self.findings):
             return False
         self.findings.append(finding)
         return True
 
     def _withdraw(self, kind: str) -> list[Finding]:
-        withdrawn = [finding for finding in self.findings if finding.kind == kind]
-        self.findings = [finding for finding in self.findings if finding.kind != kind]
+        withdrawn = [finding for finding in self.findings if finding.name == kind]
+        self.findings = [finding for finding in self.findings if finding.name != kind]
         return withdrawn
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"findings": [finding_to_json(finding) for finding in self.findings]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for item in fields(self):
             if item.name in state:
                 setattr(self, item.name, state[item.name])
-        self.findings = [Finding.from_json(finding) for finding in state.get("findings", [])]
+        self.findings = [
+            Finding(stored["kind"], "warning", stored["cause"], cure=stored["cure"], step=stored["step"])
+            for stored in state.get("findings", [])
+        ]
+
+
+def finding_to_json(finding: Finding) -> dict[str, Any]:
+    """A finding about a run as checkpoints, summary.json and diagnosis.json store it."""
+    return {"kind": finding.name, "cause": finding.says, "cure": finding.cure, "step": finding.step}

@@ -14,9 +14,9 @@ from toolwise.rewards.function import Reward
 from toolwise.routing.families import Family
 from toolwise.routing.options import Conditioning
 from toolwise.tools.base import BaseTool
-from toolwise.training.diagnosis.finding import Finding
 from toolwise.training.diagnosis.symptoms import prompt_too_long
 from toolwise.types import ScoredRollout, Task
+from toolwise.types.findings import Finding
 
 ANSWER_WORDS = frozenset(
     {"answer", "answers", "expected", "gold", "golden", "gt", "label", "labels", "reference"}
@@ -37,7 +37,7 @@ def startup_findings(
     findings = [_no_ground_truth(rewards, train, "training"), _no_ground_truth(rewards, held_out, "held-out")]
     if config.router.enable:
         findings.append(_one_family(config, tools, train))
-    by_kind = {finding.kind: finding for finding in reversed(findings) if finding is not None}
+    by_kind = {finding.name: finding for finding in reversed(findings) if finding is not None}
     return list(by_kind.values())
 
 
@@ -67,7 +67,7 @@ def check_routable(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequ
 
 def _families(config: RunConfig, tools: Mapping[str, BaseTool], task: Task) -> dict[str, Family]:
     offered = tools if config.multi_turn.enable else {}
-    return Conditioning(families=config.router.families).families_of(task, offered)
+    return Conditioning(config.router).families_of(task, offered)
 
 
 def _one_family(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> Finding | None:
@@ -91,7 +91,8 @@ def _one_family(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequenc
         else f'Set the families: router.families = {{ {next(iter(names))} = "{other.value}" }}, or '
         f'@toolwise.tool(family="{other.value}")'
     )
-    return Finding("one_family", f"All tools ({_join_names(names)}) are of the family {family.value}: {same}", fix, 0)
+    says = f"All tools ({_join_names(names)}) are of the family {family.value}: {same}"
+    return Finding("one_family", "warning", says, cure=fix)
 
 
 def _no_ground_truth(rewards: CompositeReward, tasks: Sequence[Task], which: str) -> Finding | None:
@@ -114,13 +115,13 @@ def _no_ground_truth(rewards: CompositeReward, tasks: Sequence[Task], which: str
     available = ", ".join(["prompt", *columns, *(f"extra_info.{name}" for name in inner)])
     return Finding(
         "no_ground_truth",
+        "warning",
         f"ground_truth is None on all {len(tasks)} {which} rows, but {readers[0].name} takes it; the columns are: "
         f"{available}",
-        f"Rename the column {likely[0]} to ground_truth, or let the reward take it by name: "
+        cure=f"Rename the column {likely[0]} to ground_truth, or let the reward take it by name: "
         f"def score(messages, ground_truth, {likely[0].removeprefix('extra_info.')})"
         if not likely[0].startswith("extra_info.")
         else f"Move {likely[0]} to a column ground_truth",
-        0,
     )
 
 

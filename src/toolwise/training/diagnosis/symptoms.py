@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from toolwise.advantages.step_rewards import REWARD_SETTINGS, total_rewards
+from toolwise.advantages import ESTIMATORS
+from toolwise.advantages.step_rewards import totals_before_costs
 from toolwise.config.schema import RunConfig
-from toolwise.training.diagnosis.finding import Finding
+from toolwise.protocols import AdvantageEstimator
 from toolwise.types import Rollout, ScoredRollout, StopReason
+from toolwise.types.findings import Finding
 
 FIRST_STEPS = 3
 """A symptom that all of the first `FIRST_STEPS` steps show is a finding."""
@@ -25,7 +27,7 @@ class Symptom:
     """`evidence` checks one step and returns None if it is healthy; `explain` describes the common evidence."""
 
     kind: str
-    evidence: Callable[[Sequence[ScoredRollout], RunConfig], str | None]
+    evidence: Callable[[Sequence[ScoredRollout], RunConfig, AdvantageEstimator], str | None]
     explain: Callable[[str, int, RunConfig], tuple[str, str]]
     """(evidence, rollouts so far, config) -> cause, fix"""
     combine: Callable[[str, str], str | None] = lambda before, now: before if before == now else None
@@ -34,12 +36,12 @@ class Symptom:
     """Symptoms that are only consequences of this one."""
 
 
-def _equal_rewards(scored: Sequence[ScoredRollout], config: RunConfig) -> str | None:
+def _equal_rewards(scored: Sequence[ScoredRollout], config: RunConfig, estimator: AdvantageEstimator) -> str | None:
     """Compares rewards as the estimator does: with the default step reward and the penalty for invalid actions."""
     counted = [s for s in scored if s.trainable]
-    if len(counted) < 2 or _can_learn_from_equal_rewards(config, counted[0].score):
+    if len(counted) < 2 or _can_learn_from_equal_rewards(config, estimator, counted[0].score):
         return None
-    totals = total_rewards(counted, **{name: getattr(config.algorithm, name) for name in REWARD_SETTINGS}).tolist()
+    totals = totals_before_costs(counted, estimator.rewards).tolist()
     rewards = {
         (s.score, total, *(step.base_reward for step in s.steps if step.base_reward is not None))
         for s, total in zip(counted, totals, strict=True)
@@ -47,12 +49,14 @@ def _equal_rewards(scored: Sequence[ScoredRollout], config: RunConfig) -> str | 
     return repr(counted[0].score) if len(rewards) == 1 else None
 
 
-def _can_learn_from_equal_rewards(config: RunConfig, score: float) -> bool:
+def _can_learn_from_equal_rewards(config: RunConfig, estimator: AdvantageEstimator, score: float) -> bool:
     """Whether there is something to learn even if all rewards equal `score`: the cost or labels of routes, if only the
-    router is trained; else the cost of thinking, or the value of a thinking level."""
+    router is trained; else the cost of thinking, the value of a thinking level, or what a user's estimator finds."""
     router, algorithm, rlvcr = config.router, config.algorithm, config.algorithm.rlvcr
     if not router.train_actor:
         return bool(router.budgets) or router.label_coef > 0.0
+    if algorithm.adv_estimator not in ESTIMATORS and estimator.learns_from_equal_scores(score):
+        return True
     if not rlvcr.enable:
         return False
     if rlvcr.price_rollouts and (rlvcr.budget.price > 0.0 or rlvcr.budget.limit is not None):
@@ -71,7 +75,7 @@ def _explain_equal_rewards(score: str, rollouts: int, config: RunConfig) -> tupl
     )
 
 
-def _cut(scored: Sequence[ScoredRollout], _: RunConfig) -> str | None:
+def _cut(scored: Sequence[ScoredRollout], *_: object) -> str | None:
     acted = [s.rollout for s in scored if s.rollout.steps]
     return "cut" if acted and sum(map(_hit_length_limit, acted)) >= NEARLY_ALL * len(acted) else None
 
@@ -89,7 +93,7 @@ def _explain_cut(_: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
     )
 
 
-def _faults(scored: Sequence[ScoredRollout], _: RunConfig) -> str | None:
+def _faults(scored: Sequence[ScoredRollout], *_: object) -> str | None:
     """The most frequent fault, if all episodes, or all that used a tool, ended with one."""
     fault_reasons = (StopReason.POLICY_FAULT, StopReason.ENV_FAULT)
     users = [s.rollout for s in scored if _used_tool(s.rollout)]
@@ -140,9 +144,10 @@ def prompt_too_long(scored: Sequence[ScoredRollout], what: str, step: int) -> Fi
     tasks = len({r.task.task_id for r in bad}), len({s.rollout.task.task_id for s in scored})
     return Finding(
         "prompt_too_long",
+        "warning",
         f"{len(bad)} of {len(scored)} rollouts of {what} ({tasks[0]} of {tasks[1]} tasks) sampled nothing and have no "
         f"score: {(bad[0].fault or 'the prompt does not fit the context').partition(': shorten')[0]} "
         f"(task {bad[0].task.task_id})",
-        "Shorten or drop such prompts, lower rollout.max_new_tokens, or use a model with a longer context",
-        step,
+        cure="Shorten or drop such prompts, lower rollout.max_new_tokens, or use a model with a longer context",
+        step=step,
     )

@@ -17,8 +17,8 @@ from rich.text import Text
 from toolwise.protocols import Callback, Tracker
 from toolwise.terminal import write_line
 from toolwise.terminal.display import Console, Live
-from toolwise.training.records import rollout_record
-from toolwise.training.trackers.conversation import clean_text, conversation_turns, is_correct, shorten
+from toolwise.training.records import RolloutRecord
+from toolwise.training.trackers.conversation import clean_text, conversation_turns, shorten
 from toolwise.training.trackers.route_text import budget_metric, format_shares, route_shares, share_bar
 from toolwise.types import StepEvent
 
@@ -113,10 +113,9 @@ class ConsoleTracker(Tracker, Callback):
 
     def on_step(self, event: StepEvent) -> None:
         for scored in event.rollouts[:1]:
-            self.show_rollout(rollout_record(scored))
+            self.show_rollout(RolloutRecord.of(scored))
 
-    def show_rollout(self, record: Mapping[str, Any]) -> None:
-        """Show one rollout, given as a record of rollouts/*.jsonl."""
+    def show_rollout(self, record: RolloutRecord) -> None:
         now = time.monotonic()
         if not self._show_rollouts:
             return
@@ -278,24 +277,21 @@ def _training_value(name: str, metrics: Mapping[str, Any], names: Sequence[str])
     return _first_metric(metrics, names)
 
 
-def show_record(console: Console, record: Mapping[str, Any]) -> None:
-    """Print one rollout, given as a record of rollouts/*.jsonl."""
+def show_record(console: Console, record: RolloutRecord) -> None:
     console.print(_rollout_panel(record))
 
 
-def _rollout_head(record: Mapping[str, Any]) -> str:
-    mark = {True: "✓ ", False: "✗ ", None: ""}[is_correct(record)]
-    parts = [f"{mark}score {format_metric('score', record.get('score'))}"]
-    if isinstance(record.get("cost"), int | float):
-        parts.append(f"cost {record['cost']:g}")
-    parts += [clean_text(record[key]) for key in ("kind", "stop_reason") if record.get(key)]
+def _rollout_head(record: RolloutRecord) -> str:
+    mark = {True: "✓ ", False: "✗ ", None: ""}[record.correct]
+    parts = [f"{mark}score {format_metric('score', record.score)}"]
+    parts += [f"cost {record.cost:g}"] if record.cost is not None else []
+    parts += [clean_text(text) for text in (record.kind, record.stop_reason) if text]
     return " · ".join(shorten(part, 40) for part in parts)
 
 
-def rollout_lines(record: Mapping[str, Any], limit: int) -> list[tuple[str, str, str]]:
+def rollout_lines(record: RolloutRecord, limit: int) -> list[tuple[str, str, str]]:
     """(label, line, style) per turn, without the system prompt and the middle of long conversations."""
-    messages = record.get("messages")
-    turns = [t for t in conversation_turns(messages if isinstance(messages, list) else None) if t.kind != "system"]
+    turns = [turn for turn in conversation_turns(record.messages) if turn.kind != "system"]
     labels = {"assistant": "says", "result": "gets", "call": "calls", "user": "user"}
     lines = [(labels[t.kind], shorten(t.text, limit), _STYLES[t.kind]) for t in turns]
     if len(lines) <= 8:
@@ -303,11 +299,11 @@ def rollout_lines(record: Mapping[str, Any], limit: int) -> list[tuple[str, str,
     return [*lines[:4], ("", f"… {len(lines) - 8} more …", "dim"), *lines[-4:]]
 
 
-def _rollout_panel(record: Mapping[str, Any]) -> RenderableType:
+def _rollout_panel(record: RolloutRecord) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for label, text, style in rollout_lines(record, 220):
         grid.add_row(Text(label, style="dim"), Text(text, style=style))
-    colour = {True: "green", False: "red", None: "blue"}[is_correct(record)]
+    colour = {True: "green", False: "red", None: "blue"}[record.correct]
     return Panel(grid, title=Text(_rollout_head(record), style=colour), title_align="left", border_style=colour)

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from toolwise.protocols import Callback, Tracker
 from toolwise.types import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
-from toolwise.untrusted.user_code import as_exception, describe
+from toolwise.untrusted.user_code import as_exception, describe, user_location
 
 log = logging.getLogger("toolwise.training.trackers")
 
@@ -42,7 +42,7 @@ class Containment:
             result = method(*args, **kwargs)
             _check_result(name, result)
         except BaseException as fault:
-            self._count(name, f"{describe(as_exception(fault))}{_location(fault)}")
+            self._count(name, f"{describe(as_exception(fault))}{user_location(fault)}")
             return None
         self._in_a_row[name] = 0
         return result
@@ -129,15 +129,3 @@ def _check_result(method: str, result: object) -> None:
         raise TypeError(f"{method} is a coroutine; use a plain def")
     if method.startswith("on_") and result is not None and not isinstance(result, Stop):
         raise TypeError(f"{method} returned a {type(result).__name__}; return None, or Stop(reason) to end the run")
-
-
-def _location(fault: BaseException) -> str:
-    """The line of the user's own file that led to `fault`, such as ` (metrics.py:12)`."""
-    trace = fault.__traceback__.tb_next if fault.__traceback__ is not None else None  # the first frame is ours
-    if trace is None or trace.tb_frame.f_code is _check_result.__code__:
-        return ""
-    file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
-    while trace is not None:
-        line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == file else line
-        trace = trace.tb_next
-    return f" ({file}:{line})"

@@ -1,4 +1,4 @@
-"""Stored rollouts for display: turns, a verdict, and text that is safe to print."""
+"""Conversations for display: their turns, and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -36,14 +36,12 @@ def shorten(text: str, limit: int) -> str:
     return f"{text[: limit - 3 - tail]} … {text[len(text) - tail :]}"
 
 
-def conversation_turns(messages: Sequence[Any] | None) -> list[Turn]:
+def conversation_turns(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
     """Turns of a conversation in OpenAI's format; malformed parts are shown as they are."""
     turns: list[Turn] = []
     tools: dict[str, str] = {}
     assistant_index = -1
-    for message in messages or ():
-        if not isinstance(message, Mapping):
-            continue
+    for message in messages:
         role, text = message.get("role"), clean_text(_content(message.get("content")))
         if role == "tool":
             name = message.get("name") or tools.get(str(message.get("tool_call_id")), "")
@@ -59,18 +57,6 @@ def conversation_turns(messages: Sequence[Any] | None) -> list[Turn]:
         else:
             turns.append(Turn("user" if role == "user" else "system", text))
     return turns
-
-
-def is_correct(record: Mapping[str, Any]) -> bool | None:
-    """Whether a rollout is correct: by its `correct` metric, else by a score ≥ 1 (yes) or ≤ 0 (no)."""
-    metrics = record.get("metrics")
-    correct = metrics.get("correct") if isinstance(metrics, Mapping) else None
-    if isinstance(correct, int | float):
-        return correct >= 0.5
-    score = record.get("score")
-    if not isinstance(score, int | float) or 0 < score < 1:
-        return None
-    return score >= 1
 
 
 def _content(content: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from toolwise.errors import CheckpointError
 from toolwise.protocols import Tracker
+from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_line
 
 
@@ -52,7 +53,7 @@ def truncate_after(path: str | os.PathLike[str], step: int) -> int:
     remaining = [raw for line, raw in _complete_lines(path) if not _is_after(line, step)]
     dropped = sum(1 for raw in path.read_bytes().split(b"\n") if raw.strip()) - len(remaining)
     if dropped:
-        _replace(path, b"".join(raw + b"\n" for raw in remaining))
+        write_atomic(path, b"".join(raw + b"\n" for raw in remaining))
     return dropped
 
 
@@ -101,13 +102,4 @@ def _repair_tail(path: Path) -> None:
     head, newline, tail = data.rpartition(b"\n")
     if not tail:
         return
-    _replace(path, data + b"\n" if _parse(tail) is not None else head + newline)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_atomic(path, data + b"\n" if _parse(tail) is not None else head + newline)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolwise.config.imports import check_nameable, load_reference
+from toolwise.config.imports import check_nameable, did_you_mean, load_reference
 from toolwise.config.loader import build_config
 from toolwise.config.trainer import ObserverEntry, TrainerConfig
 from toolwise.envs.catalog import check_options
@@ -81,7 +81,7 @@ class ObserverSource:
     kwargs: Mapping[str, Any]
 
     def create(self) -> Any:
-        if not _is_factory(self.target):
+        if not is_factory(self.target):
             return self.target
         try:
             observer = call_user_code(self.target, **self.kwargs)
@@ -120,7 +120,7 @@ def _load(entry: Any, kind: str) -> ObserverSource:
     if isinstance(target, str):
         check_nameable(target, key, f"; --set {key}=[] continues without it")
         target = load_reference(target, what=key)
-    if kwargs and not _is_factory(target):
+    if kwargs and not is_factory(target):
         raise ConfigError(f"{key}: {name} is an object, not a class; set {', '.join(kwargs)} where it is created")
     if not inspect.isroutine(target):
         _check_methods(target, kind, name)
@@ -130,11 +130,11 @@ def _load(entry: Any, kind: str) -> ObserverSource:
 
 
 def qualified_name(target: Any) -> str:
-    definition = target if isinstance(target, type) or inspect.isroutine(target) else type(target)
+    definition = target if is_factory(target) else type(target)
     return f"{definition.__module__}:{definition.__qualname__}"
 
 
-def _is_factory(target: Any) -> bool:
+def is_factory(target: Any) -> bool:
     return isinstance(target, type) or inspect.isroutine(target)
 
 
@@ -149,3 +149,7 @@ def _check_methods(target: Any, kind: str, name: str) -> None:
     for method, value in methods.items():
         if inspect.iscoroutinefunction(value):
             raise ConfigError(f"{where}: {method} is async; use a plain def, and threads for slow work")
+    for method in dir(target) if kind == "callback" else ():
+        if method.startswith("on_") and method not in methods:  # on_setp would never be called
+            hint = did_you_mean(method, methods) or f"; rename it, a callback has {', '.join(methods)}"
+            raise ConfigError(f"{where}: {method} is never called{hint}")

@@ -9,17 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_cases import LR, credit, gradients, tiny_model
+from learner_cases import LR, changed, credit, gradients, tiny_model
 from rlvcr_cases import thinking_step
 
-from toolwise.advantages import Gae, Gigpo, Grpo, ReinforcePlusPlus, Rlvcr
-from toolwise.advantages.token_rewards import token_k1
+from toolwise.advantages import Gae, Gigpo, Grpo, Rlvcr, cost_metrics, credit_rollout, total_rewards
+from toolwise.advantages.costs import token_k1
 from toolwise.errors import ToolwiseError
 from toolwise.learner.actor import Actor
-from toolwise.learner.kl import KlCoefficient
-from toolwise.learner.kl_reward import KlRewardEstimator
-from toolwise.protocols import MeasuredEstimator
-from toolwise.types import AnnotatedRollout, CreditedRollout, RolloutThinking
+from toolwise.protocols import AdvantageEstimator
+from toolwise.types import AnnotatedRollout, CreditedBatch, RewardSettings, RolloutThinking
 
 
 def annotated(score: float, reference: Sequence[Sequence[float]], *, name: str = "r") -> AnnotatedRollout:
@@ -28,6 +26,11 @@ def annotated(score: float, reference: Sequence[Sequence[float]], *, name: str =
     plain = credit(turns, 0.0, name=name).annotated
     scored = replace(plain.scored, result=plain.scored.result.model_copy(update={"score": score}))
     return replace(plain, scored=scored, ref_logprobs=tuple(np.array(part, np.float32) for part in reference))
+
+
+def charged(coefficient: float, rollouts: Sequence[AnnotatedRollout]) -> list[AnnotatedRollout]:
+    """The rollouts as the learner annotates them if KL is part of the reward."""
+    return [replace(r, kl_coef=coefficient) for r in rollouts]
 
 
 def test_k1_of_each_token() -> None:
@@ -43,23 +46,23 @@ def test_old_log_probs_of_the_learner_come_before_those_of_the_rollout() -> None
 def test_an_estimator_over_scores_sees_each_score_less_its_cost() -> None:
     """Scores 1 and 0, costs 0.1·3 and 0.1·(−2): 0.7 against 0.2."""
     group = [annotated(1.0, [[-2.0, -3.0]], name="a"), annotated(0.0, [[0.0, 0.0]], name="b")]
-    priced = KlRewardEstimator(Grpo(norm_by_std=False), KlCoefficient(0.1))
-    first, second = priced(group)
+    group = charged(0.1, group)
+    first, second = Grpo(norm_by_std=False)(group).rollouts
     assert [a.tolist() for a in first.advantages] == [pytest.approx([0.25, 0.25])]
     assert [a.tolist() for a in second.advantages] == [pytest.approx([-0.25, -0.25])]
-    assert priced.credit(group)[1]["kl/cost"] == pytest.approx(0.05)
+    assert cost_metrics(group)["kl/cost"] == pytest.approx(0.05)
 
 
 def test_the_original_score_is_kept() -> None:
     group = [annotated(1.0, [[-2.0]], name="a"), annotated(0.0, [[0.0]], name="b")]
-    credited = KlRewardEstimator(Grpo(), KlCoefficient(0.1))(group)
-    assert [c.annotated for c in credited] == group
+    credited = Grpo()(charged(0.1, group)).rollouts
+    assert [c.annotated for c in credited] == charged(0.1, group)
     assert [c.annotated.scored.score for c in credited] == [1.0, 0.0]
 
 
 def test_an_estimator_over_token_rewards_charges_each_token() -> None:
     given = replace(annotated(1.0, [[-2.0, -1.5]]), values=(np.zeros(2, np.float32),))
-    [found] = KlRewardEstimator(Gae(lam=1.0, whiten=False), KlCoefficient(0.1))([given])
+    [found] = Gae(lam=1.0, whiten=False)(charged(0.1, [given])).rollouts
     assert found.advantages[0].tolist() == pytest.approx([1.0 - 0.1 - 0.05, 1.0 - 0.05])
 
 
@@ -72,49 +75,38 @@ def test_an_estimator_over_steps_charges_each_step() -> None:
             step.observation_data = place
     inner = Gigpo(omega=0.0, gamma=1.0, normalization="mean_norm", state_anchor=str)
     for estimator in (inner, Rlvcr(trajectory=inner)):
-        first, second = KlRewardEstimator(estimator, KlCoefficient(0.1))(group)
+        first, second = estimator(charged(0.1, group)).rollouts
         assert [step.return_to_go for step in first.steps] == pytest.approx([0.8, 1.0])
         assert [step.return_to_go for step in second.steps] == pytest.approx([0.8, 0.8])
         assert [float(a[0]) for a in first.advantages] == pytest.approx([0.0, 0.1])
         assert [float(a[0]) for a in second.advantages] == pytest.approx([0.0, -0.1])
 
 
-def test_the_current_coefficient_is_used() -> None:
-    group = [annotated(1.0, [[-2.0]], name="a"), annotated(1.0, [[-1.0]], name="b")]
-    coefficient = KlCoefficient(0.0)
-    priced = KlRewardEstimator(Grpo(norm_by_std=False), coefficient)
-    assert float(priced(group)[0].advantages[0][0]) == 0.0
-    coefficient.value = 1.0
-    assert float(priced(group)[0].advantages[0][0]) == pytest.approx(-0.5)
+def test_the_learner_s_current_coefficient_is_used() -> None:
+    actor = Actor(tiny_model(), replace(LR, kl="reward", kl_coef=0.5))
+    scored = [credit([([5, 6, 7], [8], [-1.0])], 0.0).annotated.scored]
+    assert actor.annotate(scored)[0].kl_coef == 0.5
+    actor.kl.value = 0.25
+    [rollout] = actor.annotate(scored)
+    assert rollout.kl_coef == 0.25
+    assert rollout.ref_logprobs is not None
+    assert Actor(tiny_model(), replace(LR, kl="loss", kl_coef=0.5)).annotate(scored)[0].kl_coef is None
 
 
-def test_it_delegates_to_the_inner_estimator() -> None:
-    priced = KlRewardEstimator(Gae(), KlCoefficient(0.1))
-    assert priced.needs == {"values", "ref_logprobs"}
-    assert isinstance(priced, MeasuredEstimator)
-    assert (priced.min_group_size, priced.learns_from_equal_scores(1.0)) == (1, True)
-    assert (KlRewardEstimator(Grpo(), KlCoefficient(0.1)).min_group_size) == 2
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_estimator_s_metrics_are_passed_on() -> None:
-    group = [annotated(1.0, [[-2.0]], name="a"), annotated(0.0, [[-1.0]], name="b")]
-    _, metrics = KlRewardEstimator(Gigpo(), KlCoefficient(0.1)).credit(group)
-    assert "gigpo/frac_singleton" in metrics
-    assert "kl/cost" in metrics
-    assert KlRewardEstimator(ReinforcePlusPlus(), KlCoefficient(0.1)).credit(group)[1].keys() == {"kl/cost"}
+def test_without_kl_in_the_reward_there_is_no_metric() -> None:
+    assert cost_metrics([]) == cost_metrics([annotated(1.0, [[-2.0]])]) == {}
 
 
 def test_reference_log_probs_are_required() -> None:
     bare = replace(annotated(1.0, [[-1.0]]), ref_logprobs=None)
     with pytest.raises(ToolwiseError, match="rollout r has no reference log-probs"):
-        KlRewardEstimator(Grpo(), KlCoefficient(0.1))([bare])
+        Grpo()(charged(0.1, [bare]))
 
 
 def test_the_penalty_follows_the_gradient_of_kl() -> None:
     """One-token rollouts, each token as often as the policy samples it: the update's gradient is that of β·KL."""
     model, prompt = tiny_model(), [5, 6, 7]
-    actor = Actor(model, replace(LR, kl="reward", kl_coef=0.5, max_grad_norm=1e9, dual_clip=None))
+    actor = Actor(model, changed(LR, {"algorithm": {"kl": "reward", "kl_coef": 0.5}}, max_grad_norm=1e9, dual_clip=0))
     with torch.no_grad():
         for weight in model.parameters():  # now the policy has left its reference
             weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
@@ -125,8 +117,7 @@ def test_the_penalty_follows_the_gradient_of_kl() -> None:
         for token, count in enumerate(counts)
         for i in range(count)
     ]
-    priced = KlRewardEstimator(Grpo(norm_by_std=False), actor.kl)
-    gradient, _ = gradients(actor, priced(actor.annotate(drawn)))
+    gradient, _ = gradients(actor, Grpo(norm_by_std=False)(actor.annotate(drawn)).rollouts)
 
     assert actor.reference is not None
     ref = torch.log_softmax(actor.reference(torch.tensor([prompt])).logits[0, -1], -1)
@@ -148,33 +139,22 @@ def test_success_is_judged_by_the_original_scores(gate: Any) -> None:
     step = thinking_step(3, {1: -3.0, 2: -2.0, 3: -1.0, 4: -2.0})
     group = [replace(r, thinking=RolloutThinking((step,))) for r in group]
     rlvcr = Rlvcr(Grpo(norm_by_std=False), thinking_diversity_w=0.0, gate=gate, success_score=1.0)
-    for found, base in zip(KlRewardEstimator(rlvcr, KlCoefficient(0.01))(group), (0.03, -0.03), strict=True):
+    for found, base in zip(rlvcr(charged(0.01, group)).rollouts, (0.03, -0.03), strict=True):
         assert found.advantages[0].tolist() == pytest.approx([base + 1.0] * 3 + [base] * 3)
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """A user's estimator with a field that happens to share one of our names."""
+class Mine(AdvantageEstimator):
+    """A user's estimator: the total reward, costs included, as advantage."""
 
-    trajectory: bool = True
-    needs: frozenset[Any] = frozenset()
+    rewards = RewardSettings()
 
-    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        return Grpo(norm_by_std=False)(rollouts)
-
-
-class Plain:
-    """An estimator that is not a dataclass."""
-
-    inner = Labelled()
-    needs: frozenset[Any] = frozenset()
-
-    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        return self.inner(rollouts)
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
+        totals = total_rewards(rollouts, self.rewards)
+        return CreditedBatch([credit_rollout(r, total) for r, total in zip(rollouts, totals.tolist(), strict=True)])
 
 
-@pytest.mark.parametrize("estimator", [Labelled(), Plain()])
-def test_a_custom_estimator_sees_scores_minus_their_cost(estimator: Any) -> None:
+def test_a_custom_estimator_gets_rewards_minus_their_cost() -> None:
     group = [annotated(1.0, [[-2.0, -3.0]], name="a"), annotated(0.0, [[0.0, 0.0]], name="b")]
-    first, second = KlRewardEstimator(estimator, KlCoefficient(0.1))(group)
-    assert [float(c.advantages[0][0]) for c in (first, second)] == pytest.approx([0.25, -0.25])
+    first, second = Mine()(charged(0.1, group)).rollouts
+    assert [float(c.advantages[0][0]) for c in (first, second)] == pytest.approx([0.7, 0.2])

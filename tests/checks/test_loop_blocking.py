@@ -8,31 +8,27 @@ import time
 
 import pytest
 
-from toolwise.checks.env import loop_blocking
-from toolwise.checks.env.loop_blocking import run_watched
+from toolwise.checks.loop_blocking import run_watched
 
 
 def test_work_that_awaits_is_never_blocked() -> None:
     async def work() -> None:
         await asyncio.sleep(0.2)
 
-    assert run_watched(work, limit_s=1) == ("ok", "never blocked")
+    assert run_watched(work, limit_s=1, min_block_s=1, blocked="warning") == ("ok", "never blocked")
 
 
-def test_a_short_block_is_told_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_blocking, "MIN_BLOCK_S", 0.2)
-
+def test_a_short_block_is_told_with_its_place() -> None:
     async def work() -> None:
         time.sleep(0.8)  # noqa: ASYNC251
 
-    verdict, says = run_watched(work, limit_s=30)
+    verdict, says = run_watched(work, limit_s=30, min_block_s=0.2, blocked="warning")
     assert verdict == "warning"
     assert says.startswith("test_loop_blocking.py:")
     assert "work" in says
 
 
-def test_a_block_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_blocking, "MIN_BLOCK_S", 0.2)
+def test_a_block_that_does_not_end_is_given_up() -> None:
     free = threading.Event()
 
     async def work() -> None:
@@ -40,7 +36,7 @@ def test_a_block_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) 
             sum(range(1000))
 
     began = time.monotonic()
-    verdict, says = run_watched(work, limit_s=0.4)
+    verdict, says = run_watched(work, limit_s=0.4, min_block_s=0.2, blocked="warning")
     free.set()
     assert verdict == "wrong"
     assert "blocked the event loop, and so all rollouts, for over 0.4 s" in says
@@ -52,4 +48,4 @@ def test_what_the_work_raises_is_raised() -> None:
         raise KeyError("here")
 
     with pytest.raises(KeyError, match="here"):
-        run_watched(work, limit_s=1)
+        run_watched(work, limit_s=1, min_block_s=1, blocked="warning")

@@ -14,18 +14,20 @@ from typing import Any, Literal
 from toolwise.concurrency import deadlines
 
 HEARTBEAT_S = 0.05
-MIN_BLOCK_S = 1.0
-"""Shorter pauses of the loop are blamed on the machine and ignored."""
 _IDLE = ("selectors.py", "threading.py")
 _ASYNC_PACKAGES = ("asyncio", "concurrent")
-_CURE = "await, or work in a thread"
 
 
 def run_watched(
-    work: Callable[[], Coroutine[Any, Any, None]], *, limit_s: float
+    work: Callable[[], Coroutine[Any, Any, None]],
+    *,
+    limit_s: float,
+    min_block_s: float,
+    blocked: Literal["warning", "wrong"],
 ) -> tuple[Literal["ok", "warning", "wrong"], str]:
-    """Run `work` to its end, or abandon it once it has blocked its loop for `limit_s`; return the verdict.
+    """Run `work` to its end, or abandon it once it has blocked its loop for `limit_s`; return a verdict.
 
+    Pauses shorter than `min_block_s` are blamed on the machine and ignored; longer ones have the verdict `blocked`.
     Exceptions from `work` propagate.
     """
     watch = _WatchedLoop(work)
@@ -33,23 +35,18 @@ def run_watched(
     while watch.thread.is_alive():
         watch.thread.join(HEARTBEAT_S)
         blocked_s = time.monotonic() - watch.last_beat
-        blocking_site = watch.blocking_site() if blocked_s > MIN_BLOCK_S else None
+        blocking_site = watch.blocking_site() if blocked_s > min_block_s else None
         if blocking_site is None:
             continue
-        if blocked_s > max(limit_s, MIN_BLOCK_S):
-            return (
-                "wrong",
-                f"{blocking_site} blocked the event loop, and so all rollouts, for over {limit_s:g} s; await, "
-                f"or use a thread",
-            )
+        if blocked_s > max(limit_s, min_block_s):
+            said = f"{blocking_site} blocked the event loop, and so all rollouts, for over {limit_s:g} s"
+            return "wrong", f"{said}; await, or use a thread"
         longest, where = max((longest, where), (blocked_s, blocking_site))
     if watch.fault is not None:
         raise watch.fault
     if longest:
-        return (
-            "warning",
-            f"{where} blocked the event loop, and so all other rollouts, for {longest:.1f} s; await, or use a thread",
-        )
+        said = f"{where} blocked the event loop, and so all other rollouts, for {longest:.1f} s"
+        return blocked, f"{said}; await, or use a thread"
     return "ok", "never blocked"
 
 

@@ -208,8 +208,8 @@ def test_bad_budgets_are_named(options: dict[str, float], told: str) -> None:
 
 
 def test_a_lambda_that_starts_above_its_cap_is_refused() -> None:
-    with pytest.raises(ConfigError, match="budget 'cost': initial 2 is above its cap 1"):
-        Budgets([budget(0.1, initial=2.0, cap=1.0)])
+    with pytest.raises(ConfigError, match="initial 2 is above its cap 1"):
+        build_config(BudgetConfig, {"limit": 0.1, "initial": 2.0, "cap": 1.0}, source="router.budgets")
 
 
 def test_two_budgets_in_one_unit_are_refused_and_so_are_units_that_nothing_costs() -> None:

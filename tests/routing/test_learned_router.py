@@ -191,7 +191,7 @@ def test_without_exploration_each_prompt_gets_one_route() -> None:
     assert [d.n for d in decisions] == [1] * 200
     assert Counter(d.route for d in decisions)["ANSWER"] == pytest.approx(100, abs=30)
     assert sampled.learn(rolled_out(decisions))["router/prompts"] == 0
-    greedy = router(evaluate="argmax").decide(tasks(50), 1, 0, explore=False)
+    greedy = router(eval_mode="argmax").decide(tasks(50), 1, 0, explore=False)
     assert {d.route for d in greedy} == {"ANSWER"}
 
 

@@ -11,6 +11,7 @@ import pytest
 from setting_keys import setting_keys
 
 from toolwise.config.loader import to_toml
+from toolwise.config.paths import relative_paths, resolve_paths
 from toolwise.config.schema import RunConfig, load_config
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.training.changes import (
@@ -154,3 +155,17 @@ def test_a_folder_without_a_run_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("seed = x\n", encoding="utf-8")
     with pytest.raises(CheckpointError, match="not valid TOML"):
         load_run_config(tmp_path)
+
+
+def test_relative_paths_are_the_inverse_of_resolved_ones(tmp_path: Path) -> None:
+    settings = {
+        "data": {"train": "data/train.jsonl", "val": None},
+        "env": {"name": "code/env.py:Env", "interaction": "code/user.py:User"},
+        "reward": {"function": "", "parts": [{"function": "code/reward.py:f"}]},
+        "tools": ["calculator", "code/tool.py:t", {"name": "code/tool.py:u", "price": 2.0}],
+        "trainer": {"trackers": ["code/tracker.py:T", {"name": "code/tracker.py:U"}]},
+    }
+    resolved = resolve_paths(settings, tmp_path)
+    assert resolved["env"]["interaction"] == f"{tmp_path}/code/user.py:User"
+    assert relative_paths(resolved, tmp_path) == settings
+    assert relative_paths(resolved, tmp_path / "elsewhere") == resolved

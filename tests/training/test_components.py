@@ -233,8 +233,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"adv_estimator": f"{HERE}:Silent", "kl": "reward"}, f"{KL}{HERE}:Silent declares no `rewards`; compute rewards"),
     ({"adv_estimator": MINE, "terminal_score": "add"}, "algorithm.terminal_score applies to the built-in estimators"),
     (
-        {"adv_estimator": f"{HERE}:Silent", "rlvcr": {"enable": True, "price_rollouts": True}},
-        "algorithm.rlvcr.price_rollouts would have no effect",
+        {"adv_estimator": f"{HERE}:Silent", "rlvcr": {"enable": True, "subtract_thinking_cost": True}},
+        "algorithm.rlvcr.subtract_thinking_cost would have no effect",
     ),
 ]
 

@@ -197,7 +197,7 @@ def test_added_rows_are_annotated_like_all_others(sections: dict[str, Any]) -> N
 
 
 def test_the_same_cost_can_apply_to_whole_rollouts() -> None:
-    sections = algorithm("grpo", share=0.0, price_rollouts=True, budget={"price": 0.1})
+    sections = algorithm("grpo", share=0.0, subtract_thinking_cost=True, budget={"price": 0.1})
     run = recite(make(algorithm=sections))
     assert keeps_equal(run, 1.0)  # equal scores at different costs
     turn = asyncio.run(train_step(run))

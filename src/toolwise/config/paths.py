@@ -21,6 +21,15 @@ def resolve_paths(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return resolved
 
 
+def relative_paths(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """`settings` with task files and references to Python files relative to `folder` if they are inside it."""
+    relative: dict[str, Any] = copy.deepcopy(dict(settings))
+    for pattern, rule in _PATH_RULES.items():
+        if pattern.startswith("data.") or rule in (_reference, _tool):
+            _apply(relative, pattern.split("."), _relative, folder)
+    return relative
+
+
 def _apply(value: Any, keys: list[str], rule: PathRule, folder: Path) -> None:
     key, rest = keys[0], keys[1:]
     matches: list[Any] = [key] if isinstance(value, dict) and key in value else []
@@ -52,6 +61,16 @@ def _reference(value: Any, folder: Path) -> Any:
         return value
     file, colon, name = (value, "", "") if value.endswith(".py") else value.rpartition(":")
     return f"{folder / Path(file).expanduser()}{colon}{name}" if file.endswith(".py") else value
+
+
+def _relative(value: Any, folder: Path) -> Any:
+    if isinstance(value, dict) and "name" in value:  # a tool, tracker or callback with its options
+        return value | {"name": _relative(value["name"], folder)}
+    text = str(value) if isinstance(value, str | Path) else ""
+    file, colon, name = text.rpartition(":") if ".py:" in text else (text, "", "")
+    if not Path(file).is_absolute() or not Path(file).resolve().is_relative_to(folder):
+        return value
+    return f"{Path(file).resolve().relative_to(folder)}{colon}{name}"
 
 
 def _tool(value: Any, folder: Path) -> Any:

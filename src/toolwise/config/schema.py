@@ -302,7 +302,7 @@ class ActorConfig(Section):
     """Tokens whose logits are materialized at a time; unset: 1,024, on a GPU as many as fit in half a GiB."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them."""
-    canary: Reaction = "stop"
+    mismatch_check: Reaction = "stop"
     """Mismatch check: what to do when policy and learner disagree on the log-probs of the same tokens under the same
     weights."""
     lora: LoraConfig = LoraConfig()

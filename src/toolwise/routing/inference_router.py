@@ -92,7 +92,7 @@ class InferenceRouter(Router):
             ]
 
     def _choose(self, prediction: RoutePrediction, rng: Random) -> int:
-        return prediction.sample(rng) if self.training.evaluate == "sample" else prediction.argmax()
+        return prediction.sample(rng) if self.training.eval_mode == "sample" else prediction.argmax()
 
     def _decision(self, prompt: PredictedPrompt, route_index: int, n: int) -> RouteDecision:
         route = ROUTES[route_index]

@@ -134,7 +134,7 @@ class ThinkingStage:
                 ),
                 price,
                 anneal,
-                self.config.price_rollouts,
+                self.config.subtract_thinking_cost,
             )
             for u in usable
         }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.config.loader import build_config
-from toolwise.config.paths import resolve_paths
+from toolwise.config.paths import relative_paths, resolve_paths
 from toolwise.config.schema import RunConfig, load_config
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.serialization.files import write_atomic
@@ -84,7 +84,7 @@ MUTABLE_SETTINGS = frozenset(
         "faults.tool",
         "faults.parse",
         "faults.window",
-        "actor.canary",
+        "actor.mismatch_check",
         # how long the run is, what it saves and when it validates
         "trainer.total_steps",
         "trainer.save_every",
@@ -214,31 +214,8 @@ def comparable_settings(config: RunConfig) -> dict[str, Any]:
 
 def portable_config(config: RunConfig, out: Path) -> RunConfig:
     """The config for config.toml: paths inside the run folder become relative, so that the folder can be moved."""
-    settings, folder = resolve_paths(config.model_dump(), Path.cwd()), out.resolve()
-    data, reward, env = settings["data"], settings["reward"], settings["env"]
-    for which in ("train", "val"):
-        data[which] = _relative(data[which], folder)
-    for table in (reward, *reward["parts"]):
-        table["function"] = _relative(table["function"], folder)
-    parts = (("router", "name"), ("rollout", "tool_parser"), ("algorithm", "adv_estimator"), ("actor", "policy_loss"))
-    for table, key in ((env, "name"), *((settings[section], key) for section, key in parts)):
-        table[key] = _relative(table[key], folder)
-    for entries in (settings["tools"], settings["trainer"]["trackers"], settings["trainer"]["callbacks"]):
-        for index, entry in enumerate(entries):
-            if isinstance(entry, dict):
-                entry["name"] = _relative(entry.get("name"), folder)
-            else:
-                entries[index] = _relative(entry, folder)
-    return RunConfig.model_validate(settings)
-
-
-def _relative(value: Any, folder: Path) -> Any:
-    """A path or file reference relative to `folder` if it is inside; anything else unchanged."""
-    text = str(value) if isinstance(value, str | Path) else ""
-    file, colon, name = text.rpartition(":") if ".py:" in text else (text, "", "")
-    if not file or not Path(file).is_absolute() or not Path(file).resolve().is_relative_to(folder):
-        return value
-    return f"{Path(file).resolve().relative_to(folder)}{colon}{name}"
+    settings = resolve_paths(config.model_dump(), Path.cwd())
+    return RunConfig.model_validate(relative_paths(settings, out.resolve()))
 
 
 def saved_settings(config: RunConfig, out: Path) -> dict[str, Any]:

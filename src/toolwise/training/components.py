@@ -96,7 +96,7 @@ def _check_estimator(config: RunConfig, estimator: AdvantageEstimator, where: st
             )
     costs = {
         'algorithm.kl = "reward"': algorithm.kl == "reward",
-        "algorithm.rlvcr.price_rollouts": algorithm.rlvcr.enable and algorithm.rlvcr.price_rollouts,
+        "algorithm.rlvcr.subtract_thinking_cost": algorithm.rlvcr.enable and algorithm.rlvcr.subtract_thinking_cost,
     }
     charged = [setting for setting, is_set in costs.items() if is_set]
     if rewards is None and charged:

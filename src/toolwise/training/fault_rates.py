@@ -9,7 +9,7 @@ from typing import Any
 
 from toolwise.config.schema import FaultsConfig
 from toolwise.protocols import Metrics
-from toolwise.types import Rollout, ScoredRollout, StopReason
+from toolwise.types import ScoredRollout, StopReason
 
 _FAULT_OF_STOP_REASON = {
     StopReason.POLICY_FAULT: "policy",
@@ -86,7 +86,8 @@ class FaultRates:
                 s.rollout.stop_reason, "infrastructure" if s.rollout.infrastructure_fault else None
             )
             if kind is not None:
-                self.examples[kind] = _example(s.rollout)
+                message = " ".join((s.rollout.fault or s.rollout.stop_reason.value).split())
+                self.examples[kind] = f"{s.rollout.rollout_id}: {message[:300]}"
 
     def describe_exceeded(self, bounds: FaultsConfig, *, ended: bool = False) -> str | None:
         """One line about the first fault class above its limit. With fewer than `window` rollouts (or calls) a class
@@ -118,14 +119,8 @@ class FaultRates:
 
 def describe_totals(totals: Mapping[str, int]) -> str:
     """Such as `policy 16 of 128, tool 3 of 40`; empty if nothing failed."""
-    parts = [
+    return ", ".join(
         f"{name} {totals[name]} of {totals['calls' if name in CALL_FAULTS else 'rollouts']}"
         for name in (*_FAULT_DESCRIPTIONS, "reward")
         if totals.get(name)
-    ]
-    return ", ".join(parts)
-
-
-def _example(rollout: Rollout) -> str:
-    message = " ".join((rollout.fault or rollout.stop_reason.value).split())
-    return f"{rollout.rollout_id}: {message[:300]}"
+    )

@@ -72,7 +72,8 @@ class RunFolder:
     def summary(self) -> dict[str, Any]:
         """The run's summary; missing parts are filled in from the validation metrics of an unfinished run."""
         summary = dict(self.saved_summary or {})
-        lines = self._validation_lines()
+        validations = [line for line in self.metrics if any(name.startswith("eval/") for name in line)]
+        lines = sorted(validations, key=lambda line: int(line.get("step") or 0))
         if not summary.get("before") and lines and (len(lines) > 1 or not lines[0].get("step")):
             summary["before"] = self._summarize(lines[0], self.rollouts_before)
         if not summary.get("after") and lines and (len(lines) > 1 or lines[0].get("step")):
@@ -118,10 +119,6 @@ class RunFolder:
 
     def _rollout_files(self, prefix: str) -> list[Path]:
         return sorted((self.path / "rollouts").glob(f"{prefix}-*.jsonl"))
-
-    def _validation_lines(self) -> list[dict[str, Any]]:
-        lines = [line for line in self.metrics if any(name.startswith("eval/") for name in line)]
-        return sorted(lines, key=lambda line: int(line.get("step") or 0))
 
     def _summarize(self, line: dict[str, Any], rollouts: Sequence[RolloutRecord]) -> dict[str, Any]:
         by_kind: dict[str, dict[str, Any]] = {}

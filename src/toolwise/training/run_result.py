@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolwise.config.schema import RunConfig
+from toolwise.serialization.files import checkpoint_folders, step_of
 from toolwise.training import checkpoint
 from toolwise.training.run_folder import open_run
 
@@ -25,8 +25,7 @@ class RunResult:
 def finished_result(out: Path, config: RunConfig) -> RunResult | None:
     """The result of the run in `out` if it has reached `trainer.total_steps` and written its summary, else None."""
     total = config.trainer.total_steps
-    names = [re.match(r"step-(\d+)", path.name) for path in (out / "checkpoints").glob("step-*")]
-    if max((int(name[1]) for name in names if name), default=-1) < total:
+    if max(map(step_of, checkpoint_folders(out / "checkpoints")), default=-1) < total:
         return None  # decided without reading a checkpoint
     newest = checkpoint.latest(out / "checkpoints", warnings_out=[])
     summary = open_run(out).saved_summary

@@ -69,7 +69,12 @@ def build_scoring(config: RewardConfig, rewards: RewardSources | None = None) ->
     """Build from the rewards given in Python, else from `reward.parts` or `reward.function` of the configuration."""
     sources: list[tuple[RewardSource, dict[str, Any], float]]
     if isinstance(rewards, list | tuple):
-        sources = _list_sources(rewards, config.kwargs)
+        if config.kwargs and len(weighted_sources(rewards)) > 1:
+            raise ConfigError(
+                "reward.kwargs applies to a single reward, but there are several: set kwargs per reward with "
+                "Reward.of(f, {…}), or as [[reward.parts]] in the configuration"
+            )
+        sources = [(source, config.kwargs, weight) for source, weight in weighted_sources(rewards)]
     elif rewards is not None:
         sources = [(rewards, config.kwargs, 1.0)]
     elif config.parts and config.function:
@@ -96,23 +101,12 @@ def build_scoring(config: RewardConfig, rewards: RewardSources | None = None) ->
     return Scoring(CompositeReward(tuple(parts), config.combine), sandbox)
 
 
-def _list_sources(rewards: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[RewardSource, dict[str, Any], float]]:
-    pairs = weighted_sources(rewards)
-    if kwargs and len(pairs) > 1:
-        raise ConfigError(
-            "reward.kwargs applies to a single reward, but there are several: set kwargs per reward with "
-            "Reward.of(f, {…}), or as [[reward.parts]] in the configuration"
-        )
-    return [(source, dict(kwargs), weight) for source, weight in pairs]
-
-
 def weighted_sources(rewards: Sequence[Any]) -> list[tuple[RewardSource, float]]:
     """(source, weight) pairs from `[a, b]`, `[(a, 0.5), "file.py:b"]` or a single pair."""
     if not rewards:
         raise ConfigError("reward is an empty list: pass at least one function")
-    pairs: list[Any] = [
-        part if _is_pair(part) else (part, 1.0) for part in ([rewards] if _is_pair(rewards) else rewards)
-    ]
+    parts = [rewards] if _is_pair(rewards) else rewards
+    pairs: list[Any] = [part if _is_pair(part) else (part, 1.0) for part in parts]
     for source, _ in pairs:
         if not isinstance(source, str | Reward) and not callable(source):
             raise ConfigError(
@@ -143,36 +137,19 @@ def _reward(source: RewardSource, kwargs: dict[str, Any], sandbox: Sandbox | Non
     reports its signature."""
     if isinstance(source, str) and source in EPISODE_REWARDS:
         return Reward.of(episode_reward(source), kwargs)
-    if sandbox is None or config.tier == "off" or _module_of(source) in map(current_module, config.trusted):
+    target = (source.reference or source.function) if isinstance(source, Reward) else source
+    module = target.rpartition(":")[0] if isinstance(target, str) else str(getattr(target, "__module__", ""))
+    if sandbox is None or config.tier == "off" or current_module(module) in map(current_module, config.trusted):
         return Reward.of(source, kwargs)
-    merged_kwargs = {**source.kwargs, **kwargs} if isinstance(source, Reward) else dict(kwargs)
-    reference = source if isinstance(source, str) else _worker_reference(source)
-    name = reference if isinstance(source, str) else _name_of(source)
-    return Reward(name, sandbox.signature_of(reference), merged_kwargs, reference=reference)
-
-
-def _worker_reference(source: Callable[..., Any] | Reward) -> str:
-    if isinstance(source, Reward):
-        if source.reference is not None:
-            return source.reference
-        assert source.function is not None  # a Reward has a reference or a function
-        source = source.function
+    assert target is not None  # a Reward has a reference or a function
     try:
-        return reference_of(source)
+        reference = target if isinstance(target, str) else reference_of(target)
     except RewardError as fault:
         raise RewardError(f'{fault}, or set reward.sandbox.tier = "off" to run it in this process') from None
-
-
-def _name_of(source: Callable[..., Any] | Reward) -> str:
-    return source.name if isinstance(source, Reward) else str(getattr(source, "__name__", type(source).__name__))
-
-
-def _module_of(source: RewardSource) -> str:
-    """The module of a reward, as named in `reward.sandbox.trusted`."""
     if isinstance(source, Reward):
-        source = source.reference or source.function or ""
-    name = source.rpartition(":")[0] if isinstance(source, str) else str(getattr(source, "__module__", ""))
-    return current_module(name)
+        return Reward(source.name, sandbox.signature_of(reference), {**source.kwargs, **kwargs}, reference=reference)
+    name = source if isinstance(source, str) else str(getattr(source, "__name__", type(source).__name__))
+    return Reward(name, sandbox.signature_of(reference), dict(kwargs), reference=reference)
 
 
 def _unscored_result(rollout: Rollout) -> EvaluateResult:

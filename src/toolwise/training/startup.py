@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import IO
 
@@ -31,23 +31,21 @@ def show_startup(file: IO[str] | None = None, *, enabled: bool = True) -> Iterat
 
     console = Console(file=file)
     level, propagate = LOGGER.level, LOGGER.propagate
-    # Check the stream too: with FORCE_COLOR, rich treats any stream as a terminal.
-    status = Status(console, "starting …") if console.is_terminal and console.file.isatty() else None
-    handler = _Handler(partial(write_line, console.file))
-    if status is not None:
-        handler = _Handler(status.update)
-        status.start()
-    LOGGER.addHandler(handler)
-    LOGGER.setLevel(logging.INFO)
-    LOGGER.propagate = False
-    try:
-        yield
-    finally:
-        LOGGER.removeHandler(handler)
-        LOGGER.setLevel(level)
-        LOGGER.propagate = propagate
-        if status is not None:
-            status.stop()
+    with ExitStack() as stack:
+        show: Callable[[str], None] = partial(write_line, console.file)
+        # Check the stream too: with FORCE_COLOR, rich treats any stream as a terminal.
+        if console.is_terminal and console.file.isatty():
+            show = stack.enter_context(Status(console, "starting …")).update
+        handler = _Handler(show)
+        LOGGER.addHandler(handler)
+        LOGGER.setLevel(logging.INFO)
+        LOGGER.propagate = False
+        try:
+            yield
+        finally:
+            LOGGER.removeHandler(handler)
+            LOGGER.setLevel(level)
+            LOGGER.propagate = propagate
 
 
 class _Handler(logging.Handler):

@@ -41,7 +41,7 @@ from toolwise.training.run_files import check_folder, delete_rollouts_after, fin
 from toolwise.training.run_result import RunResult
 from toolwise.training.stop_signal import StopSignal
 from toolwise.training.trackers.console import ConsoleTracker
-from toolwise.training.trackers.contained import ContainedCallback
+from toolwise.training.trackers.contained import ContainedObserver
 from toolwise.training.trackers.jsonl import JsonlTracker, read_metrics, truncate_after
 from toolwise.training.trackers.observers import Observers
 from toolwise.types import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
@@ -115,20 +115,23 @@ class Training:
                     never = rewards is not None and rewards.terminal_score == "never"
                     self._announce(self._reward_description, logging.WARNING if never else logging.INFO)
                 self._warn_about_secrets()
-                self.observers.start(self._run_start())
+                settings = mask_secrets(run.config.model_dump(mode="json"))
+                self.observers.start(RunStart(self.out, run.config.name, run.progress.step, total, settings))
                 self._publish_findings(run.progress.diagnosis.begin(run.startup_findings()))
                 if run.progress.step == 0 and run.progress.before is None and run.config.validation.before:
                     run.progress.before = await self._validate()
                     self._save()
                 run.router.warm_start()
-                while self._unfinished() and not self._must_stop():
+                while self._unfinished() and not (
+                    self._signal.received or self._stop_reason or self._fault_rate_message
+                ):
                     run.progress.diagnosis.before_step(run.config, run.learner.weights_checksum)
                     self._record_step(await train_step(run))
                     self._validation_metrics = {}
                     step, best = run.progress.step, run.progress.best_rank
-                    self._fault_rate_message = run.progress.faults.describe_exceeded(
-                        run.config.faults, ended=self._is_last_updated_step()
-                    )
+                    # a run whose weights never changed has another exit status
+                    ended = step == total and run.progress.diagnosis.updated is not False
+                    self._fault_rate_message = run.progress.faults.describe_exceeded(run.config.faults, ended=ended)
                     if step == total or (run.config.validation.every and step % run.config.validation.every == 0):
                         run.progress.last, run.progress.last_step = await self._validate(), step
                     if step % run.config.trainer.save_every == 0 or run.progress.best_rank != best:
@@ -142,14 +145,6 @@ class Training:
 
     def _unfinished(self) -> bool:
         return self.run.progress.step < self.run.config.trainer.total_steps
-
-    def _must_stop(self) -> bool:
-        return self._signal.received or self._stop_reason is not None or self._fault_rate_message is not None
-
-    def _is_last_updated_step(self) -> bool:
-        """Whether this is the last step and the weights have changed; unchanged weights have another exit status."""
-        progress = self.run.progress
-        return progress.step == self.run.config.trainer.total_steps and progress.diagnosis.updated is not False
 
     def _record_step(self, result: StepResult) -> None:
         step, learner = self.run.progress.step, self.run.learner
@@ -177,14 +172,9 @@ class Training:
         for callback in self._callbacks:
             stop = call(callback)
             if stop is not None and self._stop_reason is None and self._unfinished():
-                name = callback.containment.name if isinstance(callback, ContainedCallback) else type(callback).__name__
+                name = callback.name if isinstance(callback, ContainedObserver) else type(callback).__name__
                 self._stop_reason = f"{name}: {truncate_text(' '.join(stop.reason.split()), 300)}"
                 self._announce(f"{self._stop_reason}; finishing this step and saving", logging.WARNING)
-
-    def _run_start(self) -> RunStart:
-        config, step = self.run.config, self.run.progress.step
-        settings = mask_secrets(config.model_dump(mode="json"))
-        return RunStart(self.out, config.name, step, config.trainer.total_steps, settings)
 
     def _warn_about_secrets(self) -> None:
         keys = list(secret_keys(self.run.config.model_dump()))
@@ -376,12 +366,8 @@ class Training:
         """Recompute the best validation by the current `trainer.best_metric` from the checkpoints still on disk."""
         trainer, progress = self.run.config.trainer, self.run.progress
         saved_metrics = checkpoint.checkpoint_metrics(self.out / "checkpoints", step)
-        ranks = [
-            ranking_key
-            for metrics in saved_metrics
-            if (ranking_key := checkpoint.ranking_key(metrics, trainer.best_metric)) is not None
-        ]
-        progress.best_rank = min(ranks, default=None)
+        ranks = (checkpoint.ranking_key(metrics, trainer.best_metric) for metrics in saved_metrics)
+        progress.best_rank = min((rank for rank in ranks if rank is not None), default=None)
 
 
 def peak_rss_mb() -> float:

@@ -61,16 +61,16 @@ class ComparisonRow:
 
 def headline(summary: Mapping[str, Any]) -> list[MetricChange]:
     """The run's main metrics, without missing ones."""
-    before, after = _side(summary, "before"), _side(summary, "after")
+    before, after = _table(summary.get("before")), _table(summary.get("after"))
     changes = [_change(name, before, after) for name in ("correct", "score", "cost", "tokens")]
     return [c for c in changes if c.before is not None or c.after is not None]
 
 
 def rows_by_kind(summary: Mapping[str, Any]) -> list[ComparisonRow]:
     """All tasks first, then each kind; columns are share correct (or score) and cost."""
-    before, after = _side(summary, "before"), _side(summary, "after")
+    before, after = _table(summary.get("before")), _table(summary.get("after"))
     has_correct = any(_number(side.get("correct")) is not None for side in (before, after))
-    kinds_before, kinds_after = (_kinds(side) for side in (before, after))
+    kinds_before, kinds_after = _table(before.get("by_kind")), _table(after.get("by_kind"))
     names = ("correct" if has_correct or kinds_before or kinds_after else "score", "cost")
 
     def row(label: str, kind_before: Mapping[str, Any], kind_after: Mapping[str, Any]) -> ComparisonRow:
@@ -78,7 +78,7 @@ def rows_by_kind(summary: Mapping[str, Any]) -> list[ComparisonRow]:
         return ComparisonRow(clean_text(label), n, tuple(_change(name, kind_before, kind_after) for name in names))
 
     kinds = dict.fromkeys([*kinds_before, *kinds_after])
-    kind_rows = [row(kind, kinds_before.get(kind, {}), kinds_after.get(kind, {})) for kind in kinds]
+    kind_rows = [row(kind, _table(kinds_before.get(kind)), _table(kinds_after.get(kind))) for kind in kinds]
     return [row("all tasks", before, after), *kind_rows]
 
 
@@ -86,14 +86,8 @@ def _change(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> M
     return MetricChange(name, _number(before.get(name)), _number(after.get(name)))
 
 
-def _side(summary: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    side = summary.get(name)
-    return side if isinstance(side, Mapping) else {}
-
-
-def _kinds(side: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    kinds = side.get("by_kind")
-    return {str(k): v for k, v in kinds.items() if isinstance(v, Mapping)} if isinstance(kinds, Mapping) else {}
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _number(value: Any) -> float | None:

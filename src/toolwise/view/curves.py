@@ -92,19 +92,17 @@ def _panels(run: RunFolder) -> list[DrawPanel]:
 
 
 def _main_metric(run: RunFolder) -> str | None:
-    for name in ("correct", "score"):
-        if run.series(*_training_names(name))[0] or run.series(f"eval/{name}")[0]:
-            return name
-    return None
+    logged = (name for name in ("correct", "score") if run.series(*_metric_names(name), f"eval/{name}")[0])
+    return next(logged, None)
 
 
-def _training_names(name: str) -> tuple[str, ...]:
+def _metric_names(name: str) -> tuple[str, ...]:
     return (f"{name}/mean", f"reward/{name}/mean")
 
 
 def _draw_measure(axes: Any, run: RunFolder, palette: Palette) -> None:
     name = _main_metric(run) or "score"
-    training, label = run.series(*_training_names(name)), "training"
+    training, label = run.series(*_metric_names(name)), "training"
     if run.series(POLICY_REWARD)[0]:  # a routed run also samples routes its policy would rarely choose
         training, label = run.series(POLICY_REWARD), "training reward"
     _draw_series(axes, training, run.series(f"eval/{name}"), palette.after, label)

@@ -36,7 +36,7 @@ def frontier_rows(frontier: FrontierRecord) -> dict[str, Any]:
     by_budget = [
         [f"{point['budget']:g}", _format_estimate(point["cost"]), _format_estimate(point["score"], interval=True)]
         + [_format_estimate(same[name][index]) for name in ("random", "oracle")]
-        + [_format_share(frontier["gap_closed"]["router"][index])]
+        + [_format_estimate(frontier["gap_closed"]["router"][index], form=".0%")]
         for index, point in enumerate(_points(frontier, "router"))
     ]
     fixed = [
@@ -63,7 +63,8 @@ def render_frontier(frontier: FrontierRecord, palette: Palette = LIGHT) -> bytes
         axes.plot(xs, ys, color=colour, linestyle=line, linewidth=width, label=_LABELS[name], zorder=3)
         if name == "router":
             axes.plot(xs, ys, "o", color=colour, markersize=5, zorder=4)
-            axes.fill_between(xs, *_band(points), color=colour, alpha=0.13, linewidth=0, zorder=1)
+            band = ([_number(point["score"][end]) for point in points] for end in ("low", "high"))
+            axes.fill_between(xs, *band, color=colour, alpha=0.13, linewidth=0, zorder=1)
     _draw_fixed(axes, frontier["fixed"], palette)
     axes.set_xlabel("calls per question", color=palette.muted, fontsize=9.5)
     draw_title(axes, f"score against cost, {frontier['rows']} held-out tasks × {frontier['draws']} samples", palette)
@@ -96,20 +97,12 @@ def _points(frontier: FrontierRecord, name: str) -> Sequence[Mapping[str, Any]]:
     return points
 
 
-def _band(points: Sequence[Mapping[str, Any]]) -> list[list[float]]:
-    return [[_number(point["score"][end]) for point in points] for end in ("low", "high")]
-
-
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _format_estimate(estimate: Mapping[str, Any], *, interval: bool = False) -> str:
+def _format_estimate(estimate: Mapping[str, Any], *, interval: bool = False, form: str = ".3f") -> str:
     if not isinstance(estimate["value"], int | float):
         return "–"
     within = f" [{_number(estimate['low']):.2f} {_number(estimate['high']):.2f}]" if interval else ""
-    return f"{estimate['value']:.3f}{within}"
-
-
-def _format_share(estimate: Mapping[str, Any]) -> str:
-    return f"{estimate['value']:.0%}" if isinstance(estimate["value"], int | float) else "–"
+    return f"{estimate['value']:{form}}{within}"

@@ -119,7 +119,7 @@ def test_step_rewards_that_differ_are_something_to_learn_from() -> None:
 
 
 BUDGET = {"enable": True, "train_actor": False, "budgets": [{"limit": 0.1}]}
-PRICED = {"enable": True, "price_rollouts": True}
+PRICED = {"enable": True, "subtract_thinking_cost": True}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from toolwise.config.trainer import TrainerConfig
 from toolwise.errors import ConfigError
 from toolwise.training.changes import changes_between
 from toolwise.training.inputs import gather_inputs
-from toolwise.training.trackers.contained import MAX_FAILURES, ContainedCallback, ContainedTracker
+from toolwise.training.trackers.contained import MAX_FAILURES, ContainedObserver
 from toolwise.training.trackers.observers import load_observers
 
 Cli = Function[..., Any]
@@ -296,20 +296,20 @@ STEP = toolwise.StepEvent(Path("run"), 1, {"a": 1.0}, (), ())
 def test_nothing_that_they_raise_comes_out(fault: str) -> None:
     handler = signal.signal(signal.SIGINT, lambda *_: None)  # a run has its own handler
     try:
-        tracker, callback = ContainedTracker(Faulty(FAULTS[fault]), "t"), ContainedCallback(Faulty(FAULTS[fault]), "c")
+        tracker, callback = (ContainedObserver(Faulty(FAULTS[fault]), name) for name in ("tracker t", "callback c"))
         tracker.log(1, {})
         assert callback.on_step(STEP) is None
     finally:
         signal.signal(signal.SIGINT, handler)
-    assert (tracker.containment.errors, callback.containment.errors) == (1, 1)
+    assert (tracker.errors, callback.errors) == (1, 1)
 
 
 def test_a_method_that_sometimes_fails_is_not_dropped() -> None:
     turns = iter([*([True] * (MAX_FAILURES - 1)), False] * 3)
-    tracker = ContainedTracker(Faulty(lambda: 1 / 0 if next(turns) else None), "t")
+    tracker = ContainedObserver(Faulty(lambda: 1 / 0 if next(turns) else None), "tracker t")
     for step in range(3 * MAX_FAILURES):
         tracker.log(step, {})
-    assert (tracker.containment.errors, tracker.containment.dropped) == (3 * (MAX_FAILURES - 1), False)
+    assert (tracker.errors, tracker.dropped) == (3 * (MAX_FAILURES - 1), False)
 
 
 class Wrong(toolwise.Callback):
@@ -321,13 +321,13 @@ class Wrong(toolwise.Callback):
 
 
 def test_only_a_stop_with_a_reason_stops() -> None:
-    callback = ContainedCallback(Wrong(), "c")
+    callback = ContainedObserver(Wrong(), "callback c")
     assert callback.on_step(STEP) is None
-    assert callback.containment.first_error == (
+    assert callback.first_error == (
         "on_step: TypeError: on_step returned a bool; return None, or Stop(reason) to end the run"
     )
     assert callback.on_validation(toolwise.ValidationEvent(Path("run"), 1, {}, ())) is None
-    assert callback.containment.errors == 2
+    assert callback.errors == 2
 
 
 class CtrlC(toolwise.Callback):

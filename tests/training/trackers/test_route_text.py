@@ -1,4 +1,4 @@
-"""A router's metrics on the display: shares that fill one bar, and the budget."""
+"""A router's shares on the display, which fill one bar."""
 
 from __future__ import annotations
 
@@ -7,26 +7,22 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolwise.training.trackers.route_text import budget_metric, format_shares, route_shares, share_bar
+from toolwise.training.trackers.route_text import route_shares, share_bar
 
 LINE = {
     "router/share/ANSWER": 0.5,
     "router/share/SEARCH-FAMILY": 0.3,
     "router/share/CALCULATE-FAMILY": 0.2,
-    "router/cost/budget": 0.4,
     "score/mean": 0.1,
 }
 
 
 def test_shares_are_called_as_people_call_routes() -> None:
     assert route_shares(LINE) == {"answer": 0.5, "search": 0.3, "calculate": 0.2}
-    assert format_shares(route_shares(LINE)) == "answer 50% search 30% calculate 20%"
 
 
-def test_a_line_without_a_router_has_neither_shares_nor_budget() -> None:
+def test_a_line_without_a_router_has_no_shares() -> None:
     assert route_shares({"score/mean": 1.0}) == {}
-    assert budget_metric({"score/mean": 1.0}) is None
-    assert budget_metric(LINE) == 0.4
 
 
 def test_what_is_not_finite_is_left_out() -> None:

@@ -19,18 +19,18 @@ from toolwise.terminal import write_line
 from toolwise.terminal.display import Console, Live
 from toolwise.training.records import RolloutRecord
 from toolwise.training.trackers.conversation import clean_text, conversation_turns, shorten
-from toolwise.training.trackers.route_text import budget_metric, format_shares, route_shares, share_bar
+from toolwise.training.trackers.route_text import route_shares, share_bar
 from toolwise.types import StepEvent
 
-DISPLAYED_METRICS: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
-    ("score", ("router/r_task", "score/mean"), "eval/score"),
-    ("correct", ("correct/mean", "reward/correct/mean"), "eval/correct"),
-    ("cost", ("router/cost/mean", "cost/mean"), "eval/cost"),
-    ("λ", ("router/cost/lambda",), None),
-    ("entropy", ("actor/entropy",), None),
-    ("tokens/s", ("time/tokens_per_s",), None),
+DISPLAYED_METRICS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("score", ("router/r_task", "score/mean"), ("eval/score",)),
+    ("correct", ("correct/mean", "reward/correct/mean"), ("eval/correct",)),
+    ("cost", ("router/cost/mean", "cost/mean"), ("eval/cost",)),
+    ("λ", ("router/cost/lambda",), ()),
+    ("entropy", ("actor/entropy",), ()),
+    ("tokens/s", ("time/tokens_per_s",), ()),
 )
-"""(name, metrics of a training step, metric of a validation); the first training metric present is shown. A router
+"""(name, metrics of a training step, metrics of a validation); the first metric present is shown. A router
 explores routes that its policy would not take, so the policy's own score and cost precede the means of all rollouts."""
 
 MIN_PANEL_S = 4.0
@@ -159,36 +159,24 @@ class ConsoleTracker(Tracker, Callback):
 
     def _record_metrics(self, metrics: Mapping[str, float]) -> None:
         self._routes = route_shares(metrics) or self._routes
-        self._budget = self._budget if budget_metric(metrics) is None else budget_metric(metrics)
-        for name, training, validation in DISPLAYED_METRICS:
-            value = _training_value(name, metrics, training)
-            if value is not None:
-                self._training[name].append(value)
-            value = _first_metric(metrics, (validation,)) if validation else None
-            if value is not None:
-                self._validation[name].append(value)
+        self._budget = metrics.get("router/cost/budget", self._budget)
+        for histories, evaluated in ((self._training, False), (self._validation, True)):
+            for name, value in _displayed_values(metrics, evaluated=evaluated).items():
+                histories[name].append(value)
 
     def _seconds_left(self) -> float | None:
-        pace = self._step_times
-        if len(pace) < 2 or pace[-1][1] <= pace[0][1]:
+        if not self._step_times or self._step_times[-1][1] <= self._step_times[0][1]:
             return None
-        (t0, s0), (t1, s1) = pace[0], pace[-1]
+        (t0, s0), (t1, s1) = self._step_times[0], self._step_times[-1]
         return max(0.0, (t1 - t0) / (s1 - s0) * (self._total - s1) - (time.monotonic() - t1))
 
     def _plain_line(self, step: int, metrics: Mapping[str, float], evaluated: bool) -> str:
-        parts = [f"step {step}/{self._total}"]
-        if evaluated:
-            parts.append("validation")
-        for name, training, validation in DISPLAYED_METRICS:
-            value = (
-                _first_metric(metrics, (validation,))
-                if evaluated and validation
-                else _training_value(name, metrics, training)
-            )
-            if value is not None:
-                parts.append(f"{name} {self._format_value(name, value)}")
+        parts = [f"step {step}/{self._total}", *(["validation"] if evaluated else [])]
+        values = _displayed_values(metrics, evaluated=evaluated)
+        parts += [f"{name} {self._format_value(name, value)}" for name, value in values.items()]
         parts += [f"faults {faults:.0f}"] if (faults := metrics.get("faults/rollouts")) else []
-        parts += [format_shares(shares)] if (shares := route_shares(metrics)) else []
+        shares = " ".join(f"{route} {share:.0%}" for route, share in route_shares(metrics).items())
+        parts += [shares] if shares else []
         left = self._seconds_left()
         if left is not None and not evaluated and step < self._total:
             parts.append(f"{format_duration(left)} left")
@@ -203,9 +191,8 @@ class ConsoleTracker(Tracker, Callback):
         write_line(self._console.file, line)
 
     def _display(self) -> RenderableType:
-        parts: list[RenderableType] = [self._header(), self._table()]
-        if self._routes:
-            parts.append(Text("routes   ", style="dim") + share_bar(self._routes))
+        routes = [Text("routes   ", style="dim") + share_bar(self._routes)] if self._routes else []
+        parts: list[RenderableType] = [self._header(), self._table(), *routes]
         panels = list(self._rollout_panels)
         if panels and self._console.width >= 110:
             side_by_side = Table.grid(expand=True, padding=(0, 1))
@@ -232,22 +219,17 @@ class ConsoleTracker(Tracker, Callback):
 
     def _table(self) -> RenderableType:
         table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", show_edge=False)
-        table.add_column("")
-        table.add_column("training", justify="right")
-        table.add_column("trend")
-        table.add_column("validation")
+        for column in ("", "training", "trend", "validation"):
+            table.add_column(column, justify="right" if column == "training" else "left")
         for name, _, _ in DISPLAYED_METRICS:
             training, validation = list(self._training[name]), list(self._validation[name])
             if not training and not validation:
                 continue
-            first_and_last = (
-                [format_metric(name, validation[0]), format_metric(name, validation[-1])] if validation else []
-            )
             table.add_row(
                 Text(name, style="dim"),
                 Text(self._format_value(name, training[-1]) if training else "–", style="bold"),
                 Text(sparkline(training), style="cyan"),
-                Text(" → ".join(first_and_last[: len(validation)])),
+                Text(" → ".join(format_metric(name, value) for value in (*validation[:1], *validation[1:][-1:]))),
             )
         return table
 
@@ -262,19 +244,20 @@ def _is_live_terminal(console: Console) -> bool:
         return False
 
 
-def _first_metric(metrics: Mapping[str, Any], names: Sequence[str]) -> float | None:
-    for name in names:
-        value = metrics.get(name)
-        if value is not None and math.isfinite(value):
-            return float(value)
-    return None
-
-
-def _training_value(name: str, metrics: Mapping[str, Any], names: Sequence[str]) -> float | None:
-    """The value from training metrics. With a router only its policy's own values count, and those lack `correct`."""
-    if name == "correct" and "router/r_task" in metrics:
-        return None
-    return _first_metric(metrics, names)
+def _displayed_values(metrics: Mapping[str, Any], *, evaluated: bool) -> dict[str, float]:
+    """The displayed metrics of a training step, or of a validation."""
+    values: dict[str, float] = {}
+    for name, training, validation in DISPLAYED_METRICS:
+        if name == "correct" and not evaluated and "router/r_task" in metrics:
+            continue  # with a router only its policy's own values count, and those lack `correct`
+        finite = [
+            float(value)
+            for metric in (validation if evaluated else training)
+            if (value := metrics.get(metric)) is not None and math.isfinite(value)
+        ]
+        if finite:
+            values[name] = finite[0]
+    return values
 
 
 def show_record(console: Console, record: RolloutRecord) -> None:

@@ -6,8 +6,8 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from toolwise.protocols import Callback, Tracker
 from toolwise.types import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
@@ -18,42 +18,61 @@ log = logging.getLogger("toolwise.training.trackers")
 MAX_FAILURES = 3
 """A tracker or callback is dropped when one of its methods has failed this many times in a row."""
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Event = TypeVar("Event", StepEvent, ValidationEvent, CheckpointEvent, EndEvent)
 
 
-@dataclass(slots=True)
-class Containment:
-    """Counts the failures of one tracker or callback, logs the first, and drops it if they continue."""
+class ContainedObserver(Tracker, Callback):
+    """A user's tracker or callback: counts its failures, logs the first, and drops it if they continue."""
 
-    name: str
-    """Such as `tracker metrics.py:Csv`."""
-    errors: int = 0
-    first_error: str | None = None
-    dropped: bool = False
-    _in_a_row: Counter[str] = field(default_factory=Counter)
+    def __init__(self, observer: Any, name: str) -> None:
+        """`name`: such as `tracker metrics.py:Csv`."""
+        self.name = name
+        self.errors = 0
+        self.first_error: str | None = None
+        self.dropped = False
+        self._observer, self._closed = observer, False
+        self._in_a_row: Counter[str] = Counter()
 
-    def call(self, name: str, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    def start(self, run: RunStart) -> None:
+        self._call("start", self._observer.start, run)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._call("log", self._observer.log, step, dict(metrics))
+
+    def close(self) -> None:
+        """Close it once, even if it was dropped: it may hold open files."""
+        if not self._closed:
+            self._closed, self.dropped, dropped = True, False, self.dropped
+            self._call("close", self._observer.close)
+            self.dropped |= dropped
+
+    def on_step(self, event: StepEvent) -> Stop | None:
+        return self._call("on_step", self._observer.on_step, _copy(event))
+
+    def on_validation(self, event: ValidationEvent) -> Stop | None:
+        return self._call("on_validation", self._observer.on_validation, _copy(event))
+
+    def on_checkpoint(self, event: CheckpointEvent) -> Stop | None:
+        return self._call("on_checkpoint", self._observer.on_checkpoint, _copy(event))
+
+    def on_end(self, event: EndEvent) -> None:
+        self._call("on_end", self._observer.on_end, _copy(event))
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("name", "errors", "first_error", "dropped")}
+
+    def _call(self, name: str, method: Callable[..., Stop | None], *args: Any) -> Stop | None:
         """Call a method; None if it fails, or if it is no longer called."""
         if self.dropped:
             return None
         try:
-            result = method(*args, **kwargs)
+            result = method(*args)
             _check_result(name, result)
         except BaseException as fault:
             self._count(name, f"{describe(as_exception(fault))}{user_location(fault)}")
             return None
         self._in_a_row[name] = 0
         return result
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "errors": self.errors,
-            "first_error": self.first_error,
-            "dropped": self.dropped,
-        }
 
     def _count(self, method: str, error: str) -> None:
         self.errors += 1
@@ -64,48 +83,6 @@ class Containment:
         if self._in_a_row[method] == MAX_FAILURES:
             self.dropped = True
             log.warning("%s failed %d times in a row in %s and is no longer called", self.name, MAX_FAILURES, method)
-
-
-class ContainedTracker(Tracker):
-    """A user's tracker."""
-
-    def __init__(self, tracker: Tracker, name: str) -> None:
-        self.containment = Containment(f"tracker {name}")
-        self._tracker = tracker
-        self._closed = False
-
-    def start(self, run: RunStart) -> None:
-        self.containment.call("start", self._tracker.start, run)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.containment.call("log", self._tracker.log, step, dict(metrics))
-
-    def close(self) -> None:
-        """Close it once, even if it was dropped: it may hold open files."""
-        if not self._closed:
-            self._closed, self.containment.dropped, dropped = True, False, self.containment.dropped
-            self.containment.call("close", self._tracker.close)
-            self.containment.dropped |= dropped
-
-
-class ContainedCallback(Callback):
-    """A user's callback."""
-
-    def __init__(self, callback: Callback, name: str) -> None:
-        self.containment = Containment(f"callback {name}")
-        self._callback = callback
-
-    def on_step(self, event: StepEvent) -> Stop | None:
-        return self.containment.call("on_step", self._callback.on_step, _copy(event))
-
-    def on_validation(self, event: ValidationEvent) -> Stop | None:
-        return self.containment.call("on_validation", self._callback.on_validation, _copy(event))
-
-    def on_checkpoint(self, event: CheckpointEvent) -> Stop | None:
-        return self.containment.call("on_checkpoint", self._callback.on_checkpoint, _copy(event))
-
-    def on_end(self, event: EndEvent) -> None:
-        self.containment.call("on_end", self._callback.on_end, _copy(event))
 
 
 def describe_observer_errors(observers: Sequence[Mapping[str, Any]]) -> list[str]:

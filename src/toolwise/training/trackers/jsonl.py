@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,8 +24,10 @@ class JsonlTracker(Tracker):
         self._file = self.path.open("ab")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        line = {"step": int(step)} | {name: _finite_or_none(value) for name, value in metrics.items() if name != "step"}
-        self._file.write(json_line(line))
+        line = {"step": step, **metrics} | {"step": int(step)}
+        # float: JSON has no NumPy scalars
+        plain = {name: v if v is None or isinstance(v, bool | int) else float(v) for name, v in line.items()}
+        self._file.write(json_line(plain))
         self._file.flush()
 
     def sync(self) -> None:
@@ -50,38 +51,24 @@ def truncate_after(path: str | os.PathLike[str], step: int) -> int:
     path = Path(path)
     if not path.exists():
         return 0
-    remaining = [raw for line, raw in _complete_lines(path) if not _is_after(line, step)]
+    steps = [(line.get("step"), raw) for line, raw in _complete_lines(path)]
+    remaining = [raw for at, raw in steps if not isinstance(at, int | float) or at <= step]
     dropped = sum(1 for raw in path.read_bytes().split(b"\n") if raw.strip()) - len(remaining)
     if dropped:
         write_atomic(path, b"".join(raw + b"\n" for raw in remaining))
     return dropped
 
 
-def _is_after(line: dict[str, Any], step: int) -> bool:
-    at = line.get("step")
-    return isinstance(at, int | float) and at > step
-
-
-def _finite_or_none(value: Any) -> float | int | bool | None:
-    if isinstance(value, bool | int) or value is None:
-        return value
-    number = float(value)
-    return number if math.isfinite(number) else None
-
-
 def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     """Each line with its bytes. Only the last may be incomplete: a crash cannot break an earlier line."""
-    if not path.exists():
-        return []
-    *terminated, tail = path.read_bytes().split(b"\n")
+    raw_lines = enumerate(path.read_bytes().split(b"\n") if path.exists() else (), start=1)
+    numbered = [(number, raw) for number, raw in raw_lines if raw.strip()]
     lines = []
-    for number, raw in enumerate([*terminated, tail], start=1):
-        if not raw.strip():
-            continue
+    for number, raw in numbered:
         parsed = _parse(raw)
         if parsed is not None:
             lines.append((parsed, raw))
-        elif any(later.strip() for later in [*terminated, tail][number:]):
+        elif number != numbered[-1][0]:
             raise CheckpointError(f"{path}, line {number}: not a JSON object; remove that line and try again")
     return lines
 
@@ -98,8 +85,6 @@ def _repair_tail(path: Path) -> None:
     """Remove an incomplete last line left by a crash: the next line would be appended to it."""
     if not path.exists():
         return
-    data = path.read_bytes()
-    head, newline, tail = data.rpartition(b"\n")
-    if not tail:
-        return
-    write_atomic(path, data + b"\n" if _parse(tail) is not None else head + newline)
+    head, newline, tail = path.read_bytes().rpartition(b"\n")
+    if tail:
+        write_atomic(path, head + newline + (tail + b"\n" if _parse(tail) is not None else b""))

@@ -13,7 +13,7 @@ from toolwise.config.trainer import ObserverEntry, TrainerConfig
 from toolwise.envs.catalog import check_options
 from toolwise.errors import ConfigError
 from toolwise.protocols import Callback, Metrics, Tracker
-from toolwise.training.trackers.contained import ContainedCallback, ContainedTracker, Containment
+from toolwise.training.trackers.contained import ContainedObserver
 from toolwise.types import RunStart
 from toolwise.untrusted.user_code import as_exception, call_user_code, describe
 
@@ -31,18 +31,15 @@ _BASES: dict[str, type] = {"tracker": Tracker, "callback": Callback}
 class Observers:
     """The trackers and callbacks that a user gave to a run."""
 
-    trackers: list[ContainedTracker] = field(default_factory=list)
-    callbacks: list[ContainedCallback] = field(default_factory=list)
+    trackers: list[ContainedObserver] = field(default_factory=list)
+    callbacks: list[ContainedObserver] = field(default_factory=list)
     _reported: dict[str, int] = field(default_factory=dict)
 
     def create(self, sources: Sequence[ObserverSource]) -> None:
         """Create what `load_observers` found; raises a ConfigError if a constructor fails."""
         for source in sources:
-            observer = source.create()
-            if source.kind == "tracker":
-                self.trackers.append(ContainedTracker(observer, source.name))
-            else:
-                self.callbacks.append(ContainedCallback(observer, source.name))
+            observers = self.trackers if source.kind == "tracker" else self.callbacks
+            observers.append(ContainedObserver(source.create(), f"{source.kind} {source.name}"))
 
     def start(self, run: RunStart) -> None:
         for tracker in self.trackers:
@@ -54,21 +51,15 @@ class Observers:
 
     def to_json(self) -> list[dict[str, Any]]:
         """What the summary says about each of them."""
-        return [containment.to_json() for containment in self._containments()]
+        return [observer.to_json() for observer in (*self.trackers, *self.callbacks)]
 
     def error_metrics(self) -> Metrics:
         """`faults/tracker` and `faults/callback`: failed calls since the last time; empty if the user gave none."""
-        totals: dict[str, int] = {}
-        for containment in self._containments():
-            kind = containment.name.partition(" ")[0]
-            totals[kind] = totals.get(kind, 0) + containment.errors
+        observers = {"tracker": self.trackers, "callback": self.callbacks}
+        totals = {kind: sum(one.errors for one in members) for kind, members in observers.items() if members}
         metrics = {f"faults/{kind}": float(total - self._reported.get(kind, 0)) for kind, total in totals.items()}
         self._reported = totals
         return metrics
-
-    def _containments(self) -> list[Containment]:
-        trackers = [tracker.containment for tracker in self.trackers]
-        return [*trackers, *(callback.containment for callback in self.callbacks)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Formats a router's metrics for the display: route shares and the budget."""
+"""Formats the shares of a router's routes for the display."""
 
 from __future__ import annotations
 
@@ -19,14 +19,6 @@ def route_shares(metrics: Mapping[str, float]) -> dict[str, float]:
         name.removeprefix(_SHARE_PREFIX): value for name, value in metrics.items() if name.startswith(_SHARE_PREFIX)
     }
     return {ROUTE_LABELS.get(name, name.lower()): share for name, share in shares.items() if math.isfinite(share)}
-
-
-def budget_metric(metrics: Mapping[str, float], unit: str = "cost") -> float | None:
-    return metrics.get(f"router/{unit}/budget")
-
-
-def format_shares(shares: Mapping[str, float]) -> str:
-    return " ".join(f"{name} {share:.0%}" for name, share in shares.items())
 
 
 def share_bar(shares: Mapping[str, float], width: int = 40) -> Text:

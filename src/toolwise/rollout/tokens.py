@@ -29,8 +29,8 @@ from toolwise.errors import ModelError
 from toolwise.messages import Message, Prefix
 from toolwise.rollout.chat_tokenizer import ChatTokenizer, Tools
 from toolwise.rollout.control_tokens import strip_guard_marks
+from toolwise.types.tokens import Alignment
 
-Alignment = Literal["first", "clean", "realigned", "forked"]
 OnChange = Literal["append", "fork"]
 
 

@@ -9,12 +9,10 @@ from typing import Any, get_args
 from toolwise.advantages import build_estimator
 from toolwise.config.imports import did_you_mean, load_reference
 from toolwise.config.schema import RunConfig
-from toolwise.envs.catalog import check_options
-from toolwise.errors import ConfigError, ToolwiseError
+from toolwise.errors import ConfigError
 from toolwise.protocols import AdvantageEstimator, Annotation, PolicyLoss
-from toolwise.training.trackers.observers import is_factory, qualified_name
+from toolwise.training.trackers.observers import check_kwargs, create_object, is_factory, qualified_name
 from toolwise.types import RewardSettings
-from toolwise.untrusted.user_code import call_user_code, describe, user_location
 
 EstimatorSpec = str | AdvantageEstimator | type[AdvantageEstimator]
 LossSpec = str | PolicyLoss | type[PolicyLoss]
@@ -60,20 +58,14 @@ def _name(source: Any) -> str:
 def _load(source: Any, kwargs: Mapping[str, Any], key: str, base: type) -> Any:
     """The object itself, or one that the class or function creates with `kwargs`."""
     target, where = load_reference(source, what=key) if isinstance(source, str) else source, f"{key}: {_name(source)}"
-    if is_factory(target):
-        check_options(target, kwargs, where, {})
-        try:
-            target = call_user_code(target, **kwargs)
-        except Exception as fault:
-            error = str(fault) if isinstance(fault, ToolwiseError) else f"{describe(fault)}{user_location(fault)}"
-            raise ConfigError(f"{where} could not be created: {' '.join(error.split())}") from fault
-    elif kwargs and isinstance(source, str):
-        raise ConfigError(f"{where} is an object, not a class; set {', '.join(kwargs)} where it is created")
-    missing = [name for name in vars(base) if not name.startswith("_") and not hasattr(target, name)]
-    missing += [] if callable(target) else ["__call__"]
+    if isinstance(source, str) or is_factory(source):
+        check_kwargs(target, kwargs, where)
+    component = create_object(target, kwargs, where)
+    missing = [name for name in vars(base) if not name.startswith("_") and not hasattr(component, name)]
+    missing += [] if callable(component) else ["__call__"]
     if missing:
         raise ConfigError(f"{where} has no {', '.join(missing)}; subclass toolwise.{base.__name__}")
-    return target
+    return component
 
 
 def _check_estimator(config: RunConfig, estimator: AdvantageEstimator, where: str) -> None:

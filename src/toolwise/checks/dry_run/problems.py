@@ -107,8 +107,8 @@ def _check_prompts(run: Run, scored: Sequence[ScoredRollout], findings: DryRunRe
 
 
 def _first_prompt(run: Run, scored: ScoredRollout) -> str:
-    sampled = [step.policy_logprobs for step in scored.steps if step.policy_logprobs]
-    return str(run.chat.tokenizer.decode(list(sampled[0].get("prompt_ids", ())))) if sampled else ""
+    step = next(_sampled([scored]), None)
+    return str(run.chat.tokenizer.decode(list(step.tokens.prompt_ids))) if step is not None else ""
 
 
 def _check_scores(scored: Sequence[ScoredRollout], findings: DryRunReport) -> None:
@@ -119,7 +119,7 @@ def _check_scores(scored: Sequence[ScoredRollout], findings: DryRunReport) -> No
 
 def _check_lengths(run: Run, scored: Sequence[ScoredRollout], findings: DryRunReport) -> None:
     steps = list(_sampled(scored))
-    cut = [s for s in steps if (s.policy_logprobs or {}).get("finish_reason") == "length"]
+    cut = [s for s in steps if s.tokens.finish_reason == "length"]
     if steps and 2 * len(cut) > len(steps):
         findings.notes.append(
             f"{len(cut)} of {len(steps)} replies were cut off at rollout.max_new_tokens = "
@@ -128,7 +128,7 @@ def _check_lengths(run: Run, scored: Sequence[ScoredRollout], findings: DryRunRe
 
 
 def _sampled(scored: Sequence[ScoredRollout]) -> Iterator[StepData]:
-    return (step for s in scored for step in s.steps if step.policy_logprobs)
+    return (step for s in scored for step in s.steps if step.policy_logprobs is not None)
 
 
 def _one_line(text: str) -> str:

@@ -40,8 +40,6 @@ class VllmServer:
             "--host": "127.0.0.1",
             "--port": str(port),
         }
-        required_env = {"VLLM_SERVER_DEV_MODE": "1"}
-        default_env = {"VLLM_NO_USAGE_STATS": "1"}
         arguments = [*_serve_command(command, str(model)), *(part for pair in options.items() for part in pair)]
         try:
             with self._log.open("wb") as log:
@@ -50,7 +48,7 @@ class VllmServer:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=default_env | os.environ | required_env,
+                    env={"VLLM_NO_USAGE_STATS": "1"} | os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
                     start_new_session=True,  # the trainer handles Ctrl-C: it finishes the step first
                 )
         except OSError as fault:

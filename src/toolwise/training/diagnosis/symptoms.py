@@ -81,7 +81,7 @@ def _cut(scored: Sequence[ScoredRollout], *_: object) -> str | None:
 
 
 def _hit_length_limit(rollout: Rollout) -> bool:
-    return (rollout.steps[-1].policy_logprobs or {}).get("finish_reason") == "length"
+    return rollout.steps[-1].tokens.finish_reason == "length"
 
 
 def _explain_cut(_: str, rollouts: int, config: RunConfig) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from toolwise.errors import ConfigError
 from toolwise.protocols import Callback, Metrics, Tracker
 from toolwise.training.trackers.contained import ContainedObserver
 from toolwise.types import RunStart
-from toolwise.untrusted.user_code import as_exception, call_user_code, describe
+from toolwise.untrusted.user_code import call_user_code, describe, user_location
 
 TrackerSpec = str | Mapping[str, Any] | ObserverEntry | Tracker | Callable[..., Tracker]
 CallbackSpec = str | Mapping[str, Any] | ObserverEntry | Callback | Callable[..., Callback]
@@ -72,15 +72,28 @@ class ObserverSource:
     kwargs: Mapping[str, Any]
 
     def create(self) -> Any:
-        if not is_factory(self.target):
-            return self.target
-        try:
-            observer = call_user_code(self.target, **self.kwargs)
-        except Exception as fault:
-            reason = " ".join(describe(as_exception(fault)).split())
-            raise ConfigError(f"trainer.{self.kind}s: {self.name} could not be created: {reason}") from fault
+        observer = create_object(self.target, self.kwargs, f"trainer.{self.kind}s: {self.name}")
         _check_methods(observer, self.kind, self.name)
         return observer
+
+
+def create_object(target: Any, kwargs: Mapping[str, Any], where: str) -> Any:
+    """What a user's class or function creates; any other object itself."""
+    if not is_factory(target):
+        return target
+    try:
+        return call_user_code(target, **kwargs)
+    except Exception as fault:
+        reason = " ".join(describe(fault).split())
+        raise ConfigError(f"{where} could not be created: {reason}{user_location(fault)}") from fault
+
+
+def check_kwargs(target: Any, kwargs: Mapping[str, Any], where: str) -> None:
+    """Raise unless a user's class or function accepts `kwargs`."""
+    if kwargs and not is_factory(target):
+        raise ConfigError(f"{where} is an object, not a class; set {', '.join(kwargs)} where it is created")
+    if kwargs:
+        check_options(target, kwargs, where, {})
 
 
 def load_observers(
@@ -111,12 +124,9 @@ def _load(entry: Any, kind: str) -> ObserverSource:
     if isinstance(target, str):
         check_nameable(target, key, f"; --set {key}=[] continues without it")
         target = load_reference(target, what=key)
-    if kwargs and not is_factory(target):
-        raise ConfigError(f"{key}: {name} is an object, not a class; set {', '.join(kwargs)} where it is created")
+    check_kwargs(target, kwargs, f"{key}: {name}")
     if not inspect.isroutine(target):
         _check_methods(target, kind, name)
-    if kwargs:
-        check_options(target, kwargs, f"{key}: {name}", {})
     return ObserverSource(kind, name, target, kwargs)
 
 

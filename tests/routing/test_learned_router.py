@@ -327,7 +327,7 @@ def test_an_actors_advantage_does_not_depend_on_other_routes_rewards() -> None:
             )
             for i, s in enumerate(scored)
         ]
-        credited = Grpo()([AnnotatedRollout(s) for s in noisy])
+        credited = Grpo()([AnnotatedRollout(s) for s in noisy]).rollouts
         return [float(c.advantages[0][0]) for c in credited if c.rollout.route == "SEARCH-FAMILY"]
 
     assert advantages(0.0) == advantages(1.0) == advantages(-50.0)

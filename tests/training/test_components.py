@@ -251,10 +251,15 @@ class Odd(Unclipped):
     metric_names = "ratio"  # type: ignore[assignment]
 
 
+class Hiding(Unclipped):
+    metric_names = ("kl",)
+
+
 BAD_LOSSES: list[tuple[dict[str, Any], str]] = [
     ({"policy_loss": "pp"}, "actor.policy_loss is 'pp'; use ppo or package.module:Name; did you mean 'ppo'?"),
     ({"policy_loss_kwargs": {"bound": 2.0}}, "actor.policy_loss_kwargs are for a loss of your own"),
     ({"policy_loss": f"{HERE}:Odd"}, "metric_names is 'ratio'; use a tuple of names"),
+    ({"policy_loss": f"{HERE}:Hiding"}, "every loss has a metric kl; rename yours"),
     ({"policy_loss": f"{HERE}:Incomplete"}, "Incomplete has no metric_names, __call__; subclass toolwise.PolicyLoss"),
     (
         {"policy_loss": f"{HERE}:Unclipped", "policy_loss_kwargs": {"bond": 1}},

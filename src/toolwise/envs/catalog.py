@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from toolwise.config.components import check_options
 from toolwise.config.imports import did_you_mean, load_reference
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.gsm8k import Gsm8kEnv
@@ -119,19 +120,6 @@ def _env_factory(
         return built
 
     return make
-
-
-def check_options(
-    target: Callable[..., Any], options: Mapping[str, Any], where: str, reserved: Mapping[str, Any]
-) -> None:
-    """Raise for options that `target` does not accept, and for those in `reserved`, which it receives anyway."""
-    parameters = inspect.signature(target).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    known = [name for name in parameters if name not in reserved]
-    for key in options:
-        if key in reserved or (key not in known and not takes_all):
-            hint = did_you_mean(key, known) or f"; it has {', '.join(known) or 'none'}"
-            raise ConfigError(f"{where} has no option {key!r}{hint}")
 
 
 def _merge_options(options: Options, task_options: Options) -> Options:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from toolwise.config.components import create
 from toolwise.config.imports import load_reference
-from toolwise.envs.catalog import check_options
 from toolwise.errors import ConfigError, RouterError
 from toolwise.messages import Message
 from toolwise.protocols import Metrics, Router
@@ -39,15 +38,7 @@ def build_user_router(
     no_router = f"{where} is not a router: subclass toolwise.Router and define decide"
     if isinstance(router, type) and not issubclass(router, Router):
         raise ConfigError(no_router)
-    if isinstance(router, type) or inspect.isroutine(router):
-        check_options(router, kwargs, where, provided)
-        parameters = inspect.signature(router).parameters
-        try:
-            router = call_user_code(router, **{k: v for k, v in provided.items() if k in parameters}, **kwargs)
-        except Exception as fault:
-            raise ConfigError(f"{where} could not be created: {describe(fault)}") from fault
-    elif kwargs:
-        raise ConfigError(f"{where} is an object, not a class; set {', '.join(kwargs)} where it is created")
+    router = create(router, kwargs, where, provided)
     if not isinstance(router, Router):
         raise ConfigError(no_router)
     return UserRouter(router, name, tools)

@@ -7,11 +7,12 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from toolwise.advantages import build_estimator
+from toolwise.config.components import create, is_factory
 from toolwise.config.imports import did_you_mean, load_reference
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.protocols import AdvantageEstimator, Annotation, PolicyLoss
-from toolwise.training.trackers.observers import check_kwargs, create_object, is_factory, qualified_name
+from toolwise.training.trackers.observers import qualified_name
 from toolwise.types import RewardSettings
 
 EstimatorSpec = str | AdvantageEstimator | type[AdvantageEstimator]
@@ -61,14 +62,12 @@ def _name(source: Any) -> str:
 def _load(source: Any, kwargs: Mapping[str, Any], key: str, base: type) -> Any:
     """The object itself, or one that the class or function creates with `kwargs`."""
     target, where = load_reference(source, what=key) if isinstance(source, str) else source, f"{key}: {_name(source)}"
-    if isinstance(source, str) or is_factory(source):
-        check_kwargs(target, kwargs, where)
-    component = create_object(target, kwargs, where)
-    missing = [name for name in vars(base) if not name.startswith("_") and not hasattr(component, name)]
-    missing += [] if callable(component) else ["__call__"]
+    target = create(target, kwargs if isinstance(source, str) or is_factory(target) else {}, where)
+    missing = [name for name in vars(base) if not name.startswith("_") and not hasattr(target, name)]
+    missing += [] if callable(target) else ["__call__"]
     if missing:
         raise ConfigError(f"{where} has no {', '.join(missing)}; subclass toolwise.{base.__name__}")
-    return component
+    return target
 
 
 def _check_estimator(config: RunConfig, estimator: AdvantageEstimator, where: str) -> None:

@@ -7,15 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolwise.config.components import check_kwargs, create, is_factory
 from toolwise.config.imports import check_nameable, did_you_mean, load_reference
 from toolwise.config.loader import build_config
 from toolwise.config.trainer import ObserverEntry, TrainerConfig
-from toolwise.envs.catalog import check_options
 from toolwise.errors import ConfigError
 from toolwise.protocols import Callback, Metrics, Tracker
 from toolwise.training.trackers.contained import ContainedObserver
 from toolwise.types import RunStart
-from toolwise.untrusted.user_code import call_user_code, describe, user_location
 
 TrackerSpec = str | Mapping[str, Any] | ObserverEntry | Tracker | Callable[..., Tracker]
 CallbackSpec = str | Mapping[str, Any] | ObserverEntry | Callback | Callable[..., Callback]
@@ -72,28 +71,9 @@ class ObserverSource:
     kwargs: Mapping[str, Any]
 
     def create(self) -> Any:
-        observer = create_object(self.target, self.kwargs, f"trainer.{self.kind}s: {self.name}")
+        observer = create(self.target, self.kwargs, f"trainer.{self.kind}s: {self.name}")
         _check_methods(observer, self.kind, self.name)
         return observer
-
-
-def create_object(target: Any, kwargs: Mapping[str, Any], where: str) -> Any:
-    """What a user's class or function creates; any other object itself."""
-    if not is_factory(target):
-        return target
-    try:
-        return call_user_code(target, **kwargs)
-    except Exception as fault:
-        reason = " ".join(describe(fault).split())
-        raise ConfigError(f"{where} could not be created: {reason}{user_location(fault)}") from fault
-
-
-def check_kwargs(target: Any, kwargs: Mapping[str, Any], where: str) -> None:
-    """Raise unless a user's class or function accepts `kwargs`."""
-    if kwargs and not is_factory(target):
-        raise ConfigError(f"{where} is an object, not a class; set {', '.join(kwargs)} where it is created")
-    if kwargs:
-        check_options(target, kwargs, where, {})
 
 
 def load_observers(
@@ -124,7 +104,7 @@ def _load(entry: Any, kind: str) -> ObserverSource:
     if isinstance(target, str):
         check_nameable(target, key, f"; --set {key}=[] continues without it")
         target = load_reference(target, what=key)
-    check_kwargs(target, kwargs, f"{key}: {name}")
+    check_kwargs(target, kwargs, f"{key}: {name}", {})
     if not inspect.isroutine(target):
         _check_methods(target, kind, name)
     return ObserverSource(kind, name, target, kwargs)
@@ -133,10 +113,6 @@ def _load(entry: Any, kind: str) -> ObserverSource:
 def qualified_name(target: Any) -> str:
     definition = target if is_factory(target) else type(target)
     return f"{definition.__module__}:{definition.__qualname__}"
-
-
-def is_factory(target: Any) -> bool:
-    return isinstance(target, type) or inspect.isroutine(target)
 
 
 def _check_methods(target: Any, kind: str, name: str) -> None:

@@ -30,7 +30,8 @@ class PolicyDecision(NamedTuple):
             raise ValueError(f"raw output must be a string or None, not {type(raw).__name__}")
         tokens = None if logprobs is None else SampledTokens.from_dict(logprobs)
         raw_calls = action.get("tool_calls") or ()
-        calls = [call if isinstance(call, ToolCall) else ToolCall.model_validate(call) for call in raw_calls]
+        # `type` because isinstance is slow on pydantic models; `model_validate` returns a subclass unchanged.
+        calls = [call if type(call) is ToolCall else ToolCall.model_validate(call) for call in raw_calls]
         if action["type"] == "tool_call" and not calls:  # a single call may be given by name and arguments alone
             calls = [ToolCall(id="call_0", name=action["name"], arguments=action.get("arguments") or {})]
         if calls:

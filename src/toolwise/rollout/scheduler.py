@@ -22,7 +22,6 @@ from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, RouteDecision
 from toolwise.untrusted.user_code import call_user_code, describe
 
-StateCallback = Callable[[AsyncRolloutRequest], None]
 _GC_THRESHOLD = 50_000
 
 
@@ -45,7 +44,7 @@ class RolloutScheduler:
     make_env: Callable[[RouteDecision], BaseEnv] | None = None
     """Creates the environment of an episode; by default a `ToolEnv` over `tools`."""
     lock_step: bool = False
-    on_state: StateCallback | None = None
+    on_state: Callable[[AsyncRolloutRequest], None] | None = None
     """Called on every state change of every request."""
 
     async def roll_out(

@@ -43,7 +43,9 @@ def read_reply(body: Any, headers: Mapping[str, str], parse: Parse | None) -> Re
     message, reasoning = _message(choice)
     text = message.content or ""
     content, calls = parse(text) if parse is not None else (text, [])
-    calls = calls or _with_call_ids(message.tool_calls or [])
+    if not calls:  # those that the server parsed, with or without ids
+        parsed = message.tool_calls or ()
+        calls = [c if c.id else c.model_copy(update={"id": f"call_{i}"}) for i, c in enumerate(parsed)]
     finish = _finish_reason(choice, bool(calls))
     tokens, logprobs = _logprobs(choice)
     prompt_ids = parse_ids(body.get("prompt_token_ids") or choice.get("prompt_token_ids"), "prompt_token_ids")
@@ -79,10 +81,6 @@ def _message(choice: dict[str, Any]) -> tuple[Message, str]:
         raise ServerError("bad_reply", f"choices[0].message is invalid: {reason}", retryable=True) from None
     reasoning = value.get("reasoning_content") or value.get("reasoning")
     return message, reasoning if isinstance(reasoning, str) else ""
-
-
-def _with_call_ids(calls: Sequence[ToolCall]) -> list[ToolCall]:
-    return [c if c.id else ToolCall(id=f"call_{i}", name=c.name, arguments=c.arguments) for i, c in enumerate(calls)]
 
 
 def _finish_reason(choice: dict[str, Any], has_calls: bool) -> FinishReason:

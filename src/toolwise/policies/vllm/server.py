@@ -16,8 +16,6 @@ from pathlib import Path
 
 from toolwise.errors import ConfigError, PolicyError
 
-SERVED_MODEL_NAME = "policy"
-"""Name of the model on the server."""
 _SHUTDOWN_TIMEOUT_S = 20.0
 # vLLM runs several processes. This script kills them all when its stdin closes, which happens however we exit.
 _WATCHDOG_SCRIPT = 'read -r _; kill -s TERM -- "-$0"; sleep 5; kill -s KILL -- "-$0"'
@@ -33,7 +31,7 @@ class VllmServer:
         self.base_url = f"http://127.0.0.1:{port}/v1"
         options = {
             "--tokenizer": tokenizer,
-            "--served-model-name": SERVED_MODEL_NAME,
+            "--served-model-name": "policy",
             "--dtype": dtype,
             "--logprobs-mode": "processed_logprobs",
             "--generation-config": "vllm",

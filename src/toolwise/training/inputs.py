@@ -37,6 +37,14 @@ from toolwise.training.scoring import weighted_sources
 from toolwise.training.trackers.observers import observer_entries, qualified_name
 from toolwise.types import Task
 
+COMPONENTS = {
+    "router": ("router", "name", "kwargs"),
+    "parser": ("rollout", "tool_parser", ""),
+    "estimator": ("algorithm", "adv_estimator", "estimator_kwargs"),
+    "loss": ("actor", "policy_loss", "policy_loss_kwargs"),
+}
+"""The section of each part, and the settings for its name and its arguments."""
+
 
 @dataclass(slots=True)
 class RunInputs:
@@ -108,21 +116,6 @@ class RunInputs:
         self._record("env", env)
         self.config = self.config.model_copy(update={"env": env})
 
-    def add_router(self, source: Any) -> None:
-        if source is None:
-            return
-        entry = self._observer_entry("router", source)
-        name, kwargs = (entry, {}) if isinstance(entry, str) else (entry.name, entry.kwargs)
-        self._record("router", self.recorded.router.model_copy(update={"name": name, "kwargs": kwargs}))
-
-    def add_parser(self, source: Any) -> None:
-        if source is None:
-            return
-        entry = self._observer_entry("parser", source)
-        if isinstance(entry, ObserverEntry):
-            entry = self._note_unnameable(f"the parser {_name_of(source)}", "a parser is created without arguments")
-        self._record("rollout", self.recorded.rollout.model_copy(update={"tool_parser": entry}))
-
     def add_observers(self, kind: str, observers: Any) -> None:
         """`kind` is "tracker" or "callback"; each is a reference, a table, a class, a function or an object."""
         trainer = self.recorded.trainer
@@ -130,19 +123,21 @@ class RunInputs:
         entries = [*before, *(self._observer_entry(kind, entry) for entry in observer_entries(observers))]
         self._record("trainer", trainer.model_copy(update={f"{kind}s": entries}))
 
-    def add_component(self, section: str, key: str, kwargs_key: str, source: Any) -> None:
-        """The estimator or the loss: a name, a reference, a class or an object."""
+    def add_component(self, kind: str, source: Any) -> None:
+        """A router, parser, estimator or loss: a name, a reference, a class or an object."""
         if source is None:
             return
-        kind = "estimator" if section == "algorithm" else "loss"
+        section, key, kwargs_key = COMPONENTS[kind]
         entry = self._observer_entry(kind, source)
-        update: dict[str, Any] = {key: entry}
-        if isinstance(entry, ObserverEntry):
-            update = {key: entry.name, kwargs_key: entry.kwargs}
-        elif not isinstance(source, str | type):
-            update[kwargs_key] = {}
+        if isinstance(entry, ObserverEntry) and not kwargs_key:
+            entry = self._note_unnameable(f"the {kind} {_name_of(source)}", f"a {kind} is created without arguments")
+        name, kwargs = (entry, {}) if isinstance(entry, str) else (entry.name, entry.kwargs)
+        # the configured arguments are also those of an estimator or a loss that Python names
+        keeps_kwargs = not kwargs_key or (kind != "router" and isinstance(source, str | type))
+        update = {key: name} if keeps_kwargs else {key: name, kwargs_key: kwargs}
         self._record(section, getattr(self.recorded, section).model_copy(update=update))
-        self.config = self.config.model_copy(update={section: getattr(self.recorded, section)})
+        if kind in ("estimator", "loss"):
+            self.config = self.config.model_copy(update={section: getattr(self.recorded, section)})
 
     def check_files(self) -> None:
         """Raise if a resumed run was given other rows or notebook cells than when it started."""
@@ -295,10 +290,8 @@ def gather_inputs(
     inputs.add_tools(tools)
     inputs.add_reward(reward)
     inputs.add_env(env)
-    inputs.add_router(router)
-    inputs.add_parser(parser)
-    inputs.add_component("algorithm", "adv_estimator", "estimator_kwargs", estimator)
-    inputs.add_component("actor", "policy_loss", "policy_loss_kwargs", loss)
+    for kind, source in (("router", router), ("parser", parser), ("estimator", estimator), ("loss", loss)):
+        inputs.add_component(kind, source)
     inputs.add_observers("tracker", trackers)
     inputs.add_observers("callback", callbacks)
     return inputs

@@ -89,7 +89,7 @@ def jobs_of(budgets: Sequence[float], seeds: Sequence[int], real: float | None) 
         fixed = {"rate": 0.0, "proportional": 0.0, "initial": price}
         made += [
             Job(f"fixed-{price:g}-centred-{seeds[0]}", middle, seeds[0], dual=fixed),
-            Job(f"fixed-{price:g}-std-{seeds[0]}", middle, seeds[0], {"divide_by_std_as_a_control": True}, fixed),
+            Job(f"fixed-{price:g}-std-{seeds[0]}", middle, seeds[0], {"divide_by_std": True}, fixed),
         ]
     made += [] if real is None else [Job(f"real-{real:g}", real, seeds[0], real=True, exactly=False)]
     return made

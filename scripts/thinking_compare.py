@@ -59,7 +59,7 @@ def settings_of(job: Job, model: Path, device: str) -> dict[str, Any]:
     settings["rollout"] |= {"n": ROLLOUTS, "cache_mb": 512}  # all runs share one GPU
     settings["reward"]["sandbox"] = {"tier": "off"}  # the environment's own reward is trusted
     settings["algorithm"] = {"adv_estimator": arm.estimator, "rlvcr": {"enable": True, **arm.rlvcr}}
-    settings["actor"] |= {"lr": job.lr, "lr_schedule": "linear", "canary": "warn"}
+    settings["actor"] |= {"lr": job.lr, "lr_schedule": "linear", "mismatch_check": "warn"}
     settings["trainer"] |= {"total_steps": job.evaluated[-1]}
     return settings
 

@@ -62,7 +62,7 @@ ON = {**SIGNED, "success_score": 1.0}
 ARMS = {
     "grpo": Arm("GRPO", "grpo", {"share": 0.0}),
     "gigpo": Arm("GiGPO", "gigpo", {"share": 0.0}),
-    "price": Arm("GRPO + price", "grpo", {"share": 0.0, "price_rollouts": True, "budget": PRICE}),
+    "price": Arm("GRPO + price", "grpo", {"share": 0.0, "subtract_thinking_cost": True, "budget": PRICE}),
     "document": Arm("RLVCR, original", "rlvcr", COMPARED),
     "signed": Arm("RLVCR, signed gate", "rlvcr", SIGNED, rate_of="success"),
     "success": Arm("RLVCR, success gate", "rlvcr", SUCCESS),

@@ -68,7 +68,7 @@ def test_a_new_option_needs_its_declaration_and_its_consumer_only(monkeypatch: p
         state: Any = actor.optimizer.adamw.state
         return torch.cat([state[master]["exp_avg"].flatten() for master in actor.optimizer.masters])
 
-    options = {"max_grad_norm": 1e9, "canary": "off"}
+    options = {"max_grad_norm": 1e9, "mismatch_check": "off"}
     plain = gradient(changed(RunConfig(), **options))
     monkeypatch.setattr("toolwise.learner.actor.policy_loss_terms", my_loss)
     scaled = gradient(MyConfig.model_validate({"actor": options | {"loss_scale": 2.0}}))

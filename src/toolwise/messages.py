@@ -230,4 +230,5 @@ def as_messages(value: Any) -> Sequence[Message]:
         return value
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError("expected a list of messages")
-    return [m if isinstance(m, Message) else Message.model_validate(m) for m in value]
+    # `type` because isinstance is slow on pydantic models; `model_validate` returns a subclass unchanged.
+    return [m if type(m) is Message else Message.model_validate(m) for m in value]

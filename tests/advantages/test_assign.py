@@ -13,7 +13,7 @@ from toolwise.advantages import Gigpo, Grpo, credit
 from toolwise.advantages.assign import credit_steps, credit_tokens, with_advantage
 from toolwise.errors import ToolwiseError
 from toolwise.protocols import AdvantageEstimator
-from toolwise.types import AnnotatedRollout, CreditedBatch, StepData
+from toolwise.types import AnnotatedRollout, CreditedBatch, CreditedRollout, StepData
 
 Step = Callable[..., StepData]
 Make = Callable[..., AnnotatedRollout]
@@ -48,6 +48,15 @@ def test_a_result_is_passed_on(step: Step, rollout: Make) -> None:
         (lambda rollouts: sys.exit(3), "Mine failed: RuntimeError: it called sys.exit(3)"),
         (lambda rollouts: list(rollouts), "Mine returned a list; return a toolwise.CreditedBatch"),
         (lambda rollouts: CreditedBatch([]), "Mine returned 0 rollouts for 1; return each with its advantages"),
+        (lambda rollouts: CreditedBatch(rollouts), "Mine failed: AttributeError: 'AnnotatedRollout' object has no"),
+        (
+            lambda rollouts: CreditedBatch([CreditedRollout(r, r.scored.steps, ()) for r in rollouts]),
+            "Mine returned 0 arrays of advantages for the 1 steps of rollout r; return one for each",
+        ),
+        (
+            lambda rollouts: CreditedBatch(Grpo()(rollouts).rollouts, {"a": "b"}),
+            "Mine failed: ValueError: could not convert string to float: 'b'",
+        ),
     ],
 )
 def test_whatever_goes_wrong_in_it_is_an_error_in_one_line(result: Any, told: str, step: Step, rollout: Make) -> None:

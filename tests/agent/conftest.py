@@ -35,7 +35,7 @@ def routed_folder(folder: Path, *, bias: Any, mode: str = "policy", spread: floa
 def routed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its head prefers to calculate."""
     torch.set_num_threads(1)
-    return routed_folder(tmp_path_factory.mktemp("routed") / "model", bias=[0.0, -1.0, 2.0], evaluate="argmax")
+    return routed_folder(tmp_path_factory.mktemp("routed") / "model", bias=[0.0, -1.0, 2.0], eval_mode="argmax")
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ def load(folder: Path, *overrides: str) -> RoutedAgent:
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory: pytest.TempPathFactory, make_routed_in: Callable[..., Path]) -> Path:
     """A head fitted to a few questions of each of the three kinds."""
-    folder = make_routed_in(tmp_path_factory.mktemp("taught") / "model", bias=[0.0, 0.0, 0.0], evaluate="argmax")
+    folder = make_routed_in(tmp_path_factory.mktemp("taught") / "model", bias=[0.0, 0.0, 0.0], eval_mode="argmax")
     tasks = [Task(task_id=str(i), prompt=[Message(role="user", content=question(i))]) for i in range(60)]
     features = torch.tensor(load(folder).routing.features(tasks))
     normed = torch.nn.functional.layer_norm(features, features.shape[1:])

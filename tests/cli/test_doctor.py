@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from toolwise.cli import doctor
+from toolwise.sandbox.layers import bubblewrap
 
 app = typer.Typer()
 app.command()(doctor.doctor)
@@ -158,12 +159,13 @@ def test_bfloat16_is_judged_by_what_was_measured(machine: dict[str, Any], said: 
     assert said in doctor._bf16(machine)
 
 
-def test_bubblewrap_is_actually_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bubblewrap_is_tried_as_the_sandbox_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor._bubblewrap() is None
-    script(tmp_path, "bwrap", 'if [ "$1" = --version ]; then echo bubblewrap 0.9.0; else exit 1; fi')
-    assert doctor._bubblewrap() == "bubblewrap 0.9.0, but it does not work here"
     script(tmp_path, "bwrap", "echo bubblewrap 0.9.0")
+    monkeypatch.setattr(bubblewrap, "unavailable_reason", lambda: "no user namespaces")
+    assert doctor._bubblewrap() == "bubblewrap 0.9.0, but it does not work here: no user namespaces"
+    monkeypatch.setattr(bubblewrap, "unavailable_reason", lambda: "")
     assert doctor._bubblewrap() == "bubblewrap 0.9.0"
 
 

@@ -43,7 +43,7 @@ sandbox.tier = "off"
 [router]
 enable = true
 wording = "silent"
-evaluate = "argmax"
+eval_mode = "argmax"
 """
     )
 

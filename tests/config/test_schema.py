@@ -11,7 +11,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolwise.config.loader import to_toml
+from toolwise.config.loader import OLD_KEYS, note_renamed, to_toml
 from toolwise.config.schema import RunConfig, load_config, resolve_paths
 from toolwise.errors import ConfigError
 
@@ -144,3 +144,26 @@ def test_values_that_make_no_run_are_refused(tmp_path: Path, override: str, said
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         RunConfig().seed = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("old", sorted(OLD_KEYS))
+def test_an_old_name_of_a_setting_is_accepted_with_a_note(
+    old: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    section, _, name = old.rpartition(".")
+    new = f"{section}.{OLD_KEYS[old]}"
+    value = {"actor.canary": '"warn"', "router.evaluate": '"argmax"'}.get(old, "true")
+    (tmp_path / "old.toml").write_text(f"[{section}]\n{name} = {value}\n")
+    (tmp_path / "empty.toml").write_text("")
+    note_renamed.cache_clear()
+    by_old_name = load_config(tmp_path / "old.toml")
+    assert caplog.messages == [f"{old} is an old name for {new}: please use the new one"]
+    assert by_old_name == load_config(tmp_path / "empty.toml", [f"{new}={value}"]) != RunConfig()
+    assert by_old_name == load_config(tmp_path / "empty.toml", [f"{old}={value}"])
+    (tmp_path / "new.toml").write_text(to_toml(RunConfig()))
+    assert by_old_name == load_config(tmp_path / "new.toml", [f"{old}={value}"])
+    default = next(iter(to_toml(RunConfig()).split(f"{OLD_KEYS[old]} = ")[1:])).splitlines()[0]
+    assert load_config(tmp_path / "old.toml", [f"{new}={default}"]) == RunConfig()
+    (tmp_path / "both.toml").write_text(f"[{section}]\n{name} = {value}\n{OLD_KEYS[old]} = {value}\n")
+    with pytest.raises(ConfigError, match=f"unknown key `{old}`"):
+        load_config(tmp_path / "both.toml")

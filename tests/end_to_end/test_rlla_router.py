@@ -141,9 +141,9 @@ def check_evaluation(folder: Path, result: RunResult) -> None:
     after = result.summary["after"]
     assert after["n"] == 4
     assert sum(value for name, value in after.items() if name.endswith("/share")) == pytest.approx(1)
-    again = json.loads(command("eval", folder / "run", "--json", "--set", "router.evaluate=argmax"))
+    again = json.loads(command("eval", folder / "run", "--json", "--set", "router.eval_mode=argmax"))
     model = folder / "run/checkpoints/step-000002/model"
-    config = few_steps(folder, "router.evaluate=argmax", f"model.path={json.dumps(str(model))}")
+    config = few_steps(folder, "router.eval_mode=argmax", f"model.path={json.dumps(str(model))}")
     run = assemble(config.model_copy(update={"router": config.router.model_copy(update={"warm_start_epochs": 0})}))
     assert isinstance(run.router, LearnedRouter)
     run.router.load(model)

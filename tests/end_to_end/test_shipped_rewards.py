@@ -16,7 +16,6 @@ import pytest
 
 import toolwise
 from toolwise.advantages import ESTIMATORS, Gigpo, Hgpo, Rlvcr, credit
-from toolwise.advantages.description import has_step_returns
 from toolwise.messages import Message, ToolCall
 from toolwise.rewards.align import align_rollouts
 from toolwise.rewards.combine import CompositeReward, WeightedReward
@@ -190,7 +189,7 @@ def test_step_level_credit_alone_prefers_success_too(name: str, kind: Callable[.
 
 
 def test_every_estimator_over_steps_is_among_them() -> None:
-    assert {name for name, make in CASES.items() if has_step_returns(make())} == {
+    assert {name for name, make in CASES.items() if make().uses_step_rewards} == {
         "gigpo",
         "hgpo",
         "gae",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from toolwise.advantages import build_estimator
-from toolwise.config import algorithm
+from toolwise.config.loader import note_renamed
 from toolwise.config.schema import RunConfig, load_config
 from toolwise.errors import ConfigError
 from toolwise.training.changes import changes_since, check_same_run
@@ -42,9 +42,9 @@ def judge(rollouts_messages, ground_truths):
 @pytest.fixture(autouse=True)
 def note_again() -> Iterator[None]:
     """The note on an old name comes once a process, and each test is to see it."""
-    algorithm._warn_renamed.cache_clear()
+    note_renamed.cache_clear()
     yield
-    algorithm._warn_renamed.cache_clear()
+    note_renamed.cache_clear()
 
 
 # The setting.
@@ -189,7 +189,7 @@ def test_an_old_run_goes_on_and_is_evaluated_with_a_note(tiny_run: Path, tmp_pat
     evaluated = cli("eval", run)
     assert evaluated.status == 0, evaluated.err
     assert evaluated.err.count(note) == 1
-    algorithm._warn_renamed.cache_clear()
+    note_renamed.cache_clear()
     config = tiny_run.parent / "run.toml"
     ended = cli("train", config, "--out", run, "--resume", "--set", "trainer.total_steps=3")
     assert ended.status == 0, ended.err

@@ -21,7 +21,8 @@ from engine_cases import assert_forced, counted, run, shipped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolwise.config.schema import GrammarConfig, load_config
+from toolwise.config.rollout import GrammarConfig
+from toolwise.config.schema import load_config
 from toolwise.engine.cuda_graphs import MultiStepDecoder
 from toolwise.engine.grammar import Constraint, Grammar, GrammarError, Vocabulary, grammar_from_config
 from toolwise.engine.request import Request

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], int | None]] = {
     "constant": ({"loss_aggregation": "constant"}, None),
     "cut": ({"micro_batch_tokens": 30}, None),
     "alone": ({}, 0),  # one process has all rollouts, the other none
-    "many": ({"mini_batches": 3, "canary": "off"}, None),
+    "many": ({"mini_batches": 3, "mismatch_check": "off"}, None),
 }
 """Settings, and who has the rollouts: everybody a share, or one alone."""
 

@@ -40,7 +40,7 @@ def changed(config: RunConfig, tables: Mapping[str, Any] | None = None, **actor:
     return RunConfig.model_validate(values)
 
 
-LR = changed(RunConfig(), lr=1e-2, canary="off")
+LR = changed(RunConfig(), lr=1e-2, mismatch_check="off")
 """With the mismatch check off, for tests that learn twice from the same rollouts."""
 
 

@@ -371,7 +371,7 @@ def test_the_entropy_bonus_raises_entropy() -> None:
     def entropy_after(coefficient: float) -> float:
         model = tiny_model()
         credited = sample(model, [0.0] * 4)
-        actor = Actor(model, changed(RunConfig(), lr=3e-3, entropy_coef=coefficient, canary="off"))
+        actor = Actor(model, changed(RunConfig(), lr=3e-3, entropy_coef=coefficient, mismatch_check="off"))
         actor.update(credited)
         return actor.update(credited)["actor/entropy"]
 
@@ -518,7 +518,7 @@ def test_half_precision_weights_do_not_lose_small_updates() -> None:
     model = tiny_model().bfloat16()
     credited = sample(model, [1.0, -1.0, 0.5])
     before = weights(model)
-    actor = Actor(model, changed(RunConfig(), lr=1e-5, canary="off"))
+    actor = Actor(model, changed(RunConfig(), lr=1e-5, mismatch_check="off"))
     for _ in range(40):
         actor.update(credited)
     # Between 2^-4 and 2^-3 bf16 numbers lie 4.9e-4 apart: one step of 1e-5 is rounded away, 40 of them are not.
@@ -532,7 +532,7 @@ def test_half_precision_weights_do_not_lose_small_updates() -> None:
 @pytest.mark.usefixtures("plain_kernels")
 def test_half_precision_continues_bit_identically(tmp_path: Path) -> None:
     def fresh() -> Actor:
-        return Actor(tiny_model().bfloat16(), changed(RunConfig(), lr=1e-5, canary="off"))
+        return Actor(tiny_model().bfloat16(), changed(RunConfig(), lr=1e-5, mismatch_check="off"))
 
     credited = sample(fresh().model, [1.0, -1.0, 0.5])
     straight = fresh()

@@ -35,7 +35,7 @@ def test_a_full_update(dtype: torch.dtype, aggregation: Any) -> None:
         loss_aggregation=aggregation,
         loss_length=16,
         activation_checkpointing=True,
-        canary="stop",
+        mismatch_check="stop",
     )
     critic = Critic(tiny_model(head_dim=16).to("cuda", dtype), config)
     actor = Actor(model, config, critic=critic)
@@ -59,7 +59,7 @@ def test_adapters_learn_from_the_engine_s_samples(dtype: torch.dtype, checkpoint
         LR,
         {"algorithm": {"kl": "loss", "kl_coef": 0.01}},
         lr=3e-3,
-        canary="stop",
+        mismatch_check="stop",
         lora={"rank": 4, "alpha": 8.0},
         activation_checkpointing=checkpointing,
     )

@@ -255,6 +255,16 @@ def test_a_bad_loss_is_an_error_in_one_line(result: Any, names: tuple[str, ...],
     assert "\n" not in str(caught.value)
 
 
+def test_a_subclass_of_the_built_in_loss_is_checked_too() -> None:
+    class Summed(PpoClip):
+        def __call__(self, *tensors: Tensor) -> Any:
+            losses, metrics = super().__call__(*tensors)
+            return losses.sum(), metrics
+
+    with pytest.raises(PolicyLossError, match=r"Summed returned losses of shape \(\)"):
+        called(Summed())
+
+
 def test_a_model_that_diverged_is_not_the_loss_s_fault() -> None:
     losses, _ = called(Mine(lambda x: (-x, {})), torch.tensor([torch.nan, -1.0], requires_grad=True))
     assert torch.isnan(losses[0])

@@ -113,10 +113,10 @@ def test_another_model_altogether() -> None:
 def test_it_can_warn_or_be_off(caplog: pytest.LogCaptureFixture) -> None:
     credited = sample(tiny_model(), [1.0, -1.0])
     with caplog.at_level(logging.WARNING):
-        metrics = Actor(tiny_model(seed=1), changed(STOP, canary="off")).update(credited)
+        metrics = Actor(tiny_model(seed=1), changed(STOP, mismatch_check="off")).update(credited)
         assert metrics["canary/logprob_gap_mean"] > 0.1
         assert caplog.text == ""
-        Actor(tiny_model(seed=1), changed(STOP, canary="warn")).update(credited)
+        Actor(tiny_model(seed=1), changed(STOP, mismatch_check="warn")).update(credited)
     assert "policy and learner disagree" in caplog.text
 
 

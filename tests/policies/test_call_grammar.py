@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from toolwise.cli import app
-from toolwise.config.schema import GrammarConfig
+from toolwise.config.rollout import GrammarConfig
 from toolwise.engine.grammar import GrammarError, Vocabulary, grammar_from_config
 from toolwise.errors import PolicyError
 from toolwise.messages import Message

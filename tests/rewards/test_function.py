@@ -146,10 +146,10 @@ def test_arguments_are_copied_from_the_caller() -> None:
 
 def test_of_all_that_is_at_hand_a_function_gets_what_it_has_a_parameter_for() -> None:
     given = {"price": 1, "step": 3, "criteria": "x"}
-    assert Reward.of(plain).accepted_kwargs(given) == {}
-    assert Reward.of(priced).accepted_kwargs(given) == {"price": 1}
-    assert Reward.of(open_ended).accepted_kwargs(given) == given
-    assert Reward.of(open_ended).accepted_kwargs({"ground_truth": 1, "step": 2}) == {"step": 2}
+    assert Reward.of(plain).signature.accepted_kwargs(given) == {}
+    assert Reward.of(priced).signature.accepted_kwargs(given) == {"price": 1}
+    assert Reward.of(open_ended).signature.accepted_kwargs(given) == given
+    assert Reward.of(open_ended).signature.accepted_kwargs({"ground_truth": 1, "step": 2}) == {"step": 2}
 
 
 # Parsing return values.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolwise.config.schema import TOOL_PARSERS, RolloutConfig
+from toolwise.config.rollout import TOOL_PARSERS, RolloutConfig
 from toolwise.messages import ToolCall
 from toolwise.rollout.parsers import PARSERS, RENDERERS, parse_hermes, to_action
 

@@ -148,20 +148,6 @@ def test_a_fast_group_waits_where_a_slow_one_will_need_its_place() -> None:
     simulate(play())
 
 
-def test_a_group_that_cannot_be_had_frees_its_place_and_is_passed_over() -> None:
-    async def play() -> list[str]:
-        queue = queue_of(2)
-        first, second = await admit(queue, 2)
-        queue.put(second, "second")
-        assert await is_waiting(queue.take(2))
-        queue.withdraw(first)
-        (third,) = await admit(queue, 1)
-        queue.put(third, "third")
-        return [delivery.group for delivery in await queue.take(2)]
-
-    assert simulate(play()) == ["second", "third"]
-
-
 def test_groups_given_back_are_made_up_for_in_the_same_update() -> None:
     async def play() -> list[int]:
         queue = queue_of(2)
@@ -178,14 +164,13 @@ def test_groups_given_back_are_made_up_for_in_the_same_update() -> None:
     assert simulate(play()) == [0]
 
 
-@pytest.mark.parametrize("verb", ["put", "withdraw"])
-def test_a_ticket_brings_one_group_once(verb: str) -> None:
+def test_a_ticket_brings_one_group_once() -> None:
     async def play() -> None:
         queue = queue_of(2)
         (ticket,) = await admit(queue, 1)
         queue.put(ticket, "")
         with pytest.raises(ToolwiseError, match="group 0 is not in progress"):
-            queue.put(ticket, "") if verb == "put" else queue.withdraw(ticket)
+            queue.put(ticket, "")
 
     simulate(play())
 
@@ -266,7 +251,7 @@ Naps = st.sampled_from([0.0, 0.1, 1.0, 7.0])
     max_staleness=st.integers(0, 3),
     spare=st.integers(0, 4),
     order=st.sampled_from(["admitted", "finished"]),
-    makes=st.lists(st.tuples(Naps, st.booleans()), min_size=1, max_size=12),
+    makes=st.lists(Naps, min_size=1, max_size=12),
     learns=st.lists(Naps, min_size=1, max_size=5),
     producers=st.integers(1, 5),
     seed=st.integers(0, 1000),
@@ -276,7 +261,7 @@ def test_whatever_the_pace_the_bounds_hold_and_nothing_is_lost(
     max_staleness: int,
     spare: int,
     order: Order,
-    makes: list[tuple[float, bool]],
+    makes: list[float],
     learns: list[float],
     producers: int,
     seed: int,
@@ -294,14 +279,9 @@ def test_whatever_the_pace_the_bounds_hold_and_nothing_is_lost(
             while True:
                 ticket = await queue.admit()
                 assert queue.in_progress + queue.waiting <= capacity
-                nap_s, fails = makes[ticket.number % len(makes)]
-                await asyncio.sleep(nap_s)
-                if fails and ticket.number % 3 == 0:
-                    queue.withdraw(ticket)
-                    await asyncio.sleep(0.5)
-                else:
-                    put.append(ticket.number)
-                    queue.put(ticket, ticket.number)
+                await asyncio.sleep(makes[ticket.number % len(makes)])
+                put.append(ticket.number)
+                queue.put(ticket, ticket.number)
 
         working = [asyncio.create_task(produce()) for _ in range(producers)]
         for nap_s in learns:

@@ -19,7 +19,8 @@ def decided(
     kind: str = "text", content: str = "so", *, tokens: int = 0, cut: bool = False, raw: Any = ...
 ) -> PolicyDecision:
     action = {"type": kind, "content": content, "name": "add"}
-    logprobs = {"token_ids": [1] * tokens, "finish_reason": "length" if cut else "stop"}
+    ids = {"token_ids": [1] * tokens, "logprobs": [-1.0] * tokens, "prompt_ids": [1]}
+    logprobs = {**ids, "finish_reason": "length" if cut else "stop"}
     return PolicyDecision.from_answer((action, content if raw is ... else raw, logprobs, None))
 
 

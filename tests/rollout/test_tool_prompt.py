@@ -284,7 +284,7 @@ CONFIG: dict[str, Any] = {
     "multi_turn": {"max_turns": 2},
     "trainer": {"total_steps": 1, "console": False},
     "reward": {"sandbox": {"tier": "off"}},
-    "actor": {"canary": "off"},
+    "actor": {"mismatch_check": "off"},
 }
 TASKS = [{"prompt": "How much is tea?", "ground_truth": "3.50"}]
 

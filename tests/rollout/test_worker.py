@@ -19,7 +19,7 @@ from toolwise.messages import Message, Prefix, ToolCall
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.rollout.worker import RLRolloutWorker
 from toolwise.tools import BaseTool, build_tools, tool
-from toolwise.types import StopReason, Task
+from toolwise.types import SampledTokens, StopReason, Task
 
 T = TypeVar("T")
 Answer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
@@ -251,7 +251,7 @@ def test_a_reply_cut_by_length_ends_the_episode_and_is_not_carried_out() -> None
     worker = play(RLRolloutWorker(a_task(), Giving((*text("so")[:2], logprobs, 0.5)), env=world))
     assert worker.stop_reason is StopReason.MAX_TOKENS
     assert world.log == ["reset", "final_rewards", "close"]
-    assert worker.steps[0].policy_logprobs is logprobs
+    assert worker.steps[0].policy_logprobs == SampledTokens.from_dict(logprobs)
     assert worker.steps[0].policy_value_estimate == 0.5
     assert (worker.usage.prompt_tokens, worker.usage.sampled_tokens) == (1, 2)
 
@@ -388,6 +388,18 @@ BAD_ANSWERS = {
     "another type": (({"type": "dance"}, "x", None, None), "ValueError: unknown action type 'dance'"),
     "a call without a name": (({"type": "tool_call"}, "x", None, None), "KeyError: 'name'"),
     "content that is no text": (text(["x"]), "ValueError"),
+    "log-probs of other tokens": (
+        ({"type": "text"}, "x", {"token_ids": [1, 2], "logprobs": [-1.0], "prompt_ids": [3]}, None),
+        "ValueError: got 2 token_ids but 1 logprobs: every sampled token needs one",
+    ),
+    "tokens without log-probs": (
+        ({"type": "text"}, "x", {"token_ids": [1, 2], "prompt_ids": [3]}, None),
+        "ValueError: got token_ids without logprobs: return token_ids, logprobs and prompt_ids, or no token_ids",
+    ),
+    "log-probs that are not finite": (
+        ({"type": "text"}, "x", {"token_ids": [1], "logprobs": [math.nan], "prompt_ids": [3]}, None),
+        "ValueError: logprobs contain NaN or infinity: are the model's weights broken?",
+    ),
     "raw that is no text": (
         ({"type": "text", "content": "x"}, 7, None, None),
         "ValueError: raw output must be a string or None, not int",

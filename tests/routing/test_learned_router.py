@@ -191,7 +191,7 @@ def test_without_exploration_each_prompt_gets_one_route() -> None:
     assert [d.n for d in decisions] == [1] * 200
     assert Counter(d.route for d in decisions)["ANSWER"] == pytest.approx(100, abs=30)
     assert sampled.learn(rolled_out(decisions))["router/prompts"] == 0
-    greedy = router(evaluate="argmax").decide(tasks(50), 1, 0, explore=False)
+    greedy = router(eval_mode="argmax").decide(tasks(50), 1, 0, explore=False)
     assert {d.route for d in greedy} == {"ANSWER"}
 
 
@@ -327,7 +327,7 @@ def test_an_actors_advantage_does_not_depend_on_other_routes_rewards() -> None:
             )
             for i, s in enumerate(scored)
         ]
-        credited = Grpo()([AnnotatedRollout(s) for s in noisy])
+        credited = Grpo()([AnnotatedRollout(s) for s in noisy]).rollouts
         return [float(c.advantages[0][0]) for c in credited if c.rollout.route == "SEARCH-FAMILY"]
 
     assert advantages(0.0) == advantages(1.0) == advantages(-50.0)

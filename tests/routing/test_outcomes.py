@@ -72,7 +72,7 @@ def test_divided_by_the_std_lambda_has_no_effect(routes: Any) -> None:
     same_reward = [replace(c, reward=1.0) for c in CAME[:4]]
 
     def found(price: float, control: bool) -> list[float]:
-        outcome = credited(same_reward, price, routes=routes, divide_by_std_as_a_control=control)
+        outcome = credited(same_reward, price, routes=routes, divide_by_std=control)
         return [a or 0.0 for a in outcome.route_advantages.get("p", outcome.rollout_advantages)]
 
     assert found(0.001, True) == pytest.approx(found(5.0, True), abs=5e-3)

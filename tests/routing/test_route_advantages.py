@@ -196,7 +196,6 @@ def test_the_share_of_mixed_rows() -> None:
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: router_rewards([1.0], {"cost": [1.0]}, {"usd": 1.0}), "there is a λ for 'usd', but costs are in cost"),
         (lambda: router_rewards([1.0, 2.0], {"cost": [1.0]}, {"cost": 1.0}), "cost in 'cost'"),
         (lambda: router_rewards([float("nan")], {}, {}), "r_task: entry 0 is not finite"),
         (lambda: independent_advantages([1.0], ["x", "x"]), "router rewards"),

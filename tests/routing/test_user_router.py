@@ -119,6 +119,15 @@ def test_metrics_are_numbers(metrics: Any) -> None:
         build(Edits(lambda _: metrics)).learn([])
 
 
+def test_its_state_can_be_saved() -> None:
+    class Keeps(Mine):
+        def state_dict(self) -> dict[str, Any]:
+            return {"rate": 0.5, "inner": self.inner}
+
+    with pytest.raises(RouterError, match=r"Keeps: cannot be saved in a checkpoint: state_dict\.inner"):
+        build(Keeps).state_dict()
+
+
 def test_tools_of_an_environment_are_not_known_here() -> None:
     router = build(Edits(lambda d: [replace(x, tools=("open_door",), route="DOOR") for x in d]), tools=None)
     assert router.decide(TASKS, 1, 0, explore=False)[0].tools == ("open_door",)

@@ -76,7 +76,7 @@ def test_many_parts_keep_their_order(pool: Pool, tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         count = 3 * CALLS_PER_FRAME + 5
         truths = ["exit" if i % 40 == 7 else "" for i in range(count)]
-        answers = run_pointwise(pool, _target(tmp_path), _calls(truths), 5.0, lambda: threads)
+        answers = run_pointwise(pool, _target(tmp_path), _calls(truths), 5.0, threads)
     assert _kinds(answers) == ["died" if truth else "ok" for truth in truths]
 
 
@@ -121,5 +121,5 @@ def test_async_calls_without_an_answer_are_split_until_the_culprit_is_alone(monk
         for workers, first in ((1, [64]), (4, [16] * 4)):
             parts.clear()
             fake: Any = SimpleNamespace(workers=workers)
-            assert run_pointwise(fake, None, _calls(truths), 1.0, lambda: threads, overlap=True) == truths  # type: ignore[arg-type]
+            assert run_pointwise(fake, None, _calls(truths), 1.0, threads, overlap=True) == truths  # type: ignore[arg-type]
             assert sorted(parts) == sorted([*first, *[first[0] // 8] * 8, *[1] * (first[0] // 8)])

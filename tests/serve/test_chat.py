@@ -16,6 +16,7 @@ from toolwise.messages import Message
 from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
 from toolwise.protocols import Generation, Sampling
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.serve.chat import ServedModel, error_response
 from toolwise.serve.request import BadRequestError, read_request
 from toolwise.tools import build_tools
@@ -67,6 +68,20 @@ def test_a_completion_has_openais_form() -> None:
     usage = answer["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert "prompt_token_ids" not in answer
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_prompt_with_too_many_characters_is_not_tokenised(excess: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = Says("Hello you")
+    served = ServedModel("small", says, loaded()[1], Sampling(), max_context=64)
+    monkeypatch.setattr(ChatTokenizer, "render", lambda *_: "x" * (served.limits.prompt_chars + excess))
+    asked = served.complete(read_request(json.dumps({"model": "small", "messages": QUESTION}).encode()))
+    if not excess:
+        asyncio.run(asked)
+    else:
+        with pytest.raises(BadRequestError, match="characters cannot fit the model's 64 tokens"):
+            asyncio.run(asked)
+    assert len(says.asked) == 1 - excess
 
 
 def test_ids_and_log_probs_where_asked_for() -> None:

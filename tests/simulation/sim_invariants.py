@@ -164,9 +164,9 @@ def tokens_extend(run: Play) -> Words:
         for step in rollout.steps:
             if step.policy_logprobs is None:
                 continue
-            prompt, ids = list(step.policy_logprobs["prompt_ids"]), list(step.policy_logprobs["token_ids"])
-            if len(ids) != len(step.policy_logprobs["logprobs"]):
-                yield f"{episode}: {len(ids)} tokens and {len(step.policy_logprobs['logprobs'])} log-probs"
+            prompt, ids = list(step.tokens.prompt_ids), list(step.tokens.token_ids)
+            if len(ids) != len(step.tokens.logprobs):
+                yield f"{episode}: {len(ids)} tokens and {len(step.tokens.logprobs)} log-probs"
                 return
             if prompt[: len(held)] != held:
                 yield f"{episode}: step {step.system_step_index} does not extend the one before it"
@@ -179,9 +179,7 @@ def tokens_extend(run: Play) -> Words:
 
 def _rows(episode: Episode, rollout: Rollout, sampled: int) -> Words:
     """As the learner gets them: ids, mask, log-probs and advantages of one length, in one row."""
-    advantages = tuple(
-        np.ones(len((s.policy_logprobs or {}).get("token_ids", ())), dtype=np.float32) for s in rollout.steps
-    )
+    advantages = tuple(np.ones(len(s.tokens.token_ids), dtype=np.float32) for s in rollout.steps)
     annotated = AnnotatedRollout(ScoredRollout(rollout, EvaluateResult(), rollout.steps))
     rows = build_rows([CreditedRollout(annotated, rollout.steps, advantages)])
     for row in rows:

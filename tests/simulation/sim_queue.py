@@ -31,7 +31,6 @@ class QueuePlan:
     updates: int
     make_s: float
     learn_s: float
-    withdraws: float
     gives_back: float
     fails_at: int | None
     """The group at which a producer breaks down for good."""
@@ -57,7 +56,6 @@ class QueuePlan:
             updates=chance.randint(2, 8),
             make_s=chance.choice((0.0, 0.1, 1.0)),
             learn_s=chance.choice((0.0, 0.1, 1.0, 5.0)),
-            withdraws=chance.choice((0.0, 0.0, 0.2)),
             gives_back=chance.choice((0.0, 0.0, 0.3)),
             fails_at=chance.choice((None, None, None, None, chance.randint(0, 12))),
             in_parts=in_parts,
@@ -81,7 +79,6 @@ class QueueRun:
     waiting: dict[int, Any] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)
     taken: list[int] = field(default_factory=list)
-    withdrawn: set[int] = field(default_factory=set)
     heard: BaseException | None = None
 
     def note(self, what: str) -> None:
@@ -129,29 +126,15 @@ async def _produce(run: QueueRun) -> None:
         run.in_progress.add(ticket.number)
         run.note(f"admitted {ticket.number}")
         chance = random.Random(f"{run.plan.seed}/{ticket.number}")
-        try:
-            group = await _make_group(run.plan, ticket, chance)
-        except asyncio.CancelledError:
-            _withdraw(run, ticket)
-            raise
+        group = await _make_group(run.plan, ticket, chance)
         if ticket.number == run.plan.fails_at:
             run.note("a producer breaks down")
             run.queue.fail(BrokenDownError("out of tasks"))
             return
-        if chance.random() < run.plan.withdraws:
-            _withdraw(run, ticket)
-            continue
         run.in_progress.remove(ticket.number)
         run.waiting[ticket.number] = group
         run.queue.put(ticket, group)
         run.note(f"put {ticket.number}")
-
-
-def _withdraw(run: QueueRun, ticket: Ticket) -> None:
-    run.in_progress.remove(ticket.number)
-    run.withdrawn.add(ticket.number)
-    run.queue.withdraw(ticket)
-    run.note(f"withdrawn {ticket.number}")
 
 
 async def _make_group(plan: QueuePlan, ticket: Ticket, chance: random.Random) -> Any:
@@ -200,7 +183,7 @@ def _receive(run: QueueRun, deliveries: list[Delivery[Any]]) -> None:
         stale = run.staleness[number] = run.version - run.admitted[number]
         if stale > run.plan.max_staleness or delivery.staleness != stale:
             run.broken(f"group {number} is {stale} updates old, says {delivery.staleness}")
-        older = [n for n in run.admitted if n < number and n not in run.taken and n not in run.withdrawn]
+        older = [n for n in run.admitted if n < number and n not in run.taken]
         if run.plan.order == "admitted" and older:
             run.broken(f"group {number} was taken before {older}")
         run.taken.append(number)
@@ -211,7 +194,7 @@ def _settle(run: QueueRun) -> None:
     """Whatever was admitted is somewhere, once."""
     if run.queue.waiting != len(run.waiting):
         run.broken(f"{run.queue.waiting} groups wait in the queue, and {len(run.waiting)} were put and not taken")
-    places = [*run.taken, *run.waiting, *run.in_progress, *run.withdrawn]
+    places = [*run.taken, *run.waiting, *run.in_progress]
     if sorted(places) != sorted(run.admitted):
         run.broken(f"admitted {sorted(run.admitted)}, found {sorted(places)}")
     if run.heard is None and run.version != run.plan.updates:

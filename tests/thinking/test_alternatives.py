@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from thinking_cases import REPLY, THOUGHTS, ScriptedThinker, history, read, small, writer
 
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.protocols import Generation, Sampling
-from toolwise.thinking.alternatives import LeakError, check_no_leak, mentions_action
+from toolwise.thinking.alternatives import mentions_action
 from toolwise.thinking.levels import DEFAULT_LEVELS
 
 
@@ -90,15 +89,12 @@ def test_a_failing_generation_is_recorded_and_does_not_raise(fault: Exception, w
     assert found[1].failure is None
 
 
-def test_a_prompt_with_the_action_in_it_is_a_leak() -> None:
+def test_the_prompt_is_the_history_and_the_level_and_nothing_else() -> None:
     _, chat = small()
     step = read()
     opening = chat.encode("<level>2</level><think>")
-    [[_, honest, _]] = asyncio.run(writer().write([step]))
-    assert check_no_leak(step, honest, opening) is honest
-    shown = replace(honest, prompt_ids=[*step.history, *chat.encode("go left"), *opening])
-    with pytest.raises(LeakError, match="history and its level alone"):
-        check_no_leak(step, shown, opening)
+    [[_, alternative, _]] = asyncio.run(writer().write([step]))
+    assert alternative.prompt_ids == [*step.history, *opening]
 
 
 def test_each_alternative_has_its_own_reproducible_seed() -> None:

@@ -108,7 +108,7 @@ def test_a_fixed_lambda_needs_no_budget() -> None:
     made = stage(budget={"price": 0.25})
     assert think(made)[0]["a"].price == 0.25
     assert set(think(made)[0]["a"].step_costs) == {0.0}
-    charged = stage(budget={"price": 0.25}, price_rollouts=True)
+    charged = stage(budget={"price": 0.25}, subtract_thinking_cost=True)
     assert sum(think(charged)[0]["a"].step_costs) > 0.0
     made.end_step()
     assert made.state_dict() == {}

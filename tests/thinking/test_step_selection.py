@@ -35,8 +35,8 @@ def test_a_step_without_level_or_action_cannot_be_compared(reply: str) -> None:
 
 def test_a_policy_without_log_probs_is_rejected() -> None:
     step = step_data()
-    step = step.model_copy(update={"policy_logprobs": {"token_ids": [1], "prompt_ids": [1]}})
-    with pytest.raises(NoLogprobsError, match="returned no logprobs"):
+    step = step.model_copy(update={"policy_logprobs": {"content": "text", "prompt_ids": [1]}})
+    with pytest.raises(NoLogprobsError, match="returned no token ids"):
         parse_step("r", "g", 0, step, small()[1])
 
 

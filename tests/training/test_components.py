@@ -233,8 +233,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"adv_estimator": f"{HERE}:Silent", "kl": "reward"}, f"{KL}{HERE}:Silent declares no `rewards`; compute rewards"),
     ({"adv_estimator": MINE, "terminal_score": "add"}, "algorithm.terminal_score applies to the built-in estimators"),
     (
-        {"adv_estimator": f"{HERE}:Silent", "rlvcr": {"enable": True, "price_rollouts": True}},
-        "algorithm.rlvcr.price_rollouts would have no effect",
+        {"adv_estimator": f"{HERE}:Silent", "rlvcr": {"enable": True, "subtract_thinking_cost": True}},
+        "algorithm.rlvcr.subtract_thinking_cost would have no effect",
     ),
 ]
 
@@ -251,10 +251,15 @@ class Odd(Unclipped):
     metric_names = "ratio"  # type: ignore[assignment]
 
 
+class Hiding(Unclipped):
+    metric_names = ("kl",)
+
+
 BAD_LOSSES: list[tuple[dict[str, Any], str]] = [
     ({"policy_loss": "pp"}, "actor.policy_loss is 'pp'; use ppo or package.module:Name; did you mean 'ppo'?"),
     ({"policy_loss_kwargs": {"bound": 2.0}}, "actor.policy_loss_kwargs are for a loss of your own"),
     ({"policy_loss": f"{HERE}:Odd"}, "metric_names is 'ratio'; use a tuple of names"),
+    ({"policy_loss": f"{HERE}:Hiding"}, "every loss has a metric kl; rename yours"),
     ({"policy_loss": f"{HERE}:Incomplete"}, "Incomplete has no metric_names, __call__; subclass toolwise.PolicyLoss"),
     (
         {"policy_loss": f"{HERE}:Unclipped", "policy_loss_kwargs": {"bond": 1}},

@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from reciting import THINKING_TASKS, recite
 
 from toolwise.advantages import Gigpo, Grpo, MonitoredEstimator, Rlvcr
 from toolwise.config.loader import build_config
 from toolwise.config.schema import ActorConfig, RunConfig
 from toolwise.errors import ConfigError
 from toolwise.learner.actor import Actor
-from toolwise.messages import Message
-from toolwise.protocols import Generation, Sampling
 from toolwise.thinking.levels import DEFAULT_LEVELS
 from toolwise.thinking.thinking_model import EngineModel, PolicyWithScorer
 from toolwise.training.loop import annotate_and_credit, keeps_equal, train_step
 from toolwise.training.run import Run, assemble, check_learnable
 from toolwise.training.thinking import thinking_model
-from toolwise.types import Task
 
 torch.set_num_threads(1)
 DOCUMENT = {
     "adv_estimator": "rlvcr",
     "rlvcr": {"enable": True, "step_advantage_w": 1.0, "thinking_diversity_w": 0.5, "mode": "mean_norm"},
 }
-TASKS = [Task(task_id=str(i), prompt=[Message(role="user", content=f"Where is key {i}?")]) for i in range(4)]
-REPLIES = [
-    "<level>1</level><action>go left</action>",
-    "<level>3</level><think>State: a hall Goal: out</think><action>go right</action>",
-    "<level>2</level><think>State: a hall</think><action>go left</action>",
-    "no format at all",
-]
 
 
 def by_place(rollouts_messages: list[Any], ground_truths: list[Any]) -> list[float]:
@@ -57,40 +47,11 @@ def config(**sections: Any) -> RunConfig:
 
 
 def make(**sections: Any) -> Run:
-    return assemble(config(**sections), tasks=TASKS, validation_tasks=[], reward=by_place)
+    return assemble(config(**sections), tasks=THINKING_TASKS, validation_tasks=[], reward=by_place)
 
 
 def algorithm(estimator: str = "rlvcr", **rlvcr: Any) -> dict[str, Any]:
     return {"adv_estimator": estimator, "rlvcr": {"enable": True, **rlvcr}}
-
-
-class Reciting:
-    """The run's own engine, but for replies and thoughts that follow the format, as likely as the model finds them."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.engine, self.calls = run, run.policy.engine, 0
-
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, **more: Any) -> Generation:
-        chat = self.run.chat
-        said = chat.decode(token_ids)
-        if said.endswith("<think>"):
-            ids = chat.encode("State: a hall. Go on.</think>")
-        else:
-            ids = [*chat.encode(REPLIES[self.calls % len(REPLIES)]), chat.end_id]
-            self.calls += 1
-        [scored] = await self.engine.score(token_ids, [ids], temperature=sampling.temperature)
-        return Generation(ids, list(scored.logprobs), "stop", self.engine.version)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-
-def recite(run: Run) -> Run:
-    reciting: Any = Reciting(run)
-    run.policy.engine = reciting
-    if run.thinking is not None:
-        object.__setattr__(run.thinking.writer, "model", EngineModel(reciting))
-    return run
 
 
 def test_the_documents_section_works_as_written() -> None:
@@ -197,7 +158,7 @@ def test_added_rows_are_annotated_like_all_others(sections: dict[str, Any]) -> N
 
 
 def test_the_same_cost_can_apply_to_whole_rollouts() -> None:
-    sections = algorithm("grpo", share=0.0, price_rollouts=True, budget={"price": 0.1})
+    sections = algorithm("grpo", share=0.0, subtract_thinking_cost=True, budget={"price": 0.1})
     run = recite(make(algorithm=sections))
     assert keeps_equal(run, 1.0)  # equal scores at different costs
     turn = asyncio.run(train_step(run))

@@ -99,7 +99,7 @@ def test_a_step_written_as_json_can_be_read_again() -> None:
     again = StepData.model_validate_json(step.model_dump_json())
     assert list(again.resulting_messages_history) == list(step.resulting_messages_history)
     assert again.policy_logprobs is not None
-    assert again.policy_logprobs["token_ids"] == [5, 6]
+    assert list(again.policy_logprobs["token_ids"]) == [5, 6]
     assert (again.base_reward, again.is_done, again.step_info) == (0.5, False, {"assistant_turn_index": 2})
 
 
@@ -158,23 +158,56 @@ def test_a_missing_score_raises() -> None:
         a_scored(EvaluateResult()).score  # noqa: B018
 
 
+SAMPLED = {"token_ids": [1], "logprobs": [-1.0], "prompt_ids": [2]}
+
+
 @pytest.mark.parametrize(
     ("result", "stop", "logprobs", "expected"),
     [
-        (EvaluateResult(score=1), StopReason.ANSWERED, {"token_ids": [1]}, True),
-        (EvaluateResult(score=1), StopReason.MAX_TOKENS, {"token_ids": [1]}, True),
+        (EvaluateResult(score=1), StopReason.ANSWERED, SAMPLED, True),
+        (
+            EvaluateResult(score=1),
+            StopReason.MAX_TOKENS,
+            SAMPLED,
+            True,
+        ),
         (EvaluateResult(score=1), StopReason.ANSWERED, None, False),
-        (EvaluateResult(score=None), StopReason.ANSWERED, {"token_ids": [1]}, False),
-        (EvaluateResult(score=1, is_score_valid=False), StopReason.ANSWERED, {"token_ids": [1]}, False),
+        (
+            EvaluateResult(score=None),
+            StopReason.ANSWERED,
+            SAMPLED,
+            False,
+        ),
+        (
+            EvaluateResult(score=1, is_score_valid=False),
+            StopReason.ANSWERED,
+            SAMPLED,
+            False,
+        ),
         (
             EvaluateResult(score=1, error=EvaluationFault(kind="k", message="m")),
             StopReason.ANSWERED,
-            {"token_ids": [1]},
+            SAMPLED,
             False,
         ),
-        (EvaluateResult(score=1), StopReason.DEADLINE, {"token_ids": [1]}, False),
-        (EvaluateResult(score=1), StopReason.POLICY_FAULT, {"token_ids": [1]}, False),
-        (EvaluateResult(score=1), StopReason.ENV_FAULT, {"token_ids": [1]}, False),
+        (
+            EvaluateResult(score=1),
+            StopReason.DEADLINE,
+            SAMPLED,
+            False,
+        ),
+        (
+            EvaluateResult(score=1),
+            StopReason.POLICY_FAULT,
+            SAMPLED,
+            False,
+        ),
+        (
+            EvaluateResult(score=1),
+            StopReason.ENV_FAULT,
+            SAMPLED,
+            False,
+        ),
     ],
 )
 def test_what_is_learned_from(result: EvaluateResult, stop: StopReason, logprobs: Any, expected: bool) -> None:

@@ -10,6 +10,7 @@ second step. The forced level is not corrected for, since its tokens are in no r
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,15 @@ import numpy as np
 
 from toolwise.advantages.arrays import Doubles
 from toolwise.advantages.assign import with_advantage
-from toolwise.types import AddedRollout, CreditedRollout, LevelScore, StepData, ThinkingGroup, ThinkingStep
+from toolwise.types import (
+    AddedRollout,
+    CreditedRollout,
+    LevelScore,
+    SampledTokens,
+    StepData,
+    ThinkingGroup,
+    ThinkingStep,
+)
 
 if TYPE_CHECKING:
     from toolwise.types import Floats
@@ -45,8 +54,8 @@ def _row(
 ) -> AddedRollout:
     alternative = score.alternative
     assert alternative is not None  # the used level's row is the rollout itself
-    sampled = used_step.policy_logprobs or {}
-    version = alternative.policy_version if alternative.generated_tokens else sampled.get("policy_version", -1)
+    used_version = used_step.tokens.policy_version
+    version = alternative.policy_version if alternative.generated_tokens else used_version
     prompt_ids = list(alternative.prompt_ids)
     action_prompt = [*prompt_ids, *alternative.sampled_ids, *score.context_ids]
     parts: list[tuple[StepData, Floats]] = []
@@ -65,14 +74,8 @@ def _row(
 
 
 def _step(
-    used_step: StepData, index: int, prompt_ids: Sequence[int], ids: Sequence[int], logprobs: Any, version: int
+    used_step: StepData, index: int, prompt_ids: Sequence[int], ids: Sequence[int], logprobs: Any, version: int | None
 ) -> StepData:
-    sampled = {
-        "prompt_ids": list(prompt_ids),
-        "token_ids": list(ids),
-        "logprobs": [float(x) for x in logprobs],
-        "finish_reason": "stop",
-        "policy_version": version,
-    }
-    changes = {"system_step_index": index, "policy_logprobs": sampled, "raw_policy_output": None}
+    tokens = SampledTokens(array("i", ids), array("d", logprobs), array("i", prompt_ids), "stop", version)
+    changes = {"system_step_index": index, "policy_logprobs": tokens, "raw_policy_output": None}
     return StepData.unchecked(**{**used_step.__dict__, **changes})

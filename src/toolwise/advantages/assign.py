@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -12,33 +14,40 @@ from toolwise.protocols import AdvantageEstimator
 from toolwise.types import AnnotatedRollout, CreditedBatch, CreditedRollout, StepData
 from toolwise.untrusted.user_code import call_user_code, describe, user_location
 
-_NAME = "algorithm.adv_estimator"
-
 
 def credit(estimator: AdvantageEstimator, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
     """Call an estimator, which may be a user's: whatever goes wrong in it is a one-line error."""
+    where = f"algorithm.adv_estimator: {type(estimator).__name__}"
     try:
-        batch = call_user_code(estimator, rollouts)
+        batch: Any = call_user_code(estimator, rollouts)
+        if not isinstance(batch, CreditedBatch):
+            raise CreditError(f"{where} returned a {type(batch).__name__}; return a toolwise.CreditedBatch")
+        _check_rollouts(batch.rollouts, rollouts, where)
+        return replace(batch, metrics={str(name): float(value) for name, value in batch.metrics.items()})
     except ToolwiseError:
         raise
     except Exception as fault:
-        error = " ".join(describe(fault).split())
-        raise CreditError(f"{_NAME}: {type(estimator).__name__} failed: {error}{user_location(fault)}") from fault
-    if not isinstance(batch, CreditedBatch):
+        raise CreditError(f"{where} failed: {' '.join(describe(fault).split())}{user_location(fault)}") from fault
+
+
+def _check_rollouts(credited: Sequence[CreditedRollout], rollouts: Sequence[AnnotatedRollout], where: str) -> None:
+    if len(credited) != len(rollouts):
         raise CreditError(
-            f"{_NAME}: {type(estimator).__name__} returned a {type(batch).__name__}; return a toolwise.CreditedBatch"
+            f"{where} returned {len(credited)} rollouts for {len(rollouts)}; return each with its advantages, and "
+            "further ones in `added`"
         )
-    if len(batch.rollouts) != len(rollouts):
-        raise CreditError(
-            f"{_NAME}: {type(estimator).__name__} returned {len(batch.rollouts)} rollouts for {len(rollouts)}; return "
-            "each with its advantages, and further ones in `added`"
-        )
-    return batch
+    for result, rollout in zip(credited, rollouts, strict=True):
+        steps = len(rollout.scored.steps)
+        if not len(result.steps) == len(result.advantages) == steps:
+            raise CreditError(
+                f"{where} returned {len(result.advantages)} arrays of advantages for the {steps} steps of rollout "
+                f"{rollout.scored.rollout.rollout_id}; return one for each"
+            )
 
 
 def sampled_tokens(step: StepData) -> int:
     """The number of tokens that the policy sampled in this step; 0 if it reported none."""
-    return len((step.policy_logprobs or {}).get("token_ids", ()))
+    return len(step.tokens.token_ids)
 
 
 def with_advantage(step: StepData, advantage: float, return_to_go: float | None) -> StepData:

@@ -11,6 +11,7 @@ A cost reduces the reward of its step or token, and the total of its rollout. An
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,7 @@ def token_k1(rollout: AnnotatedRollout) -> list[Doubles]:
     if rollout.ref_logprobs is None:
         raise CreditError(f"rollout {name} has no reference log-probs: the learner must annotate them")
     # If the learner did not recompute them, the sampling log-probs are the old ones.
-    sampled = [(step.policy_logprobs or {}).get("logprobs", ()) for step in steps]
+    sampled: list[Any] = [step.tokens.logprobs for step in steps]
     parts = []
     for step, old, reference in zip(steps, rollout.old_logprobs or sampled, rollout.ref_logprobs, strict=True):
         if not len(old) == len(reference) == sampled_tokens(step):

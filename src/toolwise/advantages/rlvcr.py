@@ -146,8 +146,9 @@ class Rlvcr(AdvantageEstimator):
             return replace(base, metrics=metrics)
         if self.combine == "reweight":
             credited, added = self._reweight(rollouts, base.rollouts, comparison)
-            return CreditedBatch(credited, metrics | {"thinking/rows_added": float(len(added))}, added)
-        return CreditedBatch(self._add_thinking_advantages(base.rollouts, comparison), metrics)
+            metrics["thinking/rows_added"] = float(len(added))
+            return CreditedBatch(credited, metrics, [*base.added, *added])
+        return replace(base, rollouts=self._add_thinking_advantages(base.rollouts, comparison), metrics=metrics)
 
     def compare(self, rollouts: Sequence[AnnotatedRollout]) -> LevelComparison:
         """Compares the levels at every step that has a group."""

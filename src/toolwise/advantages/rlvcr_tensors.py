@@ -31,7 +31,7 @@ from toolwise.advantages.level_values import (
     level_advantages,
     level_scores,
 )
-from toolwise.advantages.rlvcr import Combine, Gate
+from toolwise.advantages.rlvcr import Combine, Gate, Rlvcr
 from toolwise.advantages.tensors import Array, TokenMask, as_numpy, cast_like, copy_array
 from toolwise.types import LEVEL_COUNT
 
@@ -75,16 +75,7 @@ def compute_rlvcr_outcome_advantage(
     weight times their step's advantage under "reweight" (the learner adds importance weights). Empty rows are ignored.
     """
     mask = TokenMask.of(response_mask, rewards=token_level_rewards, entropies=thinking_level_entropies)
-    choices = (
-        ("mode", mode, LevelNormalization),
-        ("gate", gate, Gate),
-        ("combine", combine, Combine),
-        ("score", score, LevelScoreKind),
-    )
-    for name, value, known in choices:
-        check_choice(name, value, get_args(known))
-    if combine == "reweight" and gate != "none":
-        raise CreditError(f'gate = "{gate}" belongs to combine = "additive"; with "reweight" leave gate = "none"')
+    Rlvcr(mode=mode, score=score, gate=gate, combine=combine)  # raises if a setting is invalid
     rows = _LevelRows.of(mask.nonempty_rows, uid, traj_uid, step_uid, levels, sampled)
     if trajectory_advantages is None:
         rewards = mask.row_sums(token_level_rewards)

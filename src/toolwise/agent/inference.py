@@ -93,7 +93,7 @@ class TrainedRouter:
         """The route as trained, or by the threshold for `budget`. Random choices depend on the seed and the prompt."""
         rng = Random(f"{seed}/{zlib.crc32(repr([m.content for m in task.prompt]).encode('utf-8', 'replace'))}")
         if budget is None:
-            sample = self.config.router.evaluate == "sample"
+            sample = self.config.router.eval_mode == "sample"
             return ROUTES[prediction.sample(rng) if sample else prediction.argmax()]
         if self.calibration is None:
             raise CheckpointError(

@@ -48,6 +48,7 @@ def _show_frontier(folder: Path) -> None:
     """Evaluate accuracy against cost, show it, and suggest next commands."""
     from toolwise.concurrency import deadlines
     from toolwise.demo.frontier import evaluate_small_frontier
+    from toolwise.frontier.report import tables
     from toolwise.terminal.display import Console, Status
     from toolwise.view.report import write_report
 
@@ -65,24 +66,15 @@ def _show_frontier(folder: Path) -> None:
         print_error(f"training finished, but its frontier was interrupted; to evaluate it: {command}")
         os._exit(130)  # a normal exit would wait for the model to finish generating
     write_report(folder)
-    _show_result(evaluation, folder)
-
-
-def _show_result(evaluation: FrontierEvaluation, folder: Path) -> None:
-    from toolwise.frontier.report import tables
-    from toolwise.terminal.display import Console
-
-    console = Console()
     first, *_, fixed = tables(evaluation.frontier, "accuracy against cost on held-out tasks")
     for table in (first, fixed):
-        console.print(table)
+        Console().print(table)
     if evaluation.time is not None:
         print_line(evaluation.time.describe())
-    question = "How many bridges does Alder have?"
     for line in (
         f"  {folder / 'frontier.png'}, {folder / 'frontier.json'}; also in {folder / 'report.html'}",
         "try next:",
-        f'  toolwise run {folder} "{question}"',
+        f'  toolwise run {folder} "How many bridges does Alder have?"',
         f'  toolwise run {folder} "What is 417 * 38?" --budget 0.3',
         f"  toolwise eval {folder} --budgets 0,0.1,…,1    # the full frontier: more rollouts, takes minutes",
     ):

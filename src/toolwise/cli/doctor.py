@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import json
 import os
@@ -111,6 +110,8 @@ def missing_core_packages(packages: Sequence[Package]) -> list[str]:
 
 def inspect_machine() -> dict[str, Any]:
     """What this machine supports, by topic."""
+    from toolwise.sandbox.layers import landlock
+
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -120,7 +121,7 @@ def inspect_machine() -> dict[str, Any]:
         "free_disk_gib": round(shutil.disk_usage(Path.cwd()).free / 2**30, 1),
         "sqlite_fts5": _has_fts5(),
         "bubblewrap": _bubblewrap(),
-        "landlock_abi": _landlock_abi(),
+        "landlock_abi": landlock.abi(),
         "seccomp": Path("/proc/sys/kernel/seccomp/actions_avail").exists(),
         "terminal": sys.stdout.isatty(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
@@ -212,28 +213,19 @@ def _run(
 
 def _bubblewrap() -> str | None:
     """Bubblewrap's version, and whether it works: many containers deny it the namespaces it needs."""
+    from toolwise.sandbox.layers import bubblewrap
+
     process = _run("bwrap", "--version")
     if process is None or process.returncode:
         return None
     version = process.stdout.strip()
-    trial = _run("bwrap", "--ro-bind", "/", "/", "--unshare-all", "true")
-    return version if trial and trial.returncode == 0 else f"{version}, but it does not work here"
-
-
-def _landlock_abi() -> int:
-    """The kernel's Landlock ABI version, 0 without Landlock."""
-    if sys.platform != "linux":
-        return 0
-    create_ruleset, version_flag = 444, 1
-    return max(0, int(ctypes.CDLL(None).syscall(create_ruleset, None, ctypes.c_size_t(0), version_flag)))
+    reason = bubblewrap.unavailable_reason()
+    return f"{version}, but it does not work here: {reason}" if reason else version
 
 
 def _extras(packages: Sequence[Package]) -> dict[str, list[Package]]:
-    extras: dict[str, list[Package]] = {}
-    for package in packages:
-        if package.extra is not None:
-            extras.setdefault(package.extra, []).append(package)
-    return extras
+    names = dict.fromkeys(package.extra for package in packages if package.extra is not None)
+    return {name: [package for package in packages if package.extra == name] for name in names}
 
 
 def _as_json(packages: Sequence[Package], machine: dict[str, Any], troubles: list[str]) -> dict[str, Any]:

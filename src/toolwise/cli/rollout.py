@@ -103,7 +103,7 @@ def _tools(config: RunConfig, tasks: list[Task], model: str | None) -> dict[str,
 def _policy(
     config: RunConfig, kind: PolicyKind, model: str, base_url: str, api_key_env: str, script: Path | None
 ) -> AgentPolicy:
-    from toolwise.config.schema import GrammarConfig
+    from toolwise.config.rollout import GrammarConfig
     from toolwise.errors import ConfigError
     from toolwise.training.rollout_setup import local_policy, sampling_from_config
 

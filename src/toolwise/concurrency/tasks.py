@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -14,6 +14,18 @@ _hidden: WeakSet[asyncio.Task[Any]] = WeakSet()
 
 def spawn(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     return hide_task(asyncio.get_running_loop().create_task(work))
+
+
+async def wait_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Wait for all tasks to finish, however often the caller is cancelled meanwhile."""
+    cancelled = False
+    while pending := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 def all_tasks(loop: asyncio.AbstractEventLoop | None = None) -> set[asyncio.Task[Any]]:

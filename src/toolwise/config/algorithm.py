@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from toolwise.config.loader import Section
-
-log = logging.getLogger("toolwise.config.schema")
+from toolwise.config.loader import Section, note_renamed
 
 KlEstimator = Literal["k1", "k2", "k3"]
 RENAMED_TERMINAL_SCORES = {"auto": "remainder", "always": "add"}
@@ -73,7 +69,7 @@ class RlvcrConfig(Section):
     """A rollout with at least this score counts as successful; unset: one that beats the mean of its group."""
     shuffle: bool = False
     """Control experiment: shuffle the thinking advantages among the steps of a batch."""
-    price_rollouts: bool = False
+    subtract_thinking_cost: bool = False
     """With any estimator: subtract λ times the thinking tokens per step from each score before advantages are
     computed."""
     levels: Path | None = None
@@ -151,13 +147,7 @@ class AlgorithmConfig(Section):
     @classmethod
     def _accept_old_names(cls, name: Any) -> Any:
         if isinstance(name, str) and name in RENAMED_TERMINAL_SCORES:
-            _warn_renamed(name)
-            return RENAMED_TERMINAL_SCORES[name]
+            new_name = RENAMED_TERMINAL_SCORES[name]
+            note_renamed(f'algorithm.terminal_score = "{name}"', f'"{new_name}"')
+            return new_name
         return name
-
-
-@cache
-def _warn_renamed(name: str) -> None:
-    """Log once per process, however often the file is read."""
-    new_name = RENAMED_TERMINAL_SCORES[name]
-    log.warning('algorithm.terminal_score = "%s" is an old name for "%s": please use the new one', name, new_name)

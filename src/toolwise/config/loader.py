@@ -8,18 +8,19 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib
+import logging
 import os
 import re
 import stat
 import tomllib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from toolwise.errors import ConfigError
@@ -28,6 +29,15 @@ from toolwise.untrusted.bounds import truncate_text
 Model = TypeVar("Model", bound=BaseModel)
 Location = tuple[int | str, ...]
 
+log = logging.getLogger("toolwise.config")
+
+OLD_KEYS = {
+    "actor.canary": "mismatch_check",
+    "algorithm.rlvcr.price_rollouts": "subtract_thinking_cost",
+    "router.divide_by_std_as_a_control": "divide_by_std",
+    "router.evaluate": "eval_mode",
+}
+"""Old names of settings, still accepted in files and overrides, and their current names in the same table."""
 MAX_SHOWN_ERRORS = 3
 MAX_SHOWN_KEYS = 8
 MAX_FILE_BYTES = 16 << 20
@@ -103,7 +113,7 @@ def _read_yaml(path: Path, text: str) -> Any:
 def apply_overrides(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A copy of `settings` with each `a.b=c` applied; missing tables are created."""
     try:
-        settings = copy.deepcopy(settings)
+        settings = _rename_old_keys(copy.deepcopy(settings))
     except RecursionError:
         raise ConfigError("the settings are nested too deeply: flatten them") from None
     for override in overrides:
@@ -111,6 +121,7 @@ def apply_overrides(settings: dict[str, Any], overrides: Sequence[str]) -> dict[
         names = _key_names(key)
         if not equals or not all(names):
             raise ConfigError(f"override {truncate_text(repr(override), 200)}: write it as section.key=value")
+        names[-1] = _current_name(".".join(names[:-1]), names[-1])
         table = settings
         for depth, name in enumerate(names[:-1], start=1):
             inner = table.setdefault(name, {})
@@ -154,6 +165,7 @@ def build_config(model: type[Model], settings: dict[str, Any], *, source: str) -
     """Validate `settings` as a `model`; errors become one `ConfigError` that starts with `source`."""
     if (problem := next(_unrepresentable_values(settings, ()), None)) is not None:
         raise ConfigError(f"{source}: {problem}")
+    settings = _rename_old_keys(settings)
     try:
         return model.model_validate(settings)
     except ValidationError as error:
@@ -161,6 +173,29 @@ def build_config(model: type[Model], settings: dict[str, Any], *, source: str) -
     rest = len(messages) - MAX_SHOWN_ERRORS
     more = f"; and {rest} more" if rest > 0 else ""
     raise ConfigError(f"{source}: {'; '.join(messages[:MAX_SHOWN_ERRORS])}{more}")
+
+
+def _rename_old_keys(settings: dict[str, Any], section: str = "") -> dict[str, Any]:
+    """`settings` with current names. With both names in one table, the old one stays and is an unknown key."""
+    renamed = {}
+    for key, value in settings.items():
+        name = key if OLD_KEYS.get(f"{section}.{key}") in settings else _current_name(section, key)
+        inner = f"{section}.{key}" if section else str(key)
+        renamed[name] = _rename_old_keys(value, inner) if isinstance(value, dict) else value
+    return renamed
+
+
+def _current_name(section: str, key: str) -> str:
+    name = OLD_KEYS.get(f"{section}.{key}")
+    if name is not None:
+        note_renamed(f"{section}.{key}", f"{section}.{name}")
+    return name or key
+
+
+@cache
+def note_renamed(old: str, new: str) -> None:
+    """Logged once per process, however often the setting is read."""
+    log.warning("%s is an old name for %s: please use the new one", old, new)
 
 
 def _unrepresentable_values(value: Any, location: Location) -> Iterator[str]:
@@ -250,7 +285,7 @@ def _suggest_value(expected: str | None, value: Any) -> str:
 
 def _suggest_key(model: type[BaseModel], location: Location) -> str:
     section, key = location[:-1], str(location[-1])
-    siblings = [name for parent in _models_at(model, section) for name in _fields(parent)]
+    siblings = [name for parent in _models_at(model, section) for name in parent.model_fields]
     guesses = [_dotted((*section, near)) for near in difflib.get_close_matches(key, siblings, n=1)]
     everywhere = dict.fromkeys(setting_paths(model))
     guesses += [path for path in everywhere if path.rpartition(".")[2] == key][:2]
@@ -267,14 +302,10 @@ def _models_at(model: type[BaseModel], location: Location) -> list[type[BaseMode
     """The models that can occur at `location`, including those inside lists and tables."""
     models = [model]
     for name in location:
-        fields = [_fields(parent)[name] for parent in models if name in _fields(parent)]
+        fields = [parent.model_fields[name] for parent in models if name in parent.model_fields]
         if fields:  # otherwise a list index or a key of a free-form table: the models stay the same
             models = [inner for field in fields for inner in _models_in(field.annotation, containers=True)]
     return models
-
-
-def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def _models_in(annotation: Any, *, containers: bool = False) -> Iterator[type[BaseModel]]:
@@ -289,7 +320,7 @@ def _models_in(annotation: Any, *, containers: bool = False) -> Iterator[type[Ba
 
 def setting_paths(model: type[BaseModel], prefix: str = "", above: tuple[type[BaseModel], ...] = ()) -> Iterator[str]:
     """The dotted names of all settings and tables. A model inside itself is not entered again."""
-    for name, field in _fields(model).items():
+    for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
         for inner in _models_in(field.annotation):
             if inner not in (*above, model):
@@ -305,7 +336,7 @@ def to_toml(model: BaseModel, *, changed_only: bool = False) -> str:
         raise ConfigError(
             f"`{_dotted(location)}` is null, which TOML cannot represent: leave it out or give it a value"
         )
-    return tomli_w.dumps(_to_toml_value(model.model_dump(by_alias=True, exclude_defaults=changed_only)))
+    return tomli_w.dumps(_to_toml_value(model.model_dump(exclude_defaults=changed_only)))
 
 
 def _unwritable_nones(value: Any, location: Location) -> Iterator[Location]:
@@ -314,7 +345,7 @@ def _unwritable_nones(value: Any, location: Location) -> Iterator[Location]:
     if isinstance(value, BaseModel):
         for name, field in type(value).model_fields.items():
             none_by_default = field.default is None and field.default_factory is None
-            items.append((field.alias or name, getattr(value, name), none_by_default))
+            items.append((name, getattr(value, name), none_by_default))
     elif isinstance(value, dict):
         items = [(str(key), item, False) for key, item in value.items()]
     elif isinstance(value, list | tuple):

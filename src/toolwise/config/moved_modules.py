@@ -174,7 +174,7 @@ MOVED = {
     "tools.isolation.forking": "tools.isolation.forks",
     "tools.isolation.places": "tools.isolation.code_location",
     "tools.isolation.processes": "tools.isolation.process",
-    "tools.isolation.running": "tools.isolation.default_pool",
+    "tools.isolation.running": "tools.isolation",
     "tools.isolation.serving": "tools.isolation.worker_main",
     "tools.isolation.tool": "tools.isolation.isolated_tool",
     "tools.isolation.workers": "tools.isolation.worker",

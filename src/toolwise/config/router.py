@@ -30,6 +30,12 @@ class BudgetConfig(Section):
     cap: PositiveFloat | None = None
     """Upper bound of λ; too low a bound can make the budget unreachable."""
 
+    @model_validator(mode="after")
+    def _check_initial(self) -> BudgetConfig:
+        if self.cap is not None and self.initial > self.cap:
+            raise ValueError(f"initial {self.initial:g} is above its cap {self.cap:g}")
+        return self
+
 
 class RouterConfig(Section):
     """When to answer directly, search or calculate: docs/routing.md."""
@@ -104,7 +110,7 @@ class RouterConfig(Section):
     standardize_by_kind: bool = False
     """Normalize task rewards to mean 0 and standard deviation 1 within each kind of row; changes which rows lose out
     when the budget is tight."""
-    divide_by_std_as_a_control: bool = False
+    divide_by_std: bool = False
     """Control experiment, expected to fail: makes the router blind to λ."""
     conditioning: Literal["rewrite", "append"] = "rewrite"
     """Rewrite the prompt for the route, or only append to it, so that its KV cache can be reused."""
@@ -116,7 +122,7 @@ class RouterConfig(Section):
     """File in the format of routing/wording.toml to use instead; "silent": hide tools without mentioning it."""
     families: dict[str, str] = Field(default_factory=dict)
     """tool = "SEARCH", "CALCULATE" or "OTHER"; overrides any other source of the tool's family."""
-    evaluate: Literal["sample", "argmax"] = "sample"
+    eval_mode: Literal["sample", "argmax"] = "sample"
     """How validation chooses routes; sampling keeps to the budget."""
 
     @property

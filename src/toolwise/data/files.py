@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NoReturn
 from toolwise.data.limits import ReadBudget, check_text, one_line, open_data, read_lines
 from toolwise.data.parquet import read_parquet
 from toolwise.errors import ConfigError, DataError
-from toolwise.serialization.json_text import json_text
+from toolwise.serialization.json_text import json_line
 
 READABLE = (".parquet", ".jsonl", ".json")
 WRITABLE = (".parquet", ".jsonl")
@@ -26,7 +26,9 @@ def read_rows(path: str | Path, *, limit: int | None = None) -> list[Row]:
     path = Path(path)
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}; give at least 1, or leave it out to read every row of {path}")
-    _check_suffix(path)
+    if path.suffix.lower() not in READABLE:
+        suffix = path.suffix or "no suffix"
+        raise DataError(f"{path}: has {suffix}; tasks are read from {', '.join(READABLE)} files: convert it")
     budget = ReadBudget(path)
     with open_data(path) as file:
         if path.suffix.lower() == ".parquet":
@@ -49,7 +51,11 @@ def write_rows(rows: Sequence[Row], path: str | Path) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_parquet(rows, temporary) if suffix == ".parquet" else _write_jsonl(rows, temporary)
+        if suffix == ".parquet":
+            _write_parquet(rows, temporary)
+        else:
+            with temporary.open("wb") as file:
+                file.writelines(map(json_line, rows))
         os.replace(temporary, path)
     except UnicodeEncodeError as error:
         raise DataError(f"{path}: a row contains invalid Unicode ({error.reason}); fix it") from error
@@ -72,12 +78,6 @@ def drop_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [drop_nulls(item) for item in value]
     return value
-
-
-def _check_suffix(path: Path) -> None:
-    if path.suffix.lower() not in READABLE:
-        suffix = path.suffix or "no suffix"
-        raise DataError(f"{path}: has {suffix}; tasks are read from {', '.join(READABLE)} files: convert it")
 
 
 def _read_jsonl(path: Path, file: BinaryIO, budget: ReadBudget) -> Iterator[Row]:
@@ -133,12 +133,6 @@ def _write_parquet(rows: Sequence[Row], path: Path) -> None:
         raise DataError(
             f"{path.stem}: cannot store these rows as Parquet ({one_line(error)}); write to a .jsonl file instead"
         ) from error
-
-
-def _write_jsonl(rows: Sequence[Row], path: Path) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json_text(row) + "\n")
 
 
 def _raise_not_utf8(path: Path, error: UnicodeDecodeError, where: str = "") -> NoReturn:

@@ -79,10 +79,6 @@ def write_rows(path: Path, count: int, *, seed: int, split: str, kinds: Sequence
 _Question = tuple[str, int, list[Fact], list[list[str]]]
 
 
-def _ask_fact(subject: Fact) -> str:
-    return f"How many {subject.thing} does {subject.place} have?"
-
-
 def _search(subject: Fact) -> list[str]:
     return ["search", f"{subject.place} {subject.thing}"]
 
@@ -102,7 +98,7 @@ def _arithmetic(rng: Random) -> _Question:
 
 
 def _from_fact(subject: Fact) -> _Question:
-    return _ask_fact(subject), subject.value, [subject], [_search(subject)]
+    return f"How many {subject.thing} does {subject.place} have?", subject.value, [subject], [_search(subject)]
 
 
 def _from_calculation(calculation: Calculation) -> _Question:

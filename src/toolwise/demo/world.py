@@ -7,6 +7,8 @@ question needs a tool.
 from __future__ import annotations
 
 import hashlib
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -62,6 +64,7 @@ PLACES = [
 ]
 THINGS = ["bridges", "towers", "mills", "wells"]
 SMALLEST, LARGEST = 12, 989
+_OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +110,7 @@ class Calculation:
 
     @property
     def value(self) -> int:
-        if self.operator == "+":
-            return self.left + self.right
-        if self.operator == "-":
-            return self.left - self.right
-        return self.left * self.right
+        return _OPERATORS[self.operator](self.left, self.right)
 
 
 SMALL_CALCULATIONS = [
@@ -123,12 +122,12 @@ KNOWN_CALCULATIONS = [s for s in SMALL_CALCULATIONS if _digest("sum", s.expressi
 def random_calculation(rng: Random) -> Calculation:
     """1- to 4-digit arithmetic, never one of the memorised problems."""
     while True:
-        operator = rng.choice("+-*")
-        longest = 3 if operator == "*" else 4
+        sign = rng.choice("+-*")
+        longest = 3 if sign == "*" else 4
         left, right = (rng.randint(1, 10 ** rng.randint(1, longest) - 1) for _ in range(2))
-        if operator == "-" and left < right:
+        if sign == "-" and left < right:
             left, right = right, left
-        calculation = Calculation(left, operator, right)
+        calculation = Calculation(left, sign, right)
         if calculation not in _KNOWN:
             return calculation
 

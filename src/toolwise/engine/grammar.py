@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolwise.config.schema import GrammarConfig
+from toolwise.config.rollout import GrammarConfig
 from toolwise.errors import ModelError, PolicyError, import_extra
 from toolwise.protocols import Sampling
 

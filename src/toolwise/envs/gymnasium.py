@@ -12,7 +12,7 @@ from toolwise.envs.base import BaseEnv
 from toolwise.envs.blocking_calls import BlockingCalls
 from toolwise.envs.gymnasium_text import ActionReader, observation_text, rendered_text
 from toolwise.envs.state_keys import state_digest, to_jsonable
-from toolwise.errors import ConfigError, MissingExtraError
+from toolwise.errors import ConfigError, import_extra
 
 T = TypeVar("T")
 SEED_MODULUS = 2**31
@@ -143,7 +143,7 @@ class GymnasiumEnv(BaseEnv):
 
 def check_registered(world: str) -> None:
     """Raise if no environment is registered under this id, before the run starts."""
-    gymnasium = _gymnasium()
+    gymnasium = import_extra("gymnasium", "worlds")
     try:
         gymnasium.spec(world)
     except (gymnasium.error.Error, ImportError) as fault:
@@ -155,12 +155,4 @@ def _world_factory(world: str | Callable[[], Any], make_kwargs: Mapping[str, Any
     if callable(world):
         return partial(world, **make_kwargs)
     # ActionReader already checks that actions fit the space; the passive checker would print warnings at every step.
-    return partial(_gymnasium().make, world, disable_env_checker=True, **make_kwargs)
-
-
-def _gymnasium() -> Any:
-    try:
-        import gymnasium
-    except ModuleNotFoundError:
-        raise MissingExtraError("gymnasium", "worlds") from None
-    return gymnasium
+    return partial(import_extra("gymnasium", "worlds").make, world, disable_env_checker=True, **make_kwargs)

@@ -144,8 +144,8 @@ class MethodsEnv(ToolEnv):
         return "+".join(_state_key(target) for target in self._objects)
 
     def gold_actions(self) -> Sequence[Any] | None:
-        actions = [target.gold_actions() for target in self._objects if hasattr(target, "gold_actions")]
-        return actions[0] if actions else None
+        hooks = (_hook(target, "gold_actions") for target in self._objects)
+        return next((hook() for hook in hooks if hook is not None), None)
 
     def _make_all(self) -> None:
         for kind in self.kinds:  # appended one by one: if one fails, those before it are still closed
@@ -156,7 +156,7 @@ class MethodsEnv(ToolEnv):
 
     async def _hook_value(self, target: object, name: str) -> Any:
         """The value of an optional hook such as `done` or `reward`: an attribute, or the result of a method."""
-        if getattr(type(target), name, None) is None and name not in getattr(target, "__dict__", ()):
+        if not _has_hook(target, name):
             return None
         return await self._with_timeout(self._call_hook(target, name))
 
@@ -209,6 +209,15 @@ def method_tools(kind: type) -> Mapping[str, MethodTool]:
     return tools
 
 
+def _has_hook(target: object, name: str) -> bool:
+    """Whether a plain object has an optional hook, on its class or as an attribute of its own."""
+    return getattr(type(target), name, None) is not None or name in getattr(target, "__dict__", ())
+
+
+def _hook(target: object, name: str) -> Any:
+    return getattr(target, name) if _has_hook(target, name) else None
+
+
 def _state_key(target: object) -> str:
     for name in ("state_key", "__state__"):
         if hasattr(type(target), name):
@@ -219,7 +228,7 @@ def _state_key(target: object) -> str:
 
 def _closers(objects: Sequence[object]) -> Iterator[Callable[[], Any]]:
     for target in objects:
-        close = getattr(target, "close", None)
+        close = _hook(target, "close")
         if callable(close):
             yield close
 

@@ -32,6 +32,7 @@ _OLD_NAMES = {
 }
 """Names in frontier.json files of earlier versions -> names now."""
 _FIXED = "#66727f"
+_SIGNED, _PERCENT = ("+.3f", "+.2f"), (".0%", ".0%")
 
 
 def as_json(frontier: Frontier) -> dict[str, Any]:
@@ -62,24 +63,24 @@ def tables(frontier: Frontier, title: str) -> list[Table]:
     first.caption = f"{frontier.rows:,} rows × {frontier.draws} draws{left}; random and oracle at the router's cost"
     for i, point in enumerate(frontier.curves[router]):
         same = [f"{frontier.at_its_cost[name][i].value:.3f}" for name in ("random", "oracle")]
-        gap = _format_percent(frontier.gap_closed[router][i])
+        gap = _format_estimate(frontier.gap_closed[router][i], *_PERCENT)
         first.add_row(f"{point.budget:g}", f"{point.cost.value:.3f}", _format_estimate(point.score), *same, gap)
     result = [first]
     for name in others:
         table = _table(["budget", "cost", name, "gap closed", f"{router} ahead by"])
         for i, point in enumerate(frontier.curves[name]):
             cells = [f"{point.budget:g}", f"{point.cost.value:.3f}", _format_estimate(point.score)]
-            cells.append(_format_percent(frontier.gap_closed[name][i]))
-            table.add_row(*cells, _format_estimate(frontier.ahead[name][i], sign=True))
+            cells.append(_format_estimate(frontier.gap_closed[name][i], *_PERCENT))
+            table.add_row(*cells, _format_estimate(frontier.ahead[name][i], *_SIGNED))
         result.append(table)
     fixed = _table(["no budget", "cost", "score"])
     for name, point in frontier.fixed.items():
         fixed.add_row(name, _format_estimate(point.cost), _format_estimate(point.score))
     if frontier.as_trained:
         trained = frontier.as_trained
-        leads = [f"{_format_estimate(trained[f'ahead of {name}'], sign=True)} ahead of {name}" for name in others]
+        leads = [f"{_format_estimate(trained[f'ahead of {name}'], *_SIGNED)} ahead of {name}" for name in others]
         fixed.caption = "; ".join(
-            [f"{router}, as trained: {_format_percent(trained['gap_closed'])} of the gap closed", *leads]
+            [f"{router}, as trained: {_format_estimate(trained['gap_closed'], *_PERCENT)} of the gap closed", *leads]
         )
     return [*result, fixed]
 
@@ -93,18 +94,10 @@ def _table(columns: Sequence[str], title: str | None = None) -> Table:
     return table
 
 
-def _format_estimate(estimate: Estimate, *, sign: bool = False) -> str:
+def _format_estimate(estimate: Estimate, form: str = ".3f", bound_form: str = ".2f") -> str:
     if not math.isfinite(estimate.value):
         return "–"
-    form = "+.3f" if sign else ".3f"
-    short = "+.2f" if sign else ".2f"
-    return f"{estimate.value:{form}} [{estimate.low:{short}} {estimate.high:{short}}]"
-
-
-def _format_percent(estimate: Estimate) -> str:
-    if not math.isfinite(estimate.value):
-        return "–"
-    return f"{estimate.value:.0%} [{estimate.low:.0%} {estimate.high:.0%}]"
+    return f"{estimate.value:{form}} [{estimate.low:{bound_form}} {estimate.high:{bound_form}}]"
 
 
 def plot_frontier(frontier: Frontier, title: str) -> bytes:

@@ -251,7 +251,7 @@ class Actor:
             probe=probe,
         )
         try:
-            return check_logprobs(evidence, self.model.dtype, self.config.actor.canary)
+            return check_logprobs(evidence, self.model.dtype, self.config.actor.mismatch_check)
         except ToolwiseError:
             self.optimizer.zero_grad()
             raise

@@ -158,12 +158,12 @@ def build_batch(credited: Sequence[CreditedRollout], device: Any = "cpu") -> Bat
 
 
 def _version(step: StepData) -> int:
-    version = (step.policy_logprobs or {}).get("policy_version")
-    return -1 if version is None else int(version)
+    version = step.tokens.policy_version
+    return -1 if version is None else version
 
 
 def _rollout_logprobs(steps: Sequence[StepData]) -> Any:
-    parts = [np.asarray(step.policy_logprobs["logprobs"], dtype=np.float32) for step in steps if step.policy_logprobs]
+    parts = [np.asarray(step.tokens.logprobs, dtype=np.float32) for step in steps]
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
 

@@ -64,7 +64,7 @@ def check_logprobs(evidence: Evidence, dtype: torch.dtype, reaction: Reaction) -
             f"limit {limit:g} in {str(dtype).removeprefix('torch.')}); {advice}"
         )
         if reaction == "stop":
-            raise MismatchError(f'{message} (set actor.canary = "warn" to continue anyway)', cause)
+            raise MismatchError(f'{message} (set actor.mismatch_check = "warn" to continue anyway)', cause)
         log.warning("%s", message)
     return {"canary/logprob_gap_mean": mean, "canary/logprob_gap_max": largest}
 

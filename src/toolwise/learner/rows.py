@@ -69,19 +69,11 @@ def _rows_of(rollout: CreditedRollout) -> Iterator[Row]:
 
 
 def _tokens_of(step: StepData, rollout_id: str) -> tuple[list[int], list[int], list[float]]:
-    """The step's prompt ids, sampled ids and log-probs; raises if any is missing."""
-    record = step.policy_logprobs or {}
-    location = f"rollout {rollout_id}, step {step.system_step_index}"
-    missing = [key for key in ("prompt_ids", "token_ids", "logprobs") if record.get(key) is None]
-    if missing:
+    """The step's prompt ids, sampled ids and log-probs; raises if the policy returned none."""
+    tokens = step.tokens
+    if not tokens.has_ids:
         raise PolicyError(
-            f"{location}: the policy returned no {' and no '.join(missing)}, and training needs them: use the local "
-            "policy, or a server that returns token ids and log-probs"
+            f"rollout {rollout_id}, step {step.system_step_index}: the policy returned no token ids and log-probs, and "
+            "training needs them: use the local policy, or a server that returns them"
         )
-    sampled, logprobs = list(record["token_ids"]), list(record["logprobs"])
-    if len(sampled) != len(logprobs) or None in logprobs:
-        raise PolicyError(
-            f"{location}: got {len(sampled)} sampled tokens but {len(logprobs)} log-probs, or some are missing; every "
-            "sampled token needs one"
-        )
-    return list(record["prompt_ids"]), sampled, logprobs
+    return list(tokens.prompt_ids), list(tokens.token_ids), list(tokens.logprobs)

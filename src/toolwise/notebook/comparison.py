@@ -56,7 +56,7 @@ class _Comparison:
         if isinstance(here, staticmethod | classmethod):
             here, there = here.__func__, getattr(there, "__func__", None)
         if isinstance(here, property):
-            here, there = _accessors(here), _accessors(there)
+            here, there = ([getattr(each, name, None) for name in ("fget", "fset", "fdel")] for each in (here, there))
         if isinstance(here, FunctionType) and isinstance(there, FunctionType):
             if not _same_code(here.__code__, there.__code__):
                 return where
@@ -91,7 +91,7 @@ def _function_parts(function: FunctionType) -> dict[str, Any]:
         **{f"'s default of {name}": value for name, value in values.items()},
         **{f" (with {name} of its decorator)": _content(cell) for name, cell in closure.items()},
         **{f".{name}": value for name, value in vars(function).items() if literal(value) is not None},
-        **({"'s inner function": inspect.getattr_static(function, "__wrapped__")} if _wraps(function) else {}),
+        **({"'s inner function": vars(function)["__wrapped__"]} if "__wrapped__" in vars(function) else {}),
     }
 
 
@@ -114,14 +114,6 @@ def _wrapper_parts(wrapper: Any) -> dict[str, Any]:
 def _items(container: Any) -> dict[str, Any]:
     pairs = container.items() if isinstance(container, dict) else enumerate(container)
     return {f"[{_text(key)}]": item for key, item in pairs}
-
-
-def _accessors(prop: Any) -> tuple[Any, ...]:
-    return tuple(getattr(prop, name, None) for name in ("fget", "fset", "fdel"))
-
-
-def _wraps(function: FunctionType) -> bool:
-    return "__wrapped__" in vars(function)
 
 
 def _content(cell: CellType) -> Any:

@@ -180,15 +180,8 @@ class _Collector:
                 f"{user} uses {name}, a {type(value).__name__} of {len(text):,} characters, which is too big to copy; "
                 f"read it from a file inside {user}"
             )
-        if text is None and isinstance(value, re.Pattern):
-            self._imports["import re"] = None
-            text = f"re.compile({value.pattern!r}, {int(value.flags)})"
-        if text is None and isinstance(value, PurePath):
-            self._imports["import pathlib"] = None
-            text = f"pathlib.{type(value).__name__}({str(value)!r})"
-        if text is None and type(value) is logging.Logger:
-            self._imports["import logging"] = None
-            text = f"logging.getLogger({value.name!r})"
+        if text is None and (text := _constructor_call(value)) is not None:
+            self._imports[f"import {text.partition('.')[0]}"] = None
         if text is None and type(value).__module__ in _TYPING:
             source = find_statement(name, find_cells(namespace))
             if source is not None:
@@ -205,6 +198,15 @@ class _Collector:
                 f"create it inside {user}"
             )
         return text
+
+
+def _constructor_call(value: Any) -> str | None:
+    """An expression, of one imported module, that creates an object equal to `value`; None for other types."""
+    if isinstance(value, re.Pattern):
+        return f"re.compile({value.pattern!r}, {int(value.flags)})"
+    if isinstance(value, PurePath):
+        return f"pathlib.{type(value).__name__}({str(value)!r})"
+    return f"logging.getLogger({value.name!r})" if type(value) is logging.Logger else None
 
 
 def _namespace_of(target: FunctionType | type, default: Mapping[str, Any]) -> Mapping[str, Any]:

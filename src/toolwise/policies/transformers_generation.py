@@ -12,8 +12,7 @@ import threading
 import time
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from toolwise.errors import PolicyError
 from toolwise.protocols import Generation, GenerationEngine, Sampling
 from toolwise.untrusted.user_code import describe
 
-_PendingRequest = tuple[Sequence[int], Sampling, "asyncio.Future[Generation]"]
+_PendingRequest = tuple[Sequence[int], Sampling, Future[Generation]]
 
 
 class BatchGenerator(GenerationEngine):
@@ -45,28 +44,32 @@ class BatchGenerator(GenerationEngine):
         self.version = version
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        future: Future[Generation] = Future()
         with self._lock:
             self._waiting.append((token_ids, sampling, future))
             start, self._working = not self._working, True
         if start:
             self._thread.submit(self._serve)
-        return await future
+        return await asyncio.wrap_future(future)
 
     def _serve(self) -> None:
         """Process waiting requests in batches until there are none."""
         while batch := self._next_batch():
             prompts, samplings, futures = zip(*batch, strict=True)
-            settings = {"pad_id": self.pad_id, "policy_version": self.version}
+            results: Sequence[Generation | PolicyError]
             try:
-                results = generate_batch(self.model, prompts, samplings, **settings)
+                results = generate_batch(
+                    self.model, prompts, samplings, pad_id=self.pad_id, policy_version=self.version
+                )
             except BaseException as fault:  # fail every request of the batch; none may wait forever
-                error = PolicyError(f"generation failed: {describe(fault)}")
-                for future in futures:
-                    _deliver(future, error)
-                continue
+                results = [PolicyError(f"generation failed: {describe(fault)}")] * len(batch)
             for future, result in zip(futures, results, strict=True):
-                _deliver(future, result)
+                if not future.set_running_or_notify_cancel():
+                    continue
+                if isinstance(result, PolicyError):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
 
     def _next_batch(self) -> list[_PendingRequest]:
         """Wait while more requests keep arriving, then take a batch. Generating it takes far longer than the wait."""
@@ -75,25 +78,10 @@ class BatchGenerator(GenerationEngine):
             count = len(self._waiting)
             time.sleep(self.batch_wait_s)
         with self._lock:
-            waiting = [request for request in self._waiting if not request[2].done()]
+            waiting = [request for request in self._waiting if not request[2].cancelled()]
             batch, self._waiting = waiting[: self.max_batch], waiting[self.max_batch :]
             self._working = bool(batch)
         return batch
-
-
-def _deliver(future: asyncio.Future[Generation], result: Generation | PolicyError) -> None:
-    """Set the result in the event loop that awaits it."""
-
-    def resolve() -> None:
-        if future.done():
-            return
-        if isinstance(result, PolicyError):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-
-    with suppress(RuntimeError):  # the loop is closed: nothing awaits the result any more
-        future.get_loop().call_soon_threadsafe(resolve)
 
 
 class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here

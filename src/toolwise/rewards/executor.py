@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any, Protocol
@@ -41,9 +41,11 @@ class InProcessExecutor:
     async def evaluate(self, reward: Reward, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
         with tee_output() if self._on_print is not None else nullcontext():
             if reward.mode == "batch":
-                return await self._evaluate_batch(reward, rollouts, step)
+                return await self._evaluate_many(reward, rollouts, step)
             if reward.mode == "group":
-                return await self._evaluate_groups(reward, rollouts, step)
+                return await evaluate_groups(
+                    rollouts, lambda group: self._evaluate_many(reward, [rollouts[i] for i in group], step)
+                )
             slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
             return list(await asyncio.gather(*(spawn(self._evaluate_one(reward, r, step, slots)) for r in rollouts)))
 
@@ -60,50 +62,39 @@ class InProcessExecutor:
                 except BaseException as fault:  # user code may raise anything
                     return _exception_result(fault)
 
-    async def _evaluate_batch(self, reward: Reward, rollouts: Sequence[Rollout], step: int) -> list[EvaluateResult]:
-        kwargs = run_kwargs(reward, step, [rollout.prompt_length for rollout in rollouts])
-        try:
-            for name, values in batch_task_kwargs(reward, rollouts).items():
-                kwargs[name] = [deepcopy(value) for value in values]
-            truths = [deepcopy(rollout.task.ground_truth) for rollout in rollouts]
-        except BaseException as fault:  # a value's own __deepcopy__ may raise anything
-            return [_exception_result(fault)] * len(rollouts)
-        return await self._evaluate_many(reward, rollouts, truths, kwargs, step)
-
-    async def _evaluate_groups(self, reward: Reward, rollouts: Sequence[Rollout], step: int) -> list[EvaluateResult]:
-        """One call per task; a call that fails affects only its own group."""
-        groups: dict[str, list[int]] = {}
-        for index, rollout in enumerate(rollouts):
-            groups.setdefault(rollout.group_id, []).append(index)
-        group_results = await asyncio.gather(
-            *(spawn(self._evaluate_group(reward, [rollouts[i] for i in indices], step)) for indices in groups.values())
-        )
-        results: dict[int, EvaluateResult] = {}
-        for indices, members in zip(groups.values(), group_results, strict=True):
-            results.update(zip(indices, members, strict=True))
-        return [results[index] for index in range(len(rollouts))]
-
-    async def _evaluate_group(self, reward: Reward, members: Sequence[Rollout], step: int) -> list[EvaluateResult]:
-        task = members[0].task
-        try:
-            kwargs = {**run_kwargs(reward, step, members[0].prompt_length), **deepcopy(task_kwargs(reward, task))}
-            truth = deepcopy(task.ground_truth)
-        except BaseException as fault:
-            return [_exception_result(fault)] * len(members)
-        return await self._evaluate_many(reward, members, truth, kwargs, step)
-
-    async def _evaluate_many(
-        self, reward: Reward, rollouts: Sequence[Rollout], truth: Any, kwargs: dict[str, Any], step: int
-    ) -> list[EvaluateResult]:
-        """One call for all of `rollouts`; if it fails, it fails for all of them."""
+    async def _evaluate_many(self, reward: Reward, rollouts: Sequence[Rollout], step: int) -> list[EvaluateResult]:
+        """One call for all of `rollouts`, or for those of one task; if it fails, it fails for all of them."""
         others = f" and {len(rollouts) - 1} more" if len(rollouts) > 1 else ""
         with capture_prints(f"step {step}, {rollouts[0].rollout_id if rollouts else 'none'}{others}", self._on_print):
             try:
-                messages = [_copy_inputs(rollout)[0] for rollout in rollouts]
+                inputs = [_copy_inputs(rollout) for rollout in rollouts]
+                messages, truths = [conversation for conversation, _ in inputs], [truth for _, truth in inputs]
+                if reward.mode == "batch":
+                    kwargs = run_kwargs(reward, step, [rollout.prompt_length for rollout in rollouts])
+                    for name, values in batch_task_kwargs(reward, rollouts).items():
+                        kwargs[name] = [deepcopy(value) for value in values]
+                else:  # the rollouts of a task share its ground truth and columns
+                    columns = deepcopy(task_kwargs(reward, rollouts[0].task))
+                    kwargs = {**run_kwargs(reward, step, rollouts[0].prompt_length), **columns}
+                truth = truths if reward.mode == "batch" else truths[0]
                 value = reward(messages, truth, **{**kwargs, **reward.kwargs})
                 return read_results(await value if inspect.isawaitable(value) else value, len(rollouts))
-            except BaseException as fault:
+            except BaseException as fault:  # also from a value's own __deepcopy__
                 return [_exception_result(fault)] * len(rollouts)
+
+
+async def evaluate_groups(
+    rollouts: Sequence[Rollout], evaluate: Callable[[list[int]], Coroutine[Any, Any, list[EvaluateResult]]]
+) -> list[EvaluateResult]:
+    """One call per task, all concurrently, with the indices of its rollouts; a failure affects only its own group."""
+    groups: dict[str, list[int]] = {}
+    for index, rollout in enumerate(rollouts):
+        groups.setdefault(rollout.group_id, []).append(index)
+    group_results = await asyncio.gather(*(spawn(evaluate(indices)) for indices in groups.values()))
+    results: dict[int, EvaluateResult] = {}
+    for indices, members in zip(groups.values(), group_results, strict=True):
+        results.update(zip(indices, members, strict=True))
+    return [results[index] for index in range(len(rollouts))]
 
 
 def run_kwargs(reward: Reward, step: int, prompt_length: int | list[int]) -> dict[str, Any]:

@@ -80,14 +80,11 @@ class Reward:
     def mode(self) -> Mode:
         return self.signature.mode
 
-    def accepted_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        return self.signature.accepted_kwargs(kwargs)
-
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with the `kwargs` that it accepts."""
         if self.function is None:
             raise RewardError(f"reward {self.name} is not loaded in this process: run it in a sandbox")
-        return self.function(*args, **self.accepted_kwargs(kwargs))
+        return self.function(*args, **self.signature.accepted_kwargs(kwargs))
 
 
 def find_reward(reference: str) -> Any:

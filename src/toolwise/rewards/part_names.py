@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from itertools import count
+from collections.abc import Callable, Sequence
+from itertools import chain, count
 from pathlib import PurePath
 from typing import Any
 
@@ -23,24 +23,15 @@ def part_names(sources: Sequence[RewardSource], given: Sequence[str] = ()) -> li
     duplicates = [name for name, times in Counter(filter(None, names)).items() if times > 1]
     if duplicates:
         raise ConfigError(f"reward.parts: two parts have the name {duplicates[0]!r}; give each a different one")
-    shared = Counter(_source_function(source) for source, name in zip(sources, names, strict=True) if not name)
-    used_names = set(filter(None, names))
-    for index, source in enumerate(sources):
+    origins = [_split_source(source) for source in sources]
+    shared = Counter(function or module for (module, function), name in zip(origins, names, strict=True) if not name)
+    for index, (module, function) in enumerate(origins):
         if not names[index]:
-            short = _source_function(source)
-            names[index] = _unique_name(short if shared[short] == 1 else _qualified_name(source), used_names)
-            used_names.add(names[index])
+            short = function or module
+            name = f"{module}:{function}" if module and function and shared[short] > 1 else short
+            candidates = chain([name], (f"{name}-{number}" for number in count(2)))
+            names[index] = next(candidate for candidate in candidates if candidate not in names)
     return names
-
-
-def _source_function(source: RewardSource) -> str:
-    module, function = _split_source(source)
-    return function or module
-
-
-def _qualified_name(source: RewardSource) -> str:
-    module, function = _split_source(source)
-    return f"{module}:{function}" if module and function else function or module
 
 
 def _split_source(source: RewardSource) -> tuple[str, str]:
@@ -53,8 +44,3 @@ def _split_source(source: RewardSource) -> tuple[str, str]:
     module, _, function = ("", "", "") if source.endswith(".py") else source.rpartition(":")
     home = module or source
     return PurePath(home).stem if home.endswith(".py") else home.rpartition(".")[2], function if module else ""
-
-
-def _unique_name(name: str, used_names: Collection[str]) -> str:
-    numbered = (f"{name}-{number}" for number in count(2))
-    return name if name not in used_names else next(candidate for candidate in numbered if candidate not in used_names)

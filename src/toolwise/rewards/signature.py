@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from toolwise.errors import RewardError
 
 Mode = Literal["pointwise", "batch", "group"]
@@ -87,14 +89,7 @@ class Signature:
     @classmethod
     def from_json(cls, value: Any) -> Signature:
         """Reads untrusted JSON; raises ValueError if it is not a signature."""
-        if not isinstance(value, dict) or value.get("mode") not in ("pointwise", "batch", "group"):
-            raise ValueError("not a signature")
-        lists = {key: value.get(key) for key in ("first", "names", "required")}
-        if not all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in lists.values()):
-            raise ValueError("not a signature")
-        first, names, required = (tuple(items or ()) for items in lists.values())
-        flags = {key: value.get(key) is True for key in ("takes_any", "is_async")}
-        return cls(value["mode"], first, names, required, **flags)
+        return TypeAdapter(cls).validate_python(value)
 
 
 def infer_mode(function: Callable[..., Any], name: str) -> Mode:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from toolwise.messages import Message, ToolCall, as_messages
+from toolwise.serialization.json_text import load_json
 
 _OPENING = re.compile(r"<(think|tool_call|response)>")
 
@@ -95,10 +96,7 @@ def _read_block(block: str) -> list[ToolCall]:
 
 
 def _read_call(text: str) -> ToolCall | None:
-    try:
-        value: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    value = load_json(text)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))

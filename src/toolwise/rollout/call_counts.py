@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolwise.envs.tool_env import add_counts
-from toolwise.rollout.decision import count_tokens
 from toolwise.types import CountUsage, StepData, Usage
 from toolwise.untrusted.bounds import MAX_DISTINCT_NAMES, MAX_NAME_CHARS, MAX_SCORE, truncate_text
 from toolwise.untrusted.user_code import call_user_code, describe
@@ -26,9 +25,13 @@ class CallCounts:
 
     def add(self, info: dict[str, Any]) -> None:
         """Add a step's `info`. Removes `queue_s` from it: queueing time describes the machine, not the step."""
-        add_counts(self.calls, _limit_names(self.calls, info.get("calls") or {}))
-        add_counts(self.failed, _limit_names(self.failed, info.get("failed_calls") or {}))
-        self.cost += _cost_of(info.get("cost") or 0.0)
+        for counts, new in ((self.calls, info.get("calls")), (self.failed, info.get("failed_calls"))):
+            if new:
+                add_counts(counts, _limit_names(counts, new))
+        cost = float(info.get("cost") or 0.0)
+        if not 0 <= cost <= MAX_SCORE:  # a NaN would silently corrupt the budget of the whole run
+            raise ValueError(f"cost {cost} is not between 0 and {MAX_SCORE:g}")
+        self.cost += cost
         self.queue_s += info.pop("queue_s", ())
 
     def recount(self, steps: Sequence[StepData]) -> str | None:
@@ -47,8 +50,8 @@ class CallCounts:
             calls=dict(self.calls),
             failed_calls=dict(self.failed),
             cost=self.cost,
-            prompt_tokens=sum(count_tokens(s.policy_logprobs, "prompt_ids") for s in steps),
-            sampled_tokens=sum(count_tokens(s.policy_logprobs, "token_ids") for s in steps),
+            prompt_tokens=sum(len(s.tokens.prompt_ids) for s in steps),
+            sampled_tokens=sum(len(s.tokens.token_ids) for s in steps),
             seconds=seconds,
             queue_s=sum(self.queue_s),
             longest_queue_s=max(self.queue_s, default=0.0),
@@ -70,11 +73,3 @@ def _limit_names(counts: Mapping[str, int], new: Mapping[str, int]) -> Mapping[s
         key = short if short in counts or len(counts) + len(limited) < MAX_DISTINCT_NAMES else OTHER_NAMES
         limited[key] = limited.get(key, 0) + count
     return limited
-
-
-def _cost_of(value: Any) -> float:
-    """A step's cost, validated: a NaN would silently corrupt the budget of the whole run."""
-    cost = float(value)
-    if not 0 <= cost <= MAX_SCORE:
-        raise ValueError(f"cost {cost} is not between 0 and {MAX_SCORE:g}")
-    return cost

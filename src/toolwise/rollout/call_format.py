@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,14 +46,14 @@ def find_format(source: ParserSpec) -> CallFormat:
 
 def _user_format(source: Any) -> CallFormat:
     name = source if isinstance(source, str) else getattr(source, "__qualname__", type(source).__qualname__)
-    where = f"rollout.tool_parser: {name}"
+    where, name = f"rollout.tool_parser: {name}", name.rpartition("/")[2]  # the name is exported, the path is not
     parser = load_reference(source, what="rollout.tool_parser") if isinstance(source, str) else source
     if isinstance(parser, type):
         try:
             parser = call_user_code(parser)
         except Exception as fault:
             raise ConfigError(f"{where} could not be created without arguments: {describe(fault)}") from fault
-    if inspect.isroutine(parser):
+    if not isinstance(parser, ToolCallParser) and callable(parser):
         return CallFormat(name, partial(_parse, where, parser))
     if not isinstance(parser, ToolCallParser):
         raise ConfigError(f"{where} is not a parser: give a function of the text, or a toolwise.ToolCallParser")

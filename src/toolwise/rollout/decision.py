@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from toolwise.messages import Message, ToolCall
+from toolwise.types import Action, SampledTokens
 
 PolicyAnswer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
 
 
 class PolicyDecision(NamedTuple):
-    """An action with its raw text, log-probs and value estimate. A tuple, because one is created every turn."""
+    """An action with its raw text, tokens and value estimate. A tuple, because one is created every turn."""
 
-    action: dict[str, Any]
+    action: Action
     raw: str | None
-    logprobs: dict[str, Any] | None
+    tokens: SampledTokens | None
     value: float | None
     message: Message
     """The action as an assistant message."""
@@ -27,13 +28,10 @@ class PolicyDecision(NamedTuple):
             raise ValueError(f"unknown action type {action['type']!r}: use text, tool_call or terminate")
         if raw is not None and not isinstance(raw, str):
             raise ValueError(f"raw output must be a string or None, not {type(raw).__name__}")
-        if logprobs is not None and not isinstance(logprobs, dict):
-            raise ValueError(f"log-probs must be a TokenLogprobs or None, not {type(logprobs).__name__}")
-        if logprobs is not None:
-            for key in ("prompt_ids", "token_ids"):
-                count_tokens(logprobs, key)  # raises here if malformed, where the policy can still be blamed
+        tokens = None if logprobs is None else SampledTokens.from_dict(logprobs)
         raw_calls = action.get("tool_calls") or ()
-        calls = [call if isinstance(call, ToolCall) else ToolCall.model_validate(call) for call in raw_calls]
+        # `type` because isinstance is slow on pydantic models; `model_validate` returns a subclass unchanged.
+        calls = [call if type(call) is ToolCall else ToolCall.model_validate(call) for call in raw_calls]
         if action["type"] == "tool_call" and not calls:  # a single call may be given by name and arguments alone
             calls = [ToolCall(id="call_0", name=action["name"], arguments=action.get("arguments") or {})]
         if calls:
@@ -45,19 +43,4 @@ class PolicyDecision(NamedTuple):
         if reasoning is not None and not isinstance(reasoning, str):
             raise ValueError(f"reasoning_content must be a string, not {type(reasoning).__name__}")
         message = Message.unchecked("assistant", content, tool_calls=calls or None, reasoning_content=reasoning)
-        return cls(action, raw, logprobs, value, message)
-
-    @property
-    def sampled_tokens(self) -> int:
-        return count_tokens(self.logprobs, "token_ids")
-
-    @property
-    def hit_length_limit(self) -> bool:
-        """The reply was cut off at its length limit."""
-        return (self.logprobs or {}).get("finish_reason") == "length"
-
-
-def count_tokens(logprobs: dict[str, Any] | None, key: str) -> int:
-    """Number of ids under `key`; 0 if the policy gives none."""
-    ids = (logprobs or {}).get(key)
-    return 0 if ids is None else len(ids)
+        return cls(cast("Action", action), raw, tokens, value, message)

@@ -13,6 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Generic, Literal, TypeVar
 
 from toolwise.errors import ToolwiseError
@@ -62,7 +63,6 @@ class RolloutQueue(Generic[T]):
         self._next = 0
         self._remaining = per_update
         """Groups that the coming update still needs."""
-        self._skipped: set[int] = set()
         self._fault: BaseException | None = None
         self._waiters: list[asyncio.Future[None]] = []
 
@@ -90,15 +90,9 @@ class RolloutQueue(Generic[T]):
 
     def put(self, ticket: Ticket, group: T) -> None:
         """Add a complete group. Each ticket is good for one."""
-        self._remove_ticket(ticket)
+        if self._in_progress.pop(ticket.number, None) is None:
+            raise ToolwiseError(f"group {ticket.number} is not in progress: each ticket is good for one group")
         self._complete[ticket.number] = (ticket, group)
-        self._wake_waiters()
-
-    def withdraw(self, ticket: Ticket) -> None:
-        """The group will not be produced: its slot is free again."""
-        self._remove_ticket(ticket)
-        self._skipped.add(ticket.number)
-        self._returned += 1
         self._wake_waiters()
 
     def fail(self, fault: BaseException) -> None:
@@ -121,8 +115,7 @@ class RolloutQueue(Generic[T]):
         taken = [self._complete.pop(number) for number in numbers]
         self._remaining -= count
         if self.order == "admitted":
-            self._next = max([self._next, *(number + 1 for number in numbers)])
-            self._skipped = {number for number in self._skipped if number >= self._next}
+            self._next += count
         self._wake_waiters()
         return [Delivery(ticket, group, self.version - ticket.version) for ticket, group in taken]
 
@@ -159,13 +152,7 @@ class RolloutQueue(Generic[T]):
     def _ready_numbers(self, count: int) -> list[int]:
         if self.order == "finished":
             return self._ready_by_finish_order(count)
-        ready: list[int] = []
-        number = self._next
-        while len(ready) < count and (number in self._complete or number in self._skipped):
-            if number in self._complete:
-                ready.append(number)
-            number += 1
-        return ready
+        return list(takewhile(self._complete.__contains__, range(self._next, self._next + count)))
 
     def _ready_by_finish_order(self, count: int) -> list[int]:
         """In order of completion, but without taking the slots of groups that become too stale first."""
@@ -201,7 +188,3 @@ class RolloutQueue(Generic[T]):
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-
-    def _remove_ticket(self, ticket: Ticket) -> None:
-        if self._in_progress.pop(ticket.number, None) is None:
-            raise ToolwiseError(f"group {ticket.number} is not in progress: each ticket is good for one group")

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from toolwise.concurrency.deadlines import run_with_deadline
 from toolwise.concurrency.limits import Limits, Slot
-from toolwise.concurrency.tasks import spawn
+from toolwise.concurrency.tasks import spawn, wait_all
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.tool_env import validate_reward
 from toolwise.errors import ContextFullError
@@ -139,14 +139,8 @@ class AsyncRolloutRequest:
         """Collect final rewards and release the environment: once, and completely even if the caller is cancelled."""
         if self._finish_task is None:
             self._finish_task = spawn(self._finish())
-        cancelled = False
-        while not self._finish_task.done():
-            try:
-                await asyncio.shield(self._finish_task)
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled:
-            raise asyncio.CancelledError
+        await wait_all([self._finish_task])
+        self._finish_task.result()
 
     def stop(self, reason: StopReason, fault: str | None = None) -> None:
         self.stop_reason, self.fault = reason, fault or self.fault
@@ -167,22 +161,19 @@ class AsyncRolloutRequest:
     async def _start(self) -> None:
         self._now()
         try:
-            await self._reset()
+            self.env.set_seed(self.env_seed)
+            await self._slot.acquire(self.limits.env)
+            try:
+                observation = await self.env.reset()
+            finally:
+                self._slot.release()
+            if self._finish_task is None:
+                self.messages.extend(observation_messages(observation))
         except BaseException as fault:
             self._record_fault(fault, StopReason.ENV_FAULT, "reset: ")
         _raise_if_cancelled()
         if not self.done:
             self._set_state(RequestState.RUNNING)
-
-    async def _reset(self) -> None:
-        self.env.set_seed(self.env_seed)
-        await self._slot.acquire(self.limits.env)
-        try:
-            observation = await self.env.reset()
-        finally:
-            self._slot.release()
-        if self._finish_task is None:
-            self.messages.extend(observation_messages(observation))
 
     async def _decide(self) -> None:
         """Get the next action from the policy."""
@@ -375,7 +366,7 @@ class AsyncRolloutRequest:
                 action_taken=decision.action,
                 raw_policy_output=decision.raw,
                 resulting_messages_history=Prefix(self.messages),
-                policy_logprobs=decision.logprobs,
+                policy_logprobs=decision.tokens,
                 policy_value_estimate=decision.value,
                 is_done=self.done,
                 step_info={**info, "assistant_turn_index": len(self.steps)},

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from toolwise.concurrency.deadlines import gather_all
 from toolwise.concurrency.limits import Gate, Limits
-from toolwise.concurrency.tasks import spawn
+from toolwise.concurrency.tasks import spawn, wait_all
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import ToolwiseError
@@ -22,7 +22,6 @@ from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, RouteDecision
 from toolwise.untrusted.user_code import call_user_code, describe
 
-StateCallback = Callable[[AsyncRolloutRequest], None]
 _GC_THRESHOLD = 50_000
 
 
@@ -45,7 +44,7 @@ class RolloutScheduler:
     make_env: Callable[[RouteDecision], BaseEnv] | None = None
     """Creates the environment of an episode; by default a `ToolEnv` over `tools`."""
     lock_step: bool = False
-    on_state: StateCallback | None = None
+    on_state: Callable[[AsyncRolloutRequest], None] | None = None
     """Called on every state change of every request."""
 
     async def roll_out(
@@ -111,7 +110,7 @@ class RolloutScheduler:
         finally:
             for task in tasks:
                 task.cancel()
-            await _wait_all(tasks)  # each releases its tools before the error or cancellation propagates
+            await wait_all(tasks)  # each releases its tools before the error or cancellation propagates
 
     def requests(self, decisions: Sequence[RouteDecision], *, do_sample: bool = True) -> list[AsyncRolloutRequest]:
         """`n` requests per decision, ready to run; all requests of a decision see the same environment."""
@@ -128,7 +127,7 @@ class RolloutScheduler:
             await asyncio.wait({work})
         finally:
             work.cancel()
-            await _wait_all([work])
+            await wait_all([work])
         return work.result()
 
     async def _run_turns(self, requests: Sequence[AsyncRolloutRequest], groups: int) -> list[list[Rollout]]:
@@ -140,7 +139,7 @@ class RolloutScheduler:
                     await gather_all(request.decide() for request in active)
                     await gather_all(request.act() for request in active)
             finally:
-                await _wait_all([spawn(request.finish()) for request in part])
+                await wait_all([spawn(request.finish()) for request in part])
         rollouts: list[list[Rollout]] = [[] for _ in range(groups)]
         for request in requests:
             rollouts[request.batch_data_id].append(request.to_rollout())
@@ -217,15 +216,3 @@ def relaxed_gc() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*previous)
-
-
-async def _wait_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Wait for all tasks to finish, however often the caller is cancelled meanwhile."""
-    cancelled = False
-    while pending := [task for task in tasks if not task.done()]:
-        try:
-            await asyncio.wait(pending)
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        raise asyncio.CancelledError

@@ -101,7 +101,7 @@ class _CheckInserter(NodeTransformer):
 
     def check_for(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
         self.generic_visit(node)
-        written = sum(len(data.data) for part in node.body for data in _texts(part))
+        written = sum(len(data.data) for part in node.body for data in part.find_all(nodes.TemplateData))
         step = nodes.ExprStmt(_call("step", nodes.Const(written)))
         step.set_lineno(node.lineno)
         node.body = [step, *node.body]
@@ -123,7 +123,8 @@ class _CheckInserter(NodeTransformer):
         if not others and isinstance(only, nodes.Call) and isinstance(only.node, nodes.ImportedName):
             only.node = _imported_name("written_" + only.node.importname.rpartition(".")[2])  # counted already
         else:
-            node.nodes = [_call("concat", *map(_as_constant, node.nodes))]
+            parts = [nodes.Const(part.data) if isinstance(part, nodes.TemplateData) else part for part in node.nodes]
+            node.nodes = [_call("concat", *parts)]
         return node
 
     def check_mul(self, node: nodes.BinExpr) -> nodes.Node:
@@ -178,16 +179,6 @@ class _CheckInserter(NodeTransformer):
             return node
         arguments = [nodes.ContextReference(), nodes.Const(node.name), node.node, *node.args]
         return nodes.Call(_imported_name("filtered"), arguments, node.kwargs, node.dyn_args, node.dyn_kwargs)
-
-
-def _texts(node: nodes.Node) -> Iterator[nodes.TemplateData]:
-    if isinstance(node, nodes.TemplateData):
-        yield node
-    yield from node.find_all(nodes.TemplateData)
-
-
-def _as_constant(node: nodes.Expr) -> nodes.Expr:
-    return nodes.Const(node.data) if isinstance(node, nodes.TemplateData) else node
 
 
 def _imported_name(name: str) -> nodes.ImportedName:

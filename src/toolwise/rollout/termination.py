@@ -8,6 +8,7 @@ from typing import Any
 
 from toolwise.rollout.decision import PolicyDecision
 from toolwise.types import StopReason
+from toolwise.types.tokens import NO_TOKENS
 from toolwise.untrusted.patterns import Pattern
 
 
@@ -27,10 +28,11 @@ class Termination:
 
     def stop_before_step(self, decision: PolicyDecision) -> StopReason | None:
         """Endings caused by the decision itself: the environment does not see it."""
-        self._tokens += decision.sampled_tokens
+        tokens = NO_TOKENS if decision.tokens is None else decision.tokens
+        self._tokens += len(tokens.token_ids)
         if decision.action["type"] == "terminate":
             return StopReason.TERMINATED
-        if decision.hit_length_limit:
+        if tokens.finish_reason == "length":
             return StopReason.MAX_TOKENS
         if self.regex is not None and self.regex.search(decision.raw or decision.message.content or ""):
             return StopReason.REGEX

@@ -1,8 +1,8 @@
 """The tokens of one episode: an append-only buffer in which sampled tokens are never tokenised again.
 
 A policy asks for the `prompt` of its next turn, samples, and `add`s the sampled tokens. Each turn's prompt either
-starts with exactly the tokens that the previous turn saw and sampled, or starts a new row. Each turn is counted by what
-changed since the previous one:
+starts with exactly the tokens that the previous turn saw and sampled, or starts a new row. Each turn has an
+alignment, by what changed since the previous one:
 
 - clean: rendering the whole conversation gives exactly the buffer's tokens, followed by new ones.
 - realigned: the template would write the last reply or earlier turns differently (other tokens for the same text, other
@@ -20,7 +20,6 @@ trained on in the context it was sampled in.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -29,8 +28,8 @@ from toolwise.errors import ModelError
 from toolwise.messages import Message, Prefix
 from toolwise.rollout.chat_tokenizer import ChatTokenizer, Tools
 from toolwise.rollout.control_tokens import strip_guard_marks
+from toolwise.types.tokens import Alignment
 
-Alignment = Literal["first", "clean", "realigned", "forked"]
 OnChange = Literal["append", "fork"]
 
 
@@ -48,15 +47,13 @@ class _TurnPrompt:
 
 
 class TokenBuffer:
-    """One episode's tokens. Until `add` is called, asking for a prompt again changes nothing and counts nothing."""
+    """One episode's tokens. Until `add` is called, asking for a prompt again changes nothing."""
 
     def __init__(
         self, chat: ChatTokenizer, *, prompt_ids: Sequence[int] | None = None, on_change: OnChange = "append"
     ) -> None:
         self.chat = chat
         self.on_change = on_change
-        self.counts: Counter[Alignment] = Counter()
-        """Number of turns per alignment."""
         self._prompt_ids = prompt_ids
         self._ids = array("i")
         self._committed_length = 0
@@ -83,7 +80,6 @@ class TokenBuffer:
         self._sampled, self._closed = list(sampled), closed
         if self._last_turn.alignment == "forked":
             self._prompt_ids = None  # from here on the row starts with rendered text
-        self.counts[self._last_turn.alignment] += 1
         return self._last_turn.alignment
 
     def _first(self, messages: Sequence[Message], tools: Tools) -> _TurnPrompt:

@@ -76,20 +76,15 @@ class ToolPrompt:
                 arranged.append(self._convert_message(message))
         if not tools or self.where in ("template", "nowhere"):
             return arranged
-        text, roles = describe_tools(tools, self.form), ("system", "developer")
-        if self.where == "user":
-            first = next((i for i, m in enumerate(arranged) if m.role == "user"), 0)
-            role: Any = "user"
-        else:
-            first, role = 0, "system"
-        if first < len(arranged) and (
-            arranged[first].role in roles if role == "system" else arranged[first].role == "user"
-        ):
+        text, before_user = describe_tools(tools, self.form), self.where == "user"
+        first = next((i for i, m in enumerate(arranged) if m.role == "user"), 0) if before_user else 0
+        roles = ("user",) if before_user else ("system", "developer")
+        if first < len(arranged) and arranged[first].role in roles:
             content = arranged[first].content or ""
-            combined = f"{content}\n\n{text}" if role == "system" else f"{text}\n\n{content}"
+            combined = f"{text}\n\n{content}" if before_user else f"{content}\n\n{text}"
             arranged[first] = arranged[first].model_copy(update={"content": combined.strip("\n")})
         else:
-            arranged.insert(first, Message(role=role, content=text))
+            arranged.insert(first, Message(role="user" if before_user else "system", content=text))
         return arranged
 
     def _convert_message(self, message: Message) -> Message:

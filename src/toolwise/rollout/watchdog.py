@@ -49,9 +49,6 @@ class Watchdog:
         self._answered = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def metrics(self) -> dict[str, float]:
-        return {"watchdog/blocks": float(self.blocks), "watchdog/blocked_s": self.blocked_s}
-
     def __enter__(self) -> Watchdog:
         loop, thread_id = asyncio.get_running_loop(), threading.get_ident()
         self._stop.clear()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from random import Random
 from typing import Any
 
@@ -30,7 +30,7 @@ _UNIFORM = RoutePrediction((-math.log(len(ROUTES)),) * len(ROUTES))
 
 
 @dataclass(frozen=True, slots=True)
-class _PredictedPrompt:
+class PredictedPrompt:
     """A prompt with the head's prediction and the random numbers for its routes."""
 
     task: Task
@@ -41,30 +41,21 @@ class _PredictedPrompt:
     rng: Random
 
 
+@dataclass(eq=False)
 class InferenceRouter(Router):
-    """`prompt_of` returns the tokens of a task's original prompt."""
+    model: RoutePredictor
+    _: KW_ONLY
+    prompt_of: Callable[[Task], Sequence[int]]
+    """Returns the tokens of a task's original prompt."""
+    tools: Mapping[str, BaseTool]
+    budgets: Budgets
+    cost: Cost = field(default_factory=CallsCost)
+    conditioning: Conditioning = field(default_factory=Conditioning)
+    training: RouterConfig = field(default_factory=RouterConfig)
+    seed: int = 0
 
-    def __init__(
-        self,
-        model: RoutePredictor,
-        *,
-        prompt_of: Callable[[Task], Sequence[int]],
-        tools: Mapping[str, BaseTool],
-        budgets: Budgets,
-        cost: Cost | None = None,
-        conditioning: Conditioning | None = None,
-        training: RouterConfig | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.model = model
-        self.prompt_of = prompt_of
-        self.tools = tools
-        self.budgets = budgets
-        self.cost = cost or CallsCost()
-        self.conditioning = conditioning or Conditioning()
-        self.training = training or RouterConfig()
-        self.seed = seed
-        budgets.check_units(self.cost.units)
+    def __post_init__(self) -> None:
+        self.budgets.check_units(self.cost.units)
 
     @property
     def multipliers(self) -> list[float]:
@@ -80,12 +71,12 @@ class InferenceRouter(Router):
             for prompt in self._prompts(tasks, step, label, averaged=True)
         ]
 
-    def _prompts(self, tasks: Sequence[Task], step: int, label: str, *, averaged: bool) -> Iterator[_PredictedPrompt]:
+    def _prompts(self, tasks: Sequence[Task], step: int, label: str, *, averaged: bool) -> Iterator[PredictedPrompt]:
         predictions = self._predict([self.prompt_of(task) for task in tasks], averaged=averaged)
         for index, (task, prediction) in enumerate(zip(tasks, predictions, strict=True)):
             prompt_id = f"{label}-{step}/{index}/{task.task_id}"
             rng = Random(f"route/{self.seed}/{prompt_id}")
-            yield _PredictedPrompt(task, prompt_id, prediction or _UNIFORM, prediction is not None, rng)
+            yield PredictedPrompt(task, prompt_id, prediction or _UNIFORM, prediction is not None, rng)
 
     def _predict(self, prompts: Sequence[Sequence[int]], *, averaged: bool = False) -> list[RoutePrediction | None]:
         """None for prompts that do not fit the context; the others are still predicted."""
@@ -101,9 +92,9 @@ class InferenceRouter(Router):
             ]
 
     def _choose(self, prediction: RoutePrediction, rng: Random) -> int:
-        return prediction.sample(rng) if self.training.evaluate == "sample" else prediction.argmax()
+        return prediction.sample(rng) if self.training.eval_mode == "sample" else prediction.argmax()
 
-    def _decision(self, prompt: _PredictedPrompt, route_index: int, n: int) -> RouteDecision:
+    def _decision(self, prompt: PredictedPrompt, route_index: int, n: int) -> RouteDecision:
         route = ROUTES[route_index]
         return self.conditioning.decision(
             prompt.task,

@@ -9,75 +9,39 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from random import Random
 from typing import Any
 
-from toolwise.config.router import RouterConfig
 from toolwise.protocols import Metrics
 from toolwise.routing.actions import MIXED, ROUTES, RouteAction, Target, parse_target
-from toolwise.routing.budget import Budgets
-from toolwise.routing.cost import Cost
-from toolwise.routing.inference_router import InferenceRouter
-from toolwise.routing.options import Conditioning
+from toolwise.routing.inference_router import InferenceRouter, PredictedPrompt
 from toolwise.routing.outcomes import RouteOutcome, credit_routes, policy_weights
 from toolwise.routing.reward_baselines import KindStandardizer, RunningBaseline
 from toolwise.routing.route_advantages import mixed_share
 from toolwise.routing.samples import RoutePrediction, RouterExample, RouterModel, RouteSample
-from toolwise.tools.base import BaseTool
 from toolwise.types import RouteDecision, ScoredRollout, Task
 
 WARM_START_BATCH = 64
 """Prompts per supervised step of the warm start."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingPrompt:
-    """A prompt whose rollouts are in progress."""
-
-    task: Task
-    prediction: RoutePrediction
-    target: Target | None
-
-
+@dataclass(eq=False)
 class LearnedRouter(InferenceRouter):
-    """`tasks` are used by the warm start; `metadata` is saved with the head."""
-
     model: RouterModel
-
-    def __init__(
-        self,
-        model: RouterModel,
-        *,
-        prompt_of: Callable[[Task], Sequence[int]],
-        tools: Mapping[str, BaseTool],
-        budgets: Budgets,
-        cost: Cost | None = None,
-        conditioning: Conditioning | None = None,
-        training: RouterConfig | None = None,
-        seed: int = 0,
-        tasks: Sequence[Task] = (),
-        metadata: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            prompt_of=prompt_of,
-            tools=tools,
-            budgets=budgets,
-            cost=cost,
-            conditioning=conditioning,
-            training=training,
-            seed=seed,
-        )
-        self.tasks = tasks
-        self.metadata = dict(metadata or {})
-        self.baseline = RunningBaseline()
-        self.scale = KindStandardizer()
-        self._warm_started = False
-        self._pending: dict[str, _PendingPrompt] = {}
-        self._route_of_group: dict[str, tuple[str, int]] = {}
-        """group id -> prompt id, route"""
+    _: KW_ONLY
+    tasks: Sequence[Task] = ()
+    """For the warm start."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Saved with the head."""
+    baseline: RunningBaseline = field(default_factory=RunningBaseline, init=False)
+    scale: KindStandardizer = field(default_factory=KindStandardizer, init=False)
+    _warm_started: bool = field(default=False, init=False)
+    _pending: dict[str, PredictedPrompt] = field(default_factory=dict, init=False)
+    """prompt id -> prompt whose rollouts are in progress"""
+    _route_of_group: dict[str, tuple[str, int]] = field(default_factory=dict, init=False)
+    """group id -> prompt id, route"""
 
     def decide(
         self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step", explore: bool = True
@@ -93,7 +57,7 @@ class LearnedRouter(InferenceRouter):
             counts = self._route_counts(prompt.prediction, n, prompt.rng)
             prompt_decisions = [self._decision(prompt, route, count) for route, count in sorted(counts.items())]
             if prompt.fits:
-                self._pending[prompt.prompt_id] = _PendingPrompt(prompt.task, prompt.prediction, target_of(prompt.task))
+                self._pending[prompt.prompt_id] = prompt
                 self._route_of_group |= {
                     d.group_id: (prompt.prompt_id, RouteAction.parse(d.route or "").index) for d in prompt_decisions
                 }
@@ -131,7 +95,7 @@ class LearnedRouter(InferenceRouter):
         return model_metrics | metrics | self.budgets.metrics("router")
 
     def _examples(
-        self, pending: Mapping[str, _PendingPrompt], outcomes: Sequence[RouteOutcome]
+        self, pending: Mapping[str, PredictedPrompt], outcomes: Sequence[RouteOutcome]
     ) -> tuple[list[RouterExample], Metrics]:
         """One example per prompt with a finished rollout; and the policy's mean reward and costs."""
         training, lambdas = self.training, self.budgets.lambdas
@@ -145,7 +109,10 @@ class LearnedRouter(InferenceRouter):
             members[c.prompt_id].append(RouteSample(c.route, c.reward, costs, advantage))
         examples = [
             RouterExample(
-                pending[p].prediction, tuple(members[p]), credit.route_advantages.get(p), _label(pending[p].target)
+                pending[p].prediction,
+                tuple(members[p]),
+                credit.route_advantages.get(p),
+                _label(target_of(pending[p].task)),
             )
             for p in probs
         ]
@@ -154,7 +121,7 @@ class LearnedRouter(InferenceRouter):
         return examples, metrics | {f"router/{unit}/mean": _mean(each) for unit, each in credit.spent.items()}
 
     def _standardized(
-        self, pending: Mapping[str, _PendingPrompt], outcomes: Sequence[RouteOutcome]
+        self, pending: Mapping[str, PredictedPrompt], outcomes: Sequence[RouteOutcome]
     ) -> Sequence[RouteOutcome]:
         if not self.training.standardize_by_kind:
             return outcomes
@@ -163,9 +130,11 @@ class LearnedRouter(InferenceRouter):
         ).tolist()
         return [replace(c, reward=reward) for c, reward in zip(outcomes, rewards, strict=True)]
 
-    def _report(self, pending: Mapping[str, _PendingPrompt], outcomes: Sequence[RouteOutcome], *, lost: int) -> Metrics:
+    def _report(
+        self, pending: Mapping[str, PredictedPrompt], outcomes: Sequence[RouteOutcome], *, lost: int
+    ) -> Metrics:
         probs = [a.prediction.probs for a in pending.values()]
-        targets = [a.target for a in pending.values()]
+        targets = [target_of(a.task) for a in pending.values()]
         metrics = {f"router/share/{route}": _mean([p[i] for p in probs]) for i, route in enumerate(ROUTES)}
         metrics |= {"router/prompts": float(len(pending)), "router/rollouts_lost": float(lost)}
         for i, route in enumerate(ROUTES):

@@ -53,7 +53,7 @@ def credit_routes(
     rewards, routes, groups = [c.reward for c in outcomes], [c.route for c in outcomes], [c.prompt_id for c in outcomes]
     costs = {unit: [c.costs[unit] for c in outcomes] for unit in units}
     net_rewards = router_rewards(rewards, costs, lambdas)
-    control = training.divide_by_std_as_a_control
+    control = training.divide_by_std
     if training.routes == "stratified":
         result = _stratified(net_rewards, costs, routes, groups, probs, control)
     elif training.routes == "one" or len(set(groups)) == len(groups):

@@ -13,6 +13,7 @@ from toolwise.config.imports import load_reference
 from toolwise.errors import ConfigError, RouterError
 from toolwise.messages import Message
 from toolwise.protocols import Metrics, Router
+from toolwise.serialization.state import TensorCollector, encode
 from toolwise.types import RouteDecision, ScoredRollout, Task
 from toolwise.untrusted.user_code import call_user_code, describe
 
@@ -77,7 +78,12 @@ class UserRouter(Router):
         self._call(self.router.load, folder)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._call(self.router.state_dict)
+        state = self._call(self.router.state_dict)
+        try:
+            encode(state, "state_dict", TensorCollector())
+        except TypeError as fault:
+            raise RouterError(f"router {self.name}: cannot be saved in a checkpoint: {fault}") from None
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._call(self.router.load_state_dict, state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -31,23 +31,20 @@ def run_batch(pool: Pool, target: Target, batch: JsonDict, timeout_s: float) -> 
 
     A failure applies to the whole batch.
     """
-    try:
-        return _run_batch(pool, target, batch, timeout_s, fresh=False)
-    except WorkerFault as fault:
-        if fault.loading or not fault.not_received or pool.closed:
-            raise
-        return _run_batch(pool, target, batch, timeout_s, fresh=True)
-
-
-def _run_batch(pool: Pool, target: Target, batch: JsonDict, timeout_s: float, *, fresh: bool) -> list[Any] | None:
-    count = len(batch["calls"])
-    with pool.worker(target, fresh=fresh) as worker:
-        if worker.signature is None or worker.signature.mode == "pointwise":
-            return None
-        (answers,) = worker.call({"batch": batch}, 1, timeout_s, time.monotonic() + timeout_s)
-        if len(answers) != count:
-            raise WorkerFault("wrong_length", f"the worker sent {len(answers)} results for {count} rollouts")
-        return answers
+    count, retried = len(batch["calls"]), False
+    while True:
+        try:
+            with pool.worker(target, fresh=retried) as worker:
+                if worker.signature is None or worker.signature.mode == "pointwise":
+                    return None
+                (answers,) = worker.call({"batch": batch}, 1, timeout_s, time.monotonic() + timeout_s)
+                if len(answers) != count:
+                    raise WorkerFault("wrong_length", f"the worker sent {len(answers)} results for {count} rollouts")
+                return answers
+        except WorkerFault as fault:
+            if retried or fault.loading or not fault.not_received or pool.closed:
+                raise
+            retried = True
 
 
 def run_pointwise(
@@ -55,7 +52,7 @@ def run_pointwise(
     target: Target,
     calls: Sequence[JsonDict],
     timeout_s: float,
-    threads: Callable[[], ThreadPoolExecutor],
+    threads: ThreadPoolExecutor,
     *,
     overlap: bool = False,
 ) -> list[Any]:
@@ -70,7 +67,7 @@ def run_pointwise(
 
     def get_help(parts: int) -> None:
         with suppress(RuntimeError):  # the sandbox is closed; the caller notices
-            helpers.extend(threads().submit(work) for _ in range(min(pool.workers, parts) - 1))
+            helpers.extend(threads.submit(work) for _ in range(min(pool.workers, parts) - 1))
 
     def work() -> None:
         while waiting:

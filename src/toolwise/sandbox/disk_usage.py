@@ -32,7 +32,6 @@ class Disk:
         self.max_mb = max_mb
         self._paths = tuple(str(path) for path in paths)
         self.folders = list(descriptors) or [os.open(path, FOLDER_FLAGS) for path in paths]
-        self._device = os.fstat(self.folders[0]).st_dev
         self.limited = bool(descriptors) and all(
             os.fstat(folder).st_dev != os.stat(path).st_dev for folder, path in zip(self.folders, paths, strict=True)
         )
@@ -116,29 +115,13 @@ class Disk:
     def _named_file_sizes(self) -> Iterator[int]:
         """Bytes of each file and folder; stops once there are more than `MAX_FILES`."""
         seen: set[int] = set()
-        count = 0
-        stack = [(os.dup(folder), _entries(folder)) for folder in self.folders]
-        try:
-            while stack:
-                folder, entries = stack[-1]
-                if not entries or count > MAX_FILES:
-                    os.close(stack.pop()[0])
-                    continue
-                name, status = entries.pop()
-                count += 1
-                is_folder = stat.S_ISDIR(status.st_mode)
-                yield 0 if is_folder or status.st_ino in seen else status.st_blocks * 512
-                if status.st_nlink > 1:
-                    seen.add(status.st_ino)
-                subfolder = open_subfolder(folder, name, self._device) if is_folder else None
-                if subfolder is not None:
-                    stack.append((subfolder, _entries(subfolder)))
-                if len(stack) > MAX_FOLDER_DEPTH:
-                    yield self.max_mb * MEBIBYTE + 1  # nested this deep: treat it as over the limit
-                    return
-        finally:
-            for folder, _ in stack:
-                os.close(folder)
+        for _, status, depth in islice(walk(self.folders), MAX_FILES + 1):
+            yield 0 if stat.S_ISDIR(status.st_mode) or status.st_ino in seen else status.st_blocks * 512
+            if status.st_nlink > 1:
+                seen.add(status.st_ino)
+            if depth > MAX_FOLDER_DEPTH:
+                yield self.max_mb * MEBIBYTE + 1  # nested this deep: treat it as over the limit
+                return
 
     def _unnamed_file_sizes(self, proc_folders: ProcFolders) -> Iterator[int]:
         """Bytes of each unlinked file that a process still holds."""
@@ -175,14 +158,40 @@ class Disk:
             return self.max_mb * MEBIBYTE
 
 
-def _entries(folder: int) -> list[tuple[str, os.stat_result]]:
-    """The entries of a folder, at most `MAX_FILES` + 1 of them."""
-    listing: list[tuple[str, os.stat_result]] = []
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in islice(entries, MAX_FILES + 1):
-            with suppress(OSError):
-                listing.append((entry.name, entry.stat(follow_symlinks=False)))
-    return listing
+def walk(
+    folders: Iterable[int], ignore: tuple[type[OSError], ...] = (OSError,)
+) -> Iterator[tuple[str, os.stat_result, int]]:
+    """Path, status and depth of everything in `folders`, which may change meanwhile; parents before their entries.
+
+    No link is followed and no other device entered. Of each folder at most `MAX_FILES` + 1 entries are listed; `ignore`
+    skips what cannot be read.
+    """
+
+    def entries(folder: int) -> list[tuple[str, os.stat_result]]:
+        listing: list[tuple[str, os.stat_result]] = []
+        with suppress(*ignore), os.scandir(folder) as scanned:
+            for entry in islice(scanned, MAX_FILES + 1):
+                with suppress(*ignore):
+                    listing.append((entry.name, entry.stat(follow_symlinks=False)))
+        return listing
+
+    stack = [(os.dup(folder), "", entries(folder)) for folder in folders]
+    try:
+        while stack:
+            folder, path, names = stack[-1]
+            if not names:
+                os.close(stack.pop()[0])
+                continue
+            name, status = names.pop()
+            is_folder = stat.S_ISDIR(status.st_mode)
+            subfolder = open_subfolder(folder, name, os.fstat(folder).st_dev) if is_folder else None
+            if subfolder is not None:
+                stack.append((subfolder, f"{path}{name}/", []))  # first, so that it is closed whatever happens
+                stack[-1][2].extend(entries(subfolder))
+            yield path + name, status, len(stack)
+    finally:
+        for folder, _, _ in stack:
+            os.close(folder)
 
 
 def _read_written(io: int) -> int | None:

@@ -33,12 +33,12 @@ class SandboxError(ToolwiseError):
 class WorkerFault(Exception):  # noqa: N818 (an error in user code, which becomes a result)
     """A call failed; `kind` is one of KINDS."""
 
-    def __init__(self, kind: str, message: str, traceback: str = "") -> None:
+    def __init__(self, kind: str, message: str, traceback: str = "", *, not_received: bool = False) -> None:
         super().__init__(message)
         self.kind, self.message, self.traceback = kind, message, traceback
         self.loading = False
         """Whether it happened while loading, before the first call: every call would fail the same way."""
-        self.not_received = False
+        self.not_received = not_received
         """Whether the process was dead or stopped before it read the call: the call is not to blame."""
 
     def result(self) -> EvaluateResult:

@@ -86,7 +86,7 @@ class Harness:
         return self._call_function(messages, call["ground_truth"], call.get("kwargs") or {}, bool(call.get("lenient")))
 
     def _call_function(self, messages: Any, truth: Any, kwargs: JsonDict, lenient: bool) -> Any:
-        accepted = self.reward.accepted_kwargs(kwargs) if lenient else kwargs
+        accepted = self.reward.signature.accepted_kwargs(kwargs) if lenient else kwargs
         assert self.reward.function is not None  # it was loaded here
         return self.reward.function(messages, truth, **accepted)
 

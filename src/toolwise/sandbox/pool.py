@@ -19,9 +19,10 @@ from pathlib import Path
 from toolwise.rewards.printed_output import PrintCallback
 from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.layers.bubblewrap import MountView, host_namespaces, worker_view
+from toolwise.sandbox.layers.descriptors import closing_fd
 from toolwise.sandbox.layers.hardening import Plan
 from toolwise.sandbox.processes import Process, start_process
-from toolwise.sandbox.scratch import FOLDER_FLAGS, opened, remove_folder, remove_root
+from toolwise.sandbox.scratch import FOLDER_FLAGS, remove_folder, remove_root
 from toolwise.sandbox.targets import Target, readable_folders, within
 from toolwise.sandbox.worker import Worker
 
@@ -31,6 +32,8 @@ STALE_ROOT_SWEEP_S = 2.0
 LOCK = ".lock"
 LOCK_ATTEMPTS = 20
 log = logging.getLogger("toolwise.sandbox")
+
+
 MAX_PENDING_PRINTS = 8
 """Printed texts that are kept until `on_print` is set."""
 
@@ -48,7 +51,7 @@ class Pool:
         """Number of processes that calls left running; they were killed."""
         self._reset()
 
-    def _reset(self) -> None:
+    def _reset(self, *, closed: bool = False) -> None:
         self._slots = threading.BoundedSemaphore(self.workers)
         self._lock = threading.Lock()
         self._idle: OrderedDict[str, list[Worker]] = OrderedDict()
@@ -57,7 +60,7 @@ class Pool:
         self._root: Path | None = None
         self._lock_fd: int | None = None
         self._count = 0
-        self.closed = False
+        self.closed = closed
         """Once closed, workers die because we killed them, so calls are not retried."""
         self.pid = os.getpid()
 
@@ -120,7 +123,9 @@ class Pool:
                 raise SandboxError("this sandbox is closed")
             if process is None:
                 process = self._process(target)
-        worker = Worker(process, self._plan_for(target, process), self._forward_print, target.reference)
+        outside = host_namespaces(process.view)
+        plan = replace(self._plan, read=self._readable(target), scratch=str(process.scratch), outside=outside)
+        worker = Worker(process, plan, self._forward_print, target.reference)
         with self._lock:
             self._busy.add(worker)
         try:
@@ -150,8 +155,7 @@ class Pool:
     def on_print(self, on_print: PrintCallback | None) -> None:
         with self._print_lock:
             self._on_print = on_print
-            pending = self._pending_prints if on_print is not None else []
-            self._pending_prints = self._pending_prints if on_print is None else []
+            pending, self._pending_prints = self._pending_prints, []
         for label, text in pending:
             self._forward_print(label, text)
 
@@ -176,10 +180,6 @@ class Pool:
             if self._spare is None and not self.closed:
                 with suppress(SandboxError, RuntimeError):
                     self._spare = self._process(target)
-
-    def _plan_for(self, target: Target, process: Process) -> Plan:
-        outside = host_namespaces(process.view)
-        return replace(self._plan, read=self._readable(target), scratch=str(process.scratch), outside=outside)
 
     def _readable(self, target: Target) -> tuple[str, ...]:
         return (*readable_folders(), *target.read, *self._plan.read)
@@ -268,9 +268,7 @@ class Pool:
             self._spare.close_fds()
         if self._lock_fd is not None:
             os.close(self._lock_fd)
-        closed = self.closed
-        self._reset()
-        self.closed = closed
+        self._reset(closed=self.closed)
 
 
 def make_root() -> tuple[Path, int]:
@@ -289,7 +287,7 @@ def make_root() -> tuple[Path, int]:
 
 
 def _lock(root: Path) -> int:
-    with opened(root, FOLDER_FLAGS) as folder:
+    with closing_fd(os.open(root, FOLDER_FLAGS)) as folder:
         if os.fstat(folder).st_uid != os.geteuid():
             raise PermissionError(f"{root} belongs to another user")
         lock_fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)

@@ -20,6 +20,12 @@ from toolwise.sandbox.layers.process_info import read_proc_stat
 from toolwise.sandbox.processes import Process
 from toolwise.sandbox.supervisor_client import ProcessHandle, SupervisedProcess, last_pid, members_of
 
+START_S = 60.0
+"""How long an interpreter may take to start on a busy machine; user code is not running yet."""
+CHECK_INTERVAL_S = 0.1
+MEASURE_INTERVAL_S = 0.01
+"""How often processes are checked, and the folder of a long call: every `CHECK_INTERVAL_S` if the kernel limits its
+size, else this."""
 MAX_PROCESSES = 64
 TOO_MANY_PROCESSES = f"it started more than {MAX_PROCESSES} processes"
 MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))

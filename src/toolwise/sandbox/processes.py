@@ -12,18 +12,18 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from toolwise.config.imports import WORKER_ENV_VAR
 from toolwise.sandbox.faults import SandboxError
 from toolwise.sandbox.layers.bubblewrap import INIT, BwrapProcess, MountView, bwrap_command
+from toolwise.sandbox.layers.descriptors import closing_fd
 from toolwise.sandbox.layers.process_info import is_stopped, list_pids, read_proc_stat
 from toolwise.sandbox.scratch import remove_in_background
 from toolwise.sandbox.supervisor_client import (
@@ -56,7 +56,6 @@ _LIBRARY_VARIABLES = {
 }
 _SWEEPS = 40
 _INT = struct.Struct("i")
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -147,25 +146,17 @@ def end_tree(popen: ProcessHandle, mark: str, *, sweep: bool) -> int:
     return popen.wait()
 
 
-class _Spawner:
-    """Starts every process from one thread: the parent-death signal fires when the starting thread ends."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-        self._pid = 0
-
-    def run(self, start: Callable[[], T]) -> T:
-        if self._pid != os.getpid():  # first use, or a forked child, where neither the thread nor the lock survives
-            self._lock, self._pid, self._pool = threading.Lock(), os.getpid(), None
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="toolwise-sandbox-start")
-            started = self._pool.submit(start)
-        return started.result()
+_spawner: ThreadPoolExecutor
+"""Starts every process from one thread: the parent-death signal fires when the starting thread ends."""
 
 
-_spawner = _Spawner()
+def _make_spawner() -> None:
+    global _spawner
+    _spawner = ThreadPoolExecutor(1, thread_name_prefix="toolwise-sandbox-start")
+
+
+_make_spawner()
+os.register_at_fork(after_in_child=_make_spawner)  # the thread does not survive a fork
 
 
 def start_process(scratch: Path, view: MountView | None = None, *, supervised: bool = False) -> Process:
@@ -259,12 +250,13 @@ def launch(
     """
     settings: dict[str, Any] = {"env": environment, "cwd": folder, "start_new_session": True, **popen}
     if view is None:
-        process = _spawner.run(lambda: subprocess.Popen(command_line, **settings))
+        process = _spawner.submit(lambda: subprocess.Popen(command_line, **settings)).result()
         return process if report is None else SupervisedProcess(process, report)
     with ExitStack() as ours, ExitStack() as theirs:
         info_read, info_write = open_pipe(ours, theirs)
         settings["pass_fds"] = (*settings.get("pass_fds", ()), info_write)
-        bwrap = _spawner.run(lambda: subprocess.Popen([*bwrap_command(view, info_write), *command_line], **settings))
+        command_line = [*bwrap_command(view, info_write), *command_line]
+        bwrap = _spawner.submit(lambda: subprocess.Popen(command_line, **settings)).result()
         theirs.close()
         return BwrapProcess(bwrap, info_read)
 
@@ -322,10 +314,6 @@ def _belongs(pid: int, session: int, mark: str) -> bool:
 
 def _kill_checked(pid: int, session: int, mark: str) -> None:
     """Kill through a pidfd and check again: the pid may have been reused."""
-    with suppress(OSError):
-        handle = os.pidfd_open(pid)
-        try:
-            if _belongs(pid, session, mark):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-        finally:
-            os.close(handle)
+    with suppress(OSError), closing_fd(os.pidfd_open(pid)) as handle:
+        if _belongs(pid, session, mark):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)

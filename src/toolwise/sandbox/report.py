@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from toolwise.sandbox.faults import SandboxError, WorkerFault
@@ -88,10 +88,6 @@ def _probe(tier: Tier, permissions: tuple[str, ...]) -> Report:
     broken = {layer: str(why) for layer, why in probed.items() if why and layer in worker.layers}
     missing |= worker.missing | broken | ({"namespaces": no_namespaces} if no_namespaces else {})
     got = {layer: how for layer, how in worker.layers.items() if layer not in broken}
-    return Report(tier, _highest_complete_tier(got), got, missing, permissions)
-
-
-def _highest_complete_tier(got: Collection[str]) -> Tier:
-    """The highest tier whose layers are all active."""
     tiers: tuple[Tier, ...] = ("namespaced", "standard")
-    return next((tier for tier in tiers if set(LAYERS[tier]) <= set(got)), "basic")
+    highest: Tier = next((name for name in tiers if set(LAYERS[name]) <= set(got)), "basic")
+    return Report(tier, highest, got, missing, permissions)

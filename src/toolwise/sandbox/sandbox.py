@@ -7,7 +7,6 @@ import atexit
 import json
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -71,11 +70,10 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         report = self.report()
         plan = Plan(LAYERS[tier], "", readable, memory_mb, file_mb, cpu_s, self.permissions, own_disk=report.own_disk)
         self._pool = Pool(plan, workers=self._workers, max_calls=max_calls, timeout_s=timeout_s, require=require)
-        self._threads: ThreadPoolExecutor | None = None
+        self._start_threads()
         self._targets: dict[tuple[str, str], Target] = {}
         self._signatures: dict[str, Signature] = {}
         self._loaded: dict[str, Harness] = {}
-        self._lock = threading.Lock()
         if tier == "off" or not report.complete:
             log.warning("%s", report)
         if require and not report.complete:
@@ -120,7 +118,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
         """Run blocking `work` without blocking the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor(), work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def signature_of(self, ref: str | Callable[..., Any]) -> Signature:
         """The function's signature, from the worker that loaded it. Raises `RewardError` if it cannot be loaded."""
@@ -169,7 +167,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             if answers is not None:
                 return answers
         overlap = len(calls) > 1 and self._signature(target).is_async
-        return run_pointwise(self._pool, target, calls, self.timeout_s, self._executor, overlap=overlap)
+        return run_pointwise(self._pool, target, calls, self.timeout_s, self._threads, overlap=overlap)
 
     def _signature(self, target: Target) -> Signature:
         """Cached; comes from a worker, since only workers load the function."""
@@ -207,11 +205,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             answers += [part_answers[position] for position in sorted(part_answers)]
         return answers
 
-    def _executor(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(2 * self._workers, thread_name_prefix="toolwise-sandbox")
-            return self._threads
+    def _start_threads(self) -> None:
+        self._threads = ThreadPoolExecutor(2 * self._workers, thread_name_prefix="toolwise-sandbox")
 
     @property
     def left_running(self) -> int:
@@ -226,11 +221,10 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         """End all workers. Calls in progress return a `died` fault."""
         if self._pool.pid == os.getpid():
             self._pool.close()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
+        self._threads.shutdown(wait=False)
 
     def _after_fork(self) -> None:
-        self._lock, self._threads = threading.Lock(), None
+        self._start_threads()
         self._pool.abandon()
 
     def __exit__(

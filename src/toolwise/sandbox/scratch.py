@@ -14,8 +14,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 EMPTY_S = 1.0
@@ -82,7 +81,7 @@ def remove_folder(folder: Path, seconds: float = REMOVE_S) -> bool:
                 empty_folder(descriptor, seconds)
             finally:
                 _close(descriptor)
-        return _remove_name(parent, folder.name) or not _exists(parent, folder.name)
+        return _remove_name(parent, folder.name) or not os.path.lexists(folder)
     except OSError:
         return not os.path.lexists(folder)
     finally:
@@ -167,16 +166,6 @@ class _FolderEmptier:
                 return
 
 
-@contextmanager
-def opened(path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> Iterator[int]:
-    """`os.open` for a `with` statement."""
-    descriptor = os.open(path, flags, mode, dir_fd=dir_fd)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def open_subfolder(folder: int, name: str, device: int) -> int | None:
     """Open a subfolder and make it readable if we own it. None if it does not exist or is on another device."""
     try:
@@ -233,11 +222,3 @@ def _remove_name(folder: int, name: str, is_folder: bool = True) -> bool:
         else:
             return True
     return False
-
-
-def _exists(folder: int, name: str) -> bool:
-    try:
-        os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except OSError:
-        return False
-    return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 
 from toolwise.sandbox.layers.bubblewrap import BwrapProcess
+from toolwise.sandbox.layers.descriptors import wait_ready
 from toolwise.sandbox.layers.process_info import list_pids, read_proc_stat, read_small_file
 
 SUPERVISOR_END_S = 15.0
@@ -25,12 +25,6 @@ class ReportPipe:
         self.ours, self.theirs = os.pipe()
         ours.callback(self.close)
         theirs.callback(os.close, self.theirs)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the supervisor has ended. False on timeout."""
-        poll = select.poll()
-        poll.register(self.ours, 0)  # ready (POLLHUP) when the last writer has closed
-        return bool(poll.poll(timeout_s * 1000))
 
     def read_count(self) -> int | None:
         """The reported count; None if the supervisor was killed before. Call once, after it has ended."""
@@ -74,7 +68,7 @@ class SupervisedProcess:
     def end(self) -> int:
         """End the supervisor and its descendants, and wait. Returns the program's exit code."""
         self.ask_to_end()
-        if not self._report.wait(SUPERVISOR_END_S):  # something keeps it from finishing
+        if not wait_ready(self._report.ours, SUPERVISOR_END_S, 0):  # something keeps it from finishing
             for pid in members_of(self.pid):
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)

@@ -18,21 +18,25 @@ from toolwise.sandbox.answers import encode_request, is_result, protocol_fault, 
 from toolwise.sandbox.disk_usage import Disk
 from toolwise.sandbox.faults import SandboxError, WorkerFault, read_fault
 from toolwise.sandbox.layers.bubblewrap import BwrapProcess
+from toolwise.sandbox.layers.descriptors import wait_ready
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.output import Output
-from toolwise.sandbox.process_limits import check_processes, count_leftovers, oom_kills, proc_folders_of
+from toolwise.sandbox.process_limits import (
+    CHECK_INTERVAL_S,
+    MEASURE_INTERVAL_S,
+    START_S,
+    check_processes,
+    count_leftovers,
+    oom_kills,
+    proc_folders_of,
+)
 from toolwise.sandbox.processes import Process, describe_exit, has_unread_bytes, receive_descriptors
 from toolwise.sandbox.supervisor_client import SupervisedProcess, last_pid
 from toolwise.sandbox.targets import Target
 
-START_S = 60.0
-"""How long an interpreter may take to start on a busy machine; user code is not running yet."""
 MAX_RESULT_BYTES = 8 * MEBIBYTE
 ANSWER_GRACE_S = 0.5
 """Extra time for a worker to report that a call timed out."""
-CHECK_INTERVAL_S = 0.1
-MEASURE_INTERVAL_S = 0.01
-"""How often the folder of a long call is checked: every `CHECK_INTERVAL_S` if the kernel limits its size, else this."""
 EXIT_WAIT_S = 0.2
 MAX_READS = 256
 """Limit on reads of its output after the last answer: a leftover thread may print forever."""
@@ -64,8 +68,6 @@ class Worker:
         self._poll = select.poll()
         self._poll.register(process.channel, select.POLLIN)
         self._poll.register(process.output, select.POLLIN)
-        self._channel_poll = select.poll()
-        self._channel_poll.register(process.channel, select.POLLIN)
 
     @property
     def disk(self) -> Disk:
@@ -227,7 +229,7 @@ class Worker:
 
     def is_ready(self) -> bool:
         """Whether it still waits for a call: alive, and without unexpected output."""
-        return not self._frame_reader.torn and not self._channel_poll.poll(0)
+        return not self._frame_reader.torn and not wait_ready(self.process.channel.fileno(), 0)
 
     def end(self) -> int:
         try:
@@ -256,16 +258,10 @@ class Worker:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise WorkerFault("timeout", "it did not read its call in time") from None
-                poller = select.poll()
-                poller.register(channel, select.POLLOUT)
-                poller.poll(min(left, CHECK_INTERVAL_S) * 1000)
+                wait_ready(channel.fileno(), min(left, CHECK_INTERVAL_S), select.POLLOUT)
                 self._drain()
             except OSError:
-                raise self._mark_not_received(self._death_fault()) from None
-
-    def _mark_not_received(self, fault: WorkerFault) -> WorkerFault:
-        fault.not_received = True
-        return fault
+                raise self._death_fault(not_received=True) from None
 
     def _next(self, deadline: float, what: str) -> dict[str, Any]:
         """The next message from the worker."""
@@ -299,7 +295,7 @@ class Worker:
         except BlockingIOError:
             return
         except ConnectionResetError:  # it ended with unread data
-            raise self._mark_not_received(self._death_fault()) from None
+            raise self._death_fault(not_received=True) from None
         except OSError:
             data = b""
         if not data:
@@ -341,30 +337,26 @@ class Worker:
 
     def _check_processes(self) -> None:
         if self.process.is_stopped() and (not self.layers or has_unread_bytes(self.process.channel)):
-            raise self._mark_not_received(WorkerFault("timeout", "its process was stopped before it read its call"))
+            raise WorkerFault("timeout", "its process was stopped before it read its call", not_received=True)
         if self.layers:  # before that it runs only our code, and in namespaces may still see all processes
             check_processes(self.process, self.plan.memory_mb, children=self.may_have_children)
 
-    def _death_fault(self) -> WorkerFault:
+    def _death_fault(self, *, not_received: bool = False) -> WorkerFault:
         """Why the channel is closed."""
         end = time.monotonic() + EXIT_WAIT_S
         while self.process.popen.poll() is None and time.monotonic() < end:
             time.sleep(0.001)
         self._drain()
-        code, printed = self.process.popen.returncode, self._output.format_printed()
+        code, kind = self.process.popen.returncode, "died"
         torn = " in the middle of a result" if self._frame_reader.torn else ""
-        if code is None:
-            return WorkerFault("died", f"it closed its channel{torn}", printed)
+        message = f"it closed its channel{torn}" if code is None else f"its process {describe_exit(code)}{torn}"
         if code == -signal.SIGXCPU:
-            return WorkerFault("timeout", "it exceeded the CPU time limit of a worker", printed)
-        if code == -signal.SIGSYS:
-            return WorkerFault("denied", "it made a system call for a different CPU architecture", printed)
-        return WorkerFault("died", f"its process {describe_exit(code)}{torn}{self._oom_note(code)}", printed)
-
-    def _oom_note(self, code: int) -> str:
-        if code != -signal.SIGKILL or oom_kills() <= self._oom_kills:
-            return ""
-        return "; meanwhile the kernel killed a process because the machine or its container was out of memory"
+            kind, message = "timeout", "it exceeded the CPU time limit of a worker"
+        elif code == -signal.SIGSYS:
+            kind, message = "denied", "it made a system call for a different CPU architecture"
+        elif code == -signal.SIGKILL and oom_kills() > self._oom_kills:
+            message += "; meanwhile the kernel killed a process because the machine or its container was out of memory"
+        return WorkerFault(kind, message, self._output.format_printed(), not_received=not_received)
 
     def _with_output(self, answer: Any, position: int) -> Any:
         printed = self._output.format_printed(position)

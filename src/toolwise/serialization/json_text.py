@@ -1,4 +1,4 @@
-"""Writes any value as standard JSON; every JSON file is written through this module.
+"""Writes any value as standard JSON; every JSON file is written through this module. Reads text that may not be JSON.
 
 Non-finite numbers become null. Integers too large for Python to print, keys that are not strings, foreign objects and
 values nested too deeply become descriptive text. Lone surrogates are written as escapes, so that every string can be
@@ -30,6 +30,14 @@ def json_text(value: Any, *, indent: int | None = None, ascii_only: bool = False
 def json_line(value: Any) -> bytes:
     """One line of a JSONL file."""
     return f"{json_text(value)}\n".encode()
+
+
+def load_json(text: str | bytes) -> Any:
+    """The value of a JSON text; None if it is not JSON or is nested too deeply."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def to_jsonable(value: Any, depth: int = 0) -> Any:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from http import HTTPStatus
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from toolwise.serve.limits import ServerLimits
-
-REASON_PHRASES = {400: b"Bad Request", 408: b"Request Timeout"}
-BUSY_BODY = json.dumps(
-    {"error": {"message": "too many connections", "type": "server_error", "param": None, "code": None}}
-).encode()
 
 
 def limited_protocol(limits: ServerLimits) -> type[H11Protocol]:
@@ -39,9 +35,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self.limits.connections:
             self._refused = True
-            head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
-            transport.write(f"{head}connection: close\r\ncontent-length: {len(BUSY_BODY)}\r\n\r\n".encode() + BUSY_BODY)
-            transport.close()
+            self._refuse(503, "too many connections", "server_error", ("retry-after", "1"))
         self._set_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -113,15 +107,20 @@ class LimitedProtocol(H11Protocol):
         else:
             self.transport.abort()
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(
+        self, status: int, message: str, kind: str = "invalid_request_error", *more_headers: tuple[str, str]
+    ) -> None:
         if self.cycle is not None:  # cancel the running request: the client will not read its response
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        error = {"message": message, "type": kind, "param": None, "code": None}
         body = json.dumps({"error": error}).encode()
         headers = [("content-type", "application/json"), ("connection", "close"), ("content-length", str(len(body)))]
+        headers += more_headers
         try:
-            answer = self.conn.send(h11.Response(status_code=status, headers=headers, reason=REASON_PHRASES[status]))
+            answer = self.conn.send(
+                h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode())
+            )
             answer = (answer or b"") + (self.conn.send(h11.Data(data=body)) or b"")
             self.conn.send(h11.EndOfMessage())
         except h11.LocalProtocolError:  # a response has already started

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import IO, Any, Self, TypeVar
+from typing import IO, Any, TypeVar
 
 import rich.console
 import rich.live
@@ -72,28 +72,15 @@ class Live(rich.live.Live):
         super().stop()
 
 
-class Status:
+class Status(Live):
     """One line with a spinner that disappears at the end; nothing if the console is not a terminal."""
 
     def __init__(self, console: Console, text: str = "") -> None:
         self._spinner = Spinner("dots", Text(escape_controls(text)), style="status.spinner")
-        self._live = Live(self._spinner, console=console, refresh_per_second=12.5, transient=True)
+        super().__init__(self._spinner, console=console, refresh_per_second=12.5, transient=True)
 
-    def update(self, text: str) -> None:
+    def update(self, text: str) -> None:  # type: ignore[override]
         self._spinner.update(text=Text(escape_controls(text)))
-
-    def start(self) -> None:
-        self._live.start()
-
-    def stop(self) -> None:
-        self._live.stop()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
 
 def track(items: Iterable[T], description: str, *, total: int, disable: bool = False) -> Iterator[T]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from toolwise.config.algorithm import RlvcrConfig
-from toolwise.protocols import Metrics
+from toolwise.protocols import Metrics, Stateful
 from toolwise.thinking.alternatives import AlternativeWriter
 from toolwise.thinking.level_scores import score_levels
 from toolwise.thinking.metrics import alternative_metrics, level_usage_metrics
@@ -27,7 +27,7 @@ from toolwise.types import (
 )
 
 
-class DualVariable(Protocol):
+class DualVariable(Stateful, Protocol):
     """λ, the penalty per thinking token, driven by a token budget; `routing.budget.Multiplier` implements it."""
 
     value: float
@@ -37,10 +37,6 @@ class DualVariable(Protocol):
     def step(self) -> bool: ...
 
     def metrics(self, prefix: str = ...) -> Metrics: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class ThinkingStage:
@@ -134,7 +130,7 @@ class ThinkingStage:
                 ),
                 price,
                 anneal,
-                self.config.price_rollouts,
+                self.config.subtract_thinking_cost,
             )
             for u in usable
         }

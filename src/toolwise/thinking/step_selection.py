@@ -39,14 +39,13 @@ def parse_steps(scored: Sequence[ScoredRollout], codec: Codec) -> list[ParsedSte
 
 
 def parse_step(rollout_id: str, group_id: str, index: int, step: StepData, codec: Codec) -> ParsedStep:
-    record = step.policy_logprobs or {}
-    missing = [key for key in ("prompt_ids", "token_ids", "logprobs") if record.get(key) is None]
-    if missing:
+    tokens = step.tokens
+    if not tokens.has_ids:
         raise NoLogprobsError(
-            f"rollout {rollout_id}, step {index}: the policy returned no {missing[0]}, so its thoughts cannot be "
+            f"rollout {rollout_id}, step {index}: the policy returned no token ids, so its thoughts cannot be "
             "compared: use the local policy, or set algorithm.rlvcr.enable = false"
         )
-    ids = list(record["token_ids"])
+    ids = list(tokens.token_ids)
     if ids and ids[-1] == codec.end_id:
         ids.pop()
     text = codec.decode(ids)
@@ -56,9 +55,9 @@ def parse_step(rollout_id: str, group_id: str, index: int, step: StepData, codec
         rollout_id,
         group_id,
         index,
-        record["prompt_ids"],
+        tokens.prompt_ids,
         ids,
-        record["logprobs"],
+        tokens.logprobs,
         text,
         reply,
         token_spans(ids, codec.decode, reply),
@@ -86,36 +85,20 @@ def _eligible_rollouts(
     scored: Sequence[ScoredRollout], selection: StepSelection, success_score: float | None
 ) -> set[str]:
     """Ids of the rollouts whose steps may be chosen."""
+    if selection == "all":
+        return {s.rollout.rollout_id for s in scored}
     groups: dict[str, list[ScoredRollout]] = defaultdict(list)
     for s in scored:
-        groups[s.rollout.group_id].append(s)
+        if s.result.has_valid_score:
+            groups[s.rollout.group_id].append(s)
     eligible: set[str] = set()
     for members in groups.values():
-        if selection == "all":
-            eligible |= {s.rollout.rollout_id for s in members}
-            continue
-        scores = [s.score for s in members if s.result.has_valid_score]
-        mean = math.fsum(scores) / len(scores) if scores else 0.0
-        mixed = len(set(scores)) > 1
+        mixed, mean = len({s.score for s in members}) > 1, math.fsum(s.score for s in members) / len(members)
         for s in members:
-            if not s.result.has_valid_score:
-                continue
             succeeded = s.score >= success_score if success_score is not None else mixed and s.score > mean
             if succeeded if selection == "successful" else mixed:
                 eligible.add(s.rollout.rollout_id)
     return eligible
-
-
-def _warn_if_nothing_fits(
-    writer: AlternativeWriter, steps: Sequence[ParsedStep], done: Sequence[ParsedStep], max_tokens: int
-) -> None:
-    if steps and not done:
-        log.warning(
-            "no step got alternative thoughts: one step may take %d tokens but max_added_tokens allows %d; lower "
-            "algorithm.rlvcr.max_thought_tokens or raise max_added_tokens",
-            writer.max_tokens_for(steps[0]),
-            max_tokens,
-        )
 
 
 async def write_within_budget(
@@ -136,7 +119,6 @@ async def write_within_budget(
                 break
             wave.append(step)
         if not wave:
-            _warn_if_nothing_fits(writer, steps, done, max_tokens)
             break
         alternatives = await writer.write(wave, training_step=training_step)
         budget -= sum(
@@ -144,4 +126,11 @@ async def write_within_budget(
         )
         done += wave
         written += alternatives
+    if steps and not done:
+        log.warning(
+            "no step got alternative thoughts: one step may take %d tokens but max_added_tokens allows %d; lower "
+            "algorithm.rlvcr.max_thought_tokens or raise max_added_tokens",
+            writer.max_tokens_for(steps[0]),
+            max_tokens,
+        )
     return done, written

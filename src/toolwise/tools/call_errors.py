@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from toolwise.errors import ToolwiseError
 
-SERVER_DOWN = "server_down"
+SERVER_DOWN, DIED = "server_down", "died"
 
 
 class ToolCallError(ToolwiseError):
     """Raised by `execute`: the model reads the message, and `failure` is the kind counted in the metrics.
 
     `tool_error`: the tool rejected the call, and the model can do better. `timeout`: it took too long. `server_down`:
-    the service behind the tool is unavailable, which is an infrastructure failure.
+    the service behind the tool is unavailable. `died`: its process died or never started. Both are
+    infrastructure failures.
     """
 
     def __init__(self, text: str, failure: str = "tool_error") -> None:
@@ -21,4 +22,4 @@ class ToolCallError(ToolwiseError):
     @property
     def infrastructure(self) -> bool:
         """True if the rollout should be excluded from training, as the policy did not cause the failure."""
-        return self.failure == SERVER_DOWN
+        return self.failure in (SERVER_DOWN, DIED)

@@ -9,6 +9,7 @@ import logging
 import re
 import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from math import inf, nextafter
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 from pydantic import ValidationError
@@ -29,6 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 FAMILIES = ("SEARCH", "CALCULATE", "OTHER")
+ABOVE_0 = nextafter(0.0, 1.0)
 
 Result = tuple[str, float | None, dict[str, Any]]
 _TUPLE_KEY = "unannotated_tuple"
@@ -110,18 +112,15 @@ class FunctionTool(BaseTool, Generic[P, R]):
             return self.tool_schema
         key = frozenset(names)
         if key not in self._schemas:
-            self._schemas[key] = self._make_schema_without(key)
+            parameters = self.tool_schema.function.parameters
+            remaining = {
+                **parameters,
+                "properties": {name: part for name, part in parameters["properties"].items() if name not in key},
+                "required": [name for name in parameters["required"] if name not in key],
+            }
+            function = self.tool_schema.function.model_copy(update={"parameters": remaining})
+            self._schemas[key] = self.tool_schema.model_copy(update={"function": function})
         return self._schemas[key]
-
-    def _make_schema_without(self, names: frozenset[str]) -> OpenAIFunctionToolSchema:
-        parameters = self.tool_schema.function.parameters
-        remaining = {
-            **parameters,
-            "properties": {key: part for key, part in parameters["properties"].items() if key not in names},
-            "required": [key for key in parameters["required"] if key not in names],
-        }
-        function = self.tool_schema.function.model_copy(update={"parameters": remaining})
-        return self.tool_schema.model_copy(update={"function": function})
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
         instance_id = await super().create(instance_id)
@@ -319,23 +318,25 @@ def check_option_names(config: Mapping[str, Any], known: Iterable[str], where: s
             raise ConfigError(f"tools: {where} has no option {key!r}{hint}")
 
 
+def checked_number(value: Any, where: str, expected: str, *, whole: bool = False, low: float, high: float = inf) -> Any:
+    """`value` if it is a finite number from `low` to `high`, else an error that says what was `expected`."""
+    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or value == inf:
+        raise ConfigError(f"{where} must be {expected}, got {value!r}")
+    return value
+
+
 def checked_seconds(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ConfigError(f"{where} must be a number of seconds above 0, got {value!r}")
-    return float(value)
+    return float(checked_number(value, where, "a number of seconds above 0", low=ABOVE_0))
 
 
 def check_tool_options(config: Mapping[str, Any], where: str) -> None:
     """Validate the options used by the router, the budget and the scheduler."""
-    family, price = config.get("family", "OTHER"), config.get("price", 0.0)
+    family = config.get("family", "OTHER")
     if family not in FAMILIES:
         raise ToolwiseError(f"{where}: family must be one of {', '.join(FAMILIES)}, got {family!r}")
-    if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < float("inf"):
-        raise ToolwiseError(f"{where}: price must be a number ≥ 0, got {price!r}")
-    max_concurrent = config.get("max_concurrent")
-    if max_concurrent is not None and (
-        isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1
-    ):
-        raise ToolwiseError(f"{where}: max_concurrent must be an integer ≥ 1, got {max_concurrent!r}")
+    checked_number(config.get("price", 0.0), f"{where}: price", "a number ≥ 0", low=0)
+    if config.get("max_concurrent") is not None:
+        checked_number(config["max_concurrent"], f"{where}: max_concurrent", "an integer ≥ 1", whole=True, low=1)
     if config.get("isolate") not in (None, True, False):
         raise ToolwiseError(f"{where}: isolate must be true or false, got {config['isolate']!r}")

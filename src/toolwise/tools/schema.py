@@ -8,7 +8,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toolwise.errors import ToolwiseError
 from toolwise.tools.base import FunctionSchema, OpenAIFunctionToolSchema
 from toolwise.untrusted.json_schema import ValidationLimitError, argument_errors, compile_parameters
 
@@ -37,20 +36,11 @@ def validate_arguments(schema: OpenAIFunctionToolSchema, arguments: Any) -> list
     checks = _compiled_schema(schema.function)
     if checks.passes_fast_check(arguments):
         return []
-    validator = checks.validator
+    found = argument_errors(schema.function.name, checks.validator, arguments)
     try:
-        errors = sorted(argument_errors(validator, arguments), key=lambda error: _path(error.path))
-    except RecursionError:
-        return ["the arguments are nested too deeply"]
-    except ValidationLimitError:
-        return ["the arguments are too much to check"]
-    except Exception as error:
-        from referencing.exceptions import Unresolvable  # only on errors: the import statement has a cost
-
-        if not isinstance(error, Unresolvable | ValueError):  # ValueError: the $ref is not a URI
-            raise
-        name = schema.function.name
-        raise ToolwiseError(f"tool {name}: its schema has a $ref that cannot be resolved: {error}") from error
+        errors = sorted(found, key=lambda error: _path(error.path))
+    except ValidationLimitError as limit:
+        return [f"the arguments are {limit}"]
     problems = [problem for error in errors for problem in _problems(error)]
     return [_one_line(problem) for problem in problems[:MAX_PROBLEMS]]
 

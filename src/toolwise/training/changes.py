@@ -84,7 +84,7 @@ MUTABLE_SETTINGS = frozenset(
         "faults.tool",
         "faults.parse",
         "faults.window",
-        "actor.canary",
+        "actor.mismatch_check",
         # how long the run is, what it saves and when it validates
         "trainer.total_steps",
         "trainer.save_every",

@@ -18,6 +18,7 @@ from toolwise.types import RewardSettings
 EstimatorSpec = str | AdvantageEstimator | type[AdvantageEstimator]
 LossSpec = str | PolicyLoss | type[PolicyLoss]
 _ESTIMATOR, _LOSS = "algorithm.adv_estimator", "actor.policy_loss"
+_TAKEN_NAMES = frozenset({"loss", "entropy", "kl", "importance_weight", "computed_tokens"})
 
 
 def load_estimator(config: RunConfig, given: EstimatorSpec | None = None) -> AdvantageEstimator:
@@ -49,6 +50,8 @@ def load_loss(config: RunConfig, given: LossSpec | None = None) -> PolicyLoss | 
     names = loss.metric_names
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{_LOSS}: {_name(source)}: metric_names is {names!r:.80}; use a tuple of names")
+    if taken := _TAKEN_NAMES.intersection(names):
+        raise ConfigError(f"{_LOSS}: {_name(source)}: every loss has a metric {min(taken)}; rename yours")
     return loss
 
 
@@ -87,7 +90,7 @@ def _check_estimator(config: RunConfig, estimator: AdvantageEstimator, where: st
             )
     costs = {
         'algorithm.kl = "reward"': algorithm.kl == "reward",
-        "algorithm.rlvcr.price_rollouts": algorithm.rlvcr.enable and algorithm.rlvcr.price_rollouts,
+        "algorithm.rlvcr.subtract_thinking_cost": algorithm.rlvcr.enable and algorithm.rlvcr.subtract_thinking_cost,
     }
     charged = [setting for setting, is_set in costs.items() if is_set]
     if rewards is None and charged:

@@ -114,7 +114,7 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
 
 def keeps_equal(run: Run, score: float) -> bool:
     """Whether to train on a group whose rewards all equal `score`: its rollouts may still differ in what they cost."""
-    charged = run.thinking is not None and run.thinking.config.price_rollouts
+    charged = run.thinking is not None and run.thinking.config.subtract_thinking_cost
     keep = run.config.algorithm.zero_std_groups == "keep"
     return keep or charged or run.estimator.learns_from_equal_scores(score)
 

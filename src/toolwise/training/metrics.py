@@ -42,7 +42,7 @@ def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
             metrics["reward/metrics_left_out"] = float(len(by_name) - MAX_METRICS)
     for reason, count in Counter(s.rollout.stop_reason.value for s in scored).items():
         metrics[f"stop/{reason}"] = count / len(scored)
-    turns = Counter((step.policy_logprobs or {}).get("alignment") for s in scored for step in s.steps)
+    turns = Counter(step.tokens.alignment for s in scored for step in s.steps)
     metrics |= {f"tokens/{alignment}": float(turns[alignment]) for alignment in ("clean", "realigned", "forked")}
     for kind, count in Counter(s.result.error.kind for s in scored if s.result.error).items():
         metrics[f"reward/errors/{kind}"] = float(count)

@@ -100,10 +100,7 @@ class RolloutRecord:
             calls=dict(rollout.usage.calls),
             failed_calls=dict(rollout.usage.failed_calls),
             trained_on=credited is not None,
-            steps=[
-                StepRecord(s.advantage, s.base_reward, len((s.policy_logprobs or {}).get("token_ids", ())))
-                for s in steps
-            ],
+            steps=[StepRecord(s.advantage, s.base_reward, len(s.tokens.token_ids)) for s in steps],
         )
 
     @classmethod
@@ -198,11 +195,11 @@ def _write_tokens(path: Path, rollouts: Iterable[tuple[str, Sequence[StepData]]]
     arrays: Mapping[str, list[Any]] = {"prompt_ids": [], "token_ids": [], "logprobs": []}
     for rollout_id, steps in rollouts:
         for step in steps:
-            if step.policy_logprobs is not None and "token_ids" in step.policy_logprobs:
+            if step.tokens.has_ids:
                 names.append((rollout_id, step.system_step_index))
                 for key, parts in arrays.items():
                     dtype = np.float32 if key == "logprobs" else np.int32
-                    parts.append(np.array(list(step.policy_logprobs[key]), dtype=dtype))
+                    parts.append(np.array(list(getattr(step.tokens, key)), dtype=dtype))
     if not names:
         return
     tensors = {key: np.concatenate(parts) for key, parts in arrays.items()}

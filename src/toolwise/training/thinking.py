@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from toolwise.advantages import MonitoredEstimator, Rlvcr, build_estimator
 from toolwise.config.algorithm import ThinkingBudgetConfig
+from toolwise.config.loader import build_config
 from toolwise.config.router import BudgetConfig
 from toolwise.config.schema import ActorConfig, RunConfig
 from toolwise.errors import ConfigError
@@ -48,7 +49,8 @@ def thinking_model(policy: ModelPolicy, actor: ActorConfig) -> ThinkingModel:
 def _multiplier(budget: ThinkingBudgetConfig) -> Multiplier | None:
     if budget.limit is None:
         return None
-    return Multiplier(BudgetConfig(unit="tokens", initial=budget.price, **budget.model_dump(exclude={"price"})))
+    settings = {**budget.model_dump(exclude={"price"}), "unit": "tokens", "initial": budget.price}
+    return Multiplier(build_config(BudgetConfig, settings, source="algorithm.rlvcr.budget"))
 
 
 def with_rlvcr(config: RunConfig, trajectory: AdvantageEstimator) -> AdvantageEstimator:

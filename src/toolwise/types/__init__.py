@@ -18,7 +18,6 @@ from toolwise.types.rollouts import (
     StepData,
     StopReason,
     Task,
-    TokenLogprobs,
     Usage,
 )
 from toolwise.types.thinking import (
@@ -30,6 +29,7 @@ from toolwise.types.thinking import (
     ThinkingGroup,
     ThinkingStep,
 )
+from toolwise.types.tokens import SampledTokens, TokenLogprobs
 
 if TYPE_CHECKING:
     from toolwise.types.thinking import Floats as Floats
@@ -54,6 +54,7 @@ __all__ = [
     "RolloutThinking",
     "RouteDecision",
     "RunStart",
+    "SampledTokens",
     "ScoredRollout",
     "StepData",
     "StepEvent",

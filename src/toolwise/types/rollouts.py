@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidat
 from toolwise.messages import Message, Prefix, ToolCall, as_messages
 from toolwise.types.results import EvaluateResult
 from toolwise.types.thinking import RolloutThinking
+from toolwise.types.tokens import NO_TOKENS, SampledTokens
 from toolwise.untrusted.patterns import compile_pattern
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ Messages = Annotated[
     PlainValidator(as_messages),
     PlainSerializer(lambda messages: [m.to_openai() for m in messages]),
 ]
+
+Tokens = Annotated[SampledTokens, PlainValidator(SampledTokens.from_dict)]
 
 
 class Task(BaseModel):
@@ -63,18 +66,6 @@ class Task(BaseModel):
         return pattern
 
 
-class TokenLogprobs(TypedDict):
-    """The tokens a policy sampled in one turn. `prompt_ids` is everything the model saw before them."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    prompt_ids: Sequence[int]
-    finish_reason: Literal["stop", "length", "tool_calls"]
-    policy_version: int
-    alignment: NotRequired[Literal["first", "clean", "realigned", "forked"]]
-    """How this turn's prompt continues the previous one: see rollout/tokens.py."""
-
-
 class Action(TypedDict):
     """A policy's decision. `name` and `arguments` are those of the first call; `tool_calls` has all calls."""
 
@@ -98,14 +89,19 @@ class StepData(BaseModel):
     action_taken: dict[str, Any]
     raw_policy_output: str | None = None
     resulting_messages_history: Messages
-    policy_logprobs: dict[str, Any] | None = None
-    """A `TokenLogprobs`, if the policy provides one."""
+    policy_logprobs: Tokens | None = None
+    """What the policy sampled, if it says so. Given as a `TokenLogprobs` dictionary, which it still reads like."""
     policy_value_estimate: float | None = None
     is_done: bool = False
     step_info: dict[str, Any] = Field(default_factory=dict)
     base_reward: float | None = None
     advantage: float | None = None
     return_to_go: float | None = None
+
+    @property
+    def tokens(self) -> SampledTokens:
+        """`policy_logprobs`, also where an unvalidated copy has a dictionary; empty if the policy returned None."""
+        return NO_TOKENS if self.policy_logprobs is None else SampledTokens.from_dict(self.policy_logprobs)
 
     @classmethod
     def unchecked(cls, **fields: Any) -> StepData:
@@ -121,7 +117,7 @@ class StepData(BaseModel):
     @field_serializer("observation_data", "policy_logprobs")
     def _plain(self, value: Any) -> Any:
         """Convert shared prefixes and packed arrays to lists, so that a step can be written as JSON."""
-        if isinstance(value, dict):
+        if isinstance(value, dict | SampledTokens):
             return {key: self._plain(item) for key, item in value.items()}
         return list(value) if isinstance(value, Prefix | array) else value
 

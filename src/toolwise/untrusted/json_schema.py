@@ -22,7 +22,7 @@ _OPEN_PROPERTY_KEYWORDS = {"patternProperties", "allOf", "anyOf", "oneOf", "$ref
 
 
 class ValidationLimitError(Exception):
-    """Validating the arguments against this schema would take too long."""
+    """The arguments cannot be validated against this schema: they are, as the message says, too deep or too much."""
 
 
 class _CheckBudget(threading.local):
@@ -32,11 +32,20 @@ class _CheckBudget(threading.local):
 _check_budget = _CheckBudget()
 
 
-def argument_errors(validator: Draft202012Validator, arguments: Any) -> Iterator[ValidationError]:
-    """Validation errors of `arguments`. Raises `ValidationLimitError` if validation takes too long."""
+def argument_errors(tool: str, validator: Draft202012Validator, arguments: Any) -> Iterator[ValidationError]:
+    """Validation errors of `arguments` for `tool`. Raises `ValidationLimitError` if validation takes too long, and
+    `ConfigError` if the schema refers to something that is not there."""
     _check_budget.left = MAX_KEYWORD_CHECKS
     try:
         yield from validator.iter_errors(arguments)
+    except RecursionError:
+        raise ValidationLimitError("nested too deeply") from None
+    except Exception as error:
+        from referencing.exceptions import Unresolvable  # only on errors: the import statement has a cost
+
+        if not isinstance(error, Unresolvable | ValueError):  # ValueError: the $ref is not a URI
+            raise
+        raise ConfigError(f"tool {tool}: its schema has a $ref that cannot be resolved: {error}") from error
     finally:
         _check_budget.left = math.inf
 
@@ -162,7 +171,7 @@ def _with_check_budget(check: Callable[..., Any]) -> Callable[..., Any]:
     def counted(validator: Any, wanted: Any, instance: Any, schema: Any) -> Any:
         _check_budget.left -= 1
         if _check_budget.left < 0:
-            raise ValidationLimitError
+            raise ValidationLimitError("too much to check")
         return check(validator, wanted, instance, schema)
 
     return counted

@@ -69,7 +69,8 @@ class Pattern:
         try:
             self._validator = SchemaValidator(schema)
         except SchemaError as fault:
-            raise PatternError(_reason(str(fault))) from None
+            reason = str(fault).rpartition("error: ")[2].strip() or "it cannot be compiled"
+            raise PatternError(TOO_LARGE if "size limit" in str(fault) else reason) from None
 
     def search(self, text: str) -> bool:
         if not text.isascii():
@@ -81,12 +82,6 @@ class Pattern:
 def compile_pattern(pattern: str) -> Pattern:
     """Compile `pattern` (Python syntax) for `search`. Raises `PatternError` if that is not possible."""
     return Pattern(pattern)
-
-
-def _reason(error: str) -> str:
-    if "size limit" in error:
-        return TOO_LARGE
-    return error.rpartition("error: ")[2].strip() or "it cannot be compiled"
 
 
 def _translate(pattern: str) -> str:

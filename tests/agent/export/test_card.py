@@ -38,7 +38,19 @@ def test_base_model_data_and_settings(trained: Path) -> None:
     ):
         assert line in card.splitlines()
     assert "somewhere" not in card
+    assert "policy loss" not in card
     assert "## Licence" in card
+
+
+def test_an_estimator_and_a_loss_of_one_s_own_are_named_without_their_folder(trained: Path) -> None:
+    mine = {
+        "algorithm": {"adv_estimator": "/somewhere/mine.py:Best"},
+        "actor": {"policy_loss": "/somewhere/mine.py:Gspo"},
+    }
+    card = card_of(trained, 10, **mine)
+    assert "| advantage estimator | `mine.py:Best` |\n" in card
+    assert "| policy loss | `mine.py:Gspo` |\n" in card
+    assert "somewhere" not in card
 
 
 def test_metrics_are_those_up_to_the_checkpoint(trained: Path) -> None:

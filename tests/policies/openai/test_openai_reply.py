@@ -38,9 +38,9 @@ def fault_of(value: Any) -> ServerError:
 def test_plain_text() -> None:
     reply = read(body())
     assert (reply.content, reply.raw, reply.calls) == ("hello", "hello", [])
-    assert reply.logprobs == {
+    assert reply.tokens == {
         "tokens": [],
-        "token_logprobs": reply.logprobs["token_logprobs"],  # type: ignore[typeddict-item]
+        "token_logprobs": reply.tokens["token_logprobs"],
         "finish_reason": "stop",
         "policy_version": 0,
     }
@@ -50,7 +50,7 @@ def test_plain_text() -> None:
 def test_token_ids_make_token_logprobs(per_choice: bool) -> None:
     prompt = {"prompt_token_ids": [1, 2, 3]}
     reply = read(body(VLLM_IDS | prompt) if per_choice else body(VLLM_IDS, **prompt))
-    assert {key: value if isinstance(value, str | int) else list(value) for key, value in reply.logprobs.items()} == {  # type: ignore[call-overload]
+    assert {key: value if isinstance(value, str | int) else list(value) for key, value in reply.tokens.items()} == {
         "token_ids": [7, 8],
         "logprobs": [-1.0, 0.0],
         "prompt_ids": [1, 2, 3],
@@ -62,7 +62,7 @@ def test_token_ids_make_token_logprobs(per_choice: bool) -> None:
 def test_ids_in_the_place_of_token_texts() -> None:
     content = [{"token": "token_id:7", "logprob": -1.0}, {"token": "token_id:80", "logprob": -2.0}]
     reply = read(body({"logprobs": {"content": content}}, prompt_token_ids=[1]))
-    assert list(reply.logprobs["token_ids"]) == [7, 80]  # type: ignore[typeddict-item]
+    assert list(reply.tokens["token_ids"]) == [7, 80]
 
 
 @pytest.mark.parametrize("lacking", ["token_ids", "logprobs", "prompt_token_ids"])
@@ -71,10 +71,10 @@ def test_with_anything_lacking_there_are_no_token_logprobs(lacking: str) -> None
     value.pop(lacking, None)
     value["choices"][0].pop(lacking, None)
     reply = read(value)
-    assert "token_ids" not in reply.logprobs
-    assert reply.logprobs["finish_reason"] == "stop"
+    assert "token_ids" not in reply.tokens
+    assert reply.tokens["finish_reason"] == "stop"
     if lacking != "logprobs":
-        assert reply.logprobs["tokens"] == ["a", "b"]  # type: ignore[typeddict-item]
+        assert reply.tokens["tokens"] == ["a", "b"]
 
 
 def test_native_tool_calls() -> None:
@@ -84,7 +84,7 @@ def test_native_tool_calls() -> None:
         ("abc", "add", {"a": 1}),
         ("call_1", "sub", "not JSON"),
     ]
-    assert reply.logprobs["finish_reason"] == "tool_calls"
+    assert reply.tokens["finish_reason"] == "tool_calls"
     assert reply.content == ""
 
 
@@ -105,12 +105,12 @@ def test_calls_that_the_server_found_although_it_was_not_asked_to() -> None:
     [("stop", "stop"), ("length", "length"), (None, "stop"), ("eos", "stop"), ("tool_calls", "stop")],
 )
 def test_finish_reasons_without_calls(given: str | None, read_as: str) -> None:
-    assert read(body({"finish_reason": given})).logprobs["finish_reason"] == read_as
+    assert read(body({"finish_reason": given})).tokens["finish_reason"] == read_as
 
 
 def test_a_call_cut_off_is_cut_off() -> None:
     reply = read(body({"finish_reason": "length"}, message={"content": None, "tool_calls": [CALL]}))
-    assert reply.logprobs["finish_reason"] == "length"
+    assert reply.tokens["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize(("finish", "retryable"), [("abort", True), ("error", True), ("content_filter", False)])
@@ -169,9 +169,9 @@ def test_a_broken_reply_is_a_typed_fault(value: Any) -> None:
 
 
 def test_the_policy_version_comes_from_the_body_or_a_header() -> None:
-    assert read(body(policy_version=3)).logprobs["policy_version"] == 3
-    assert read(body(), **{"x-policy-version": "4"}).logprobs["policy_version"] == 4
-    assert read(body(policy_version="default")).logprobs["policy_version"] == 0
+    assert read(body(policy_version=3)).tokens["policy_version"] == 3
+    assert read(body(), **{"x-policy-version": "4"}).tokens["policy_version"] == 4
+    assert read(body(policy_version="default")).tokens["policy_version"] == 0
 
 
 json_values = st.recursive(
@@ -196,4 +196,4 @@ def test_whatever_a_server_says_is_a_reply_or_a_typed_fault(
     except ServerError:
         return
     assert isinstance(reply.content, str)
-    assert ("token_ids" in reply.logprobs) == ("prompt_ids" in reply.logprobs)
+    assert ("token_ids" in reply.tokens) == ("prompt_ids" in reply.tokens)

@@ -15,7 +15,7 @@ from toolwise.errors import ConfigError, DataError
 from toolwise.messages import Message
 from toolwise.rewards import Reward
 from toolwise.rewards.executor import InProcessExecutor
-from toolwise.rewards.library.gsm8k import compute_score, find_answer, gold_answer, gsm8k_reward
+from toolwise.rewards.library.gsm8k import find_answer, gold_answer, gsm8k_reward
 from toolwise.types import Rollout, StopReason, Task, Usage
 
 DATA = Path(__file__).parents[2] / "fixtures" / "gsm8k.jsonl"
@@ -73,6 +73,12 @@ def test_flexible(text: str, number: str | None) -> None:
     assert found == (None if number is None else gold_answer(number))
 
 
+def compute_score(
+    reply: str, truth: str, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0
+) -> float | None:
+    return gsm8k_reward([Message(role="assistant", content=reply)], truth, method, format_score).score
+
+
 def gold_rows() -> list[str]:
     return [json.loads(line)["answer"] for line in DATA.read_text(encoding="utf-8").splitlines()]
 
@@ -91,7 +97,7 @@ def test_every_gold_solution_scores_the_most(method: Literal["strict", "flexible
 def test_another_number_earns_the_format_score() -> None:
     assert compute_score("#### 71", "72", format_score=0.1) == 0.1
     assert compute_score("71", "72", format_score=0.1) == 0
-    assert compute_score("#### 72", "72", format_score=0.1, score=2.0) == 2.0
+    assert compute_score("#### 72", "72", format_score=0.1) == 1.0
 
 
 @settings(deadline=None)

@@ -391,4 +391,4 @@ def test_no_threads_or_descriptors_grow() -> None:
         asyncio.run(go(8))
         assert len(os.listdir("/proc/self/fd")) <= before
         # The pool starts up to two threads on demand, at unpredictable times.
-        assert set(threading.enumerate()) <= threads | sandbox._executor()._threads
+        assert set(threading.enumerate()) <= threads | sandbox._threads._threads

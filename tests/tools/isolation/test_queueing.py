@@ -20,8 +20,8 @@ from toolwise.messages import Message, ToolCall
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.tools import isolation
 from toolwise.tools.catalog import build_tools
-from toolwise.tools.isolation import default_pool, roster
 from toolwise.tools.isolation import pool as pools
+from toolwise.tools.isolation import roster
 from toolwise.tools.isolation.code_location import ObjectRef
 from toolwise.tools.isolation.pool import Pool
 from toolwise.training.rollout_setup import build_scheduler
@@ -100,7 +100,7 @@ def test_sixty_four_calls_of_a_tool_that_blocks_for_a_second(tmp_path: Path) -> 
 
 
 def test_a_call_that_waits_for_a_worker_is_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(default_pool, "_shared", Pool(limit=1, max_processes=1))
+    monkeypatch.setattr(isolation, "_shared", Pool(limit=1, max_processes=1))
     env = ToolEnv(Task(task_id="t", prompt=[]), build_tools([f"{write(tmp_path)}:nap"]), tool_timeout_s=0.5)
     calls = [ToolCall(id=str(i), name="nap", arguments={"seconds": s}) for i, s in enumerate((0.3, 0.3, 9.0, 0.3))]
 

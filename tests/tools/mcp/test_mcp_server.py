@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from toolwise.tools.call_errors import ToolCallError
-from toolwise.tools.mcp.server import FIRST_PAUSE_S, McpServer, PerRolloutServers, SharedServer
+from toolwise.tools.mcp.server import FIRST_PAUSE_S, McpServer, RolloutServers
 from toolwise.tools.mcp.session import Address
 
 NOWHERE = Address(command=("no-such-server",))
@@ -50,14 +50,14 @@ def test_many_who_ask_at_once_wait_for_the_same_start() -> None:
 
 def test_a_run_has_one_server_and_nothing_to_enter_or_leave() -> None:
     server = McpServer(NOWHERE)
-    servers = SharedServer(server)
+    servers = RolloutServers(NOWHERE, server)
     asyncio.run(servers.attach("a"))
     assert servers.server_for("a") is servers.server_for("b") is server
     asyncio.run(servers.detach("a"))
 
 
 def test_a_rollout_whose_server_does_not_start_leaves_nothing_behind() -> None:
-    servers = PerRolloutServers(NOWHERE)
+    servers = RolloutServers(NOWHERE, None)
     with pytest.raises(ToolCallError, match="there is no command"):
         asyncio.run(servers.attach("a"))
     with pytest.raises(KeyError):

@@ -11,6 +11,7 @@ import pytest
 from diagnosis_cases import DROPPED, UPDATED, config, scored, too_long
 
 from toolwise.config.schema import RunConfig
+from toolwise.protocols import AdvantageEstimator
 from toolwise.training.components import load_estimator
 from toolwise.training.diagnosis import Diagnosis, Finding, FindingChanges
 from toolwise.types import ScoredRollout, StopReason
@@ -119,7 +120,7 @@ def test_step_rewards_that_differ_are_something_to_learn_from() -> None:
 
 
 BUDGET = {"enable": True, "train_actor": False, "budgets": [{"limit": 0.1}]}
-PRICED = {"enable": True, "price_rollouts": True}
+PRICED = {"enable": True, "subtract_thinking_cost": True}
 
 
 @pytest.mark.parametrize(
@@ -230,6 +231,21 @@ def test_weights_are_not_asked_for_once_they_have_changed() -> None:
 
     diagnosis.before_step(SETTINGS, never)
     diagnosis.after_step(SETTINGS, load_estimator(SETTINGS), 2, HEALTHY, UPDATED, never)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_user_s_estimator_says_whether_equal_rewards_teach_something(learns: bool) -> None:
+    class Mine(AdvantageEstimator):
+        def learns_from_equal_scores(self, score: float) -> bool:
+            return learns
+
+        def __call__(self, rollouts: Any) -> Any:
+            raise AssertionError
+
+    settings, diagnosis = config(algorithm={"adv_estimator": "mine.py:Mine"}), Diagnosis()
+    for step in range(1, 4):
+        diagnosis.after_step(settings, Mine(), step, CONSTANT, UPDATED, lambda: "same")
+    assert ("constant_reward" in kinds(diagnosis)) is not learns
 
 
 def test_an_actor_that_is_to_stay_as_it_is_is_not_looked_at() -> None:

@@ -23,6 +23,9 @@ class DryRunReport:
     traceback: str = ""
     """Traceback of the first failed reward."""
 
+    def report(self, text: str, *, serious: bool) -> None:
+        (self.problems if serious else self.notes).append(text)
+
 
 def find_problems(run: Run, scored: Sequence[ScoredRollout]) -> DryRunReport:
     findings = DryRunReport()
@@ -43,11 +46,9 @@ def _check_rewards(run: Run, scored: Sequence[ScoredRollout], findings: DryRunRe
             f"the reward {name} failed on {len(errors)} of {len(scored)} rollouts: {errors[0].kind}: "
             f"{_one_line(errors[0].message)}"
         )
-        if len(errors) > max_error_rate * len(scored):
-            findings.problems.append(text)
-            findings.traceback = errors[0].traceback
-        else:
-            findings.notes.append(text)
+        serious = len(errors) > max_error_rate * len(scored)
+        findings.report(text, serious=serious)
+        findings.traceback = errors[0].traceback if serious else ""
     elif not any(s.result.has_valid_score for s in scored):
         reason = next((s.result.reason for s in scored if s.result.reason), None)
         because = f": {_one_line(reason)}" if reason else ""
@@ -63,7 +64,7 @@ def _check_endings(scored: Sequence[ScoredRollout], findings: DryRunReport) -> N
             cause = _one_line(rollouts[0].fault or rollouts[0].stop_reason.value)
             text = f"{len(rollouts)} of {len(scored)} rollouts ended with {rollouts[0].stop_reason.value}: {cause}"
             serious = rollouts is refused or len(unusable) == len(scored)
-            (findings.problems if serious else findings.notes).append(text)
+            findings.report(text, serious=serious)
 
 
 def _check_tools(run: Run, scored: Sequence[ScoredRollout], findings: DryRunReport) -> None:
@@ -81,7 +82,7 @@ def _check_tools(run: Run, scored: Sequence[ScoredRollout], findings: DryRunRepo
         if name not in working and name in run.scheduler.tools:
             message = next((m.content or "" for s in scored for m in s.rollout.messages if m.name == name), "")
             text = f"the tool {name} failed on every call ({count}): {_one_line(message).removeprefix('error: ')}"
-            (findings.problems if count > 1 or name in raising else findings.notes).append(text)
+            findings.report(text, serious=count > 1 or name in raising)
     unused = [name for name in run.scheduler.tools if name not in calls]
     if unused:
         findings.notes.append(
@@ -106,8 +107,8 @@ def _check_prompts(run: Run, scored: Sequence[ScoredRollout], findings: DryRunRe
 
 
 def _first_prompt(run: Run, scored: ScoredRollout) -> str:
-    sampled = [step.policy_logprobs for step in scored.steps if step.policy_logprobs]
-    return str(run.chat.tokenizer.decode(list(sampled[0].get("prompt_ids", ())))) if sampled else ""
+    step = next(_sampled([scored]), None)
+    return str(run.chat.tokenizer.decode(list(step.tokens.prompt_ids))) if step is not None else ""
 
 
 def _check_scores(scored: Sequence[ScoredRollout], findings: DryRunReport) -> None:
@@ -118,7 +119,7 @@ def _check_scores(scored: Sequence[ScoredRollout], findings: DryRunReport) -> No
 
 def _check_lengths(run: Run, scored: Sequence[ScoredRollout], findings: DryRunReport) -> None:
     steps = list(_sampled(scored))
-    cut = [s for s in steps if (s.policy_logprobs or {}).get("finish_reason") == "length"]
+    cut = [s for s in steps if s.tokens.finish_reason == "length"]
     if steps and 2 * len(cut) > len(steps):
         findings.notes.append(
             f"{len(cut)} of {len(steps)} replies were cut off at rollout.max_new_tokens = "
@@ -127,7 +128,7 @@ def _check_lengths(run: Run, scored: Sequence[ScoredRollout], findings: DryRunRe
 
 
 def _sampled(scored: Sequence[ScoredRollout]) -> Iterator[StepData]:
-    return (step for s in scored for step in s.steps if step.policy_logprobs)
+    return (step for s in scored for step in s.steps if step.policy_logprobs is not None)
 
 
 def _one_line(text: str) -> str:

@@ -85,5 +85,4 @@ async def try_update(run: Run, scored: Sequence[ScoredRollout]) -> UpdateTrial |
 
 def _tokens(rollout: CreditedRollout) -> int:
     """Length of the rollout's longest row."""
-    sampled = [step.policy_logprobs or {} for step in rollout.steps]
-    return max((len(data.get("prompt_ids", ())) + len(data.get("token_ids", ())) for data in sampled), default=0)
+    return max((len(step.tokens.prompt_ids) + len(step.tokens.token_ids) for step in rollout.steps), default=0)

@@ -8,7 +8,7 @@ import json
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import PolicyError
 from toolwise.messages import Message, Prefix
@@ -32,8 +32,8 @@ class OpenAIAgentPolicy:
 
     `return_token_ids` requests ids and an unmodified distribution, in fields that vLLM and SGLang accept and OpenAI's
     own server rejects. Log-probs are taken to be after temperature: start vLLM with
-    `--logprobs-mode processed_logprobs` to train at a temperature other than 1. Without ids, a step's log-probs are
-    `TextLogprobs`: such rollouts can be evaluated, but not trained on. `extra_body` overrides all other fields.
+    `--logprobs-mode processed_logprobs` to train at a temperature other than 1. Without ids, a step has only the text
+    of its tokens: such rollouts can be evaluated, but not trained on. `extra_body` overrides all other fields.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class OpenAIAgentPolicy:
         return (
             to_action(reply.content, reply.calls, reply.reasoning),
             reply.raw,
-            cast("dict[str, Any]", reply.logprobs),
+            reply.tokens.to_dict(),
             None,
         )
 
@@ -114,7 +114,7 @@ class OpenAIAgentPolicy:
         for index, text in (raw_replies or {}).items():
             body["messages"][index] = {"role": "assistant", "content": text}
         reply = await self.endpoint.ask(body, lambda value, headers: read_reply(value, headers, self.parse))
-        self._without_ids += "token_ids" not in reply.logprobs
+        self._without_ids += not reply.tokens.has_ids
         return reply
 
     def _body(
@@ -168,9 +168,9 @@ class OpenAISession:
         if self.policy.parse is not None and any(isinstance(call.arguments, str) for call in reply.calls):
             # A server rejects or drops such a call: send the raw text, so that the model sees what it wrote.
             self._raw_replies[len(observation)] = reply.raw
-        logprobs = cast("dict[str, Any]", reply.logprobs)
-        if "token_ids" in logprobs:
-            logprobs = {**logprobs, "prompt_ids": self._share_prefix(logprobs["prompt_ids"])}
+        logprobs = reply.tokens.to_dict()
+        if reply.tokens.has_ids:
+            logprobs["prompt_ids"] = self._share_prefix(logprobs["prompt_ids"])
             self._tokens.extend(logprobs["token_ids"])
         return to_action(reply.content, reply.calls, reply.reasoning), reply.raw, logprobs, None
 

@@ -6,13 +6,13 @@ import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from toolwise.messages import Message, ToolCall
 from toolwise.policies.openai.server_errors import ServerError
-from toolwise.types import TokenLogprobs
+from toolwise.types import SampledTokens
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 Parse = Callable[[str], tuple[str, list[ToolCall]]]
@@ -23,16 +23,6 @@ _TOKEN_ID = "token_id:"
 NEUTRAL_SAMPLING = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-class TextLogprobs(TypedDict):
-    """Log-probs from a server that returns no token ids: enough to evaluate, not to train."""
-
-    tokens: Sequence[str]
-    token_logprobs: Sequence[float]
-    """One per token; both are empty if the server returned none."""
-    finish_reason: FinishReason
-    policy_version: int
-
-
 @dataclass(frozen=True, slots=True)
 class Reply:
     """A parsed and validated reply."""
@@ -41,7 +31,8 @@ class Reply:
     calls: list[ToolCall]
     raw: str
     """The text as the server returns it, without tool calls that the server parsed out of it."""
-    logprobs: TokenLogprobs | TextLogprobs
+    tokens: SampledTokens
+    """Without token ids from the server, `tokens` and `token_logprobs` as further keys."""
     reasoning: str = ""
     """Thoughts that the server returns separately from the text; sent back to it in later turns."""
 
@@ -52,35 +43,23 @@ def read_reply(body: Any, headers: Mapping[str, str], parse: Parse | None) -> Re
     message, reasoning = _message(choice)
     text = message.content or ""
     content, calls = parse(text) if parse is not None else (text, [])
-    calls = calls or _with_call_ids(message.tool_calls or [])
+    if not calls:  # those that the server parsed, with or without ids
+        parsed = message.tool_calls or ()
+        calls = [c if c.id else c.model_copy(update={"id": f"call_{i}"}) for i, c in enumerate(parsed)]
     finish = _finish_reason(choice, bool(calls))
     tokens, logprobs = _logprobs(choice)
     prompt_ids = parse_ids(body.get("prompt_token_ids") or choice.get("prompt_token_ids"), "prompt_token_ids")
     token_ids = _token_ids(choice, tokens)
     if not (text or calls or reasoning or token_ids or tokens or _completion_tokens(body)):
         raise ServerError("bad_reply", "the reply is empty: no text, tool calls or tokens", retryable=True)
-    version = _policy_version(body, headers)
+    labels = finish, _policy_version(body, headers)
     raw = f"<think>{reasoning}</think>{text}" if reasoning else text
     if prompt_ids is None or token_ids is None or logprobs is None:
-        texts = TextLogprobs(
-            tokens=tokens, token_logprobs=logprobs or array("f"), finish_reason=finish, policy_version=version
-        )
-        return Reply(content, calls, raw, texts, reasoning)
+        texts = {"tokens": tokens, "token_logprobs": logprobs or array("f")}
+        return Reply(content, calls, raw, SampledTokens((), (), (), *labels, has_ids=False, extra=texts), reasoning)
     if len(token_ids) != len(logprobs):
         raise ServerError("bad_reply", f"the reply has {len(token_ids)} token ids and {len(logprobs)} log-probs")
-    return Reply(
-        content,
-        calls,
-        raw,
-        TokenLogprobs(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            prompt_ids=prompt_ids,
-            finish_reason=finish,
-            policy_version=version,
-        ),
-        reasoning,
-    )
+    return Reply(content, calls, raw, SampledTokens(token_ids, logprobs, prompt_ids, *labels), reasoning)
 
 
 def first_choice(body: Any) -> dict[str, Any]:
@@ -102,10 +81,6 @@ def _message(choice: dict[str, Any]) -> tuple[Message, str]:
         raise ServerError("bad_reply", f"choices[0].message is invalid: {reason}", retryable=True) from None
     reasoning = value.get("reasoning_content") or value.get("reasoning")
     return message, reasoning if isinstance(reasoning, str) else ""
-
-
-def _with_call_ids(calls: Sequence[ToolCall]) -> list[ToolCall]:
-    return [c if c.id else ToolCall(id=f"call_{i}", name=c.name, arguments=c.arguments) for i, c in enumerate(calls)]
 
 
 def _finish_reason(choice: dict[str, Any], has_calls: bool) -> FinishReason:

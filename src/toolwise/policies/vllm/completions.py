@@ -5,21 +5,11 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from toolwise.policies.openai.reply import NEUTRAL_SAMPLING, first_choice, parse_ids
 from toolwise.policies.openai.server_errors import ServerError
-from toolwise.protocols import Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """The tokens sampled after a prompt."""
-
-    token_ids: array[int]
-    logprobs: array[float]
-    finish_reason: Literal["stop", "length"]
+from toolwise.protocols import Generation, Sampling
 
 
 def completion_body(model: str, token_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
@@ -41,8 +31,9 @@ def completion_body(model: str, token_ids: Sequence[int], sampling: Sampling) ->
     }
 
 
-def read_completion(body: Any, prompt: Sequence[int]) -> Completion:
-    """Parse the reply to `completion_body(…, prompt, …)`; raises `ServerError` if it is invalid."""
+def read_completion(body: Any, prompt: Sequence[int], version: int = 0) -> Generation:
+    """Parse the reply to `completion_body(…, prompt, …)`; raises `ServerError` if it is invalid. `version` is that of
+    the server's weights."""
     choice = first_choice(body)
     finish = choice.get("finish_reason")
     if finish not in ("stop", "length"):  # "abort": the server gave up midway, which is not the model's decision
@@ -55,7 +46,7 @@ def read_completion(body: Any, prompt: Sequence[int]) -> Completion:
     logprobs = _logprobs(choice)
     if not ids or len(ids) != len(logprobs):
         raise ServerError("bad_reply", f"the reply has {len(ids)} token ids and {len(logprobs)} log-probs")
-    return Completion(ids, logprobs, finish)
+    return Generation(ids, logprobs, finish, version)
 
 
 def _ids(choice: dict[str, Any], name: str) -> array[int]:

@@ -16,8 +16,6 @@ from toolwise.policies.openai.server_errors import parse_error_body
 if TYPE_CHECKING:
     import httpx
 
-_DEV_MODE_HINT = "VLLM_SERVER_DEV_MODE=1 in its environment"
-
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -53,7 +51,10 @@ class VllmControlClient:
 
     def model_info(self, name: str = "") -> ModelInfo:
         """The model called `name`, or the first one listed; raises if the server cannot be used for training."""
-        models = self._list(self._ask("GET", f"{self.base_url}/models"))
+        listing = self._ask("GET", f"{self.base_url}/models")
+        models = listing.get("data") if isinstance(listing, dict) else None
+        if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
+            raise PolicyError(f"{self.base_url}/models lists no models: is it a vLLM server?")
         names = [str(model.get("id")) for model in models]
         name = name or (names[0] if names else "")
         entry = next((model for model in models if model.get("id") == name), None)
@@ -61,11 +62,8 @@ class VllmControlClient:
             raise PolicyError(
                 f"vLLM at {self.root} serves {', '.join(names) or 'nothing'}, not {name!r}: set rollout.vllm.model"
             )
-        try:
-            info = self._ask("GET", f"{self.root}/server_info?config_format=json")
-        except VllmStatusError as refused:
-            raise self._no_weight_transfer() if refused.status == 404 else refused from None
-        model = (info.get("vllm_config") or {}).get("model_config") or {} if isinstance(info, dict) else {}
+        info = self._control("server_info?config_format=json", method="GET")
+        model = (info.get("vllm_config") or {}).get("model_config") or {}
         return ModelInfo(
             name=name,
             max_context=int(entry.get("max_model_len") or 0),
@@ -79,21 +77,21 @@ class VllmControlClient:
     def load(self, folder: Path, version: int) -> None:
         """Load weights from a folder that the server can read. Running requests finish first, and nothing computed with
         the old weights is used afterwards."""
-        self._transfer("pause?mode=wait")
+        self._control("pause?mode=wait")
         try:
             self._reload(folder, version)
         except PolicyError:
             with suppress(PolicyError):  # other clients may be waiting, and the next run checks the server first
-                self._transfer("resume")
+                self._control("resume")
             raise
-        self._transfer("resume")
+        self._control("resume")
 
     def _reload(self, folder: Path, version: int) -> None:
         try:
             # The only vLLM weight transfer that needs no shared GPU (its nccl and ipc engines do).
-            self._transfer("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-            cache_reset = self._transfer("reset_prefix_cache").get("success")
-            self._transfer("update_weight_version", {"new_version": str(version)})
+            self._control("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            cache_reset = self._control("reset_prefix_cache").get("success")
+            self._control("update_weight_version", {"new_version": str(version)})
         except VllmStatusError as refused:
             raise PolicyError(
                 f"{refused}; does it serve the model at model.path, and can it read {folder}? A failed load stops "
@@ -107,15 +105,18 @@ class VllmControlClient:
     def close(self) -> None:
         self._client.close()
 
-    def _transfer(self, what: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _control(self, what: str, body: dict[str, Any] | None = None, *, method: str = "POST") -> dict[str, Any]:
+        """Ask a development endpoint."""
         try:
-            reply = self._ask("POST", f"{self.root}/{what}", body)
+            reply = self._ask(method, f"{self.root}/{what}", body)
         except VllmStatusError as refused:
-            raise self._no_weight_transfer() if refused.status == 404 else refused from None
+            if refused.status != 404:
+                raise
+            raise PolicyError(
+                f"vLLM at {self.root} does not accept new weights: start it with VLLM_SERVER_DEV_MODE=1 in its "
+                "environment"
+            ) from None
         return reply if isinstance(reply, dict) else {}
-
-    def _no_weight_transfer(self) -> PolicyError:
-        return PolicyError(f"vLLM at {self.root} does not accept new weights: start it with {_DEV_MODE_HINT}")
 
     def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
         import httpx
@@ -137,9 +138,3 @@ class VllmControlClient:
             ) from fault
         except ValueError:
             raise PolicyError(f"{url} replies, but not in JSON: is it a vLLM server?") from None
-
-    def _list(self, models: Any) -> list[dict[str, Any]]:
-        data = models.get("data") if isinstance(models, dict) else None
-        if not isinstance(data, list) or not all(isinstance(model, dict) for model in data):
-            raise PolicyError(f"{self.base_url}/models lists no models: is it a vLLM server?")
-        return data

@@ -43,8 +43,7 @@ class VllmEngine(GenerationEngine):
         # The version before the request: if weights change meanwhile, the oldest version counts.
         version = self.version
         body = completion_body(self.model_info.name, token_ids, sampling)
-        completion = await self.endpoint.ask(body, lambda value, _: read_completion(value, token_ids))
-        return Generation(completion.token_ids, completion.logprobs, completion.finish_reason, version)
+        return await self.endpoint.ask(body, lambda value, _: read_completion(value, token_ids, version))
 
     def weights_changed(self, version: int) -> None:
         """Blocks until the server has the weights: every later token is sampled from the new ones."""

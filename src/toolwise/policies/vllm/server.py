@@ -16,8 +16,6 @@ from pathlib import Path
 
 from toolwise.errors import ConfigError, PolicyError
 
-SERVED_MODEL_NAME = "policy"
-"""Name of the model on the server."""
 _SHUTDOWN_TIMEOUT_S = 20.0
 # vLLM runs several processes. This script kills them all when its stdin closes, which happens however we exit.
 _WATCHDOG_SCRIPT = 'read -r _; kill -s TERM -- "-$0"; sleep 5; kill -s KILL -- "-$0"'
@@ -33,15 +31,13 @@ class VllmServer:
         self.base_url = f"http://127.0.0.1:{port}/v1"
         options = {
             "--tokenizer": tokenizer,
-            "--served-model-name": SERVED_MODEL_NAME,
+            "--served-model-name": "policy",
             "--dtype": dtype,
             "--logprobs-mode": "processed_logprobs",
             "--generation-config": "vllm",
             "--host": "127.0.0.1",
             "--port": str(port),
         }
-        required_env = {"VLLM_SERVER_DEV_MODE": "1"}
-        default_env = {"VLLM_NO_USAGE_STATS": "1"}
         arguments = [*_serve_command(command, str(model)), *(part for pair in options.items() for part in pair)]
         try:
             with self._log.open("wb") as log:
@@ -50,7 +46,7 @@ class VllmServer:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=default_env | os.environ | required_env,
+                    env={"VLLM_NO_USAGE_STATS": "1"} | os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
                     start_new_session=True,  # the trainer handles Ctrl-C: it finishes the step first
                 )
         except OSError as fault:

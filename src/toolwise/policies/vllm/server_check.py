@@ -9,10 +9,10 @@ import torch
 
 from toolwise.errors import PolicyError
 from toolwise.policies.openai.server_errors import ServerError
-from toolwise.policies.vllm.completions import Completion, completion_body, read_completion
+from toolwise.policies.vllm.completions import completion_body, read_completion
 from toolwise.policies.vllm.control import ModelInfo, VllmControlClient, VllmStatusError
 from toolwise.policies.vllm.weights import WeightsFolder, checkpoint_state, tied_names
-from toolwise.protocols import Sampling
+from toolwise.protocols import Generation, Sampling
 
 MAX_GAP_FP32 = 1e-3
 MEAN_GAP_HALF = 0.05
@@ -94,7 +94,7 @@ def check_logprobs(control: VllmControlClient, model_info: ModelInfo, model: Any
 
 def _sample_completion(
     control: VllmControlClient, model_info: ModelInfo, prompt: list[int], sampling: Sampling
-) -> Completion:
+) -> Generation:
     try:
         return read_completion(control.complete(completion_body(model_info.name, prompt, sampling)), prompt)
     except ServerError as fault:
@@ -102,7 +102,7 @@ def _sample_completion(
 
 
 @torch.inference_mode()
-def _logprob_gap(model: Any, prompt: list[int], completion: Completion, temperature: float) -> float:
+def _logprob_gap(model: Any, prompt: list[int], completion: Generation, temperature: float) -> float:
     tokens = list(completion.token_ids)
     ids = torch.tensor([prompt + tokens], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()

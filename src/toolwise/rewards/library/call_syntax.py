@@ -12,6 +12,7 @@ from typing import Any
 
 from toolwise.errors import DataError
 from toolwise.messages import ToolCall
+from toolwise.serialization.json_text import load_json
 
 MAX_CHARS = 100_000
 """Longer texts are not parsed: they are not calls, and Python's parser is slow to reject them."""
@@ -118,18 +119,14 @@ def expected_calls(ground_truth: Any) -> list[ExpectedCall]:
         try:
             calls = json.loads(calls)
         except (ValueError, RecursionError):
-            return [_exact_call(call) for call in _parse_python_ground_truth(ground_truth)]
+            try:
+                return [_exact_call(call) for call in parse_python_calls(ground_truth)]
+            except ValueError as fault:
+                raise DataError(f"the ground truth {ground_truth!r:.80} has no calls: {fault}") from fault
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list):
         raise DataError(f"the ground truth {ground_truth!r:.80} has no calls; give a list of calls or Python text")
     return [_parse_expected_call(item) for item in calls]
-
-
-def _parse_python_ground_truth(text: str) -> list[ToolCall]:
-    try:
-        return parse_python_calls(text)
-    except ValueError as fault:
-        raise DataError(f"the ground truth {text!r:.80} has no calls: {fault}") from fault
 
 
 def _exact_call(call: ToolCall) -> ExpectedCall:
@@ -145,20 +142,13 @@ def _parse_expected_call(item: Any) -> ExpectedCall:
         item = item["function"]
     if isinstance(item.get("name"), str):
         arguments = item.get("arguments", item.get("parameters", {}))
-        arguments = _load_json(arguments) if isinstance(arguments, str) else arguments
+        arguments = load_json(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(arguments, dict):
             raise error
         return _exact_call(ToolCall(name=item["name"], arguments=arguments))
     if len(item) != 1 or not isinstance(next(iter(item.values())), dict):
         raise error
     return _parse_possible_answers(*next(iter(item.items())))
-
-
-def _load_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _parse_possible_answers(name: str, answers: dict[str, Any]) -> ExpectedCall:

@@ -62,18 +62,13 @@ def find_problem(call: ToolCall, schemas: Mapping[str, str]) -> str | None:
         return f"{call.name or 'a call'}: its arguments are not a JSON object"
     if call.name not in schemas:
         return f"there is no tool {call.name!r:.80}"
-    from referencing.exceptions import Unresolvable
-
     try:
-        error = next(argument_errors(compile_parameters(call.name, schemas[call.name]), call.arguments), None)
+        validator = compile_parameters(call.name, schemas[call.name])
+        error = next(argument_errors(call.name, validator, call.arguments), None)
     except ConfigError as fault:
         raise ConfigError(f"tool_schemas: {fault}") from fault
-    except Unresolvable as fault:
-        raise ConfigError(f"tool_schemas: {call.name!r} has a $ref that cannot be resolved: {fault}") from fault
-    except RecursionError:
-        return f"{call.name}: its arguments are nested too deeply"
-    except ValidationLimitError:
-        return f"{call.name}: its arguments are too large to check"
+    except ValidationLimitError as limit:
+        return f"{call.name}: its arguments are {limit}"
     return None if error is None else f"{call.name}: {' '.join(error.message.split())[:200]}"
 
 
@@ -95,7 +90,8 @@ def call_match_reward(
     def matches(pattern: ExpectedCall, call: ToolCall) -> bool:
         return pattern.matches(call, loose_strings=loose_strings)
 
-    matched = match_in_order(expected, actual, matches) if ordered else match_in_any_order(expected, actual, matches)
+    pairs = zip(expected, actual, strict=False)
+    matched = sum(matches(*pair) for pair in pairs) if ordered else match_in_any_order(expected, actual, matches)
     total = max(len(expected), len(actual))
     share = matched / total if total else 1.0
     return EvaluateResult(
@@ -117,11 +113,6 @@ def actual_calls(messages: Sequence[Message]) -> list[ToolCall]:
 
 
 CallMatcher = Callable[[ExpectedCall, ToolCall], bool]
-
-
-def match_in_order(expected: Sequence[ExpectedCall], actual: Sequence[ToolCall], matches: CallMatcher) -> int:
-    """The number of calls that match the expected call at the same position."""
-    return sum(matches(pattern, call) for pattern, call in zip(expected, actual, strict=False))
 
 
 def match_in_any_order(expected: Sequence[ExpectedCall], actual: Sequence[ToolCall], matches: CallMatcher) -> int:

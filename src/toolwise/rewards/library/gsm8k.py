@@ -47,16 +47,6 @@ def gold_answer(ground_truth: Any) -> Decimal:
     return number
 
 
-def compute_score(
-    solution_str: str, ground_truth: Any, method: Method = "strict", format_score: float = 0.0, score: float = 1.0
-) -> float:
-    """`score` for the correct number, `format_score` for a wrong one, 0 for none."""
-    answer = find_answer(solution_str, method)
-    if answer is None:
-        return 0.0
-    return score if answer == gold_answer(ground_truth) else format_score
-
-
 @reward_function
 def gsm8k_reward(
     messages: list[Message], ground_truth: Any, method: Method = "strict", format_score: float = 0.0

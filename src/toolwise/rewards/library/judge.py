@@ -116,23 +116,21 @@ class Judge:
             if cached is not None:
                 return cached
             async with asyncio.timeout(self.deadline_s), slots:
-                return await self._request_verdict(client, key, request_body)
+                reply, verdict = await post_with_retries(
+                    client,
+                    self.url,
+                    request_body,
+                    self.retries,
+                    lambda reply: (reply, read_verdict(reply, self.scale)),
+                )
+            self._write_cached(key, reply)
+            return verdict
         except TimeoutError:
             return fault_result("timeout", f"judge at {self.url}: no verdict within deadline_s = {self.deadline_s:g}")
         except JudgeError as fault:
             return fault_result(fault.kind, str(fault))
         except Exception as fault:  # an error in one rollout must not fail the batch
             return fault_result("exception", f"judge at {self.url}: {type(fault).__name__}: {fault}")
-
-    async def _request_verdict(
-        self, client: httpx.AsyncClient, key: str, request_body: Mapping[str, Any]
-    ) -> EvaluateResult:
-        def read(reply: str) -> tuple[str, EvaluateResult]:
-            return reply, read_verdict(reply, self.scale)
-
-        reply, verdict = await post_with_retries(client, self.url, request_body, self.retries, read)
-        self._write_cached(key, reply)
-        return verdict
 
     def _headers(self) -> dict[str, str]:
         if self.api_key_env is None:

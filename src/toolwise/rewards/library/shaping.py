@@ -46,19 +46,15 @@ def length_reward(
             f"length: low_words {low_words}, high_words {high_words} and slack_words {slack_words} are not a range; "
             "give 0 <= low_words <= high_words and slack_words >= 0"
         )
-    words = sum(len(_select_part(message.content or "", part).split()) for message in replies_to_user(messages))
+    texts = [message.content or "" for message in replies_to_user(messages)]
+    if part != "all":
+        texts = [split_thought(text)[0 if part == "thought" else 1] for text in texts]
+    words = sum(len(text.split()) for text in texts)
     return EvaluateResult(
         score=length_shape(words, low_words, high_words, slack_words),
         reason=f"{words} words",
         metrics={"words": MetricResult(score=words)},
     )
-
-
-def _select_part(text: str, part: TextPart) -> str:
-    if part == "all":
-        return text
-    thought, answer = split_thought(text)
-    return thought if part == "thought" else answer
 
 
 def tags_in_place(text: str, tags: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from toolwise.rollout.parsers.action import parse_action
 from toolwise.rollout.parsers.hermes import parse_hermes
 from toolwise.rollout.parsers.json_calls import ParsedReply, decode, mark_pattern, split_reasoning
 from toolwise.rollout.parsers.llama3 import MARK as LLAMA3
-from toolwise.rollout.parsers.llama3 import begins_bare, begins_pythonic, parse_llama3
+from toolwise.rollout.parsers.llama3 import PYTHONIC, begins_bare, parse_llama3
 from toolwise.rollout.parsers.mistral import MARK as MISTRAL
 from toolwise.rollout.parsers.mistral import parse_mistral
 from toolwise.rollout.parsers.rlla import parse_rlla
@@ -59,10 +59,10 @@ def parse_auto(text: str) -> ParsedReply:
 
 
 def _format_of(text: str) -> Callable[[str], ParsedReply]:
-    if begins_pythonic(text):
+    if PYTHONIC.match(text):
         return parse_llama3
     _, body = split_reasoning(text, _MARKS)
-    if begins_pythonic(body) or begins_bare(body):
+    if PYTHONIC.match(body) or begins_bare(body):
         return parse_llama3
     first = _FIRST.search(body)
     if first is None:

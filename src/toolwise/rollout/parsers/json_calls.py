@@ -25,8 +25,7 @@ MAX_DIGITS = 640
 """Digits of an integer: what Python converts to text and back under any setting."""
 
 _THINK = r"(?P<opening><think>|\[THINK\])|(?P<closing></think>|\[/THINK\])"
-_SPACE = re.compile(r"\s*")
-_FENCE = re.compile(r"```\w*\s*")
+_START = re.compile(r"\s*(?P<fence>```\w*\s*)?")
 _FENCE_END = re.compile(r"\s*```")
 # Possessive: otherwise white space would be given back after a failure and tried again at every position.
 _NEXT_VALUE = re.compile(r"\s*+(?:;\s*+)?+(?=\{)")
@@ -59,19 +58,14 @@ _DECODER = json.JSONDecoder(parse_int=_integer)
 
 def decode(source: JsonSource, start: int) -> JsonMatch | None:
     """The JSON value at `start`, with or without a code fence, and where it ends; None if missing or incomplete."""
-    start = skip_space(source, start)
-    fence = _FENCE.match(source, start)
+    opening = _START.match(source, start)
+    assert opening is not None  # it may match the empty string
     try:
-        value, end = _DECODER.raw_decode(source, fence.end() if fence else start)
+        value, end = _DECODER.raw_decode(source, opening.end())
     except (ValueError, RecursionError):
         return None
-    fence_end = _FENCE_END.match(source, end) if fence else None
+    fence_end = _FENCE_END.match(source, end) if opening["fence"] else None
     return JsonMatch(value, fence_end.end() if fence_end else end)
-
-
-def skip_space(text: str, start: int) -> int:
-    space = _SPACE.match(text, start)
-    return space.end() if space else start
 
 
 def is_storable(value: Any) -> bool:

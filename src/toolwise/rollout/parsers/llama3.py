@@ -31,19 +31,20 @@ MARK = r"<\|python_tag\|>|\A\s*(?=\{|```)"
 
 _TAG = re.compile(re.escape(TAG), re.IGNORECASE | re.ASCII)
 _MARKS = mark_pattern(MARK)
-_ENDS_OF_TURN = ("<|eom_id|>", "<|eot_id|>")
+_END_OF_TURN = re.compile(r"<\|(?:eom|eot)_id\|>\s*+\Z")
+"""Removed from the text: the policy may know only one of Llama's two."""
 _OBJECT = re.compile(r"\s*(?:```\w*\s*)?\{")
 _BROKEN_CALL = re.compile(r'\s*(?:```\w*\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
-_PYTHONIC = re.compile(r"\s*\[\s*[\w.]+\(\s*(?:\)|\w+\s*=)")
+PYTHONIC = re.compile(r"\s*\[\s*[\w.]+\(\s*(?:\)|\w+\s*=)")
 _SEPARATOR = re.compile(r"\s*+(?:(?:;|<\|python_tag\|>)\s*+)*+(?=\{)|\s*+;", re.IGNORECASE | re.ASCII)
 
 
 def parse_llama3(text: str) -> ParsedReply:
     """Bare calls are read only at the start of a reply: JSON in the middle of a sentence is an example."""
-    text = _cut_end_of_turn(replace_surrogates(text))
+    text = _END_OF_TURN.sub("", replace_surrogates(text))
     # Text that starts as a list of calls is not a thought, whatever its strings contain.
-    head, body = ("", JsonSource(text)) if _PYTHONIC.match(text) else split_reasoning(text, _MARKS)
-    if _PYTHONIC.match(body):
+    head, body = ("", JsonSource(text)) if PYTHONIC.match(text) else split_reasoning(text, _MARKS)
+    if PYTHONIC.match(body):
         return head, number_calls(_read_python(body.strip()))
     if begins_bare(body):
         calls, end = _read_objects(body, 0)
@@ -73,16 +74,6 @@ def begins_bare(body: JsonSource) -> bool:
         return _BROKEN_CALL.match(body) is not None
     keys = match.value.keys()
     return "name" in keys and ("parameters" in keys or "arguments" in keys)
-
-
-def begins_pythonic(body: str) -> bool:
-    return _PYTHONIC.match(body) is not None
-
-
-def _cut_end_of_turn(text: str) -> str:
-    """Remove the end-of-turn token: the policy may know only one of Llama's two."""
-    token = next((end for end in _ENDS_OF_TURN if text.rstrip().endswith(end)), None)
-    return text.rstrip().removesuffix(token) if token else text
 
 
 def _read_tagged(source: JsonSource, start: int) -> tuple[list[RawCall], int]:

@@ -94,18 +94,7 @@ def build_learned_router(
     learner = build_router_learner(config, policy.model, head, actor_optimizer, encode)
     check_router(config, tasks)
     metadata = {"router": config.router.model_dump(mode="json", exclude={"labels"}), **inference_settings(config)}
-    return LearnedRouter(
-        learner,
-        prompt_of=router.prompt_of,
-        tools=router.tools,
-        budgets=router.budgets,
-        cost=router.cost,
-        conditioning=router.conditioning,
-        training=router.training,
-        seed=router.seed,
-        tasks=tasks,
-        metadata=metadata,
-    )
+    return LearnedRouter(**{**vars(router), "model": learner}, tasks=tasks, metadata=metadata)
 
 
 def _engine_encoder(config: RunConfig, engine: GenerationEngine) -> Encode | None:

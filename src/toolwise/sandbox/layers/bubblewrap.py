@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from toolwise.sandbox.layers.descriptors import wait_ready
 from toolwise.sandbox.layers.hardening import readable_paths
 from toolwise.sandbox.layers.process_info import list_pids, read_proc_stat
 from toolwise.sandbox.targets import readable_folders
@@ -222,9 +222,7 @@ class BwrapProcess:
         self._popen.wait()
         self.kill()
         if self._handle is not None:
-            waiting = select.poll()
-            waiting.register(self._handle, select.POLLIN)
-            waiting.poll(INIT_EXIT_WAIT_S * 1000)
+            wait_ready(self._handle, INIT_EXIT_WAIT_S)
             self.close_fds()
         code = self.returncode
         assert code is not None
@@ -238,10 +236,8 @@ class BwrapProcess:
 
 def _read_child(info: int) -> int | None:
     data, deadline = b"", time.monotonic() + BWRAP_TIMEOUT_S
-    poller = select.poll()
-    poller.register(info, select.POLLIN)
     while b"}" not in data and time.monotonic() < deadline:
-        if not poller.poll(100):
+        if not wait_ready(info, 0.1):
             continue
         chunk = os.read(info, 4096)
         if not chunk:

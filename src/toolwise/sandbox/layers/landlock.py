@@ -8,6 +8,7 @@ import stat
 import struct
 from collections.abc import Iterable
 
+from toolwise.sandbox.layers.descriptors import closing_fd
 from toolwise.sandbox.layers.kernel import libc, raise_errno
 from toolwise.sandbox.layers.syscalls import LANDLOCK_ADD_RULE, LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF
 
@@ -54,7 +55,7 @@ def restrict(
     ruleset = libc().syscall(LANDLOCK_CREATE_RULESET, buffer, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
     if ruleset < 0:
         raise_errno("landlock_create_ruleset")
-    try:
+    with closing_fd(ruleset):
         for path in read:
             _allow(ruleset, path, READ_FILE | READ_DIR | (EXECUTE if run else 0))
         for path in devices:
@@ -63,8 +64,6 @@ def restrict(
             _allow(ruleset, path, rights & ~EXECUTE & ~SOCKETS_AND_DEVICES | (EXECUTE if run else 0))
         if libc().syscall(LANDLOCK_RESTRICT_SELF, ruleset, ctypes.c_uint32(0)) != 0:
             raise_errno("landlock_restrict_self")
-    finally:
-        os.close(ruleset)
     return version
 
 
@@ -73,11 +72,9 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         path_fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:  # missing or inaccessible paths need no rule
         return
-    try:
+    with closing_fd(path_fd):
         if not stat.S_ISDIR(os.fstat(path_fd).st_mode):
             rights &= FOR_FILES
         rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, path_fd), 12)
         if libc().syscall(LANDLOCK_ADD_RULE, ruleset, PATH_BENEATH, rule, ctypes.c_uint32(0)) != 0:
             raise_errno(f"landlock: {path}")
-    finally:
-        os.close(path_fd)

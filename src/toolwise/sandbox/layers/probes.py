@@ -20,8 +20,8 @@ def probe_layers(plan: Plan) -> dict[str, str]:
     probes: dict[str, Callable[[Plan], str]] = {
         "namespaces": _probe_namespaces,
         "limits": _probe_limits,
-        "capabilities": _probe_capabilities,
-        "no_new_privs": _probe_no_new_privs,
+        "capabilities": lambda _: "root capabilities are still in effect" if kernel.capabilities() else "",
+        "no_new_privs": lambda _: "" if kernel.has_no_new_privs() else "a set-uid program could still raise privileges",
         "landlock": _probe_landlock,
         "seccomp": _probe_seccomp,
     }
@@ -42,14 +42,6 @@ def _probe_limits(plan: Plan) -> str:
     if sys.platform == "darwin":
         return "memory is not limited"
     return "more memory than memory_mb could be allocated"
-
-
-def _probe_capabilities(plan: Plan) -> str:
-    return "root capabilities are still in effect" if kernel.capabilities() else ""
-
-
-def _probe_no_new_privs(plan: Plan) -> str:
-    return "" if kernel.has_no_new_privs() else "a set-uid program could still raise privileges"
 
 
 def _probe_landlock(plan: Plan) -> str:

@@ -14,9 +14,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from toolwise.sandbox.disk_usage import MAX_FOLDER_DEPTH
+from toolwise.sandbox.disk_usage import MAX_FOLDER_DEPTH, walk
+from toolwise.sandbox.layers.descriptors import closing_fd
 from toolwise.sandbox.layers.disk import MAX_FILES
-from toolwise.sandbox.scratch import empty_folder, open_subfolder, opened
+from toolwise.sandbox.scratch import empty_folder, open_subfolder
 
 CLOCK_REALTIME_COARSE = 5
 """The clock of file timestamps."""
@@ -38,31 +39,14 @@ def folder_state(folder: int) -> FolderState:
     """The state of a folder, to detect changes later."""
     state: FolderState = {}
     length = 0
-    device = os.fstat(folder).st_dev
-    levels: list[tuple[int, str, list[str]]] = [(os.dup(folder), "", os.listdir(folder))]
-    try:
-        while levels:
-            current, path, names = levels[-1]
-            if not names:
-                os.close(levels.pop()[0])
-                continue
-            name = names.pop()
-            status = os.stat(name, dir_fd=current, follow_symlinks=False)
-            state[path + name] = (status.st_ino, status.st_ctime_ns)
-            length += len(path) + len(name)
-            subfolder = open_subfolder(current, name, device) if stat.S_ISDIR(status.st_mode) else None
-            if subfolder is not None:
-                levels.append((subfolder, f"{path}{name}/", os.listdir(subfolder)))
-            if len(state) > MAX_FILES or len(levels) > MAX_FOLDER_DEPTH:
-                raise CopyLimitError(
-                    f"more than {MAX_FILES:,} files, or folders nested more than {MAX_FOLDER_DEPTH} deep"
-                )
-            if length > MAX_PATH_CHARS:
-                raise CopyLimitError("paths that are too long in total")
-        return state
-    finally:
-        for current, _, _ in levels:
-            os.close(current)
+    for path, status, depth in walk([folder], ignore=()):
+        state[path] = (status.st_ino, status.st_ctime_ns)
+        length += len(path)
+        if len(state) > MAX_FILES or depth > MAX_FOLDER_DEPTH:
+            raise CopyLimitError(f"more than {MAX_FILES:,} files, or folders nested more than {MAX_FOLDER_DEPTH} deep")
+        if length > MAX_PATH_CHARS:
+            raise CopyLimitError("paths that are too long in total")
+    return state
 
 
 def wait_for_clock_tick() -> None:
@@ -164,14 +148,13 @@ class _Copy:
             return
         if status.st_nlink > 1 and len(path) < MAX_LINKED_PATH_CHARS:
             self._links[status.st_ino] = path
-        source_fd = _open_file(source, name)
-        try:
-            with opened(name, _NEW, 0o600, dir_fd=target) as target_fd:
-                self._copy_bytes(source_fd, target_fd, status.st_size)
-                os.fchmod(target_fd, status.st_mode & 0o777)
-                os.utime(target_fd, ns=(status.st_atime_ns, status.st_mtime_ns))
-        finally:
-            os.close(source_fd)
+        with (
+            closing_fd(_open_file(source, name)) as source_fd,
+            closing_fd(os.open(name, _NEW, 0o600, dir_fd=target)) as target_fd,
+        ):
+            self._copy_bytes(source_fd, target_fd, status.st_size)
+            os.fchmod(target_fd, status.st_mode & 0o777)
+            os.utime(target_fd, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     def _copy_bytes(self, source: int, target: int, size: int) -> None:
         """Copy the data of a sparse file; holes stay holes."""
@@ -222,7 +205,7 @@ def _open_file(folder: int, name: str) -> int:
     try:
         return os.open(name, _READ, dir_fd=folder)
     except PermissionError:  # its mode forbids reading to its owner, which is us
-        with opened(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder) as handle:
+        with closing_fd(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)) as handle:
             status = os.fstat(handle)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 raise

@@ -70,12 +70,12 @@ class ProgramSandbox:
         own_disk = self._report.own_disk
         self._plan = Plan(layers, "", readable, memory_mb, file_mb, cpu_s, self.permissions, own_disk=own_disk)
         self._at_once = at_once or max(4, 2 * (os.cpu_count() or 1))
-        self._reset()
+        self._reset(closed=False)
         LIVE_SANDBOXES.add(self)
 
-    def _reset(self) -> None:
-        self._lock, self._pid, self._closed = threading.Lock(), os.getpid(), False
-        self._threads: ThreadPoolExecutor | None = None
+    def _reset(self, *, closed: bool) -> None:
+        self._lock, self._pid, self._closed = threading.Lock(), os.getpid(), closed
+        self._threads = ThreadPoolExecutor(self._at_once, thread_name_prefix="toolwise-program")
         self._folders = WorkFolders()
         self._running: set[StopSignal] = set()
 
@@ -92,7 +92,7 @@ class ProgramSandbox:
     async def close_folder(self, folder: WorkFolder) -> None:
         """Remove a folder and everything in it."""
         if not self._closed:  # close() has removed them all
-            await _await_completion(self._executor().submit(self._folders.remove, folder))
+            await _await_completion(self._submit(lambda: self._folders.remove(folder)))
 
     async def run(self, text: str, folder: WorkFolder) -> ProgramResult:
         """Run a program. Cancelling kills the program and returns once nothing of it is left."""
@@ -102,7 +102,7 @@ class ProgramSandbox:
         try:
             # Time spent queueing behind `at_once` others does not count.
             work = exclude_pool_queue_time(lambda: self._run(text, folder, stop))
-            result = await _await_completion(self._executor().submit(work), stop.request_stop)
+            result = await _await_completion(self._submit(work), stop.request_stop)
         finally:
             with self._lock:
                 self._running.discard(stop)
@@ -144,13 +144,11 @@ class ProgramSandbox:
         folders = (work, temporary)
         return ProgramSpec(self.language, text, plan, view, folders, self.timeout_s, self.output_bytes, folder.lock)
 
-    def _executor(self) -> ThreadPoolExecutor:
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
         with self._lock:
             if self._closed:
                 raise SandboxError("this program sandbox is closed")
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(self._at_once, thread_name_prefix="toolwise-program")
-            return self._threads
+            return self._threads.submit(work)
 
     def close(self) -> None:
         """End all programs and remove all folders."""
@@ -158,17 +156,14 @@ class ProgramSandbox:
             return
         with self._lock:
             self._closed = True
-            threads, self._threads = self._threads, None
             for stop in self._running:
                 stop.request_stop()
-        if threads is not None:
-            threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
         self._folders.close()
 
     def _after_fork(self) -> None:
-        folders, closed = self._folders, self._closed
-        self._reset()
-        self._closed = closed
+        folders = self._folders
+        self._reset(closed=self._closed)
         folders.close()
 
     def __del__(self) -> None:

@@ -23,6 +23,9 @@ from toolwise.sandbox.layers import seccomp
 from toolwise.sandbox.layers.bubblewrap import INIT, MountView
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.process_limits import (
+    CHECK_INTERVAL_S,
+    MEASURE_INTERVAL_S,
+    START_S,
     TOO_MANY_PROCESSES,
     TOO_MANY_THREADS,
     find_usage_violation,
@@ -42,14 +45,10 @@ from toolwise.sandbox.supervisor_client import (
     SupervisedProcess,
 )
 from toolwise.sandbox.targets import library_folders, package_folder
+from toolwise.serialization.json_text import load_json
 
 Language = Literal["python", "shell"]
 Kind = Literal["ok", "exit", "timeout", "memory", "denied", "died", "too_big"]
-START_S = 60.0
-"""How long an interpreter may take to start on a busy machine; the program is not running yet."""
-CHECK_INTERVAL_S = 0.1
-MEASURE_INTERVAL_S = 0.01
-"""How often a program's processes are checked (`CHECK_INTERVAL_S`), and its folder if it has to be measured."""
 MAX_OUTPUT_BYTES = 16 * MEBIBYTE
 MAX_STATUS_BYTES = 1 << 16
 _REPORTED_KINDS: dict[str, Kind] = {"memory": "memory", "denied": "denied", "too_big": "too_big"}
@@ -300,7 +299,8 @@ class _Run:
         if self._disk.full:  # it was never started
             return ProgramResult("too_big", full)
         # The first line was written before the program started; the program may have written the others.
-        first, *later = [_read_line(line) for line in self._status_output.text().splitlines()] or [{}]
+        lines = map(load_json, self._status_output.text().splitlines())
+        first, *later = [line if isinstance(line, dict) else {} for line in lines] or [{}]
         if first.get("missing") != {}:
             reason = first.get("missing") or " ".join(err.split())[:300] or (violation and violation[1])
             reason = reason or f"its process exited with status {code}"
@@ -333,14 +333,6 @@ class _Run:
             "SIGSYS": ("denied", "it made a system call for a different CPU architecture"),
         }
         return by_signal.get(name, ("died", f"it was killed by {name}"))
-
-
-def _read_line(line: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _open_pidfd(pid: int) -> int | None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from threading import Lock
 
 from toolwise.sandbox.disk_usage import Disk, ProcFolders
 from toolwise.sandbox.faults import SandboxError
+from toolwise.sandbox.layers.descriptors import closing_fd
 from toolwise.sandbox.layers.hardening import MEBIBYTE
 from toolwise.sandbox.processes import open_channel, receive_descriptors
 from toolwise.sandbox.programs.copies import (
@@ -20,7 +22,7 @@ from toolwise.sandbox.programs.copies import (
     folder_state,
     wait_for_clock_tick,
 )
-from toolwise.sandbox.scratch import FOLDER_FLAGS, REMOVE_S, empty_folder, opened
+from toolwise.sandbox.scratch import FOLDER_FLAGS, REMOVE_S, empty_folder
 
 
 class WorkDisk:
@@ -70,7 +72,7 @@ class WorkDisk:
             self._channel.send(b"x")
 
     def _fill(self, inside: int) -> None:
-        with self._lock, opened(self._folders[0], FOLDER_FLAGS) as outside:
+        with self._lock, closing_fd(os.open(self._folders[0], FOLDER_FLAGS)) as outside:
             if copy_changes(outside, inside, {}, self._file_mb * MEBIBYTE):
                 wait_for_clock_tick()
                 self._before = folder_state(inside)
@@ -82,7 +84,7 @@ class WorkDisk:
         """After its end, copy the program's changes to the rollout's folder. "" or why that was emptied instead."""
         if self._disk is None:
             return ""
-        with self._lock, opened(self._folders[0], FOLDER_FLAGS) as outside:
+        with self._lock, closing_fd(os.open(self._folders[0], FOLDER_FLAGS)) as outside:
             try:
                 reason = self.full or self._disk.overflow_reason(lambda: ()) or self._copy_back(self._disk, outside)
             except CopyLimitError as fault:
@@ -96,8 +98,5 @@ class WorkDisk:
     def _copy_back(self, disk: Disk, outside: int) -> str:
         if not disk.limited or not copy_changes(disk.folders[0], outside, self._before, self._file_mb * MEBIBYTE):
             return ""
-        combined = Disk([self._folders[0]], self._file_mb)  # including files of concurrent calls
-        try:
+        with closing(Disk([self._folders[0]], self._file_mb)) as combined:  # including files of concurrent calls
             return combined.overflow_reason(lambda: ())
-        finally:
-            combined.close()

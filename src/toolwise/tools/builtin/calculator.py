@@ -103,7 +103,7 @@ def _literal(token: _Token) -> Number:
     exponent = token.text.lower().partition("e")[2]
     if exponent and abs(int(exponent)) > MAX_DIGITS:
         raise CalculatorError(f"the number has more than {MAX_DIGITS} digits", token.position)
-    return _compute(lambda: Fraction(token.text), token.position)
+    return _apply(Fraction, (token.text,), token.position)
 
 
 def _divide(left: Number, right: Number) -> Number:
@@ -187,10 +187,10 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Number], int, int]] = {
 }
 
 
-def _compute(compute: Callable[[], Number], position: int) -> Number:
-    """The result of `compute`, with integral fractions as ints; errors and oversized results name `position`."""
+def _apply(function: Callable[..., Number], arguments: tuple[Any, ...], position: int) -> Number:
+    """The result of `function`, with integral fractions as ints; errors and oversized results name `position`."""
     try:
-        value = compute()
+        value = function(*arguments)
     except ZeroDivisionError:
         raise CalculatorError("division by zero", position) from None
     except OverflowError:
@@ -289,10 +289,6 @@ class _Parser:
         token = self._take()
         if token.text != ")":
             raise CalculatorError("missing ')'", token.position)
-
-
-def _apply(function: Callable[..., Number], arguments: tuple[Number, ...], position: int) -> Number:
-    return _compute(lambda: function(*arguments), position)
 
 
 class CalculatorTool(BuiltinTool):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from toolwise.errors import ConfigError, DataError
+from toolwise.errors import DataError
 from toolwise.tools.base import OpenAIFunctionToolSchema
 from toolwise.tools.builtin import BuiltinTool, one_argument_schema
+from toolwise.tools.function import checked_number
 
 DEFAULT_PENALTY = 0.05
 
@@ -48,9 +48,7 @@ class Gsm8kTool(BuiltinTool):
     ) -> None:
         super().__init__(config, tool_schema)
         penalty = self.config.get("penalty", DEFAULT_PENALTY)
-        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0 <= penalty < math.inf:
-            raise ConfigError(f"tool {self.name}: penalty must be a number ≥ 0, got {penalty!r}")
-        self._penalty = float(penalty)
+        self._penalty = float(checked_number(penalty, f"tool {self.name}: penalty", "a number ≥ 0", low=0))
         self._instances: dict[str, _Instance] = {}
 
     async def create(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from toolwise.errors import ConfigError, DataError
 from toolwise.tools.base import OpenAIFunctionToolSchema
 from toolwise.tools.builtin import BuiltinTool, one_argument_schema
+from toolwise.tools.function import ABOVE_0, checked_number
 
 if TYPE_CHECKING:
     from toolwise.sandbox.programs.run import Language, ProgramResult
@@ -113,10 +114,8 @@ def format_result(result: ProgramResult) -> str:
 def _settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     settings = {key: config[key] for key in sorted(ProgramTool.config_keys) if config.get(key) is not None}
     for key in _NUMBERS:
-        value = settings.get(key, 1)
-        valid_type = isinstance(value, int) or (key == "timeout_s" and isinstance(value, float))
-        if isinstance(value, bool) or not valid_type or not value > 0:
-            raise ConfigError(f"{where}: {key} must be a number above 0, got {value!r}")
+        whole, value = key != "timeout_s", settings.get(key, 1)
+        checked_number(value, f"{where}: {key}", "a number above 0", whole=whole, low=ABOVE_0)
     for key in _LISTS:
         value = settings.get(key, [])
         if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):

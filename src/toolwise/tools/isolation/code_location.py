@@ -95,8 +95,5 @@ def has_main_guard(file: Path) -> bool:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return False
-    return any(isinstance(node, ast.If) and _is_main_test(node.test) for node in tree.body)
-
-
-def _is_main_test(test: ast.expr) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(test))
+    tests = [node for statement in tree.body if isinstance(statement, ast.If) for node in ast.walk(statement.test)]
+    return any(isinstance(node, ast.Name) and node.id == "__name__" for node in tests)

@@ -103,7 +103,7 @@ class Pool:
         """Number of workers that were killed or died during a call."""
         self._reset()
 
-    def _reset(self) -> None:
+    def _reset(self, *, closed: bool = False) -> None:
         self._lock = threading.Lock()
         self._unserved = threading.Event()
         """Set while callers wait for a worker."""
@@ -112,7 +112,7 @@ class Pool:
         self._waiting: dict[ModuleRef, deque[_Waiter]] = {}
         self._live_workers: set[Worker] = set()
         self._paused_until = 0.0
-        self.closed = False
+        self.closed = closed
 
     async def run(
         self, target: ObjectRef, parameters: dict[str, Any], kwargs: dict[str, Any] | None = None
@@ -372,9 +372,7 @@ class Pool:
         """In a forked child: the workers belong to the parent, so forget them and start with none."""
         for worker in self._live_workers:
             worker.close_after_fork()
-        closed = self.closed
-        self._reset()
-        self.closed = closed
+        self._reset(closed=self.closed)
 
 
 async def retry_undelivered(attempt: Callable[[], Awaitable[T]]) -> T:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
 import signal
 import socket
 import subprocess
@@ -13,13 +12,17 @@ import sys
 import threading
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from toolwise.config.imports import WORKER_ENV_VAR
+from toolwise.sandbox.layers.descriptors import wait_ready
 from toolwise.sandbox.layers.supervisor import KEEP_SUPERVISORS_SIGNAL
 from toolwise.sandbox.processes import MARK_VARIABLE, open_pipes, sweep_leftovers
 from toolwise.sandbox.supervisor_client import SUPERVISION_AVAILABLE, ask_supervisor_to_end
 from toolwise.tools.isolation.code_location import ModuleRef
+
+if TYPE_CHECKING:
+    from toolwise.tools.isolation.zygote import ForkedChild
 
 MAX_RESULT_BYTES = 8 << 20
 
@@ -37,22 +40,11 @@ _DEFAULTS = {
 _closing = threading.Lock()
 
 
-class Child(Protocol):
-    """A process whose pid stays valid until `wait`."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int | None: ...
-
-
 @dataclass(slots=True)
 class Process:
     """A worker's supervisor if the system supports one (`sandbox/layers/supervisor.py`), else the worker itself."""
 
-    popen: Child
+    popen: subprocess.Popen[bytes] | ForkedChild
     channel: socket.socket
     output: int
     lifeline: int
@@ -129,13 +121,10 @@ class ExitWatcher:
         self._popen = process.popen
         self.descriptor: int | None = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
         self.tick_ms = None if self.descriptor is not None else 100
-        self._poll = select.poll()
-        if self.descriptor is not None:
-            self._poll.register(self.descriptor, select.POLLIN)
 
     def has_exited(self, within_s: float = 0.0) -> bool:
         if self.descriptor is not None:
-            return bool(self._poll.poll(within_s * 1000))
+            return wait_ready(self.descriptor, within_s)
         with suppress(subprocess.TimeoutExpired):
             self._popen.wait(within_s)
         return self._popen.poll() is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 from toolwise.tools.isolation.code_location import ModuleRef
@@ -38,9 +39,9 @@ class Roster:
         self.zygotes: dict[ModuleRef, tuple[Worker, Zygote]] = {}
         self.unshared_modules: set[ModuleRef] = set()
         """Modules that each worker loads separately."""
-        self.killed_while_starting: dict[ModuleRef, int] = {}
+        self.killed_while_starting: Counter[ModuleRef] = Counter()
         """Workers killed while starting since the last successful start."""
-        self._lost_zygotes: dict[ModuleRef, int] = {}
+        self._lost_zygotes: Counter[ModuleRef] = Counter()
         self._last_used: dict[Worker, float] = {}
         """When an idle worker or a zygote was last used."""
 
@@ -60,28 +61,22 @@ class Roster:
             self.unshared_modules.add(worker.module_ref)
         return False
 
-    def drop_lost_zygote(self, worker: Worker) -> bool:
-        """Whether a worker failed to start because its zygote is gone. The zygote is replaced; after `MAX_LOST` losses
-        each worker loads the module separately."""
-        if worker.zygote is None or not worker.zygote.gone:
-            return False
-        held, zygote = self.zygotes.get(worker.module_ref, (None, None))
-        if zygote is worker.zygote and held is not None:
-            del self.zygotes[worker.module_ref]
-            self._last_used.pop(held, None)
-            self._lost_zygotes[worker.module_ref] = self._lost_zygotes.get(worker.module_ref, 0) + 1
-            if self._lost_zygotes[worker.module_ref] >= MAX_LOST:
-                self.unshared_modules.add(worker.module_ref)
-        return True
-
     def should_restart(self, worker: Worker) -> bool:
         """Whether to replace a worker that failed to start because its zygote was gone or it was killed: the module is
-        not the cause, unless that happens repeatedly."""
-        if self.drop_lost_zygote(worker):
-            return True
-        count = self.killed_while_starting.get(worker.module_ref, 0) + 1
-        self.killed_while_starting[worker.module_ref] = count
-        return worker.was_killed and count < MAX_LOST
+        not the cause, unless that happens repeatedly. A lost zygote is replaced too; after `MAX_LOST` losses each
+        worker loads the module separately."""
+        module_ref = worker.module_ref
+        if worker.zygote is None or not worker.zygote.gone:
+            self.killed_while_starting[module_ref] += 1
+            return worker.was_killed and self.killed_while_starting[module_ref] < MAX_LOST
+        held, zygote = self.zygotes.get(module_ref, (None, None))
+        if zygote is worker.zygote and held is not None:
+            del self.zygotes[module_ref]
+            self._last_used.pop(held, None)
+            self._lost_zygotes[module_ref] += 1
+            if self._lost_zygotes[module_ref] >= MAX_LOST:
+                self.unshared_modules.add(module_ref)
+        return True
 
     def zygote_of(self, module_ref: ModuleRef) -> Zygote | None:
         worker, zygote = self.zygotes.get(module_ref, (None, None))

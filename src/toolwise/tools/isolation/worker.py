@@ -24,7 +24,7 @@ from toolwise.sandbox.faults import WorkerFault
 from toolwise.sandbox.layers.process_info import is_stopped
 from toolwise.sandbox.processes import describe_exit, has_unread_bytes
 from toolwise.sandbox.supervisor_client import SUPERVISOR_END_S
-from toolwise.tools.call_errors import ToolCallError
+from toolwise.tools.call_errors import DIED, ToolCallError
 from toolwise.tools.isolation.code_location import ModuleRef
 from toolwise.tools.isolation.core_time import CpuUsage
 from toolwise.tools.isolation.process import MAX_RESULT_BYTES, ExitWatcher, Process, start_process
@@ -49,11 +49,7 @@ class ToolDied(ToolCallError):  # noqa: N818 (an outcome of a call, not a user e
     """The process that ran a tool died or never started: an infrastructure failure, not one of the tool."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(text, "died")
-
-    @property
-    def infrastructure(self) -> bool:
-        return True
+        super().__init__(text, DIED)
 
 
 class LoadFault(ToolDied):

@@ -107,7 +107,10 @@ def _serve_requests(channel: int, module: ModuleType, max_bytes: int) -> None:
             server.close()
             channel, lifeline, output = fork_workers(channel)
             # From here on this is a forked child: the zygote itself never returns.
-            _become_worker(lifeline, output)
+            for stream in (1, 2):
+                os.dup2(output, stream)
+            os.close(output)
+            _die_with_parent(lifeline)
             send, server = _sender(channel, max_bytes), _Server(module)
             send({"loaded": True, "forks": False, "pid": _getpid()})
             continue
@@ -115,13 +118,6 @@ def _serve_requests(channel: int, module: ModuleType, max_bytes: int) -> None:
             send({"id": request["id"], "value": server.answer(request)})
         except BaseException as fault:
             send({"id": request["id"], "fault": _fault_to_json(fault)})
-
-
-def _become_worker(lifeline: int, output: int) -> None:
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    os.close(output)
-    _die_with_parent(lifeline)
 
 
 class _Server:

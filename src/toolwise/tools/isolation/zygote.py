@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
 import socket
 import sys
 import threading
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 
 from toolwise.sandbox import frames
 from toolwise.sandbox.faults import WorkerFault
+from toolwise.sandbox.layers.descriptors import closing_fd, wait_ready
 from toolwise.sandbox.layers.process_info import is_stopped
 from toolwise.sandbox.processes import open_pipes
 from toolwise.tools.isolation.process import Process
@@ -75,10 +75,9 @@ class Zygote:
     def _exchange(self, payload: bytes, descriptors: tuple[int, ...]) -> dict[str, object]:
         channel = self._process.channel
         socket.send_fds(channel, [payload], list(descriptors))
-        poll, until = select.poll(), time.monotonic() + REPLY_TIMEOUT_S
-        poll.register(channel, select.POLLIN)
+        until = time.monotonic() + REPLY_TIMEOUT_S
         while (reply := self._frame_reader.next()) is None:
-            if not poll.poll(POLL_S * 1000):
+            if not wait_ready(channel.fileno(), POLL_S):
                 if is_stopped(self._pid) or time.monotonic() > until:
                     raise TimeoutError("it was stopped or does not answer")
                 continue
@@ -111,12 +110,8 @@ class ForkedChild:
         except OSError:  # no descriptors left
             return self._poll_until_reaped(timeout if timeout is not None else REPLY_TIMEOUT_S)
         else:
-            ended = select.poll()
-            ended.register(handle, select.POLLIN)
-            try:
-                ended.poll(None if timeout is None else timeout * 1000)
-            finally:
-                os.close(handle)
+            with closing_fd(handle):
+                wait_ready(handle, timeout)
         self.returncode = self.zygote.reap(self.pid)
         return self.returncode
 

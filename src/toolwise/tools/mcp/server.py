@@ -126,30 +126,17 @@ class McpServer:
         return ToolCallError(f"MCP server {self.address.name}: {why}", SERVER_DOWN)
 
 
-class SharedServer:
-    """All rollouts talk to the same server."""
+class RolloutServers:
+    """The servers of all rollouts: `shared` by all of them, or one each, for stateful servers. Tools created under the
+    same id share a server."""
 
-    def __init__(self, server: McpServer) -> None:
-        self._server = server
-
-    async def attach(self, instance_id: str) -> None:
-        return None
-
-    async def detach(self, instance_id: str) -> None:
-        return None
-
-    def server_for(self, instance_id: str) -> McpServer:
-        return self._server
-
-
-class PerRolloutServers:
-    """One server per rollout, for stateful servers. Tools created under the same id share a server."""
-
-    def __init__(self, address: Address) -> None:
-        self._address = address
+    def __init__(self, address: Address, shared: McpServer | None) -> None:
+        self._address, self._shared = address, shared
         self._servers: dict[str, tuple[McpServer, int]] = {}
 
     async def attach(self, instance_id: str) -> None:
+        if self._shared is not None:
+            return
         server, users = self._servers.get(instance_id) or (McpServer(self._address, restart=False), 0)
         self._servers[instance_id] = (server, users + 1)
         try:
@@ -166,7 +153,7 @@ class PerRolloutServers:
             await server.close()
 
     def server_for(self, instance_id: str) -> McpServer:
-        return self._servers[instance_id][0]
+        return self._shared or self._servers[instance_id][0]
 
 
 def _end_sessions(thread: LoopThread, sessions: weakref.WeakSet[Session]) -> None:

@@ -14,7 +14,7 @@ from toolwise.errors import ConfigError, MissingExtraError, ToolwiseError
 from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
 from toolwise.tools.call_errors import ToolCallError
 from toolwise.tools.function import check_option_names, checked_seconds
-from toolwise.tools.mcp.server import McpServer, PerRolloutServers, SharedServer
+from toolwise.tools.mcp.server import McpServer, RolloutServers
 from toolwise.tools.mcp.session import Address
 from toolwise.untrusted.json_schema import compile_parameters
 
@@ -42,7 +42,7 @@ class McpTool(BaseTool):
         config: dict[str, Any],
         tool_schema: OpenAIFunctionToolSchema,
         *,
-        servers: SharedServer | PerRolloutServers,
+        servers: RolloutServers,
         remote_name: str,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -97,7 +97,7 @@ def mcp_tools(config: Mapping[str, Any]) -> list[BaseTool]:
     selected = _select_tools(offered, config.get("include"), address)
     if scope == "rollout":
         server.close_and_wait()
-    servers = SharedServer(server) if scope == "run" else PerRolloutServers(address)
+    servers = RolloutServers(address, server if scope == "run" else None)
     options = {key: config[key] for key in ("family", "price", "max_concurrent") if key in config}
     return [
         McpTool(options, _schema(tool, prefix, address), servers=servers, remote_name=tool.name, timeout_s=timeout_s)

@@ -59,7 +59,7 @@ def _can_learn_from_equal_rewards(config: RunConfig, estimator: AdvantageEstimat
         return True
     if not rlvcr.enable:
         return False
-    if rlvcr.price_rollouts and (rlvcr.budget.price > 0.0 or rlvcr.budget.limit is not None):
+    if rlvcr.subtract_thinking_cost and (rlvcr.budget.price > 0.0 or rlvcr.budget.limit is not None):
         return True
     has_alternatives = rlvcr.steps != "mixed" and rlvcr.share > 0.0 and rlvcr.step_advantage_w != 0.0
     not_gated = rlvcr.gate == "none" or (rlvcr.success_score is not None and score >= rlvcr.success_score)
@@ -81,7 +81,7 @@ def _cut(scored: Sequence[ScoredRollout], *_: object) -> str | None:
 
 
 def _hit_length_limit(rollout: Rollout) -> bool:
-    return (rollout.steps[-1].policy_logprobs or {}).get("finish_reason") == "length"
+    return rollout.steps[-1].tokens.finish_reason == "length"
 
 
 def _explain_cut(_: str, rollouts: int, config: RunConfig) -> tuple[str, str]:

@@ -265,14 +265,9 @@ def _fill(connection: sqlite3.Connection, documents: Iterable[Document], options
     connection.execute("BEGIN")
     size = 0
     for row, document in enumerate(documents):
-        connection.execute(
-            "INSERT INTO documents(rowid, title, text) VALUES (?, ?, ?)", (row, *map(_encodable, document))
-        )
+        # Lone surrogates, which JSON may contain, have no UTF-8 encoding.
+        texts = (text.encode("utf-8", "replace").decode("utf-8") for text in document)
+        connection.execute("INSERT INTO documents(rowid, title, text) VALUES (?, ?, ?)", (row, *texts))
         size += 1
     connection.execute("COMMIT")
     return size
-
-
-def _encodable(text: str) -> str:
-    """Replace lone surrogates, which JSON may contain: they have no UTF-8 encoding."""
-    return text.encode("utf-8", "replace").decode("utf-8")

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from toolwise.errors import ConfigError
 from toolwise.tools.base import OpenAIFunctionToolSchema
 from toolwise.tools.builtin import BuiltinTool, one_argument_schema
 from toolwise.tools.builtin.search.corpora import Document, InlineCorpus, read_corpora, read_documents
 from toolwise.tools.builtin.search.index import CorpusIndex, DocumentIndex, SearchResult, open_index
-from toolwise.tools.function import checked_seconds
+from toolwise.tools.function import checked_number, checked_seconds
 
 NO_RESULTS = "No results."
 THREADED_SEARCH_CHARS = 200_000
@@ -59,7 +58,14 @@ class SearchTool(BuiltinTool):
         self._timeout_s = checked_seconds(self.config.get("timeout_s", 10.0), "tool search: timeout_s")
         documents = read_documents(self.config.get("documents"), "tool search")
         corpora = read_corpora(self.config)
-        self._snippet_words = _checked_words(self.config.get("snippet_words", 40 if corpora else 0))
+        self._snippet_words = checked_number(
+            self.config.get("snippet_words", 40 if corpora else 0),
+            "tool search: snippet_words",
+            f"an integer from 0 to {MAX_SNIPPET_WORDS}",
+            whole=True,
+            low=0,
+            high=MAX_SNIPPET_WORDS,
+        )
         self._shared: DocumentIndex | CorpusIndex = DocumentIndex(documents)
         if corpora:
             cache = self.config.get("cache")
@@ -123,12 +129,4 @@ def _line(document: Document, snippet_words: int) -> str:
 
 
 def _checked_k(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{where}: k must be an integer ≥ 1, got {value!r}")
-    return value
-
-
-def _checked_words(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SNIPPET_WORDS:
-        raise ConfigError(f"tool search: snippet_words must be an integer from 0 to {MAX_SNIPPET_WORDS}, got {value!r}")
-    return value
+    return int(checked_number(value, f"{where}: k", "an integer ≥ 1", whole=True, low=1))

@@ -1,0 +1,96 @@
+"""The `[rollout]` section of a run's configuration. Source of docs/settings.md."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+
+from toolwise.config.imports import check_name
+from toolwise.config.loader import Section
+
+TOOL_PARSERS = ("auto", "hermes", "qwen", "llama3", "mistral", "rlla", "action", "openai", "none")
+ToolParserName = Annotated[str, AfterValidator(partial(check_name, names=TOOL_PARSERS))]
+
+
+class VllmConfig(Section):
+    """The server used by `rollout.engine = "vllm"`: docs/engine.md."""
+
+    base_url: str = ""
+    """URL of a running server, such as http://localhost:8000/v1; empty: start one and stop it when the run ends."""
+    command: list[str] = Field(default_factory=lambda: ["vllm", "serve"], min_length=1)
+    """Command that starts the server, with your own options; the model, the port and what training needs are added."""
+    model: str = ""
+    """Name of the model on the server; empty: the first one it lists."""
+    api_key_env: str = ""
+    """Environment variable that holds the server's API key, if it needs one."""
+    weights_dir: Path | None = None
+    """Folder for weight transfer: this process writes it, the server reads it; unset: a temporary folder."""
+    start_s: PositiveFloat = 600.0
+    """Time limit for the server to start, in seconds."""
+    timeout_s: PositiveFloat = 600.0
+    """Timeout of one request or of one step of a weight transfer, in seconds."""
+
+
+class GrammarConfig(Section):
+    """A grammar that every reply must follow; set at most one field. Needs pip install 'toolwise[grammar]'. Constrained
+    samples differ from the model's own distribution, and training does not correct for that: docs/engine.md."""
+
+    json_schema: Path | None = None
+    """JSON schema file."""
+    regex: str = ""
+    """Regular expression."""
+    lark: Path | None = None
+    """Lark grammar file."""
+    tool_calls: bool = False
+    """Free text, but tool calls must name an existing tool and match its schema; for the parsers hermes and qwen."""
+
+    @model_validator(mode="after")
+    def _check_one_given(self) -> GrammarConfig:
+        if sum(map(bool, (self.json_schema, self.regex, self.lark, self.tool_calls))) > 1:
+            raise ValueError("set only one of json_schema, regex, lark and tool_calls")
+        return self
+
+
+class RolloutConfig(Section):
+    n: PositiveInt = 8
+    """Rollouts per task: the group within which advantages are compared."""
+    engine: Literal["toolwise", "transformers", "vllm"] = "toolwise"
+    """What generates: "toolwise", the engine on the learner's weights; "transformers", batched forward passes of
+    transformers, for any model; or "vllm", a vLLM server."""
+    vllm: VllmConfig = VllmConfig()
+    do_sample: bool = True
+    """Sample tokens; false: decode greedily."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature."""
+    max_new_tokens: PositiveInt = 256
+    """Maximum tokens per turn."""
+    tool_parser: ToolParserName = "hermes"
+    """How tool calls are parsed from the model's text: "hermes", "qwen", "llama3", "mistral", "rlla", "action", or a
+    function or class as package.module:name or path/to/file.py:name (docs/tools.md). "auto" follows the chat template,
+    or each text if the template is not recognized; "openai" leaves parsing to the server; "none" leaves the text as is
+    (RLLA: no tools run)."""
+    tool_prompt: Literal["auto", "template", "system"] = "auto"
+    """Who describes the tools to the model: its chat template, or Toolwise in the system message, in the format that
+    `tool_parser` reads. "auto" uses the template if it shows tools, and the system message if it ignores them."""
+    grammar: GrammarConfig = GrammarConfig()
+    on_template_change: Literal["append", "fork"] = "append"
+    """When a chat template would render earlier turns differently (e.g. drop thoughts): "append" continues after the
+    sampled tokens, one row per rollout; "fork" starts a new row as the template renders it."""
+    cache_mb: PositiveInt | None = None
+    """Memory of the KV cache in MB; unset: on a GPU half of what is free when the run starts (training needs its
+    share), on a CPU up to 4 GiB."""
+    max_batch: PositiveInt = 256
+    """Maximum number of requests that generate together."""
+    max_concurrent: PositiveInt = 1024
+    """Maximum number of concurrent episodes."""
+    max_concurrent_requests: PositiveInt | None = None
+    """How many of them may wait for the model; unset: all."""
+    max_concurrent_envs: PositiveInt | None = None
+    """How many of them may be in the environment's `reset` or `step`; unset: all."""
+    deadline_s: PositiveFloat = 600.0
+    """Wall-clock limit of an episode in seconds, including tools and waiting."""
+    max_episode_tokens: PositiveInt | None = None
+    """Maximum tokens sampled per episode."""

@@ -1,0 +1,117 @@
+"""`SampledTokens`: what a policy sampled in one turn, as one validated, compact value."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NotRequired, TypedDict
+
+from toolwise.messages import Prefix
+
+Alignment = Literal["first", "clean", "realigned", "forked"]
+"""How a turn's prompt continues the previous one: see rollout/tokens.py."""
+
+
+class TokenLogprobs(TypedDict):
+    """The dictionary in which a policy returns the tokens of one turn. `prompt_ids` is everything the model saw before
+    them."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    prompt_ids: Sequence[int]
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    policy_version: int
+    alignment: NotRequired[Alignment]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledTokens(Mapping[str, Any]):
+    """The tokens of one turn. As a mapping it has the keys of the dictionary that the policy returned."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """One per sampled token."""
+    prompt_ids: Sequence[int]
+    finish_reason: str | None = None
+    """"length" if the reply was cut off at its length limit."""
+    policy_version: int | None = None
+    alignment: Alignment | None = None
+    has_ids: bool = True
+    """False: the policy returned text without token ids, which can be evaluated but not trained on."""
+    extra: Mapping[str, Any] | None = None
+    """Other keys that the policy returned."""
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(
+                f"got {len(self.token_ids)} token_ids but {len(self.logprobs)} logprobs: every sampled token needs one"
+            )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any] | SampledTokens) -> SampledTokens:
+        """Validate and pack a `TokenLogprobs`; raises ValueError. `token_ids`, `logprobs` and `prompt_ids` come
+        together; without `token_ids`, every key is optional."""
+        if type(values) is cls:  # faster than isinstance, which asks `Mapping`
+            return values
+        if not isinstance(values, dict):
+            raise ValueError(f"log-probs must be a TokenLogprobs or None, not {type(values).__name__}")
+        has_ids = values.get("token_ids") is not None
+        token_ids, logprobs, prompt_ids = [_pack(values, key) for key in _SEQUENCES] if has_ids else ((), (), ())
+        own_keys = _ALL_KEYS if has_ids else _LABELS
+        if not math.isfinite(sum(logprobs)):
+            raise ValueError("logprobs contain NaN or infinity: are the model's weights broken?")
+        return cls(
+            token_ids,
+            logprobs,
+            prompt_ids,
+            _checked(values, "finish_reason", str),
+            _checked(values, "policy_version", int),
+            _checked(values, "alignment", str),
+            has_ids,
+            None if values.keys() <= own_keys else {key: values[key] for key in values.keys() - own_keys},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The dictionary that the policy returned."""
+        keys = _ALL_KEYS if self.has_ids else _LABELS
+        fields = {key: value for key in keys if (value := getattr(self, key)) is not None}
+        return fields | dict(self.extra or {})
+
+    def __getitem__(self, key: str) -> Any:
+        return self.to_dict()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.to_dict())
+
+    def __len__(self) -> int:
+        return len(self.to_dict())
+
+
+NO_TOKENS = SampledTokens((), (), (), has_ids=False)
+
+_SEQUENCES = {"token_ids": "i", "logprobs": "df", "prompt_ids": "i"}
+"""Keys that hold a sequence, and the types of array that are kept as they are; the first one packs anything else."""
+_LABELS = {"finish_reason", "policy_version", "alignment"}
+_ALL_KEYS = {*_SEQUENCES, *_LABELS}
+
+
+def _pack(values: dict[str, Any], key: str) -> Sequence[Any]:
+    sequence, typecodes = values.get(key), _SEQUENCES[key]
+    if type(sequence) is Prefix or (type(sequence) is array and sequence.typecode in typecodes):
+        return sequence
+    if sequence is None:
+        raise ValueError(f"got token_ids without {key}: return token_ids, logprobs and prompt_ids, or no token_ids")
+    try:
+        return array(typecodes[0], sequence)
+    except (TypeError, ValueError, OverflowError) as fault:
+        kind = "log-probs" if key == "logprobs" else "token ids"
+        raise ValueError(f"{key} must be a list of {kind}: {fault}") from None
+
+
+def _checked(values: dict[str, Any], key: str, kind: type) -> Any:
+    value = values.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{key} must be of type {kind.__name__}, not {type(value).__name__}")
+    return value

@@ -162,7 +162,7 @@ def test_a_ground_truth_that_json_cannot_say_is_written_as_text(tmp_path: Path) 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
     pair = [scored("g/0", 1.0, TURNS), scored("g/1", None, (), error=EvaluationFault(kind="timeout", message="60 s"))]
-    credited = Grpo()([AnnotatedRollout(pair[0])])
+    credited = Grpo()([AnnotatedRollout(pair[0])]).rollouts
     write_records(tmp_path, "step-000001", pair, credited)
     assert read_records(tmp_path / "step-000001.jsonl") == [
         RolloutRecord.of(pair[0], credited[0]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +86,13 @@ def test_a_micro_batch_keeps_to_the_budget_unless_one_row_alone_is_over_it(
 def test_positions_are_depths(rows: list[Tokens], budget: int, share: bool, nodes: bool) -> None:
     for packed in pack(rows, budget, share_prefixes=share, nodes=nodes):
         assert packed.positions.tolist() == [len(path_of(packed, place)) - 1 for place in range(packed.T)]
+
+
+@pytest.mark.parametrize("nodes", [False, True])
+def test_positions_after_a_shared_prompt_by_hand(nodes: bool) -> None:
+    [packed] = pack([row([1, 2], [3, 4]), row([1, 2], [5, 6])], 100, nodes=nodes)
+    assert packed.ids.tolist() == [1, 2, 3, 5]
+    assert packed.positions.tolist() == [0, 1, 2, 2]
 
 
 @given(st.lists(tokens(), max_size=8), st.booleans())

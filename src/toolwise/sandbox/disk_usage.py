@@ -175,22 +175,21 @@ def walk(
                     listing.append((entry.name, entry.stat(follow_symlinks=False)))
         return listing
 
-    stack = [(os.dup(folder), "", entries(folder)) for folder in folders]
+    stack = [(os.dup(folder), os.fstat(folder).st_dev, "", entries(folder)) for folder in folders]
     try:
         while stack:
-            folder, path, names = stack[-1]
+            folder, device, path, names = stack[-1]
             if not names:
                 os.close(stack.pop()[0])
                 continue
             name, status = names.pop()
-            is_folder = stat.S_ISDIR(status.st_mode)
-            subfolder = open_subfolder(folder, name, os.fstat(folder).st_dev) if is_folder else None
+            subfolder = open_subfolder(folder, name, device) if stat.S_ISDIR(status.st_mode) else None
             if subfolder is not None:
-                stack.append((subfolder, f"{path}{name}/", []))  # first, so that it is closed whatever happens
-                stack[-1][2].extend(entries(subfolder))
+                stack.append((subfolder, device, f"{path}{name}/", []))  # first, so that it is closed whatever happens
+                stack[-1][-1].extend(entries(subfolder))
             yield path + name, status, len(stack)
     finally:
-        for folder, _, _ in stack:
+        for folder, *_ in stack:
             os.close(folder)
 
 

@@ -322,7 +322,7 @@ def test_a_server_that_cannot_start_again_is_not_asked_for_ever(tmp_path: Path) 
         )
 
     assert all(fault.infrastructure for fault in asyncio.run(run()))
-    assert "tried again in" in str(failure(tools["echo"], text="x"))
+    assert "the next attempt is in" in str(failure(tools["echo"], text="x"))
     assert tools["echo"].servers.server_for("i").starts <= 3
 
 

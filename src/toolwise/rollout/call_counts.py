@@ -46,12 +46,13 @@ class CallCounts:
         return None
 
     def usage(self, steps: Sequence[StepData], seconds: float) -> Usage:
+        tokens = [step.tokens for step in steps]
         return Usage(
             calls=dict(self.calls),
             failed_calls=dict(self.failed),
             cost=self.cost,
-            prompt_tokens=sum(len(s.tokens.prompt_ids) for s in steps),
-            sampled_tokens=sum(len(s.tokens.token_ids) for s in steps),
+            prompt_tokens=sum(len(t.prompt_ids) for t in tokens),
+            sampled_tokens=sum(len(t.token_ids) for t in tokens),
             seconds=seconds,
             queue_s=sum(self.queue_s),
             longest_queue_s=max(self.queue_s, default=0.0),

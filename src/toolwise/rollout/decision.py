@@ -34,7 +34,7 @@ class PolicyDecision(NamedTuple):
         calls = [call if type(call) is ToolCall else ToolCall.model_validate(call) for call in raw_calls]
         if action["type"] == "tool_call" and not calls:  # a single call may be given by name and arguments alone
             calls = [ToolCall(id="call_0", name=action["name"], arguments=action.get("arguments") or {})]
-        if calls:
+        if calls and calls != raw_calls:
             action = {**action, "tool_calls": calls}
         content = action.get("content") or ""
         if not isinstance(content, str):

@@ -70,6 +70,11 @@ def test_text_without_ids_has_no_tokens_and_keeps_what_the_policy_said(told: dic
     assert dict(tokens) == told
 
 
+def test_a_numpy_integer_is_a_version() -> None:
+    version = SampledTokens.from_dict(TOLD | {"policy_version": np.int64(4)}).policy_version
+    assert (version, type(version)) == (4, int)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

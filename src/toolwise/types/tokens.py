@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,6 +113,8 @@ def _pack(values: dict[str, Any], key: str) -> Sequence[Any]:
 
 def _checked(values: dict[str, Any], key: str, kind: type) -> Any:
     value = values.get(key)
+    if kind is int and hasattr(type(value), "__index__"):  # a NumPy integer is one too
+        return operator.index(value)
     if value is not None and not isinstance(value, kind):
         raise ValueError(f"{key} must be of type {kind.__name__}, not {type(value).__name__}")
     return value

@@ -83,14 +83,17 @@ def test_an_estimator_over_steps_charges_each_step() -> None:
 
 
 def test_the_learner_s_current_coefficient_is_used() -> None:
-    actor = Actor(tiny_model(), replace(LR, kl="reward", kl_coef=0.5))
+    actor = Actor(tiny_model(), changed(LR, {"algorithm": {"kl": "reward", "kl_coef": 0.5}}))
     scored = [credit([([5, 6, 7], [8], [-1.0])], 0.0).annotated.scored]
     assert actor.annotate(scored)[0].kl_coef == 0.5
     actor.kl.value = 0.25
     [rollout] = actor.annotate(scored)
     assert rollout.kl_coef == 0.25
     assert rollout.ref_logprobs is not None
-    assert Actor(tiny_model(), replace(LR, kl="loss", kl_coef=0.5)).annotate(scored)[0].kl_coef is None
+    assert (
+        Actor(tiny_model(), changed(LR, {"algorithm": {"kl": "loss", "kl_coef": 0.5}})).annotate(scored)[0].kl_coef
+        is None
+    )
 
 
 def test_without_kl_in_the_reward_there_is_no_metric() -> None:

@@ -22,7 +22,7 @@ def few_steps(folder: Path, *more: str) -> RunConfig:
     """The example beside tasks of its own, with the model that ships in place of the taught one."""
     (folder / "rooms_rlvcr.toml").write_text(EXAMPLE.read_text(encoding="utf-8"), encoding="utf-8")
     for split in ("train", "heldout"):
-        write_rows(folder / "rooms" / f"{split}.jsonl", task_rows(range(4), split))
+        write_rows(list(task_rows(range(4), split)), folder / "rooms" / f"{split}.jsonl")
     small = (
         "model.path=builtin:small",
         "data.batch_size=1",

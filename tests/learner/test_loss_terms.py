@@ -68,7 +68,7 @@ def test_kl_in_the_reward_adds_nothing_here() -> None:
 
 
 def test_metrics_of_micro_batches_add_up() -> None:
-    whole, parts = (MetricSums(torch.device("cpu"), metric_names(PLAIN, PPO)) for _ in range(2))
+    whole, parts = (MetricSums(torch.device("cpu"), metric_names(PLAIN.actor, PPO)) for _ in range(2))
     weights = torch.tensor([0.25, 0.75])
     terms = policy_loss_terms(PLAIN, PPO, 0.0, batch(), BOTH, NOW, ENTROPY)
     whole.add(terms, weights, 7)

@@ -7,7 +7,7 @@ import operator
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, SupportsIndex, TypedDict
 
 from toolwise.messages import Prefix
 
@@ -113,8 +113,8 @@ def _pack(values: dict[str, Any], key: str) -> Sequence[Any]:
 
 def _checked(values: dict[str, Any], key: str, kind: type) -> Any:
     value = values.get(key)
-    if kind is int and hasattr(type(value), "__index__"):  # a NumPy integer is one too
-        return operator.index(value)
     if value is not None and not isinstance(value, kind):
+        if kind is int and isinstance(value, SupportsIndex):  # a NumPy integer is one too
+            return operator.index(value)
         raise ValueError(f"{key} must be of type {kind.__name__}, not {type(value).__name__}")
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import io
 import logging
@@ -138,9 +139,16 @@ def make_config() -> MakeConfig:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, cli: Cli, make_config: MakeConfig) -> Path:
-    """The folder of a run of two steps; its configuration is run.toml beside it. Copy it to change it."""
-    folder = tmp_path_factory.mktemp("tiny")
-    ended = cli("train", make_config(folder), "--out", folder / "run")
-    assert ended.status == 0, ended.err
-    (folder / "stdout.txt").write_text(ended.out, encoding="utf-8")
+    """The folder of a run of two steps; its configuration is run.toml beside it. Copy it to change it.
+
+    The processes of one session share it: the first that needs it makes it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "stdout.txt").exists():
+            ended = cli("train", make_config(folder), "--out", folder / "run")
+            assert ended.status == 0, ended.err
+            (folder / "stdout.txt").write_text(ended.out, encoding="utf-8")
     return folder / "run"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import re
@@ -28,10 +27,9 @@ SECTIONS = (ActorConfig, CriticConfig, LoraConfig, AlgorithmConfig, RlvcrConfig,
 def dataclasses_of(room: str) -> list[Any]:
     found: list[Any] = []
     for path in sorted((PACKAGE / room).rglob("*.py")):
-        names = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
-        module = ".".join(["toolwise", *path.relative_to(PACKAGE).with_suffix("").parts])
-        found += [getattr(importlib.import_module(module), name) for name in names]
-    return [kind for kind in found if dataclasses.is_dataclass(kind)]
+        module = importlib.import_module(".".join(["toolwise", *path.relative_to(PACKAGE).with_suffix("").parts]))
+        found += [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == module.__name__]
+    return [kind for kind in found if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
 
 
 def options_of(kind: Any) -> list[Any]:

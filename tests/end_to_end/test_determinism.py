@@ -90,6 +90,7 @@ def test_something_is_learned_in_each_step(straight: Path) -> None:
     assert [line["step"] for line in metrics(straight)] == [0, 1, 2, 2, 3, 4, 4]
 
 
+@pytest.mark.long  # the frozen run gives its figures again, and an interrupted one those of a straight one
 def test_the_same_run_twice(straight: Path, config: Path, cli: Cli) -> None:
     assert_same(train(cli, config, config.parent / "twice"), straight)
 

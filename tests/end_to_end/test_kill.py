@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from toolwise.training import checkpoint
 
-SAVE_EVERY, VALIDATE_EVERY, HELD_OUT = 2, 3, 8
+SAVE_EVERY, VALIDATE_EVERY, HELD_OUT, GROUP = 2, 3, 4, 6
 START, STEP, SAVING, SAVED = "", r"step-\d+\.jsonl", r"step-\d+\.tmp-.*", r"step-\d+"
 Moment = tuple[str, float]
 """What has to appear among rollouts and checkpoints, and how many seconds after that to strike."""
@@ -39,7 +39,7 @@ class Victim:
             "validation.every": VALIDATE_EVERY,
             "data.batch_size": 2,
             "data.val_limit": HELD_OUT,
-            "rollout.n": 6,
+            "rollout.n": GROUP,
             "rollout.max_new_tokens": 24,
             "multi_turn.max_turns": 2,
         }
@@ -103,7 +103,7 @@ class Victim:
         assert found == sorted(f"{name}.{end}" for name in names for end in ("jsonl", "safetensors"))
         for name in names:
             records = [json.loads(line) for line in (self.out / "rollouts" / f"{name}.jsonl").open("rb")]
-            assert len(records) == (HELD_OUT if name.startswith("eval") else 12)
+            assert len(records) == (HELD_OUT if name.startswith("eval") else 2 * GROUP)
             with safe_open(self.out / "rollouts" / f"{name}.safetensors", framework="np") as file:
                 told = json.loads(file.metadata()["steps"])
             assert {rollout_id for rollout_id, _ in told} <= {record["rollout_id"] for record in records}

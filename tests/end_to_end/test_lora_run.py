@@ -159,7 +159,7 @@ NEIGHBOURS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("router", "reference", "critic", "thinking levels", "some layers")
+QUICK = ("router", "reference")
 
 
 @pytest.mark.parametrize("beside", quick_first(NEIGHBOURS, QUICK))

@@ -8,5 +8,5 @@ from typing import Any
 import pytest
 
 
-def quick_first(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+def quick_first(names: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.long) for name in names]

@@ -18,7 +18,7 @@ from sim_world import Plan, Play, play
 
 from toolwise.types import StopReason
 
-SEEDS, CHUNK = 600, 50
+SEEDS, CHUNK = 300, 50
 MANY, MANY_CHUNK = 10_000, 500
 SEED = int(os.environ.get("SEED", "0"))
 

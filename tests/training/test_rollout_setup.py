@@ -72,10 +72,7 @@ def test_the_guard_catches_a_training_run(frozen: Path, no_training: None) -> No
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        pytest.param(s, id=n, marks=[] if n in ("grpo", "lora", "all") else pytest.mark.long)
-        for n, s in SETTINGS.items()
-    ],
+    [pytest.param(s, id=n, marks=[] if n == "all" else pytest.mark.long) for n, s in SETTINGS.items()],
 )
 def test_eval_of_a_run_builds_nothing_for_training(
     frozen: Path, changes: list[str], cli: Cli, no_training: None

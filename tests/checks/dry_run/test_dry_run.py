@@ -126,7 +126,7 @@ def processes_with(marker: str) -> list[str]:
     [
         ("text", "rewards.py:text failed on 4 of 4 rollouts: bad_type"),
         ("broken", "exception: KeyError: 'no such answer'"),
-        ("unsure", "gave no valid score for any of 4 rollouts: cannot tell"),
+        pytest.param("unsure", "gave no valid score for any of 4 rollouts: cannot tell", marks=pytest.mark.long),
     ],
 )
 def test_a_reward_that_cannot_score_fails_it(dry_run: Callable[..., Any], function: str, said: str) -> None:
@@ -196,7 +196,7 @@ def test_it_works_without_held_out_tasks_and_with_one_task(tmp_path: Path, cli: 
     "changes",
     [
         {"router": {"enable": True}, "rollout": {"n": 6, "max_new_tokens": 24}},
-        {"actor": {"lora": {"rank": 2}}},
+        pytest.param({"actor": {"lora": {"rank": 2}}}, marks=pytest.mark.long),
         pytest.param({"router": {"enable": True, "train_actor": False}, "rollout": {"n": 6}}, marks=pytest.mark.long),
         pytest.param({"algorithm": {"adv_estimator": "gae", "kl": "loss"}}, marks=pytest.mark.long),
         pytest.param({"algorithm": {"rlvcr": {"enable": True}, "adv_estimator": "rlvcr"}}, marks=pytest.mark.long),

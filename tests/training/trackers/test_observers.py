@@ -274,6 +274,7 @@ def test_failing_ones_are_counted_and_dropped_and_the_run_goes_on(
     assert "Faulty failed 3 times and was dropped; first in on_step" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_a_failing_one_from_a_file_is_named_once_by_the_command_line(
     tmp_path: Path, cli: Cli, make_config: MakeConfig
 ) -> None:

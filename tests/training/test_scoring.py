@@ -133,6 +133,33 @@ def test_a_row_without_them_gives_an_empty_extra_info_and_no_data_source(built: 
         of["one"].check([task()])
 
 
+SLOW = """
+import asyncio
+
+async def one(messages, ground_truth):
+    await asyncio.sleep(0.3)
+    return 1.0
+
+async def batch(rollouts_messages, ground_truths):
+    await asyncio.sleep(0.3)
+    return [1.0] * len(rollouts_messages)
+"""
+
+
+@pytest.mark.parametrize("name", ["one", "batch"])
+def test_an_async_reward_has_its_timeout_without_a_sandbox_unless_it_is_trusted(
+    built: list[Scoring], tmp_path: Path, name: str
+) -> None:
+    file = tmp_path / "r.py"
+    file.write_text(SLOW)
+    limits = {"tier": "off", "timeout_s": 0.1}
+    [late] = results(scoring_of(built, function=f"{file}:{name}", sandbox=limits))
+    assert late.error is not None
+    assert (late.error.kind, late.error.message) == ("timeout", "it ran longer than 0.1 s and was cancelled")
+    [trusted] = results(scoring_of(built, function=f"{file}:{name}", sandbox={**limits, "trusted": [str(file)]}))
+    assert trusted.score == 1.0
+
+
 def test_a_batch_wants_a_column_of_any_task(built: list[Scoring], tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text("def f(rollouts_messages, ground_truths, level):\n    return [0] * len(level)\n")

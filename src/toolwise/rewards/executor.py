@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any, Protocol
 
+from toolwise.concurrency.deadlines import run_with_deadline
 from toolwise.concurrency.tasks import spawn
 from toolwise.messages import Message
 from toolwise.rewards.function import Reward, fault_result, read_result, read_results
@@ -58,7 +59,7 @@ class InProcessExecutor:
                     columns = deepcopy(task_kwargs(reward, rollout.task))
                     kwargs = {**run_kwargs(reward, step, rollout.prompt_length), **columns, **reward.kwargs}
                     value = reward(*_copy_inputs(rollout), **kwargs)
-                    return read_result(await value if inspect.isawaitable(value) else value)
+                    return read_result(await _within_timeout(reward, value))
                 except BaseException as fault:  # user code may raise anything
                     return _exception_result(fault)
 
@@ -78,9 +79,25 @@ class InProcessExecutor:
                     kwargs = {**run_kwargs(reward, step, rollouts[0].prompt_length), **columns}
                 truth = truths if reward.mode == "batch" else truths[0]
                 value = reward(messages, truth, **{**kwargs, **reward.kwargs})
-                return read_results(await value if inspect.isawaitable(value) else value, len(rollouts))
+                return read_results(await _within_timeout(reward, value), len(rollouts))
             except BaseException as fault:  # also from a value's own __deepcopy__
                 return [_exception_result(fault)] * len(rollouts)
+
+
+class _DeadlineError(Exception):
+    """Not a `TimeoutError`, which the function itself may raise."""
+
+
+async def _within_timeout(reward: Reward, value: Any) -> Any:
+    """The value that a function returned, or what it returns when awaited."""
+    if not inspect.isawaitable(value) or reward.timeout_s is None:
+        return await value if inspect.isawaitable(value) else value
+
+    async def wait() -> Any:
+        return await value
+
+    fault = _DeadlineError(f"it ran longer than {reward.timeout_s:g} s and was cancelled")
+    return await run_with_deadline(reward.timeout_s, wait(), fault)
 
 
 async def evaluate_groups(
@@ -128,6 +145,8 @@ def _exception_result(fault: BaseException) -> EvaluateResult:
     task = asyncio.current_task()
     if isinstance(fault, asyncio.CancelledError) and task is not None and task.cancelling():
         raise fault
+    if isinstance(fault, _DeadlineError):
+        return fault_result("timeout", str(fault))
     exception = user_code.as_exception(fault)
     lines = "".join(traceback.format_tb(fault.__traceback__)[-5:])
     text = user_code.describe(exception)

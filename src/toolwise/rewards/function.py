@@ -57,6 +57,8 @@ class Reward:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     function: Callable[..., Any] | None = None
     reference: str | None = None
+    timeout_s: float | None = None
+    """Limit on an async call in this process; None if it is trusted to end."""
 
     def __post_init__(self) -> None:
         unknown = [key for key in self.kwargs if key not in self.signature.accepted_kwargs(self.kwargs)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -139,8 +139,9 @@ def _reward(source: RewardSource, kwargs: dict[str, Any], sandbox: Sandbox | Non
         return Reward.of(episode_reward(source), kwargs)
     target = (source.reference or source.function) if isinstance(source, Reward) else source
     module = target.rpartition(":")[0] if isinstance(target, str) else str(getattr(target, "__module__", ""))
-    if sandbox is None or config.tier == "off" or current_module(module) in map(current_module, config.trusted):
-        return Reward.of(source, kwargs)
+    trusted = current_module(module) in map(current_module, config.trusted)
+    if sandbox is None or config.tier == "off" or trusted:
+        return replace(Reward.of(source, kwargs), timeout_s=None if trusted else config.timeout_s)
     assert target is not None  # a Reward has a reference or a function
     try:
         reference = target if isinstance(target, str) else reference_of(target)

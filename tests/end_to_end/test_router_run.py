@@ -193,6 +193,7 @@ def test_a_prompt_passes_the_trunk_once_for_its_route(tmp_path: Path) -> None:
     assert run.router.model.prefills == 2 * 3  # prompts, and not 2 × 18 rollouts
 
 
+@pytest.mark.long
 def test_words_that_only_follow_leave_the_prompts_prefill_to_the_rollouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

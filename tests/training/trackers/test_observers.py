@@ -72,6 +72,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "faults/", "engine/"))} for line in lines]
 
 
+@pytest.mark.long
 def test_both_come_from_a_file_by_the_command_line_and_stop_a_run_that_can_be_resumed(
     tmp_path: Path, cli: Cli, make_config: MakeConfig, tiny_run: Path
 ) -> None:
@@ -113,6 +114,7 @@ def test_both_come_from_a_file_by_the_command_line_and_stop_a_run_that_can_be_re
     assert metrics_of(run) == metrics_of(tiny_run)  # the same numbers as without them and without the stop
 
 
+@pytest.mark.long
 def test_a_missing_file_is_named_before_anything_is_loaded(tmp_path: Path, cli: Cli, make_config: MakeConfig) -> None:
     (tmp_path / "mine.py").write_text(OBSERVERS)
     trainer = {"total_steps": 1, "callbacks": [{"name": "mine.py:StopAt", "kwargs": {"step": 9}}]}

@@ -342,10 +342,8 @@ def search(query: str) -> str:
     return "Result: 137 bridges."
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["alternates", pytest.param("skips", marks=pytest.mark.long), pytest.param("refuses", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["alternates", "skips", "refuses"])
 def test_an_agent_sees_what_its_tools_return_whatever_its_template_does(tmp_path: Path, name: str) -> None:
     shutil.copytree(locate("builtin:small"), tmp_path / "model")
     template = tmp_path / "model/chat_template.jinja"

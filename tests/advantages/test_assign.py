@@ -54,6 +54,19 @@ def test_a_result_is_passed_on(step: Step, rollout: Make) -> None:
             "Mine returned 0 arrays of advantages for the 1 steps of rollout r; return one for each",
         ),
         (
+            lambda rollouts: CreditedBatch([CreditedRollout(r, r.scored.steps, ([0.5],)) for r in rollouts]),
+            "Mine: the advantages of rollout r, step 0, must be an array of",
+        ),
+        (
+            lambda rollouts: CreditedBatch(
+                [
+                    CreditedRollout(r, r.scored.steps, (np.full(len(r.scored.steps[0].tokens.token_ids), np.nan),))
+                    for r in rollouts
+                ]
+            ),
+            "Mine: the advantages of rollout r are not all finite numbers",
+        ),
+        (
             lambda rollouts: CreditedBatch(Grpo()(rollouts).rollouts, {"a": "b"}),
             "Mine failed: ValueError: could not convert string to float: 'b'",
         ),

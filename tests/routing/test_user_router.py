@@ -99,6 +99,8 @@ class Edits(Mine):
         (lambda d: [*d, replace(d[0], group_id="new")], "decisions for 4 prompts, but there are 3 tasks"),
         (lambda d: [d[0], d[0], d[2]], "decisions for 2 prompts"),
         (lambda d: [*d, d[0]], "used a group_id twice"),
+        (lambda d: [replace(x, n=-1) for x in d], "a decision with n = -1: give each at least one rollout"),
+        (lambda d: [replace(x, n=4.0) for x in d], "a decision with n = 4.0"),
         (lambda d: [replace(x, n=3) for x in d], "planned 3 rollouts for 'step-0/0/a': each task has 4 in all"),
         (lambda d: [replace(x, route="to the moon\n") for x in d], r"returned the route 'to the moon\\n'"),
         (lambda d: [replace(x, route=3) for x in d], "returned the route 3: use a short name"),

@@ -19,7 +19,7 @@ def credit(estimator: AdvantageEstimator, rollouts: Sequence[AnnotatedRollout]) 
     """Call an estimator, which may be a user's: whatever goes wrong in it is a one-line error."""
     where = f"algorithm.adv_estimator: {type(estimator).__name__}"
     try:
-        batch: Any = call_user_code(estimator, rollouts)
+        batch: Any = call_user_code(estimator, list(rollouts))  # a copy: what it does to the list changes nothing here
         if not isinstance(batch, CreditedBatch):
             raise CreditError(f"{where} returned a {type(batch).__name__}; return a toolwise.CreditedBatch")
         _check_rollouts(batch.rollouts, rollouts, where)
@@ -37,12 +37,23 @@ def _check_rollouts(credited: Sequence[CreditedRollout], rollouts: Sequence[Anno
             "further ones in `added`"
         )
     for result, rollout in zip(credited, rollouts, strict=True):
-        steps = len(rollout.scored.steps)
+        name, steps = rollout.scored.rollout.rollout_id, len(rollout.scored.steps)
+        if result.rollout.rollout_id != name:
+            other = result.rollout.rollout_id
+            raise CreditError(f"{where} returned rollout {other} in place of {name}; return each once, in order")
         if not len(result.steps) == len(result.advantages) == steps:
             raise CreditError(
                 f"{where} returned {len(result.advantages)} arrays of advantages for the {steps} steps of rollout "
-                f"{rollout.scored.rollout.rollout_id}; return one for each"
+                f"{name}; return one for each"
             )
+        for step, advantages in zip(rollout.scored.steps, result.advantages, strict=True):
+            if not isinstance(advantages, np.ndarray) or advantages.shape != (sampled_tokens(step),):
+                raise CreditError(
+                    f"{where}: the advantages of rollout {name}, step {step.system_step_index}, must be an array of "
+                    f"{sampled_tokens(step)} numbers, one for each sampled token"
+                )
+            if advantages.dtype.kind != "f" or not np.isfinite(advantages).all():
+                raise CreditError(f"{where}: the advantages of rollout {name} are not all finite numbers")
 
 
 def sampled_tokens(step: StepData) -> int:

@@ -81,7 +81,7 @@ class UserRouter(Router):
         state = self._call(self.router.state_dict)
         try:
             encode(state, "state_dict", TensorCollector())
-        except TypeError as fault:
+        except (TypeError, RecursionError) as fault:
             raise RouterError(f"router {self.name}: cannot be saved in a checkpoint: {fault}") from None
         return state
 
@@ -108,6 +108,8 @@ def _find_problem(decisions: Any, tasks: Sequence[Task], n: int, tools: Collecti
         return "used a group_id twice: give each decision its own"
     rollouts: Counter[str] = Counter()
     for d in decisions:
+        if not isinstance(d.n, int) or d.n < 1:
+            return f"returned a decision with n = {d.n!r:.80}: give each at least one rollout"
         rollouts[d.prompt_id or d.group_id] += d.n
         if d.route is not None and not (isinstance(d.route, str) and _ROUTE_NAME.fullmatch(d.route)):
             return f"returned the route {d.route!r:.80}: use a short name of letters, digits, '-' and '_'"

@@ -48,6 +48,7 @@ def say(*folders: Path) -> list[list[object]]:
     return found
 
 
+@pytest.mark.long
 def test_plain_transformers_generates_the_same(trained: Path, tmp_path: Path) -> None:
     plain = export_model(trained, tmp_path / "deep" / "plain").out
     half = export_model(trained, tmp_path / "half", dtype="bfloat16").out

@@ -17,7 +17,7 @@ from toolwise.concurrency.deadlines import run
 from toolwise.config.imports import load_reference
 from toolwise.tools.function import FunctionTool
 from toolwise.tools.isolation.code_location import ObjectRef
-from toolwise.tools.isolation.pool import Pool
+from toolwise.tools.isolation.tool_pool import ToolPool
 
 TOOLS = """
 import time
@@ -56,7 +56,7 @@ async def main(path: Path) -> None:
 
 
 async def throughput(workers: int, target: ObjectRef, sleeps: ObjectRef) -> None:
-    pool = Pool(limit=workers)
+    pool = ToolPool(limit=workers)
     began = time.perf_counter()
     await asyncio.gather(*(pool.run(sleeps, {"seconds": 0.01}) for _ in range(workers)))
     up_s = time.perf_counter() - began
@@ -70,7 +70,7 @@ async def throughput(workers: int, target: ObjectRef, sleeps: ObjectRef) -> None
 
 async def blocking(sleeps: ObjectRef) -> None:
     """Time and worker memory of 64 concurrent calls of a tool that blocks for 1 s."""
-    pool = Pool()
+    pool = ToolPool()
     await pool.run(sleeps, {"seconds": 0.0})
     began = time.perf_counter()
     await asyncio.gather(*(pool.run(sleeps, {"seconds": 1.0}) for _ in range(64)))
@@ -96,7 +96,7 @@ def memory_mb(pid: int, kind: str) -> float:
 
 async def kills(target: ObjectRef) -> None:
     """Cancel a hanging call: time until its caller continues, its process is gone, and the next worker is warm."""
-    pool = Pool(limit=1)
+    pool = ToolPool(limit=1)
     await pool.run(target, {"seconds": 0.0})
     freed, gone, warm = [], [], []
     for _ in range(10):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.messages import Message
-from toolwise.rewards.function import read_results
+from toolwise.rewards.results import read_results
 from toolwise.sandbox import Sandbox
 
 REWARD = """

@@ -27,10 +27,9 @@ from toolwise.protocols import Generation, Sampling
 from toolwise.thinking.alternatives import AlternativeWriter
 from toolwise.thinking.level_scores import score_levels
 from toolwise.thinking.levels import DEFAULT_LEVELS, END_THINK
-from toolwise.thinking.parsed_step import ParsedStep
+from toolwise.thinking.parsed_step import ParsedStep, token_spans
 from toolwise.thinking.reply import parse_reply
 from toolwise.thinking.thinking_model import EngineModel
-from toolwise.thinking.token_spans import token_spans
 
 REPLY = "<level>3</level><think>State: a hall Goal: out Reflect: left is free</think><action>go left</action>"
 OBSERVATION = "You are in a hall with doors to the left and to the right."

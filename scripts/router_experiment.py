@@ -142,20 +142,20 @@ def fill(out: Path, scale: Scale, split: str, shard: int, shards: int) -> None:
     _one_thread()
     from toolwise.data import load_tasks
     from toolwise.frontier.rollout_pool import PoolPlan, fill_pool
-    from toolwise.routing.actions import ROUTES, RouteAction
-    from toolwise.routing.options import Conditioning
+    from toolwise.routing.families import ROUTES, RouteAction
+    from toolwise.routing.inference_router import Conditioning
     from toolwise.tools.catalog import build_tools
+    from toolwise.training.evaluate import build_scoring
     from toolwise.training.rollout_setup import build_scheduler, local_policy
-    from toolwise.training.scoring import build_scoring
     from toolwise.types import RouteDecision, Task
 
     config = config_of(Job("pool", 1.0, 0, exactly=False), out, scale)
-    tools, conditioning = build_tools(list(config.tools)), Conditioning(config.router)
+    tools = build_tools(list(config.tools))
+    conditioning = Conditioning(config.router, tools)
 
-    def begin(route: RouteAction) -> Callable[[Task, int], RouteDecision]:
-        def decide(task: Task, seed: int) -> RouteDecision:
-            routed = conditioning(task, route, tools)
-            return RouteDecision(task, f"{task.task_id}/{route}", 1, seed, routed.messages, routed.tools, route.value)
+    def begin(route: RouteAction) -> Callable[[Task], RouteDecision]:
+        def decide(task: Task) -> RouteDecision:
+            return conditioning.decision(task, route, group_id=f"{task.task_id}/{route}", n=1, seed=0, prompt_id="")
 
         return decide
 
@@ -217,7 +217,7 @@ def train(job: Job, out: Path, scale: Scale, steps: int) -> None:
 def _assembled(job: Job, out: Path, scale: Scale, steps: int) -> tuple[Any, list[Any]]:
     """The run and the held-out tasks; each prompt is rendered and passed through the frozen trunk only once."""
     from toolwise.data import load_tasks
-    from toolwise.routing.head.features import prompt_features
+    from toolwise.routing.head.predictor import prompt_features
     from toolwise.training.run import assemble
 
     run = assemble(config_of(job, out, scale, steps))

@@ -18,7 +18,7 @@ def outcomes_of(out: Path, prices: dict[str, float]) -> Any:
     """The held-out pool at these prices."""
     from router_experiment import read_pool
 
-    from toolwise.frontier.outcomes import OutcomeTable
+    from toolwise.frontier.rollout_pool import OutcomeTable
 
     pool = read_pool(out, "heldout")
     rows = list(dict.fromkeys(task_id for task_id, _ in pool))
@@ -46,8 +46,7 @@ def in_order(out: Path, outcomes: Any) -> list[int]:
 
 def judged(job: Any, lines: list[dict[str, Any]], out: Path, weights: Any) -> dict[str, Any]:
     """Evaluate one run: the trained policy with sampled routes."""
-    from toolwise.frontier.bootstrap import estimate
-    from toolwise.frontier.curves import oracle_curve, random_curve
+    from toolwise.frontier.reference_curves import estimate, oracle_curve, random_curve
 
     outcomes = outcomes_of(out, job.prices)
     probs = np.empty((len(outcomes.row_ids), len(ALLOWED)))
@@ -89,20 +88,21 @@ def classified(out: Path, config: Any, outcomes: Any) -> dict[str, Any]:
 
     from toolwise.data import load_tasks
     from toolwise.frontier.baselines import classifier_log_probs, targets_by_labels, targets_by_oracle
-    from toolwise.frontier.names import CLASSIFIER, ORACLE_LABELS
+    from toolwise.frontier.presentation import CLASSIFIER, ORACLE_LABELS
     from toolwise.models import load_model
-    from toolwise.routing.actions import MIXED, RouteAction
-    from toolwise.routing.head.builder import original_prompt
-    from toolwise.routing.head.features import prompt_features
+    from toolwise.routing.families import MIXED, RouteAction
+    from toolwise.routing.head.predictor import prompt_features
+    from toolwise.routing.inference_router import Conditioning
     from toolwise.tools.catalog import build_tools
 
     model, chat = load_model(config.model.path, device="cpu")
     tools = build_tools(list(config.tools))
+    conditioning = Conditioning(tools=tools)
     tasks = {split: load_tasks(out / "tasks" / f"{split}.jsonl") for split in ("train", "heldout")}
     found = {}
     for split, given in tasks.items():
         with torch.no_grad():
-            features = prompt_features(model, [original_prompt(chat, task, tools) for task in given])
+            features = prompt_features(model, [conditioning.original_prompt(chat, task) for task in given])
         found[split] = features.double().numpy()
     targets_by = {
         CLASSIFIER: targets_by_labels(tasks["train"], tools),
@@ -121,7 +121,7 @@ def classified(out: Path, config: Any, outcomes: Any) -> dict[str, Any]:
 
 def ahead_of_classifier(run: dict[str, Any], values: Any, outcomes: Any, weights: Any) -> dict[str, float]:
     """The run's score minus the classifier's, which is thresholded to the cost of the run."""
-    from toolwise.frontier.bootstrap import estimate
+    from toolwise.frontier.reference_curves import estimate
     from toolwise.routing.threshold import find_threshold
 
     scores, costs = outcomes.mean_over_draws("scores"), outcomes.mean_over_draws("costs")
@@ -169,7 +169,7 @@ def _ahead(found: dict[str, float] | None) -> str:
 
 def report(out: Path, jobs: Sequence[Any], config: Any) -> None:
     """Write OUT/report.md and OUT/report.json."""
-    from toolwise.frontier.bootstrap import row_weights
+    from toolwise.frontier.reference_curves import row_weights
 
     plain = outcomes_of(out, {"calculator": 1.0, "search": 1.0})
     weights = row_weights(len(plain.row_ids), REPLICATES, 0)

@@ -41,15 +41,15 @@ def sections(model: type[BaseModel], path: str) -> Iterator[str]:
     told = docstrings(model)
     rows = ["| setting | type | default | |", "|---|---|---|---|"]
     inner: list[tuple[type[BaseModel], str]] = []
-    for name, field in model.model_fields.items():
-        own = f"{path}.{name}".lstrip(".")
+    for name in told:
+        field, own = model.model_fields[name], f"{path}.{name}".lstrip(".")
         found = table_of(field.annotation)
         if found is not None and not is_list(field.annotation):
             inner.append((found, own))
             continue
         if found is not None:
             inner.append((found, f"[{own}]"))
-        cells = (f"`{name}`", type_text(field), default_text(field), told.get(name, ""))
+        cells = (f"`{name}`", type_text(field), default_text(field), told[name])
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     title = f"`[{path}]`" if path else "Outside of any table"
     about = f"{one_line(model.__doc__)}\n\n" if path and model.__doc__ else ""
@@ -60,14 +60,15 @@ def sections(model: type[BaseModel], path: str) -> Iterator[str]:
 
 
 def docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """The docstring below each field."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
-    assert isinstance(body, ast.ClassDef)
-    found = {}
-    for field, after in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
-            text = ast.literal_eval(after.value) if isinstance(after.value, ast.Constant) else None
-            found[field.target.id] = one_line(text) if isinstance(text, str) else ""
+    """The docstring below each field: first those of the class itself, then those that it inherits."""
+    found: dict[str, str] = {}
+    for kind in (kind for kind in model.__mro__ if kind not in (BaseModel, object)):
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, after in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                text = ast.literal_eval(after.value) if isinstance(after, ast.Expr) else ""
+                found.setdefault(field.target.id, one_line(text))
     return found
 
 

@@ -50,7 +50,7 @@ sys.path[:0] = [str(ROOT / "src")]
 
 
 def settings_of(job: Job, model: Path, device: str) -> dict[str, Any]:
-    from toolwise.demo.rooms.recipe import rooms_config
+    from toolwise.demo.rooms.env import rooms_config
 
     arm, settings = ARMS[job.arm], rooms_config(model, seed=job.seed)
     settings["name"] = job.name

@@ -28,7 +28,7 @@ from thinking_plan import (
     Comparison,
 )
 
-from toolwise.frontier.bootstrap import Estimate, estimate
+from toolwise.frontier.reference_curves import Estimate, estimate
 
 KEEPS, FEWER = 0.02, 0.4
 """How much of GRPO's success the best form may lose, and the share of its thinking tokens that it must save."""

@@ -70,8 +70,8 @@ def forced_table(
     from toolwise.policies.transformers_generation import generate_batch
     from toolwise.protocols import Sampling
     from toolwise.thinking.levels import DEFAULT_LEVELS
+    from toolwise.thinking.parsed_step import token_spans
     from toolwise.thinking.reply import parse_reply
-    from toolwise.thinking.token_spans import token_spans
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     model, chat = load_model(model_path)

@@ -169,6 +169,28 @@ def test_rooms_import_each_other_in_one_direction_only() -> None:
     order.prepare()  # raises CycleError, which names the circle
 
 
+SHARED_NAMES = {
+    "base": "the base class of an environment, of a tool",
+    "builder": "from the configuration to a learner, a head, a server's policy",
+    "catalog": "the names that a configuration may use, of environments, of tools",
+    "check": "one checker per kind of part that users write",
+    "engine": "generation behind one protocol: in this process, on a vLLM server",
+    "function": "a user's function as a reward, as a tool",
+    "gsm8k": "one benchmark as environment, reward and tool",
+    "reply": "what a server, what a thinking model replied, in its parts",
+}
+"""Names that several modules of one layer have, and why: they do the same for another kind of thing."""
+
+
+def test_modules_of_a_layer_share_a_name_only_with_a_reason() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    for layer in contracts[0]["layers"]:
+        rooms = {room.strip() for room in layer.split(":")}
+        names = [Path(path).stem for path in _parsed() if _room(path) in rooms and "/" in path]
+        shared = {name for name in names if names.count(name) > 1} - {"__init__"}
+        assert shared <= set(SHARED_NAMES), layer
+
+
 def test_versions_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert toolwise.__version__ == project["version"]
@@ -177,7 +199,7 @@ def test_versions_agree() -> None:
 TERMINAL = ROOT / "src" / "toolwise" / "terminal"
 PIPES = {
     "cli/doctor.py": "a child process of its own answers on a pipe",
-    "tools/isolation/worker_main.py": "a worker's output is a pipe of the trainer's",
+    "tools/isolation/tool_worker_main.py": "a worker's output is a pipe of the trainer's",
 }
 """Who else may print, and why it reaches no terminal."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from learner_cases import changed, sample, tiny_model
 
 import toolwise
-from toolwise.config.algorithm import AlgorithmConfig, RlvcrConfig
+from toolwise.advantages import ESTIMATORS, Gigpo, build_estimator
+from toolwise.config.algorithm import AlgorithmConfig, GigpoOptions, RlvcrConfig
 from toolwise.config.router import BudgetConfig, RouterConfig
 from toolwise.config.schema import ActorConfig, CriticConfig, LoraConfig, RunConfig
 from toolwise.learner.actor import Actor
@@ -33,12 +35,13 @@ def dataclasses_of(room: str) -> list[Any]:
 
 
 def options_of(kind: Any) -> list[Any]:
-    """Fields of built-in types."""
+    """Fields of built-in types that the class itself declares; an estimator inherits those of its section."""
     plain = re.compile(r"(Literal\[.*\]|[a-z]\w*|None|[\[\]|., ])+")
-    return [field for field in dataclasses.fields(kind) if plain.fullmatch(field.type)]
+    own = inspect.get_annotations(kind)
+    return [field for field in dataclasses.fields(kind) if field.name in own and plain.fullmatch(field.type)]
 
 
-@pytest.mark.parametrize("room", ["learner", "routing", "thinking"])
+@pytest.mark.parametrize("room", ["advantages", "learner", "routing", "thinking"])
 def test_no_dataclass_restates_a_section_of_the_configuration(room: str) -> None:
     """Two options in common is a mirror: the next one would have to be added to it, and to what copies it. An object
     that is built from an option, such as a router's `cost`, is not one."""
@@ -48,6 +51,35 @@ def test_no_dataclass_restates_a_section_of_the_configuration(room: str) -> None
         for section in SECTIONS
     }
     assert {pair: names for pair, names in shared.items() if len(names) > 1} == {}
+
+
+@dataclasses.dataclass(frozen=True)
+class MyOptions(GigpoOptions):
+    patience: int = 3
+    """An option that only `MyGigpo` reads."""
+
+
+class MyAlgorithmConfig(AlgorithmConfig, MyOptions):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class MyGigpo(MyOptions, Gigpo):
+    pass
+
+
+def test_an_estimators_new_option_reaches_it_from_the_section() -> None:
+    section = MyAlgorithmConfig.model_validate({"patience": 5, "omega": 0.25, "terminal_score": "never"})
+    assert build_estimator(MyGigpo, **section.model_dump()) == MyGigpo(patience=5, omega=0.25, terminal_score="never")
+    assert build_estimator(MyGigpo, **MyAlgorithmConfig().model_dump()) == MyGigpo()
+    assert MyGigpo().gamma == 0.95
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_the_section_and_the_estimators_have_the_same_defaults(name: str) -> None:
+    algorithm = AlgorithmConfig()
+    section = algorithm.rlvcr if name == "rlvcr" else algorithm
+    assert build_estimator(name, **section.model_dump()) == ESTIMATORS[name]()
 
 
 class MyActorConfig(ActorConfig):

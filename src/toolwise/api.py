@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
 from os import PathLike
@@ -24,13 +24,11 @@ from toolwise.types import Task
 if TYPE_CHECKING:
     from toolwise.envs.catalog import EnvSpec
     from toolwise.rollout.call_format import ParserSpec
-    from toolwise.routing.user_router import RouterSpec
+    from toolwise.routing.routers import RouterSpec
     from toolwise.training.components import EstimatorSpec, LossSpec
-    from toolwise.training.inputs import RunInputs
-    from toolwise.training.rollout_setup import RolloutSetup
-    from toolwise.training.run_result import RunResult
-    from toolwise.training.scoring import RewardSources
-    from toolwise.training.trackers.observers import CallbackSpec, Observers, ObserverSource, TrackerSpec
+    from toolwise.training.evaluate import RewardSources
+    from toolwise.training.run_folder import RunResult
+    from toolwise.training.trackers.observers import CallbackSpec, TrackerSpec
 
 log = logging.getLogger("toolwise")
 
@@ -76,9 +74,8 @@ def train(
     from toolwise.training.components import load_estimator, load_loss
     from toolwise.training.inputs import gather_inputs
     from toolwise.training.run import assemble, check_learnable
-    from toolwise.training.run_files import check_folder
-    from toolwise.training.run_result import finished_result
-    from toolwise.training.trackers.observers import load_observers
+    from toolwise.training.run_folder import check_folder, finished_result
+    from toolwise.training.trackers.observers import Observers, load_observers
     from toolwise.training.trainer import Training
     from toolwise.view.report import ReportFiles
 
@@ -86,9 +83,9 @@ def train(
     folder = Path(out) if out is not None else new_run_folder(run_config.name)
     rows, held_out = read_tasks(tasks, "tasks"), read_tasks(val, "val")
     parts: dict[str, Any] = {"tools": tools, "reward": reward, "env": env, "router": router, "parser": parser}
-    learned: dict[str, Any] = {"estimator": estimator, "loss": loss}
+    parts |= {"estimator": estimator, "loss": loss}
     observed: dict[str, Any] = {"trackers": trackers, "callbacks": callbacks}
-    inputs = gather_inputs(run_config, folder, tasks=(tasks, rows), val=(val, held_out), **parts, **learned, **observed)
+    inputs = gather_inputs(run_config, folder, tasks=(tasks, rows), val=(val, held_out), **parts, **observed)
     parts |= {"estimator": load_estimator(inputs.config, estimator), "loss": load_loss(inputs.config, loss)}
     check_learnable(inputs.config, parts["estimator"])
     check_folder(folder, inputs.recorded, resume=resume)
@@ -99,28 +96,18 @@ def train(
             return finished
     for note in inputs.notes:
         log.warning("%s", note)
-    with _observers(inputs, load_observers(run_config.trainer, trackers, callbacks)) as observers:
-        with show_startup(enabled=run_config.trainer.console):
-            run = assemble(inputs.config, tasks=rows, validation_tasks=held_out, **parts)
-        run = replace(run, config=inputs.recorded)
-        training = Training(run, folder, resume=resume, callbacks=[ReportFiles()], observers=observers)
-    return run_async(training.run_training())
-
-
-@contextmanager
-def _observers(inputs: RunInputs, sources: Sequence[ObserverSource]) -> Iterator[Observers]:
-    """Write the inputs and create the observers; undo both if the run cannot start."""
-    from toolwise.training.trackers.observers import Observers
-
-    observers = Observers()
-    try:
+    sources, observers = load_observers(run_config.trainer, trackers, callbacks), Observers()
+    with ExitStack() as undo:  # if the run cannot start
+        undo.callback(inputs.discard)
+        undo.callback(observers.close)
         inputs.write()
         observers.create(sources)
-        yield observers
-    except BaseException:
-        observers.close()
-        inputs.discard()
-        raise
+        with show_startup(enabled=run_config.trainer.console):
+            run = assemble(inputs.config, tasks=rows, validation_tasks=held_out, **parts)
+        recorded = replace(run, config=inputs.recorded)
+        training = Training(recorded, folder, resume=resume, callbacks=[ReportFiles()], observers=observers)
+        undo.pop_all()
+    return run_async(training.run_training())
 
 
 def resume(
@@ -149,9 +136,19 @@ def resume(
         config = config.model_copy(update={"tools": []})
     replaced: dict[str, Any] = {"trackers": trackers, "callbacks": callbacks}
     cleared: dict[str, Any] = {name: [] for name, value in replaced.items() if value is not None}
-    config = config.model_copy(update={"trainer": config.trainer.model_copy(update=cleared)})
-    parts: dict[str, Any] = {"tools": tools, "reward": reward, "env": env, "router": router, "parser": parser}
-    return train(config, **parts, estimator=estimator, loss=loss, **replaced, out=run, resume=True)
+    return train(
+        config.model_copy(update={"trainer": config.trainer.model_copy(update=cleared)}),
+        tools=tools,
+        reward=reward,
+        env=env,
+        router=router,
+        parser=parser,
+        estimator=estimator,
+        loss=loss,
+        **replaced,
+        out=run,
+        resume=True,
+    )
 
 
 def evaluate(
@@ -172,7 +169,8 @@ def evaluate(
     """
     _refuse_in_worker("evaluate")
     from toolwise.models import locate
-    from toolwise.tools.tool_record import check_recorded_tools
+    from toolwise.routing.head import ROUTER_METADATA_FILE
+    from toolwise.tools.catalog import check_recorded_tools
     from toolwise.training.diagnosis import evaluation_findings
     from toolwise.training.evaluate import validate
     from toolwise.training.inputs import gather_inputs
@@ -181,36 +179,25 @@ def evaluate(
 
     held_out = read_tasks(tasks, "tasks") or []
     run_config = read_config(config, overrides, model)
-    with TemporaryDirectory(prefix="toolwise-") as folder:  # holds the source of notebook cells
-        parts: dict[str, Any] = {"tools": tools, "reward": reward, "env": env, "router": router, "parser": parser}
+    parts: dict[str, Any] = {"tools": tools, "reward": reward, "env": env, "router": router, "parser": parser}
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory(prefix="toolwise-"))  # holds the source of notebook cells
         inputs = gather_inputs(run_config, Path(folder), **parts)
-        try:
-            inputs.write()
-            setup = setup_evaluation(inputs.config, held_out, **parts)
-            try:
-                if setup.config.multi_turn.enable and (tools is None or tools):
-                    check_recorded_tools(Path(locate(str(model))), setup.scheduler.tools, MISSING_TOOLS_HINT)
-                _load_router(setup, str(model))
-                scored = run_async(validate(setup))
-                for finding in evaluation_findings(setup.scoring.rewards, held_out, scored):
-                    log.warning("%s", finding)
-                return summarize_validation(scored, setup.config.multi_turn.held_out_tools)
-            finally:
-                setup.close()
-        finally:
-            inputs.discard()
-
-
-def _load_router(setup: RolloutSetup, model: str) -> None:
-    """Load the router saved with the model; without one, routes are sampled from the untrained router."""
-    from toolwise.models import locate
-    from toolwise.routing.head import ROUTER_METADATA_FILE
-
-    folder = Path(locate(model))
-    if setup.head is not None and not (folder / ROUTER_METADATA_FILE).is_file():
-        log.warning("%s has no router (%s): routes are sampled from an untrained one", model, ROUTER_METADATA_FILE)
-    else:
-        setup.router.load(folder)
+        stack.callback(inputs.discard)
+        inputs.write()
+        setup = setup_evaluation(inputs.config, held_out, **parts)
+        stack.callback(setup.close)
+        saved = Path(locate(str(model)))
+        if setup.config.multi_turn.enable and (tools is None or tools):
+            check_recorded_tools(saved, setup.scheduler.tools, MISSING_TOOLS_HINT)
+        if setup.head is not None and not (saved / ROUTER_METADATA_FILE).is_file():
+            log.warning("%s has no router (%s): routes are sampled from an untrained one", model, ROUTER_METADATA_FILE)
+        else:
+            setup.router.load(saved)
+        scored = run_async(validate(setup))
+        for finding in evaluation_findings(setup.scoring.rewards, held_out, scored):
+            log.warning("%s", finding)
+        return summarize_validation(scored, setup.config.multi_turn.held_out_tools)
 
 
 def sft(
@@ -239,14 +226,13 @@ def _refuse_in_worker(name: str) -> None:
 
 def read_config(config: Config | None, overrides: Sequence[str] = (), model: str | Path | None = None) -> RunConfig:
     check_model(model)
-    quoted = json.dumps(str(model), ensure_ascii=False)  # valid TOML too
-    all_overrides = [*overrides, *([f"model.path={quoted}"] if model is not None else [])]
+    if model is not None:
+        overrides = [*overrides, f"model.path={json.dumps(str(model), ensure_ascii=False)}"]  # valid TOML too
     if isinstance(config, str | Path):
-        return load_config(config, all_overrides)
-    settings = (
-        config.model_dump(mode="json", exclude_none=True) if isinstance(config, RunConfig) else dict(config or {})
-    )
-    return build_config(RunConfig, apply_overrides(settings, all_overrides), source="config")
+        return load_config(config, overrides)
+    if isinstance(config, RunConfig):
+        config = config.model_dump(mode="json", exclude_none=True)
+    return build_config(RunConfig, apply_overrides(dict(config or {}), overrides), source="config")
 
 
 def check_model(model: Any) -> None:
@@ -259,19 +245,11 @@ def check_model(model: Any) -> None:
 
 
 def read_tasks(tasks: Tasks | None, source: str) -> list[Task] | None:
-    from toolwise.data import load_tasks
-    from toolwise.data.rows import read_task
+    from toolwise.data.rows import load_tasks, tasks_from_rows
 
     if tasks is None:
         return None
-    if isinstance(tasks, str | Path):
-        return load_tasks(tasks)
-    loaded: list[Task] = []
-    row_of_task_id: dict[str, int] = {}
-    for number, row in enumerate(tasks):
-        task = row if isinstance(row, Task) else read_task(Path(source), number, dict(row), row_of_task_id)
-        row_of_task_id[task.task_id] = number
-        loaded.append(task)
+    loaded = load_tasks(tasks) if isinstance(tasks, str | Path) else tasks_from_rows(Path(source), tasks)
     if not loaded:
         raise ConfigError(f"{source} is empty: pass at least one task")
     return loaded

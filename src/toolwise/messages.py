@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_valid
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class _DictModel(BaseModel):
@@ -33,9 +34,7 @@ class _DictModel(BaseModel):
         return getattr(self, key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        if key in self:
-            return self[key]
-        return default
+        return self[key] if key in self else default  # noqa: SIM401  this is `get`
 
 
 class _Function(dict[str, Any]):
@@ -130,7 +129,6 @@ class Message(_DictModel):
         reasoning_content: str | None = None,
     ) -> Message:
         """Build a message from fields known to be valid, without validation: a fraction of the time and memory."""
-        message = cls.__new__(cls)
         fields = {
             "role": role,
             "content": content,
@@ -139,11 +137,7 @@ class Message(_DictModel):
             "name": name,
             "reasoning_content": reasoning_content,
         }
-        object.__setattr__(message, "__dict__", fields)
-        object.__setattr__(message, "__pydantic_fields_set__", _MESSAGE_FIELDS)
-        object.__setattr__(message, "__pydantic_extra__", None)
-        object.__setattr__(message, "__pydantic_private__", None)
-        return message
+        return construct(cls, fields, _MESSAGE_FIELDS)
 
     @model_validator(mode="before")
     @classmethod
@@ -161,17 +155,23 @@ class Message(_DictModel):
         out: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
             out["tool_calls"] = [call.to_openai() for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            out["tool_call_id"] = self.tool_call_id
-        if self.name is not None:
-            out["name"] = self.name
-        if self.reasoning_content is not None:
-            out["reasoning_content"] = self.reasoning_content
+        for name in ("tool_call_id", "name", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                out[name] = value
         return out
 
     def keys(self) -> list[str]:
-        others = [name for name in type(self).model_fields if name not in ("role", "content")]
-        return ["role", "content", *(name for name in others if getattr(self, name) not in (None, []))]
+        return [name for name in type(self).model_fields if name == "content" or getattr(self, name) not in (None, [])]
+
+
+def construct(model: type[Model], fields: dict[str, Any], fields_set: set[str]) -> Model:
+    """A model from all its fields without validation, like `model_construct` at a quarter of its time."""
+    instance = model.__new__(model)
+    object.__setattr__(instance, "__dict__", fields)
+    object.__setattr__(instance, "__pydantic_fields_set__", fields_set)
+    object.__setattr__(instance, "__pydantic_extra__", None)
+    object.__setattr__(instance, "__pydantic_private__", None)
+    return instance
 
 
 _MESSAGE_FIELDS = set(Message.model_fields)

@@ -82,7 +82,6 @@ class GenerationEngine(TokenGenerator, Protocol):
     @abstractmethod
     def weights_changed(self, version: int) -> None:
         """The model's parameters have changed: later tokens are sampled from the new ones."""
-        ...
 
     def metrics(self) -> Metrics:
         """Counters since the engine was created."""
@@ -101,17 +100,14 @@ class PrefixEngine(GenerationEngine, Protocol):
         self, token_ids: Sequence[int], sampling: Sampling, *, stop_strings: Sequence[str] = ()
     ) -> Generation:
         """`stop_strings` end the text too."""
-        ...
 
     async def score(
         self, prefix_ids: Sequence[int], continuations: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> Sequence[Any]:
         """`logprobs` and `entropies` of the tokens of each continuation."""
-        ...
 
     async def encode(self, prompt_ids: Sequence[int], *, pool: Literal["last", "mean"] = "last") -> Any:
         """The hidden state of a prompt, a tensor [d]."""
-        ...
 
 
 @runtime_checkable
@@ -122,7 +118,6 @@ class AgentPolicy(Protocol):
         self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None
     ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
         """Return the action and, if available, the raw text, the log-probs (a `TokenLogprobs`) and a value estimate."""
-        ...
 
 
 @runtime_checkable
@@ -155,7 +150,6 @@ class ModelPolicy(SessionPolicy, TokenGenerator, Protocol):
     @property
     def version(self) -> int:
         """Counts weight updates; setting it tells the engine that the weights have changed."""
-        ...
 
     @version.setter
     def version(self, version: int) -> None: ...
@@ -206,7 +200,6 @@ class AdvantageEstimator(Protocol):
     @abstractmethod
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
         """Return each rollout with its advantages, in the same order."""
-        ...
 
 
 @runtime_checkable
@@ -226,7 +219,6 @@ class PolicyLoss(Protocol):
 
         `sequences` numbers the training sequence of each token; all tokens of a sequence are in one call.
         """
-        ...
 
 
 @runtime_checkable
@@ -240,7 +232,6 @@ class Tracker(Protocol):
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Called after each step, and again after a validation, with other metrics for the same step."""
-        ...
 
     def close(self) -> None:
         """Called once at the end, also if the run fails."""
@@ -268,7 +259,7 @@ class Callback(Protocol):
         return None
 
     def on_end(self, event: EndEvent) -> None:
-        """At the end, after the summary is written; not called if an error ends the run."""
+        """At the end, after the summary is written; not called if the run ends without one."""
         return
 
 
@@ -288,7 +279,6 @@ class ToolCallParser(Protocol):
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
         """Split the model's text into content and calls. A call that cannot be read keeps its text as `arguments`: the
         model then sees an error, and the failure is counted."""
-        ...
 
     def render(self, content: str, calls: Sequence[ToolCall]) -> str | None:
         """The text that `parse` reads as these, to describe the format to models whose chat template ignores tools;
@@ -309,7 +299,6 @@ class Router(Stateful, Protocol):
         `group_id` must differ between decisions, steps and labels: a step may ask several times, with other labels.
         With `explore=False` (validation) each task gets one decision and nothing is learned from it.
         """
-        ...
 
     def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
         """Called once per step with the rollouts of its decisions."""
@@ -353,10 +342,8 @@ class Learner(Stateful, Protocol):
 
     def weights_checksum(self) -> str:
         """Changes whenever a trainable weight does."""
-        ...
 
     def save_model(self, folder: Path) -> None: ...
 
     def load_weights(self, folder: Path) -> None:
         """Load what `save_model` wrote."""
-        ...

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from toolwise.advantages import Gigpo, Grpo, credit
-from toolwise.advantages.assign import credit_steps, credit_tokens, with_advantage
+from toolwise.advantages.assign import credit_steps, credit_tokens, learns_from_equal, with_advantage
 from toolwise.errors import ToolwiseError
 from toolwise.protocols import AdvantageEstimator
-from toolwise.types import AnnotatedRollout, CreditedBatch, CreditedRollout, StepData
+from toolwise.types import AddedRollout, AnnotatedRollout, CreditedBatch, CreditedRollout, StepData
 
 Step = Callable[..., StepData]
 Make = Callable[..., AnnotatedRollout]
@@ -27,6 +28,20 @@ class Mine(AdvantageEstimator):
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
         return self.result(rollouts)  # type: ignore[no-any-return]
+
+
+def raises_ours(rollouts: Any) -> Any:
+    raise ToolwiseError("give a finite one")
+
+
+def with_added(added: Any, *advantages: Any) -> Any:
+    """An estimator that adds these rows, or a copy of the first rollout with these advantages."""
+
+    def estimate(rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
+        copies = [AddedRollout(rollouts[0].scored, arrays) for arrays in advantages]
+        return CreditedBatch(Grpo()(rollouts).rollouts, added=copies or added)
+
+    return estimate
 
 
 def test_an_estimator_that_only_defines_its_call_has_all_the_rest() -> None:
@@ -66,6 +81,24 @@ def test_a_result_is_passed_on(step: Step, rollout: Make) -> None:
             ),
             "Mine: the advantages of rollout r are not all finite numbers",
         ),
+        (lambda rollouts: Grpo()([None]), "Mine failed: AttributeError"),
+        (lambda rollouts: credit_steps(rollouts, None, None), "Mine failed: AttributeError"),
+        (raises_ours, "Mine: give a finite one (" + __file__),
+        (with_added(None), "Mine returned None as `added`; return a list of toolwise.types.AddedRollout"),
+        (with_added([3]), "Mine returned 3 in `added`; use toolwise.types.AddedRollout(scored, advantages)"),
+        (with_added([AddedRollout(None, ())]), "Mine returned AddedRollout(scored=None, advantages=()) in `added`"),  # type: ignore[arg-type]
+        (with_added(None, ()), "Mine returned 0 arrays of advantages for the 1 steps of rollout r"),
+        (with_added(None, 3), "Mine returned a int, not arrays of advantages for the 1 steps of rollout r"),
+        (with_added(None, ([1.0],)), "Mine: the advantages of rollout r, step 0, must be an array of"),
+        (with_added(None, (np.zeros((2, 2)),)), "Mine: the advantages of rollout r, step 0, must be an array of"),
+        (
+            lambda rollouts: CreditedBatch([replace(r, returns=(np.zeros(99),)) for r in Grpo()(rollouts).rollouts]),
+            "Mine: the returns of rollout r, step 0, must be an array of",
+        ),
+        (
+            lambda rollouts: CreditedBatch([replace(r, steps=(3,)) for r in Grpo()(rollouts).rollouts]),
+            "Mine returned other steps for rollout r; return its 1 steps",
+        ),
         (
             lambda rollouts: CreditedBatch(Grpo()(rollouts).rollouts, {"a": "b"}),
             "Mine failed: ValueError: could not convert string to float: 'b'",
@@ -77,6 +110,18 @@ def test_whatever_goes_wrong_in_it_is_an_error_in_one_line(result: Any, told: st
         credit(Mine(result), [rollout(1.0, steps=[step()])])
     assert str(caught.value).startswith(f"algorithm.adv_estimator: {told}")
     assert "\n" not in str(caught.value)
+
+
+def test_an_error_in_what_it_learns_from_is_one_line_too() -> None:
+    class Equal(Grpo):
+        def learns_from_equal_scores(self, score: float) -> bool:
+            raise ValueError("no\nscore")
+
+    with pytest.raises(ToolwiseError) as caught:
+        learns_from_equal(Equal(), 1.0)
+    assert str(caught.value).startswith(
+        f"algorithm.adv_estimator: Equal: learns_from_equal_scores failed: ValueError: no score ({__file__}:"
+    )
 
 
 def test_a_copy_has_the_credit_and_all_the_rest(step: Step) -> None:

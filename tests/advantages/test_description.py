@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from toolwise.advantages import ESTIMATORS, Gigpo, Grpo, MonitoredEstimator, Rlvcr
-from toolwise.advantages.description import describe_rewards
+from toolwise.advantages.score_check import describe_rewards
 from toolwise.protocols import AdvantageEstimator
 
 STEPWISE = ("gigpo", "hgpo", "gae", "reinforce_plus_plus")

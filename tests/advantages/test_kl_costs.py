@@ -13,7 +13,7 @@ from learner_cases import LR, changed, credit, gradients, tiny_model
 from rlvcr_cases import thinking_step
 
 from toolwise.advantages import Gae, Gigpo, Grpo, Rlvcr, cost_metrics, credit_rollout, total_rewards
-from toolwise.advantages.costs import token_k1
+from toolwise.advantages.step_rewards import token_k1
 from toolwise.errors import ToolwiseError
 from toolwise.learner.actor import Actor
 from toolwise.protocols import AdvantageEstimator

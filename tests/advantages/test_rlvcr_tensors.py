@@ -11,7 +11,7 @@ from rlvcr_cases import ACTION, HEAD, LEVEL, random_batch, slow_tokens
 
 from toolwise.advantages import Grpo, Rlvcr, compute_grpo_outcome_advantage, compute_rlvcr_outcome_advantage
 from toolwise.advantages.arrays import CreditError
-from toolwise.thinking.batch_fields import thinking_fields
+from toolwise.advantages.rlvcr_tensors import thinking_fields
 from toolwise.types import AnnotatedRollout
 
 LENGTH = HEAD + 1 + ACTION

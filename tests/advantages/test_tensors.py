@@ -13,7 +13,7 @@ from toolwise.advantages import (
     compute_grpo_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage,
 )
-from toolwise.advantages.tensors import TokenMask
+from toolwise.advantages.arrays import TokenMask
 
 REWARDS = [[0.5, 1.0, 2.0], [0.0, -1.0, 4.0], [1.0, 3.0, 9.0]]
 MASK = [[1, 1, 1], [1, 0, 1], [0, 0, 0]]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from toolwise.advantages.token_rewards import token_rewards_of
+from toolwise.advantages.step_rewards import token_rewards_of
 from toolwise.types import AnnotatedRollout, RewardSettings, StepData
 
 Step = Callable[..., StepData]

@@ -12,7 +12,7 @@ import torch
 
 from toolwise.config.router import RouterConfig
 from toolwise.models import locate
-from toolwise.routing.actions import ROUTES
+from toolwise.routing.families import ROUTES
 from toolwise.routing.head.head import HeadSettings, RouterHead, save_head
 
 

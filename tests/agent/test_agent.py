@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from toolwise.agent.agent import RoutedAgent
-from toolwise.agent.calibration import Calibration, store_calibration
-from toolwise.agent.spending_cap import BUDGET_SPENT_MESSAGE
+from toolwise.agent.agent import BUDGET_SPENT_MESSAGE, OVER_BUDGET, CappedEnv, RoutedAgent, time_saved
+from toolwise.agent.inference import Calibration, store_calibration
+from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
+from toolwise.messages import Message, ToolCall
+from toolwise.policies.scripted import ScriptedPolicy
+from toolwise.rollout.request import AsyncRolloutRequest
+from toolwise.routing.cost import AnyCost, CallsCost, RouteUsage
+from toolwise.routing.families import Family
 from toolwise.routing.threshold import Threshold
-from toolwise.types import StopReason, Task
+from toolwise.tools.catalog import build_tools
+from toolwise.types import Rollout, StopReason, Task
 
 SUM = "What is 4321 - 1234?"
 SHORT = ["rollout.max_new_tokens=48"]
@@ -135,3 +142,95 @@ def test_training_modules_are_not_imported(routed: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.splitlines() == ["Answer: 3087", "[]"]
+
+
+QUESTIONS = [Task(task_id=f"q{i}", prompt=[{"role": "user", "content": f"What is {i} + 1?"}]) for i in range(3)]
+
+
+def test_it_is_measured_on_prompts_that_are_answered_directly(make_routed: Any) -> None:
+    agent = RoutedAgent.load(make_routed(bias=[3.0, 0.0, 0.0]), tools=["calculator"], overrides=SHORT)
+    saved = asyncio.run(time_saved(agent, QUESTIONS, limit=2))
+    assert saved is not None
+    assert saved.prompts == 2
+    assert saved.direct_s > 0
+    assert saved.with_tools_s > 0
+    assert "saved per prompt (2 prompts" in saved.describe()
+
+
+def test_where_nothing_is_answered_directly_nothing_is_saved(routed: Path) -> None:
+    agent = RoutedAgent.load(routed, tools=["calculator"], overrides=SHORT)
+    assert asyncio.run(time_saved(agent, QUESTIONS)) is None
+
+
+FAMILIES = {"calculator": Family.CALCULATE, "search": Family.SEARCH}
+TASK = Task(task_id="t", prompt=[{"role": "user", "content": "?"}])
+
+
+def each_call(calls: Mapping[str, int]) -> float:
+    return CallsCost()(RouteUsage.of(calls, FAMILIES))["cost"]
+
+
+def call(number: int, expression: str = "1 + 1") -> ToolCall:
+    return ToolCall(id=f"c{number}", name="calculator", arguments={"expression": expression})
+
+
+def run(env_of: Any, steps: list[list[ToolCall]]) -> tuple[list[Any], CappedEnv]:
+    async def work() -> tuple[list[Any], CappedEnv]:
+        env = env_of(ToolEnv(TASK, build_tools(["calculator", "search"])))
+        await env.reset()
+        out = [await env.step({"type": "tool_call", "tool_calls": calls}) for calls in steps]
+        await env.close()
+        return out, env
+
+    return asyncio.run(work())
+
+
+def test_calls_within_the_cap_are_executed_and_others_refused_in_order() -> None:
+    steps = [[call(0)], [call(1, "2 + 3"), call(2), call(3)]]
+    (first, second), _ = run(lambda inner: CappedEnv(inner, 2, each_call), steps)
+    assert [m.content for m in first[0]] == ["2"]
+    assert [m.content for m in second[0]] == ["5", BUDGET_SPENT_MESSAGE, BUDGET_SPENT_MESSAGE]
+    assert [m.tool_call_id for m in second[0]] == ["c1", "c2", "c3"]
+    assert second[3]["failed_calls"] == {OVER_BUDGET: 2}
+    assert second[3]["calls"] == {"calculator": 1}
+    assert second[3]["is_action_valid"] is False
+
+
+def test_a_cap_of_zero_refuses_everything_without_a_step() -> None:
+    ((observation, reward, done, info),), _ = run(lambda inner: CappedEnv(inner, 0, each_call), [[call(0)]])
+    assert [m.content for m in observation] == [BUDGET_SPENT_MESSAGE]
+    assert (reward, done, info.get("cost")) == (None, False, None)
+
+
+def test_where_any_number_of_calls_costs_the_same_the_second_is_free() -> None:
+    steps = [[call(0)], [call(1), call(2)]]
+    outs, _ = run(lambda inner: CappedEnv(inner, 1, lambda c: AnyCost()(RouteUsage.of(c, FAMILIES))["cost"]), steps)
+    assert [m.content for out in outs for m in out[0]] == ["2", "2", "2"]
+    assert all(OVER_BUDGET not in info.get("failed_calls", {}) for _, _, _, info in outs)
+
+
+def test_an_answer_is_passed_on_and_ends_the_episode() -> None:
+    ((observation, _, done, _),), _ = run(lambda inner: CappedEnv(inner, 0, each_call), [[]])
+    assert (list(observation), done) == ([], True)
+
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "20 + 3"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(("cap", "served"), [(0.0, 0), (1.0, 1), (9.0, 2)])
+def test_an_episode_can_still_answer_after_a_refusal(cap: float, served: int) -> None:
+    async def work() -> Rollout:
+        policy = ScriptedPolicy([CALL, CALL, "Answer: 23"], parser="hermes")
+        env = CappedEnv(ToolEnv(TASK, build_tools(["calculator"])), cap, each_call)
+        request = AsyncRolloutRequest(TASK, policy, env)
+        await request.run()
+        return request.to_rollout()
+
+    rollout = asyncio.run(work())
+    tools = [m for m in rollout.messages if m.role == "tool"]
+    assert [m.content for m in tools] == ["23"] * served + [BUDGET_SPENT_MESSAGE] * (2 - served)
+    assert rollout.stop_reason is StopReason.ANSWERED
+    assert rollout.usage.calls.get("calculator", 0) == served
+    assert rollout.usage.failed_calls.get(OVER_BUDGET, 0) == 2 - served
+    assert rollout.usage.cost == served
+    assert isinstance(rollout.messages[-1], Message)

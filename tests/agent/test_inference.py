@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from toolwise.agent.inference import TrainedRouter, values_of
+from toolwise.agent.inference import Calibration, TrainedRouter, calibration_of, store_calibration, values_of
 from toolwise.agent.loader import load_router
-from toolwise.routing.actions import RouteAction
+from toolwise.errors import CheckpointError, ConfigError
+from toolwise.routing.families import RouteAction
+from toolwise.routing.head import ROUTER_METADATA_FILE
+from toolwise.routing.threshold import Threshold, find_threshold
+from toolwise.training import checkpoint
 from toolwise.types import Rollout, StopReason, Task, Usage
 
 TASKS = [Task(task_id=str(i), prompt=[{"role": "user", "content": f"What is {i} + {i}?"}]) for i in range(5)]
@@ -27,7 +32,7 @@ def test_predictions_do_not_depend_on_the_batch(make_routed: Any) -> None:
     alone = [routing.predict([task])[0].logprobs for task in TASKS]
     assert np.allclose(together, alone, atol=1e-4)
     assert len({tuple(np.round(row, 3)) for row in together}) > 1
-    assert routing.features(TASKS).shape == (5, routing.head.settings.width)
+    assert routing.features(TASKS).shape == (5, routing.predictor.head.settings.width)
 
 
 def test_a_route_selects_tools_and_none_keeps_the_prompt(routing: TrainedRouter) -> None:
@@ -73,3 +78,69 @@ def test_sampled_routes_depend_on_the_prompt_and_the_seed_only(make_routed: Any)
     drawn = [[routing.choose(word, task, budget=None, seed=seed) for task in TASKS] for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1]
     assert len({route for line in drawn for route in line}) > 1
+
+
+RNG = np.random.default_rng(0)
+VALUES = np.log(RNG.dirichlet([1, 1, 1], 500))
+COSTS = np.tile([0.0, 1.0, 1.0], (500, 1))
+BUDGETS = (0.2, 0.6)
+KNOWN = Calibration(
+    BUDGETS,
+    tuple(find_threshold(VALUES, COSTS, COSTS, budget) for budget in BUDGETS),
+    (0.0, 1.0, 1.0),
+    rows=500,
+    direct_s=0.1,
+    with_tools_s=0.4,
+)
+
+
+def spent(budget: float) -> float:
+    rng = np.random.default_rng(1)
+    routes = [KNOWN.route(row, None, budget, (rng.random(), rng.random())) for row in VALUES]
+    return float(np.mean([COSTS[0, route] for route in routes]))
+
+
+@pytest.mark.parametrize("budget", [0.2, 0.3, 0.4, 0.5, 0.6])
+def test_budgets_in_between_mix_both_neighbours(budget: float) -> None:
+    assert abs(spent(budget) - budget) < 0.05
+
+
+@pytest.mark.parametrize("budget", [0.1, 0.7])
+def test_budgets_outside_are_refused(budget: float) -> None:
+    with pytest.raises(ConfigError, match="calibrated for"):
+        KNOWN.threshold_for(budget, 0.5)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    (tmp_path / ROUTER_METADATA_FILE).write_text(json.dumps({"format": 1, "head": {"width": 3}}))
+    assert calibration_of(json.loads((tmp_path / ROUTER_METADATA_FILE).read_text())) is None
+    store_calibration(tmp_path, KNOWN)
+    metadata = json.loads((tmp_path / ROUTER_METADATA_FILE).read_text())
+    assert calibration_of(metadata) == KNOWN
+    assert metadata["head"] == {"width": 3}
+    store_calibration(tmp_path, Calibration((0.5,), (Threshold(1.0, 1.0, 0.0),), (0.0, 1.0, 1.0)))
+    assert calibration_of(json.loads((tmp_path / ROUTER_METADATA_FILE).read_text())).budgets == (0.5,)  # type: ignore[union-attr]
+
+
+def test_in_a_checkpoint_the_manifest_is_updated(tmp_path: Path) -> None:
+    def fill(folder: Path) -> None:
+        (folder / ROUTER_METADATA_FILE).write_text("{}")
+        (folder / "config.json").write_text("{}")
+
+    saved = checkpoint.save(tmp_path / "checkpoints", 3, {"progress": {"step": 3}}, extra_files={"model": fill})
+    store_calibration(saved.path / "model", KNOWN)
+    again = checkpoint.load(saved.path)
+    assert again.step == 3
+    assert calibration_of(json.loads((again.path / "model" / ROUTER_METADATA_FILE).read_text())) == KNOWN
+    assert (again.path / "model" / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("told", [{"calibration": {}}, {"calibration": {"thresholds": [1]}}, {"calibration": 3}])
+def test_a_damaged_calibration_is_reported(told: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="calibrate again"):
+        calibration_of(told)
+
+
+def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"router\.json"):
+        store_calibration(tmp_path, KNOWN)

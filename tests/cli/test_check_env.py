@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from toolwise.cli.check.env import check_env
+from toolwise.cli.check import check_env
 from toolwise.errors import ConfigError, DataError
 
 app = typer.Typer()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from toolwise.demo.recipe import BUDGET
-from toolwise.routing.actions import ROUTES
+from toolwise.routing.families import ROUTES
 
 Cli = Callable[..., Any]
 SMALL = [
@@ -78,7 +78,7 @@ def test_interrupting_the_frontier_shows_how_to_continue(demo: Path, cli: Cli, m
     def leave(status: int) -> None:
         raise SystemExit(status)
 
-    monkeypatch.setattr("toolwise.demo.frontier.evaluate_small_frontier", stopped)
+    monkeypatch.setattr("toolwise.demo.recipe.evaluate_small_frontier", stopped)
     monkeypatch.setattr("os._exit", leave)
     monkeypatch.chdir(demo.parent)
     ended = cli("demo", "--out", "first", "--resume", *SMALL)

@@ -1,4 +1,4 @@
-"""`toolwise eval`: metrics of a run, and of other models and tasks."""
+"""`toolwise eval`: metrics of a run, and of other models and tasks. test_run.py tests all of `eval --budgets`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from toolwise.cli.evaluate import read_budgets
+from toolwise.errors import ConfigError
 
 Cli = Callable[..., Any]
 
@@ -77,3 +80,18 @@ def test_a_reward_can_be_changed(tiny_run: Path, summary: dict[str, Any], cli: C
     dear = figures(cli, tiny_run, "--set", "reward.kwargs.price_per_call=1.0")
     assert dear["correct"] == summary["after"]["correct"]
     assert dear["score"] == pytest.approx(dear["correct"] - dear["calls"])
+
+
+def test_an_ellipsis_continues_the_budgets() -> None:
+    assert read_budgets("0,0.1,…,1") == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+    assert read_budgets("0, 0.25, ..., 1, 3") == [0.0, 0.25, 0.5, 0.75, 1.0, 3.0]
+
+
+def test_budgets_are_sorted_and_unique() -> None:
+    assert read_budgets("0.6,0.2,0.6") == [0.2, 0.6]
+
+
+@pytest.mark.parametrize("text", ["", "x", ",", "0,…", "…,1", "0,…,1", "1,0.5,…,0", "0,1e-9,…,1", "-1", "nan", "inf"])
+def test_budgets_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--budgets"):
+        read_budgets(text)

@@ -139,9 +139,10 @@ def test_checkpoints_are_models_that_plain_transformers_loads(tiny_run: Path, st
 
 def test_start_up_is_shown_step_by_step(tiny_run: Path) -> None:
     lines = (tiny_run.parent / "stdout.txt").read_text(encoding="utf-8").splitlines()
-    assert lines[:8] == [
+    assert lines[:9] == [
         "starting the tools …",
         "starting the reward sandbox …",
+        "checking the model …",
         "reading the tasks …",
         "importing PyTorch …",
         "loading the model builtin:small …",

@@ -11,7 +11,7 @@ from toolwise.config.imports import load_reference
 from toolwise.config.moved_modules import MOVED, current_module
 from toolwise.config.schema import RewardConfig, SandboxConfig
 from toolwise.sandbox.targets import resolve
-from toolwise.training.scoring import build_scoring
+from toolwise.training.evaluate import build_scoring
 
 
 @pytest.mark.parametrize(("old", "new"), sorted(MOVED.items()))
@@ -24,7 +24,7 @@ def test_every_module_moved_and_its_new_place_exists(old: str, new: str) -> None
 def test_modules_of_a_moved_package_move_with_it() -> None:
     assert current_module("toolwise.tools.search.tool") == "toolwise.tools.builtin.search.tool"
     assert current_module("toolwise.checkpoint.files") == "toolwise.serialization.files"
-    assert current_module("toolwise.checkpoint.manifest") == "toolwise.training.checkpoint.manifest"
+    assert current_module("toolwise.checkpoint.loader") == "toolwise.training.checkpoint.loader"
 
 
 @pytest.mark.parametrize("name", ["toolwise", "toolwise.tools.base", "tools.calculator", "mine.rewards.rlla", "", "."])

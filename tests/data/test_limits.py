@@ -20,8 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from toolwise.data.files import read_rows, write_rows
-from toolwise.data.limits import MAX_DATA_VARIABLE, MAX_LINE_MB
+from toolwise.data.files import MAX_DATA_VARIABLE, MAX_LINE_MB, read_rows, write_rows
 from toolwise.errors import ConfigError, DataError, ToolwiseError
 
 
@@ -319,7 +318,7 @@ def test_a_file_with_any_byte_changed_is_read_or_refused(tmp_path: Path) -> None
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"a": "' + "x" * 1000 + '"}\n' + "".join('{"a": 1}\n' for _ in range(100_000)))
-    from toolwise.data.limits import ReadBudget, open_data, read_lines
+    from toolwise.data.files import ReadBudget, open_data, read_lines
 
     with open_data(path) as file:
         lines = read_lines(path, file, ReadBudget(path))

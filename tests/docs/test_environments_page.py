@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from tests.docs.pages import ROOT, Reader
 
-from toolwise.checks.env.rules import EnvChecks
+from toolwise.checks.env.check import EnvChecks
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.catalog import ENVS, INTERACTIONS
 from toolwise.envs.gymnasium import GymnasiumEnv

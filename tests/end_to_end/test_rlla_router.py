@@ -23,8 +23,8 @@ from toolwise.messages import Message
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.protocols import Router
 from toolwise.rollout.scheduler import RolloutScheduler
+from toolwise.routing.cost import usage_of_messages
 from toolwise.routing.learned_router import LearnedRouter, target_of
-from toolwise.routing.usage import usage_of_messages
 from toolwise.training.run import assemble
 from toolwise.training.trainer import RunResult, Training
 from toolwise.types import Task, Usage

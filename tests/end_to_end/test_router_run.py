@@ -18,8 +18,7 @@ from toolwise.config.schema import RunConfig
 from toolwise.data import load_tasks
 from toolwise.demo.tasks import write_rows
 from toolwise.policies.scripted import ScriptedPolicy
-from toolwise.routing.actions import MIXED, RouteAction
-from toolwise.routing.families import Family
+from toolwise.routing.families import MIXED, Family, RouteAction
 from toolwise.routing.head.head import load_head
 from toolwise.routing.labels.label_files import Label, write_labels
 from toolwise.routing.learned_router import LearnedRouter, target_of
@@ -155,7 +154,7 @@ def test_labels_of_a_file_are_joined_to_the_tasks(tmp_path: Path, caplog: pytest
     for found in (run.batches.tasks, run.validation_tasks):
         assert [target_of(task) for task in found] == ["SEARCH-FAMILY", "MIXED", *[None] * 10]
     assert isinstance(run.router, LearnedRouter)
-    families = run.router.conditioning.families_of(run.batches.tasks[0], run.router.tools)
+    families = run.router.conditioning.families_of(run.batches.tasks[0])
     assert families["search"] is Family.SEARCH  # and the calculator's own word comes before a label's
     assert families["calculator"] is Family.CALCULATE
 

@@ -19,8 +19,7 @@ from toolwise.advantages import ESTIMATORS, Gigpo, Hgpo, Rlvcr, credit
 from toolwise.messages import Message, ToolCall
 from toolwise.rewards.align import align_rollouts
 from toolwise.rewards.combine import CompositeReward, WeightedReward
-from toolwise.rewards.episode_rewards import EPISODE_REWARDS, episode_reward, score_episodes
-from toolwise.rewards.executor import InProcessExecutor
+from toolwise.rewards.executor import EPISODE_REWARDS, InProcessExecutor, episode_reward, score_episodes
 from toolwise.rewards.function import Reward
 from toolwise.types import AnnotatedRollout, EvaluateResult, Rollout, StepData, StopReason, Task, Usage
 

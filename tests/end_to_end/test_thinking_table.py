@@ -24,7 +24,7 @@ def table(**success: float) -> dict[str, Any]:
 def test_every_step_is_asked_with_the_right_way_before_it() -> None:
     plan = HouseConfig()
     asked = script.questions(3, plan, DEFAULT_LEVELS, 0)
-    assert len(asked) == 3 * plan.steps
+    assert len(asked) == 3 * (1 + plan.halls + plan.doors + 2 * plan.locks)
     assert [q.kind for q in asked].count("hard") == 3 * plan.halls
     for question in asked:
         assert [m["role"] for m in question.history[:2]] == ["system", "user"]

@@ -10,9 +10,10 @@ import torch
 from engine_cases import random_ids, tiny
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import GemmaConfig, GemmaForCausalLM
+from transformers import CohereConfig, CohereForCausalLM
 
-from toolwise.engine.cpu_forward import CpuForward, rope_per_step, supports_cpu_forward
+from toolwise.engine.cpu_forward import CpuForward, cpu_forward_problem, ropes_per_step, supports_cpu_forward
+from toolwise.models.decoder_layers import describe_decoder
 
 ROWS, LENGTH = 3, 11
 
@@ -32,14 +33,17 @@ def test_token_by_token_it_gives_what_the_stock_forward_gives(family: str) -> No
         out = scaled_dot_product_attention(query[:, :, None], *past[layer], scale=scale, enable_gqa=True)
         return out.reshape(ROWS, -1)
 
-    lean, ropes = CpuForward(trunk), rope_per_step(trunk, np.zeros(ROWS, dtype=np.int64), LENGTH)
+    decoder = describe_decoder(model)
+    lean, ropes = CpuForward(decoder), ropes_per_step(decoder, np.zeros(ROWS, dtype=np.int64), LENGTH)
     found = torch.stack([lean.forward(ids[:, at], ropes[at], attend) for at in range(LENGTH)], 1)
     torch.testing.assert_close(found, trunk(input_ids=ids).last_hidden_state, atol=2e-5, rtol=1e-4)
 
 
 def test_positions_differ_from_row_to_row() -> None:
-    trunk = tiny().get_decoder()
-    (cos, sin), _ = rope_per_step(trunk, np.array([3, 7]), 2)
+    model = tiny()
+    trunk = model.get_decoder()
+    [first, _] = ropes_per_step(describe_decoder(model), np.array([3, 7]), 2)
+    cos, sin = first["default"]
     expected = trunk.rotary_emb(trunk.embed_tokens.weight, torch.tensor([[3, 7]]))
     torch.testing.assert_close(cos[:, 0], expected[0][0])
     torch.testing.assert_close(sin[:, 0].abs(), expected[1][0].abs())
@@ -48,9 +52,16 @@ def test_positions_differ_from_row_to_row() -> None:
 def other(kind: str) -> Any:
     if kind == "another family":
         shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-        return GemmaForCausalLM(GemmaConfig(vocab_size=50, num_key_value_heads=1, head_dim=8, **shape))
-    if kind == "another activation":
-        return tiny(hidden_act="gelu")
+        return CohereForCausalLM(CohereConfig(vocab_size=50, num_key_value_heads=1, **shape))
+    if kind == "another formula":
+        model = tiny()
+        layer = model.get_decoder().layers[1]
+        layer.forward = lambda states, *args, **more: type(layer).forward(layer, states * 1.01, *args, **more)
+        return model
+    if kind == "another parameter":
+        model = tiny()
+        model.get_decoder().layers[1].gate = torch.nn.Parameter(torch.zeros(1))
+        return model
     if kind == "half precision":
         return tiny().bfloat16()
     if kind == "a rope that changes with the length":
@@ -65,7 +76,8 @@ def other(kind: str) -> Any:
     "kind",
     [
         "another family",
-        "another activation",
+        "another formula",
+        "another parameter",
         "half precision",
         "a rope that changes with the length",
         "a projection of another kind",
@@ -73,4 +85,10 @@ def other(kind: str) -> Any:
 )
 def test_other_models_go_the_stock_way(kind: str) -> None:
     assert supports_cpu_forward(tiny())
-    assert not supports_cpu_forward(other(kind))
+    model = other(kind)
+    assert not supports_cpu_forward(model)
+    assert "\n" not in (cpu_forward_problem(model) or "")
+
+
+def test_any_activation_will_do() -> None:
+    assert supports_cpu_forward(tiny(hidden_act="gelu"))

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import ARCHITECTURES, SHAPE, TRANSFORMERS, build
 from engine_cases import FAMILIES, counted, generate_all, greedily, random_ids, tiny
 
 from toolwise.config.schema import LoraConfig
-from toolwise.engine import Engine
+from toolwise.engine import Engine, engine_path
 from toolwise.engine.cuda_runner import CudaRunner
 from toolwise.learner.lora import Adapters
 from toolwise.protocols import Generation, Sampling
@@ -57,6 +58,59 @@ def test_bf16_log_probs_are_within_the_canary_s_bound(family: str) -> None:
     for ids, found in zip(GROUPS, generate_all(Engine(model, blocks=512), GROUPS, samplings), strict=True):
         chosen = forced(model, ids, found, 0.8)[range(len(found.token_ids)), list(found.token_ids)]
         assert (chosen.cpu() - torch.tensor(list(found.logprobs))).abs().mean() < 0.05
+
+
+KERNEL_SHAPE = {"hidden_size": 96, "head_dim": 16, "max_position_embeddings": 512}
+
+
+def assert_likeliest(model: Any, engine: Engine, prompts: list[list[int]]) -> None:
+    """Greedy tokens are the likeliest of a teacher-forced pass in fp32, with its log-probs."""
+    sampling = Sampling(max_new_tokens=NEW, do_sample=False)
+    for ids, found in zip(prompts, generate_all(engine, prompts, [sampling] * len(prompts)), strict=True):
+        says = forced(model, ids, found)
+        chosen = says[range(NEW), list(found.token_ids)]
+        assert (says.max(-1).values - chosen).max() < 1e-4, "a token that is not the likeliest"
+        assert (chosen.cpu() - torch.tensor(list(found.logprobs))).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3"])
+def test_other_families_take_the_fused_kernels(name: str) -> None:
+    """Layers without rope (SmolLM3), projections that are fused already (Phi-3)."""
+    more = {"sliding_window": None} if name in ("mistral", "phi3") else {}
+    model = build(name, **KERNEL_SHAPE | more).to("cuda")
+    assert engine_path(model)[0] == "toolwise-fast"
+    engine = counted(model, block_size=16, max_batch_tokens=96)
+    assert isinstance(engine.runner, CudaRunner)
+    assert_likeliest(model, engine, [*PROMPTS, *GROUPS])
+
+
+GENERAL = [
+    name
+    for name, architecture in ARCHITECTURES.items()
+    if architecture.engine != TRANSFORMERS and "longrope" not in name  # too short for these texts
+]
+
+
+@pytest.mark.parametrize("name", GENERAL)
+def test_every_architecture_is_exact_over_the_paged_cache(name: str) -> None:
+    """Heads of 8 are too small for the kernels: attention over gathered blocks, with windows, soft caps and sinks."""
+    more = (
+        {} if name == "phi3, longrope" or ARCHITECTURES[name].shape is not SHAPE else {"max_position_embeddings": 512}
+    )
+    model = build(name, **more).to("cuda")
+    assert engine_path(model)[0] == "toolwise-general"
+    limit = counted(model).max_context - NEW
+    engine = counted(model, block_size=16, max_batch_tokens=48)
+    assert_likeliest(model, engine, [ids for ids in [*PROMPTS, *GROUPS[:4]] if len(ids) <= limit])
+
+
+@pytest.mark.parametrize("name", ["qwen3, moe", "cohere", "glm4"])
+def test_stock_forwards_with_plain_attention_use_the_kernels(name: str) -> None:
+    model = build(name, **KERNEL_SHAPE).to("cuda")
+    engine = counted(model, block_size=16, max_batch_tokens=96)
+    assert engine_path(model)[0] == "toolwise-general"
+    assert engine.runner.uses_block_tables
+    assert_likeliest(model, engine, [*PROMPTS, *GROUPS[:4]])
 
 
 def test_a_request_draws_the_same_alone_and_in_company() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import build
 from engine_cases import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.functional import scaled_dot_product_attention
 
 from toolwise.engine.length_groups import chunk_order, group_chunks
 from toolwise.engine.paged_attention import PagedContext, attend, supports_paged_attention
@@ -21,7 +21,14 @@ SIZE, HEAD = 4, 8
 
 
 def attended(
-    chunks: list[tuple[int, int]], heads: int, key_heads: int, *, fixed_shapes: bool
+    chunks: list[tuple[int, int]],
+    heads: int,
+    key_heads: int,
+    *,
+    fixed_shapes: bool,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
 ) -> tuple[Any, Any, list[Any]]:
     """The output of `attend` for (held, length) chunks, of SDPA over each whole sequence, and the groups."""
     torch.manual_seed(0)
@@ -30,6 +37,7 @@ def attended(
     shuffled = torch.randperm(total).tolist()
     keys, values = torch.zeros(total, SIZE, key_heads, HEAD), torch.zeros(total, SIZE, key_heads, HEAD)
     tables, slots, rows, expected = [], [], [], []
+    strength = torch.randn(heads)
     for held, length in chunks:
         table = [shuffled.pop() for _ in range(-(-(held + length) // SIZE))]
         tables.append(table)
@@ -40,9 +48,13 @@ def attended(
         values.view(-1, key_heads, HEAD)[places[:held]] = v[:held]
         slots.append(places[held:])
         rows.append((q, k[held:], v[held:]))
-        mask = torch.ones(length, held + length).tril(held).bool()
-        whole = [x.transpose(0, 1)[None] for x in (q, k, v)]
-        expected.append(scaled_dot_product_attention(*whole, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1))
+        mask = torch.ones(length, held + length).tril(held).triu(-1 << 30 if window is None else held - window + 1)
+        k, v = (x.repeat_interleave(heads // key_heads, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / HEAD**0.5
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        weights = scores.masked_fill(mask == 0, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True) + (strength.exp()[:, None, None] if sinks else 0.0)
+        expected.append(torch.einsum("hqk,khd->qhd", weights / total, v))
     groups = group_chunks(
         [held for held, _ in chunks],
         [length for _, length in chunks],
@@ -52,9 +64,10 @@ def attended(
         dtype=torch.float32,
         fixed_shapes=fixed_shapes,
     )
-    context = PagedContext([keys], [values], torch.cat(slots), groups=groups)
+    context = PagedContext([keys], [values], torch.cat(slots), groups=groups, windows=[window])
     q, k, v = (torch.cat(parts).transpose(0, 1)[None] for parts in zip(*rows, strict=True))
-    out, _ = attend(SimpleNamespace(layer_idx=0), q, k, v, None, toolwise_paged=context)
+    more = {"softcap": softcap, "s_aux": strength if sinks else None}
+    out, _ = attend(SimpleNamespace(layer_idx=0), q, k, v, None, toolwise_paged=context, **more)
     return out[0], torch.cat(expected), groups
 
 
@@ -98,12 +111,21 @@ def test_rows_that_are_padding_get_zeros() -> None:
     assert context.calls == 1
 
 
-@pytest.mark.parametrize("odd", [{"sliding_window": 8}, {"softcap": 3.0}, {"s_aux": torch.zeros(1)}])
-def test_what_is_not_plain_attention_is_refused(odd: dict[str, Any]) -> None:
+@pytest.mark.parametrize("odd", [{"window": 5}, {"softcap": 0.7}, {"sinks": True}, {"window": 3, "softcap": 0.7}])
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=9))
+def test_windows_soft_caps_and_sinks_are_those_of_each_sequence(
+    odd: dict[str, Any], fixed_shapes: bool, chunks: list[tuple[int, int]]
+) -> None:
+    found, expected, _ = attended(chunks, 6, 3, fixed_shapes=fixed_shapes, **odd)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_position_bias_is_refused() -> None:
     states = torch.zeros(1, 1, 1, HEAD)
     context = PagedContext([], [], torch.zeros(0))
     with pytest.raises(ModelError, match="paged cache does not support"):
-        attend(SimpleNamespace(layer_idx=0), states, states, states, None, toolwise_paged=context, **odd)
+        attend(SimpleNamespace(layer_idx=0), states, states, states, None, toolwise_paged=context, position_bias=states)
 
 
 def test_the_model_attends_in_its_own_way_while_an_engine_runs_it() -> None:
@@ -119,6 +141,6 @@ def test_the_model_attends_in_its_own_way_while_an_engine_runs_it() -> None:
 
 def test_which_models_can_be_run() -> None:
     assert all(supports_paged_attention(tiny(family)) for family in ("llama", "qwen2", "qwen3"))
-    windowed = tiny("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0)
-    assert not supports_paged_attention(windowed)
+    assert supports_paged_attention(tiny("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0))
+    assert not supports_paged_attention(build("bloom"))
     assert not supports_paged_attention(object())

@@ -13,8 +13,7 @@ from toolwise.envs.base import BaseEnv
 from toolwise.envs.catalog import build_env_factory, build_interaction_factory
 from toolwise.envs.gsm8k import Gsm8kEnv
 from toolwise.envs.gymnasium import GymnasiumEnv
-from toolwise.envs.interactions import BaseInteraction, FunctionInteraction, ScriptedInteraction
-from toolwise.envs.interactive_env import InteractiveEnv
+from toolwise.envs.interactions import BaseInteraction, FunctionInteraction, InteractiveEnv, ScriptedInteraction
 from toolwise.envs.methods_env import MethodsEnv
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import ConfigError, DataError, ToolwiseError

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolwise.envs.gymnasium_text import ActionReader, extract_action, observation_text, rendered_text
+from toolwise.envs.gymnasium import ActionReader, extract_action, observation_text, rendered_text
 from toolwise.errors import ConfigError
 
 SPACES: list[Any] = [

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from toolwise.envs.base import BaseEnv
-from toolwise.envs.interactions import BaseInteraction, FunctionInteraction, Reply, ScriptedInteraction
-from toolwise.envs.interactive_env import InteractiveEnv
+from toolwise.envs.interactions import BaseInteraction, FunctionInteraction, InteractiveEnv, Reply, ScriptedInteraction
 from toolwise.envs.methods_env import MethodsEnv
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import ConfigError

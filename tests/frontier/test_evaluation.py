@@ -16,7 +16,7 @@ from toolwise.data import load_tasks
 from toolwise.demo.tasks import write_rows
 from toolwise.frontier.evaluation import route_values
 from toolwise.models import locate
-from toolwise.routing.actions import ROUTES
+from toolwise.routing.families import ROUTES
 from toolwise.routing.head.head import HeadSettings, RouterHead, save_head
 from toolwise.types import Task
 

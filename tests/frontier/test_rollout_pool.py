@@ -13,12 +13,11 @@ import pytest
 
 from toolwise.config.schema import RewardConfig, SandboxConfig
 from toolwise.errors import DataError
-from toolwise.frontier.outcomes import OutcomeTable
-from toolwise.frontier.rollout_pool import PoolPlan, fill_pool, score_of
+from toolwise.frontier.rollout_pool import OutcomeTable, PoolPlan, fill_pool, score_of
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.tools.catalog import build_tools
-from toolwise.training.scoring import Scoring, build_scoring
+from toolwise.training.evaluate import Scoring, build_scoring
 from toolwise.types import EvaluateResult, MetricResult, Rollout, RouteDecision, StopReason, Task, Usage
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "20 + 3"}}\n</tool_call>'
@@ -37,7 +36,7 @@ def scoring() -> Iterator[Scoring]:
 
 
 def begin(tools: tuple[str, ...] | None) -> Any:
-    return lambda task, seed: RouteDecision(task, f"{task.task_id}/{tools}", 1, seed, task.prompt, tools=tools)
+    return lambda task: RouteDecision(task, f"{task.task_id}/{tools}", 1, 0, task.prompt, tools=tools)
 
 
 def plan(tasks: list[Task] = TASKS, **more: Any) -> PoolPlan:
@@ -87,15 +86,20 @@ def test_another_pool_is_not_resumed(scoring: Scoring, tmp_path: Path, other: di
         fill(plan(TASKS[:1], **other), path, scoring)
 
 
-def test_seeds_depend_on_the_cell_and_not_on_its_position(scoring: Scoring, tmp_path: Path) -> None:
+def test_seeds_depend_on_the_cell_and_not_on_its_position(
+    scoring: Scoring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: dict[str, int] = {}
+    roll_out = RolloutScheduler.roll_out
 
-    def noting(task: Task, seed: int) -> RouteDecision:
-        assert seen.setdefault(task.task_id, seed) == seed
-        return begin(())(task, seed)  # type: ignore[no-any-return]
+    async def noting(scheduler: RolloutScheduler, decisions: list[RouteDecision], **options: Any) -> Any:
+        for decision in decisions:
+            assert seen.setdefault(decision.task.task_id, decision.seed) == decision.seed
+        return await roll_out(scheduler, decisions, **options)
 
+    monkeypatch.setattr(RolloutScheduler, "roll_out", noting)
     for number, tasks in enumerate((TASKS, TASKS[::-1], TASKS[1:])):
-        fill(PoolPlan(tasks, {"ANSWER": noting}, draws=1), tmp_path / f"{number}.jsonl", scoring)
+        fill(PoolPlan(tasks, {"ANSWER": begin(())}, draws=1), tmp_path / f"{number}.jsonl", scoring)
     assert len(set(seen.values())) == 3
 
 
@@ -112,3 +116,28 @@ def test_a_missing_score_is_none_and_not_zero() -> None:
     assert score_of(rollout(), EvaluateResult(is_score_valid=False), "auto") is None
     with pytest.raises(DataError, match="choose --metric from score, correct"):
         score_of(rollout(), good, "speed")
+
+
+def made(rows: int = 2, routes: tuple[str, ...] = ("A", "B")) -> OutcomeTable:
+    scores = np.arange(rows * len(routes) * 4, dtype=float).reshape(rows, len(routes), 4)
+    return OutcomeTable(tuple(f"r{i}" for i in range(rows)), routes, scores, scores / 10)
+
+
+def test_draws_without_a_score_count_for_neither_score_nor_cost() -> None:
+    outcomes = made()
+    outcomes.scores[0, 0, 3] = np.nan
+    assert outcomes.mean_over_draws("scores")[0].tolist() == [1.0, 5.5]
+    assert np.allclose(outcomes.mean_over_draws("costs")[0], [0.1, 0.55])
+
+
+def test_routes_rows_and_draws_can_be_selected() -> None:
+    outcomes = made(3)
+    assert outcomes.select_routes(["B"]).scores.tolist() == outcomes.scores[:, 1:].tolist()
+    assert outcomes.select_rows([2]).row_ids == ("r2",)
+    assert outcomes.select_draws(slice(0, 2)).scores.shape == (3, 2, 2)
+
+
+def test_routes_of_the_same_rows_can_be_concatenated() -> None:
+    both = made().concat_routes(made(routes=("C",)))
+    assert both.routes == ("A", "B", "C")
+    assert both.scores.shape == (2, 3, 4)

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from toolwise.rewards.align import align_rollouts
 from toolwise.rewards.combine import WeightedReward, combine
-from toolwise.rewards.episode_rewards import episode_reward
-from toolwise.rewards.function import read_result, read_results
-from toolwise.sandbox.answers import read_answer
+from toolwise.rewards.executor import episode_reward
+from toolwise.rewards.results import read_result, read_results
 from toolwise.sandbox.faults import KINDS, WorkerFault, read_fault
-from toolwise.sandbox.frames import HEADER, FrameReader, encode, to_frame
+from toolwise.sandbox.wire import HEADER, FrameReader, encode, read_answer, to_frame
 from toolwise.serialization.json_text import json_text
 from toolwise.types import EvaluateResult, Rollout, StopReason, Task, Usage
 from toolwise.untrusted.bounds import MAX_METRIC_VALUE, MAX_METRICS, MAX_NAME_CHARS, MAX_SCORE

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 from fuzzing import JSON, TEXT, fuzz
 from hypothesis import strategies as st
 
 from toolwise.messages import Message, ToolCall, parse_arguments
-from toolwise.rollout.parsers import PARSERS, RENDERERS, detect_parser, to_action
+from toolwise.rollout.parsers import BLOCKS, PARSERS, RENDERERS, detect_parser, open_stream, to_action
+from toolwise.rollout.parsers.json_calls import THOUGHT_CLOSINGS, THOUGHT_OPENINGS
+from toolwise.rollout.parsers.stream import CallFinished, ContentPiece
 from toolwise.serialization.json_text import json_text
 
+FORMAT_MARKS = sorted(
+    {mark for form in BLOCKS.values() for mark in (*form.readers, *form.dropped, *form.triggers)}
+    | {*THOUGHT_OPENINGS, *THOUGHT_CLOSINGS}
+)
 MARKS = st.sampled_from(
     [
+        *FORMAT_MARKS,
+        "<function=f>",
+        "<parameter=a>\n",
+        "\n</parameter>",
+        "</function>",
+        "f\n<arg_key>a</arg_key>\n<arg_value>",
+        "</arg_value>",
+        '<invoke name="f"><parameter name="a">',
+        "</invoke>",
+        "function<｜tool▁sep｜>f\n```json\n",
+        "functions.f:0<|tool_call_argument_begin|>",
+        "commentary to=functions.f <|constrain|>json<|message|>",
+        "analysis<|message|>",
+        'call:f{a:<|"|>',
+        '<|"|>',
+        "<escape>",
+        "print(f(a='",
         "<tool_call>",
         "</tool_call>",
         "<tool_call>\n",
@@ -86,3 +110,29 @@ def test_any_arguments_are_read(text: str) -> None:
 @fuzz(WRITTEN, st.lists(TEXT, max_size=3))
 def test_any_template_is_looked_at(template: str, texts: list[str]) -> None:
     assert detect_parser(template, texts) in PARSERS
+
+
+@fuzz(
+    st.sampled_from(sorted(PARSERS)),
+    WRITTEN,
+    st.lists(st.integers(0, 400), max_size=6),
+    st.sampled_from([None, False, True]),
+)
+def test_any_pieces_give_what_the_whole_text_gives(name: str, text: str, cuts: list[int], opened: bool | None) -> None:
+    stream = open_stream(name, opened)
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    events = [e for a, b in pairwise(places) for e in stream.feed(text[a:b])] + stream.finish()
+    assert stream.reply is not None
+    content, calls = stream.reply
+    assert "".join(event.text for event in events if isinstance(event, ContentPiece)) == content
+    assert [event.call for event in events if isinstance(event, CallFinished)] == calls
+    if opened is None:
+        assert (content, calls) == PARSERS[name](text)
+
+
+@fuzz(st.sampled_from(sorted(set(BLOCKS) - {"gpt_oss", "muse_glimmer"})), WRITTEN, examples=60)
+def test_every_word_is_in_the_content_or_in_a_call(name: str, text: str) -> None:
+    """Words, not marks: those say how the rest is read."""
+    content, calls = PARSERS[name](f"{text} lastword")
+    everything = content + "".join(call.name + json.dumps(call.arguments, ensure_ascii=False) for call in calls)
+    assert "lastword" in everything

@@ -532,9 +532,10 @@ class Meter(threading.Thread):
     def _outside(self) -> int:
         """Where workers have their own disks, nothing but they may hold anything: others write to this one meanwhile."""
         if self._own_disk:
-            files = Path(self._pool._root).rglob("*") if self._pool._root is not None else ()
+            root = self._pool.scratch_root.path
+            files = root.rglob("*") if root is not None else ()
             return sum(path.lstat().st_blocks * 512 for path in files if path.is_file())
-        found = os.statvfs(self._pool._root or "/tmp")
+        found = os.statvfs(self._pool.scratch_root.path or "/tmp")
         return (found.f_blocks - found.f_bfree) * found.f_frsize
 
     def _inside(self) -> int:
@@ -672,7 +673,7 @@ class Ground:
     def left_behind(self) -> list[str]:
         """Processes of our sandbox that it does not know of, and folders of workers that are gone."""
         pool = self.sandbox._pool
-        root, known = str(pool._root), set(self.sandbox.pids())
+        root, known = str(pool.scratch_root.path), set(self.sandbox.pids())
         spare = pool._spare.popen.pid if pool._spare is not None else -1
         found = processes_with(f"HOME={root}/")
         supervisors = {parent_of(pid) for pid in known}  # where workers may start processes

@@ -248,7 +248,7 @@ class Ground:
         result = self.sandbox.evaluate(f"{path}:f", MESSAGES, name)
         seconds = time.monotonic() - began
         # The folder of each worker lies in `_root`; nothing of those that are gone may be in one of them.
-        found = alive_with(name, f"{pool._root}/")
+        found = alive_with(name, f"{pool.scratch_root.path}/")
         known = {str(pid) for pid in self.known()}  # afterwards: a spare comes up meanwhile
         alive = [line for line in found if line.split()[0] not in known]
         next_score = self.sandbox.evaluate(f"{self.folder / 'harmless.py'}:f", MESSAGES, None).score

@@ -9,14 +9,22 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from toolwise.errors import PolicyError
@@ -41,6 +49,12 @@ def build(name: str) -> Any:
         return LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=rope)).eval()
     if name == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(**SHAPE | {"hidden_size": 96})).eval()
+    if name == "mistral":
+        return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)).eval()
+    if name == "smollm3":
+        return SmolLM3ForCausalLM(SmolLM3Config(**SHAPE, no_rope_layers=[1, 0], pad_token_id=0)).eval()
+    if name == "phi3":
+        return Phi3ForCausalLM(Phi3Config(**SHAPE | {"hidden_size": 96}, pad_token_id=0)).eval()
     return Qwen3ForCausalLM(Qwen3Config(**SHAPE)).eval()
 
 
@@ -81,7 +95,7 @@ def prefill(decoder: FusedDecoder, cache: PagedCache, rows: list[list[int]], tab
     return [torch.cat(parts) for parts in hidden]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-bias", "llama3-rope", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama-bias", "llama3-rope", "qwen2", "qwen3", "mistral", "smollm3", "phi3"])
 @torch.inference_mode()
 def test_chunked_prefill_and_decode_give_the_stock_logits(name: str) -> None:
     model = build(name)
@@ -162,7 +176,9 @@ def test_a_second_decoder_moves_nothing_and_a_cast_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (MistralForCausalLM(MistralConfig(**SHAPE)), "not one of"),
+        (CohereForCausalLM(CohereConfig(**SHAPE)), "not an RMS norm"),
+        (Gemma2ForCausalLM(Gemma2Config(**SHAPE)), "norms"),
+        (MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8)), "window"),
         (LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")), "gelu"),
         (LlamaForCausalLM(LlamaConfig(**SHAPE | {"head_dim": 24})), "head size 24"),
         (Qwen2ForCausalLM(Qwen2Config(**SHAPE | {"hidden_size": 96}, use_sliding_window=True, sliding_window=8,

@@ -35,13 +35,14 @@ from toolwise.config.schema import RunConfig
 from toolwise.demo.tasks import make_rows
 from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
 from toolwise.learner.actor import Actor
+from toolwise.learner.losses import PpoClip
 from toolwise.learner.rows import build_rows
 from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
 from toolwise.policies.transformers_generation import generate_batch
 from toolwise.protocols import Sampling
 from toolwise.rollout.scheduler import RolloutScheduler
-from toolwise.routing.direct_router import DirectRouter
+from toolwise.routing.routers import DirectRouter
 from toolwise.tools.catalog import build_tools
 from toolwise.training import checkpoint
 from toolwise.training.checkpoint import StateRegistry
@@ -207,6 +208,26 @@ def test_an_empty_update_still_advances_the_version() -> None:
     actor = Actor(tiny_model(), LR)
     assert actor.update([]) == {"actor/updates": 0.0}
     assert actor.version == 1
+
+
+@pytest.mark.parametrize(("calls", "version"), [(1, 0), (2, 1)])
+def test_the_version_tells_whether_a_failed_update_has_changed_weights(calls: int, version: int) -> None:
+    """A run whose loss fails saves the weights only if none has changed."""
+    remaining = [calls]
+
+    class Fails(PpoClip):
+        def __call__(self, *tensors: Any) -> Any:
+            remaining[0] -= 1
+            if not remaining[0]:
+                raise ValueError("no such token")
+            return super().__call__(*tensors)
+
+    model = tiny_model()
+    actor = Actor(model, changed(LR, mini_batches=2), loss=Fails())
+    before = actor.weights_checksum()
+    with pytest.raises(ToolwiseError, match=r"Fails failed: ValueError: no such token \("):
+        actor.update(sample(model, [1.0, -1.0, 1.0, -1.0]))
+    assert (actor.version, actor.weights_checksum() == before) == (version, version == 0)
 
 
 def test_zero_advantages_change_no_weights() -> None:
@@ -564,13 +585,10 @@ def test_weights_loaded_into_half_precision_are_what_is_trained_on(tmp_path: Pat
 
 def through_disk(actor: Actor, fresh: Actor, folder: Path) -> Actor:
     """What a run does when it stops and resumes."""
-    registry = StateRegistry()
-    registry.register("actor", actor)
-    saved = checkpoint.save(folder, 1, registry.state_dict(), extra_files={"model": actor.save_model})
+    state = StateRegistry({"actor": actor}).state_dict()
+    saved = checkpoint.save(folder, 1, state, extra_files={"model": actor.save_model})
     found = checkpoint.load(saved.path)
-    again = StateRegistry()
-    again.register("actor", fresh)
-    again.load_state_dict(found.state())
+    StateRegistry({"actor": fresh}).load_state_dict(found.state())
     fresh.load_weights(found.path / "model")
     return fresh
 

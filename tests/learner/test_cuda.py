@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from learner_cases import LR, changed, credit, sample, tiny_model
+from architectures import build
+from learner_cases import LR, changed, credit, pack, sample, tiny_model
 
 from toolwise.advantages import Gae
 from toolwise.engine import Engine
 from toolwise.engine.cuda_runner import CudaRunner
 from toolwise.learner.actor import Actor
 from toolwise.learner.critic import Critic
+from toolwise.learner.forward import hidden_states, token_logprobs
 from toolwise.protocols import Generation, Sampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -47,6 +49,27 @@ def test_a_full_update(dtype: torch.dtype, aggregation: Any) -> None:
         assert metrics["actor/skipped_updates"] == metrics["critic/skipped_updates"] == 0.0
         assert metrics["actor/update_norm"] > 0.0
         assert metrics["canary/logprob_gap_mean"] < (1e-4 if dtype is torch.float32 else 0.05)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    ids: list[int]
+    sampled: list[bool]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "mistral, sliding", "gemma2", "gemma3", "phi3", "gpt-oss", "deepseek-v3"])
+def test_packed_rows_of_other_architectures_have_their_log_probs(name: str, dtype: torch.dtype) -> None:
+    """Windows, soft caps, sinks, keys and values of different sizes, and norms with factors 1 + w."""
+    model = build(name, dtype).to("cuda")
+    rows = [Tokens([3, 5, 7, 9, 11, 13, 15, *tail], [False] * 7 + [True] * 6) for tail in ([1] * 6, [2, 4] * 3)]
+    [packed] = pack(rows, 500, share_prefixes=True, device="cuda")
+    with torch.no_grad():
+        found, _ = token_logprobs(model, hidden_states(model, packed), packed, 1.0)
+        logits = model(input_ids=torch.tensor([row.ids for row in rows], device="cuda")).logits.float()
+    expected = torch.log_softmax(logits, -1)[packed.row, packed.at - 1, packed.target]
+    errors = (found - expected).abs()
+    assert (errors.max() < 1e-4) if dtype is torch.float32 else (errors.mean() < 0.1)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import build
 from learner_cases import pack, tiny_model
 from torch import nn
 from transformers.models.llama import modeling_llama
@@ -15,6 +16,7 @@ from toolwise.kernels import torch_reference
 from toolwise.learner import fused_modules
 from toolwise.learner.forward import hidden_states, token_logprobs
 from toolwise.learner.fused_modules import RotateHalf, SiluMul, can_fuse, fuse
+from toolwise.models.decoder_layers import rms_norm_of
 from toolwise.models.weight_sharing import shared_copy
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -29,14 +31,14 @@ class Row:
 
 
 class Doubled(nn.Module):
-    """Looks like a norm but has a different formula, like Gemma's."""
+    """Looks like a norm but has a different formula: where its weights are one, that of Gemma's norms."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.full((8,), 0.5)), 1e-6
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(8)), 1e-6
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (1.0 + self.weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return 2.0 * self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
 
 class Gated(nn.Module):
@@ -86,6 +88,8 @@ def test_an_update_is_the_same(checkpointing: bool, monkeypatch: pytest.MonkeyPa
     anywhere(monkeypatch)
     calls = []
     monkeypatch.setattr(fused_modules, "rms_norm", lambda *a: calls.append("norm") or torch.nn.functional.rms_norm(*a))
+    checked = []
+    monkeypatch.setattr(fused_modules, "rms_norm_of", lambda norm: checked.append(norm) or rms_norm_of(norm))
     if checkpointing:
         model.gradient_checkpointing_enable()
     again, others = update(model)
@@ -94,8 +98,9 @@ def test_an_update_is_the_same(checkpointing: bool, monkeypatch: pytest.MonkeyPa
     for name, gradient in gradients.items():
         torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
     norms = 2 * model.config.num_hidden_layers
-    tried = norms + 1  # each is checked once
-    assert len(calls) == tried + norms * (1 + checkpointing) + 1
+    assert len(calls) == norms * (1 + checkpointing) + 1
+    update(model)
+    assert len(checked) == norms + 1, "each is checked once"
 
 
 def test_only_a_copy_of_the_modules_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +129,21 @@ def test_an_already_patched_forward_stays(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("module", [Doubled(), Gated(nn.GELU()), nn.Linear(4, 4)])
 def test_modules_with_another_formula_are_not_patched(module: nn.Module, dtype: torch.dtype) -> None:
     assert not can_fuse(copy.deepcopy(module).to(dtype))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "phi3", "granite"])
+def test_norms_and_mlps_of_other_families_are_patched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's norms have factors 1 + w, and its MLPs another activation; Phi's MLP has one projection for two."""
+    model = build(name)
+    logprobs, gradients = update(model)
+    anywhere(monkeypatch)
+    layers = model.config.num_hidden_layers
+    patched = {"gemma2": 5 * layers + 1, "phi3": 4 * layers + 1, "granite": 4 * layers + 1}
+    assert exchanged(fused_copy(model)) == patched[name]
+    again, others = update(model)
+    torch.testing.assert_close(again, logprobs, rtol=1e-5, atol=1e-5)
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(others[parameter], gradient, rtol=1e-4, atol=1e-4, msg=parameter)
 
 
 def test_a_class_may_have_several_activations() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from toolwise.learner.losses import (
+    GradientCheck,
     PolicyLossError,
     PpoClip,
     checked_policy_loss,
@@ -235,6 +237,13 @@ def test_a_loss_of_one_s_own_keeps_its_gradient_and_its_metrics_have_none() -> N
         (lambda x: (-1.0, {}), (), "returned losses of shape float for 2 tokens"),
         (lambda x: (-x, {"a": x.mean()}), ("a",), "returned a of shape () for 2 tokens"),
         (lambda x: (-x, {"a": x}), ("b",), "returned the metrics a, but metric_names are b"),
+        (lambda x: (-x.double(), {}), (), "returned losses of torch.float64, but logprobs are torch.float32; return"),
+        (
+            lambda x: (-x, {"a": x.to(torch.complex64)}),
+            ("a",),
+            "returned a of torch.complex64 on cpu; return real",
+        ),
+        (lambda x: (-x, {}), None, "failed: TypeError: 'NoneType' object is not iterable"),
         (lambda x: (-x.detach(), {}), (), "returned losses without a gradient; compute them from logprobs"),
         (
             lambda x: (x / torch.tensor([1.0, 0.0]), {}),
@@ -253,6 +262,41 @@ def test_a_bad_loss_is_an_error_in_one_line(result: Any, names: tuple[str, ...],
         called(Mine(result, names))
     assert str(caught.value).startswith(f"actor.policy_loss: Mine {told}")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("leaks", [True, False])
+def test_what_it_changes_for_the_whole_process_is_restored(leaks: bool) -> None:
+    def leaking(logprobs: Tensor) -> Any:
+        losses = -logprobs
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        if leaks:
+            raise ValueError
+        return losses, {}
+
+    with pytest.raises(PolicyLossError) if leaks else nullcontext():
+        called(Mine(leaking))
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.zeros(1).device.type == "cpu"
+
+
+def test_a_loss_that_does_not_depend_on_the_log_probs_is_refused_at_the_first_update() -> None:
+    def observed(loss: Callable[[Tensor], Tensor]) -> GradientCheck:
+        logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+        check = GradientCheck(Mine(None))  # type: ignore[arg-type]
+        check.observe(loss(logprobs), logprobs)
+        return check
+
+    with pytest.raises(PolicyLossError, match=r"^actor\.policy_loss: Mine: its losses do not depend on logprobs"):
+        observed(lambda logprobs: torch.ones(2, requires_grad=True))
+    with pytest.raises(PolicyLossError, match=r"is 0 for every token, though there are advantages"):
+        observed(lambda logprobs: 0 * logprobs).require(torch.tensor([0.0, 1.0]))
+    observed(lambda logprobs: 0 * logprobs).require(torch.zeros(2))  # nothing to learn: the next update tells
+    check = observed(lambda logprobs: logprobs * torch.tensor([0.0, 1.0]))
+    check.require(torch.ones(2))
+    check.observe(torch.ones(2), torch.ones(2))  # once is enough
 
 
 def test_a_subclass_of_the_built_in_loss_is_checked_too() -> None:

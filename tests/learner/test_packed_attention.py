@@ -141,7 +141,7 @@ def test_gathered_keys_are_kept_for_the_backward_pass_only_when_asked(
 def test_unsupported_attention_features_are_rejected() -> None:
     layout = Layout.of(FORK, "cpu")
     with pytest.raises(ModelError, match="Identity"):
-        attend(MODULE, *states(12), None, toolwise_layout=layout, s_aux=torch.zeros(4))
+        attend(MODULE, *states(12), None, toolwise_layout=layout, position_bias=torch.zeros(4))
     with pytest.raises(ModelError, match="Identity"):
         attend(MODULE, *states(12), None)
 

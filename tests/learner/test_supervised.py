@@ -91,7 +91,10 @@ def test_a_conversation_decodes_to_the_template_s_text(small: tuple[Any, ChatTok
     tools = [{"type": "function", "function": {"name": "search", "parameters": {"properties": {"query": {}}}}}]
     found = tokenize_conversation(chat, CONVERSATION, tools)
     whole = chat.tokenizer.apply_chat_template(
-        [chat._to_template_dict(m) for m in CONVERSATION], tools=tools, tokenize=False, add_generation_prompt=False
+        [chat.style.convert(m, chat.controls) for m in CONVERSATION],
+        tools=tools,
+        tokenize=False,
+        add_generation_prompt=False,
     )
     text = chat.tokenizer.decode(found.ids, skip_special_tokens=False)
     assert whole.startswith(text)

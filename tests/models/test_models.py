@@ -60,7 +60,6 @@ def test_places(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert locate(str(folder)) == str(folder)
     monkeypatch.chdir(tmp_path)
     assert locate("mine") == "mine"
-    assert locate("owner/name") == "owner/name"  # left to the hub
 
 
 @pytest.mark.parametrize("path", ["./nothing", "/nowhere/at/all", "~/nothing-here", "nothing", "a/b/c", ".."])
@@ -130,3 +129,30 @@ def test_weights_that_are_missing_are_told_and_not_made_up(folder: Path) -> None
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks the weights model\.layers\.1\.mlp\.up_proj\.weight"):
         load_model(str(folder), device="cpu")
+
+
+def test_a_template_of_ones_own_replaces_the_models(folder: Path, tmp_path: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{{ greeting }}{% endif %}",
+        encoding="utf-8",
+    )
+    _, chat = load_model(str(folder), device="cpu", chat_template=template, template_kwargs={"greeting": "assistant: "})
+    text = chat.tokenizer.decode(chat.start([Message(role="user", content="hm")]))
+    assert text == "<|user|>user: hm<|end|><|assistant|>assistant: "
+    with pytest.raises(ModelError, match="does not read greting"):
+        load_model(str(folder), device="cpu", chat_template=template, template_kwargs={"greting": "hi"})
+    with pytest.raises(ModelError, match=r"model\.chat_template: there is no file"):
+        load_model(str(folder), device="cpu", chat_template=tmp_path / "none.jinja")
+
+
+def test_the_models_own_settings_name_more_stop_tokens(folder: Path) -> None:
+    _, plain = load_model(str(folder), device="cpu")
+    settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    other = plain.tokenizer.convert_tokens_to_ids("<|user|>")
+    settings["eos_token_id"] = [plain.end_id, other]
+    (folder / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    _, chat = load_model(str(folder), device="cpu")
+    assert (chat.end_id, set(chat.stop_ids)) == (plain.end_id, {plain.end_id, other})

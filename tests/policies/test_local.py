@@ -17,6 +17,7 @@ from toolwise.errors import ConfigError, ContextFullError, PolicyError
 from toolwise.messages import Message
 from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
+from toolwise.policies.transformers_generation import StockForward, check_cache
 from toolwise.protocols import AgentPolicy, Generation, Sampling, SessionPolicy, TokenGenerator
 
 torch.set_num_threads(1)
@@ -63,6 +64,7 @@ def watched(look: Any) -> Iterator[None]:
 @contextmanager
 def prefills_seen() -> Iterator[list[int]]:
     """Number of rows of each prefill pass."""
+    check_cache(StockForward(loaded()[0]))  # once per model: before its first batch
     rows: list[int] = []
 
     def look(module: Any, args: Any, kwargs: Any) -> None:
@@ -496,14 +498,13 @@ def test_a_new_version_is_told_to_the_engine() -> None:
     assert policy.metrics()["engine/reused_tokens"] == 0
 
 
-def test_a_model_that_the_engine_cannot_run_is_run_by_transformers(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_the_engine_cannot_run_is_run_by_transformers(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, chat = loaded()
-    trunk = model.get_decoder()
-    trunk.sinks = torch.zeros(1)
-    try:
-        policy = LocalPolicy(model, chat, Sampling(max_new_tokens=2))
-    finally:
-        del trunk.sinks
+    monkeypatch.setattr("toolwise.policies.local.engine_path", lambda model: ("transformers", "it is recurrent"))
+    policy = LocalPolicy(model, chat, Sampling(max_new_tokens=2))
+    assert "(it is recurrent)" in caplog.text
     assert "LlamaForCausalLM is not supported by the engine: generating with transformers" in caplog.text
     assert len(run(policy.generate(prompt(), Sampling(max_new_tokens=2))).token_ids) == 2
     assert policy.metrics() == {"policy/version": 0.0}

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from selection import quick_first
+from transformers import LlamaConfig
 from transformers.cache_utils import DynamicLayer
 
 from toolwise.engine.sampler import draw, uniforms
@@ -362,7 +363,7 @@ def test_nobody_waits_for_ever_after_a_panic() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.zeros(1))
-            self.config = type("Config", (), {"num_hidden_layers": 1})()
+            self.config = LlamaConfig(num_hidden_layers=1)
 
         def forward(self, **_: Any) -> Any:
             raise Panic("index out of bounds")

@@ -24,8 +24,8 @@ from toolwise.messages import Message, ToolCall
 from toolwise.models import load_model, locate
 from toolwise.policies.local import LocalPolicy
 from toolwise.policies.openai.policy import OpenAIAgentPolicy
-from toolwise.policies.openai.server_errors import ServerError
 from toolwise.protocols import AgentPolicy, Sampling
+from toolwise.remote.server_errors import ServerError
 from toolwise.rollout.worker import RLRolloutWorker
 from toolwise.tools import build_tools
 from toolwise.types import StopReason, Task

@@ -15,8 +15,8 @@ from toolwise.errors import RewardError
 from toolwise.messages import Message
 from toolwise.rewards import RLDataAligner
 from toolwise.rewards.align import align_rollouts, align_steps
-from toolwise.sandbox.answers import read_answer
 from toolwise.sandbox.harness import plain_result
+from toolwise.sandbox.wire import read_answer
 from toolwise.types import EvaluateResult, EvaluationFault, Rollout, StepData, StepOutput, StopReason, Task, Usage
 
 

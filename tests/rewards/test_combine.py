@@ -12,8 +12,8 @@ from toolwise.messages import Message
 from toolwise.rewards.align import align_steps
 from toolwise.rewards.combine import CompositeReward, WeightedReward, combine, normalize_by_group
 from toolwise.rewards.executor import InProcessExecutor
-from toolwise.rewards.function import Reward, fault_result
-from toolwise.rewards.signature import Signature
+from toolwise.rewards.function import Reward, Signature
+from toolwise.rewards.results import fault_result
 from toolwise.types import EvaluateResult, MetricResult, Rollout, StepData, StepOutput, StopReason, Task, Usage
 
 

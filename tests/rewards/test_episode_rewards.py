@@ -11,7 +11,7 @@ import pytest
 from toolwise.config.schema import RewardConfig
 from toolwise.errors import RewardError
 from toolwise.messages import Message
-from toolwise.training.scoring import build_scoring
+from toolwise.training.evaluate import build_scoring
 from toolwise.types import EvaluateResult, Rollout, StepData, StopReason, Task, Usage
 
 

@@ -15,7 +15,7 @@ import torch
 
 from toolwise.errors import ConfigError, RewardError
 from toolwise.rewards import Reward, reward_function
-from toolwise.rewards.function import read_result, read_results
+from toolwise.rewards.results import read_result, read_results
 from toolwise.types import EvaluateResult, EvaluationFault, MetricResult, StepOutput
 
 

@@ -9,9 +9,9 @@ import pytest
 from toolwise.config.loader import build_config
 from toolwise.config.schema import RewardConfig, RunConfig
 from toolwise.errors import ConfigError
-from toolwise.rewards.episode_rewards import episode_reward
+from toolwise.rewards.combine import part_names
+from toolwise.rewards.executor import episode_reward
 from toolwise.rewards.function import Reward
-from toolwise.rewards.part_names import part_names
 
 
 def right(messages: Any, ground_truth: Any) -> float:

@@ -14,7 +14,7 @@ import pytest
 from toolwise.messages import Message
 from toolwise.rewards import Reward, printed_output
 from toolwise.rewards.executor import InProcessExecutor
-from toolwise.rewards.printed_output import CALL_CHARS, PrintLog, PrintPreview, format_lines, tee_output
+from toolwise.rewards.printed_output import CALL_CHARS, PrintLog, PrintPreview, capture_prints, format_lines
 from toolwise.types import Rollout, StopReason, Task, Usage
 
 
@@ -83,7 +83,7 @@ def test_what_one_call_prints_is_bounded(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_calls_that_overlap_wrap_the_streams_once(capsys: pytest.CaptureFixture[str]) -> None:
     async def wait(count: int) -> None:
-        with tee_output():
+        with capture_prints("", print):
             for _ in range(count):
                 await asyncio.sleep(0)
             assert sys.stdout.stream is before[0]  # type: ignore[attr-defined]
@@ -102,9 +102,9 @@ def test_a_stream_that_is_put_back_late_is_wrapped_no_deeper(capsys: pytest.Capt
     before = sys.stdout
     for _ in range(3):
         redirected = contextlib.redirect_stdout(io.StringIO())
-        with tee_output():
+        with capture_prints("", print):
             redirected.__enter__()
         redirected.__exit__(None, None, None)  # restores our wrapper
-        with tee_output():
+        with capture_prints("", print):
             assert sys.stdout.stream is before  # type: ignore[attr-defined]
         assert sys.stdout is before

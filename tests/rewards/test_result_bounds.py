@@ -15,7 +15,8 @@ from toolwise.messages import Message
 from toolwise.rewards.align import align_rollouts
 from toolwise.rewards.combine import CompositeReward, WeightedReward, combine
 from toolwise.rewards.executor import InProcessExecutor
-from toolwise.rewards.function import Reward, read_result, reward_function
+from toolwise.rewards.function import Reward, reward_function
+from toolwise.rewards.results import read_result
 from toolwise.training.metrics import summarize
 from toolwise.training.records import write_records
 from toolwise.types import EvaluateResult, Rollout, StepData, StopReason, Task, Usage

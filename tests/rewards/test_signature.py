@@ -10,8 +10,8 @@ import pytest
 from toolwise.config.schema import RewardConfig
 from toolwise.errors import RewardError
 from toolwise.rewards import Reward, reward_function
-from toolwise.rewards.signature import Signature
-from toolwise.training.scoring import build_scoring
+from toolwise.rewards.function import Signature
+from toolwise.training.evaluate import build_scoring
 
 
 def trl(prompts: Any, completions: Any, answer: Any, scale: float = 2.0, **kwargs: Any) -> list[float]:

@@ -106,3 +106,34 @@ def test_a_renderer_that_fails_later_is_a_fault_too() -> None:
     assert found.render is not None
     with pytest.raises(PolicyError, match="Commas failed: ValueError"):
         found.render("", [ToolCall(name="look", arguments={})])
+
+
+def test_a_parser_that_finds_too_many_calls_fails() -> None:
+    def parse(text: str) -> tuple[str, list[ToolCall]]:
+        return text, [ToolCall(name="look")] * 100_000
+
+    with pytest.raises(PolicyError, match=r"rollout\.tool_parser: .* returned 100,000 calls .* at most 1,000"):
+        find_format(parse).parse("words")
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_a_format_reads_in_pieces_and_for_tools(name: str) -> None:
+    found = find_format(name)
+    assert found.render is not None
+    text = found.render("", [ToolCall(id="call_0", name="look", arguments={"at": "tea"})])
+    tools = [
+        {"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": {"type": "string"}}}}}
+    ]
+    stream = found.stream(False, tools)
+    stream.feed(text)
+    stream.finish()
+    assert stream.reply == found.parse(text) == found.parse_for(text, tools)
+
+
+def test_a_users_parser_reads_a_stream_at_its_end() -> None:
+    stream = find_format(Commas).stream()
+    assert stream.feed("look,at,") == []
+    stream.feed("tea")
+    stream.finish()
+    assert stream.reply is not None
+    assert stream.reply[1][0].arguments == {"at": "tea"}

@@ -334,25 +334,35 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
         ChatTokenizer(tokenizer)
 
 
-def test_a_tokenizer_without_eos_is_refused() -> None:
+def test_a_tokenizer_without_eos_ends_turns_as_the_template_does() -> None:
     tokenizer = small_tokenizer(CHATML)
     tokenizer.eos_token = None
-    with pytest.raises(ModelError, match="has no eos_token"):
-        ChatTokenizer(tokenizer)
+    assert ChatTokenizer(tokenizer).stop_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+
+
+def test_turns_end_with_eos_and_as_the_template_ends_them() -> None:
+    tokenizer = small_tokenizer(CHATML, eos="<|endoftext|>")
+    chat = ChatTokenizer(tokenizer)
+    end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert (chat.end_id, chat.stop_ids) == (end, (eos, end))
 
 
 @pytest.mark.parametrize(
-    "tokenizer",
+    ("template", "reason"),
     [
-        small_tokenizer(CHATML, eos="<|endoftext|>"),
-        small_tokenizer("{% for m in messages %}{{ m.role + ': ' + (m.content or '') + '\n' }}{% endfor %}"),
-        small_tokenizer("{% for m in messages if m.role == 'user' %}{{ m.content + '<|im_end|>' }}{% endfor %}"),
+        ("{% for m in messages %}{{ m.role + ': ' + (m.content or '') + '\n' }}{% endfor %}", "does not end"),
+        (
+            "{% for m in messages %}{{ m.content }}{% if loop.last and m.role == 'assistant' %}<|im_end|>{% endif %}"
+            "{% endfor %}",
+            "does not end",
+        ),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content + '<|im_end|>' }}{% endfor %}", "leaves out"),
     ],
-    ids=["another end", "no end", "no assistant"],
+    ids=["no end", "an end of the last turn alone", "no assistant"],
 )
-def test_a_template_that_does_not_end_turns_with_eos_is_refused_at_once(tokenizer: Any) -> None:
-    with pytest.raises(ModelError, match="does not end an assistant turn with the eos token"):
-        ChatTokenizer(tokenizer)
+def test_a_template_that_does_not_end_turns_is_refused_at_once(template: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        ChatTokenizer(small_tokenizer(template))
 
 
 def test_a_template_that_fails_is_refused_with_its_own_words() -> None:

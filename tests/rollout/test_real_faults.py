@@ -18,7 +18,7 @@ from toolwise.config.imports import load_reference
 from toolwise.messages import Message
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.rollout.scheduler import RolloutScheduler
-from toolwise.routing.direct_router import DirectRouter
+from toolwise.routing.routers import DirectRouter
 from toolwise.tools import BaseTool, isolation, tool
 from toolwise.types import Rollout, StopReason, Task
 

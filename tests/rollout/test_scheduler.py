@@ -19,7 +19,7 @@ from toolwise.policies.local import LocalPolicy
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.protocols import Sampling
 from toolwise.rollout.scheduler import RolloutScheduler
-from toolwise.routing.direct_router import DirectRouter
+from toolwise.routing.routers import DirectRouter
 from toolwise.tools import BaseTool, build_tools
 from toolwise.tools.base import FunctionSchema, OpenAIFunctionToolSchema
 from toolwise.types import Rollout, RouteDecision, StopReason, Task

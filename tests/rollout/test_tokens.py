@@ -270,10 +270,15 @@ def test_the_date_does_not_change_in_the_middle_of_an_episode() -> None:
     assert "Today Date: 26 Jul 2024\n" in dated.tokenizer.decode(dated.start([QUESTION]))
 
 
+def test_without_a_system_role_its_text_starts_the_first_user_message() -> None:
+    chat, system = chat_of("strict"), Message(role="system", content="Be brief.")
+    merged = Message(role="user", content=f"Be brief.\n\n{QUESTION.content}")
+    assert chat.start([system, QUESTION]) == chat.start([merged])
+
+
 @pytest.mark.parametrize(
     ("talk", "words"),
     [
-        ([Message(role="system", content="Be brief."), QUESTION], r"tests/strict .*\[system, user\]: System role not"),
         ([QUESTION, QUESTION], r"tests/strict .*\[user, user\]: Conversation roles must alternate"),
         ([], r"tests/strict"),
     ],

@@ -18,7 +18,7 @@ from toolwise.envs.base import BaseEnv
 from toolwise.messages import Message
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.rollout.scheduler import RolloutScheduler
-from toolwise.routing.direct_router import DirectRouter
+from toolwise.routing.routers import DirectRouter
 from toolwise.tools import BaseTool, tool
 from toolwise.tools.base import OpenAIFunctionToolSchema
 from toolwise.types import Rollout, RouteDecision, StopReason, Task

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
 import pytest
 
 from toolwise.data.rlla_rows import gold_calls
-from toolwise.errors import ConfigError
+from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.messages import Message
-from toolwise.routing.actions import MIXED, RouteAction
 from toolwise.routing.families import (
+    MIXED,
+    ROUTES,
     Family,
+    RouteAction,
     declared_family,
-    described_tools,
     families_of_task,
     family_of,
     family_of_call,
     gold_call_names,
     heuristic_target,
+    parse_target,
+    tool_descriptions,
 )
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import build_tools
@@ -124,7 +128,7 @@ def test_only_the_tools_that_a_task_offers_count() -> None:
 
 def test_tools_of_a_text_block_count_too() -> None:
     task = rlla_task(("a b", "Searches it"), ("c", "Computes it"), ("d", "Sends it"), ("c", "Searches it"))
-    assert described_tools(task) == {"a b": "Searches it", "c": "Computes it", "d": "Sends it"}
+    assert tool_descriptions(task, {}) == {"a b": "Searches it", "c": "Computes it", "d": "Sends it"}
     assert families_of_task(task) == {"a b": SEARCH, "c": CALCULATE, "d": OTHER}
     assert families_of_task(task, None, {"d": "SEARCH"}, {"c": "OTHER", "d": "OTHER"}) == {
         "a b": SEARCH,
@@ -220,3 +224,46 @@ def test_the_480_rows(rlla_tasks: list[Task]) -> None:
 def test_every_gold_row_has_calls(rlla_tasks: list[Task]) -> None:
     assert sum(len(gold_call_names(task.ground_truth) or ()) for task in rlla_tasks) == 699
     assert all(gold_call_names(task.ground_truth) is not None for task in rlla_tasks)
+
+
+def test_routes_are_in_the_order_of_the_logits() -> None:
+    assert [route.value for route in ROUTES] == ["ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY"]
+    assert [route.index for route in ROUTES] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("written", "route"),
+    [
+        ("ANSWER", RouteAction.ANSWER),
+        ("SEARCH-FAMILY", RouteAction.SEARCH_FAMILY),
+        ("SEARCH_FAMILY", RouteAction.SEARCH_FAMILY),
+        (" search ", RouteAction.SEARCH_FAMILY),
+        ("calculate_family", RouteAction.CALCULATE_FAMILY),
+        ("calculate", RouteAction.CALCULATE_FAMILY),
+        (RouteAction.CALCULATE_FAMILY, RouteAction.CALCULATE_FAMILY),
+        (1, RouteAction.SEARCH_FAMILY),
+    ],
+)
+def test_every_spelling_is_read(written: str | int, route: RouteAction) -> None:
+    assert RouteAction.parse(written) is route
+    assert parse_target(written) is route
+
+
+def test_a_route_is_written_as_the_files_have_it() -> None:
+    assert json.dumps({"router_target_action": RouteAction.SEARCH_FAMILY}) == (
+        '{"router_target_action": "SEARCH-FAMILY"}'
+    )
+
+
+def test_mixed_is_a_label_and_not_a_route() -> None:
+    assert parse_target("mixed") == MIXED
+    with pytest.raises(ToolwiseError, match="unknown route 'MIXED'; use one of ANSWER, SEARCH-FAMILY"):
+        RouteAction.parse(MIXED)
+
+
+@pytest.mark.parametrize("written", ["family", "", "SEARCHFAMILY", 3, -1, True])
+def test_unknown_routes_are_refused(written: str | int) -> None:
+    with pytest.raises(ToolwiseError, match="unknown route"):
+        RouteAction.parse(written)
+    with pytest.raises(ToolwiseError, match="or MIXED"):
+        parse_target(written)

@@ -14,11 +14,11 @@ from toolwise.advantages import Grpo
 from toolwise.config.router import BudgetConfig, RouterConfig
 from toolwise.messages import Message
 from toolwise.routing import learned_router
-from toolwise.routing.actions import ROUTES
 from toolwise.routing.budget import Budgets
 from toolwise.routing.cost import CallsCost
+from toolwise.routing.families import ROUTES
+from toolwise.routing.inference_router import Conditioning
 from toolwise.routing.learned_router import LearnedRouter, target_of
-from toolwise.routing.options import Conditioning
 from toolwise.routing.samples import RoutePrediction, RouterExample
 from toolwise.tools.builtin.calculator import CalculatorTool
 from toolwise.tools.builtin.search.tool import SearchTool
@@ -90,11 +90,9 @@ def router(model: ToldModel | None = None, *, limit: float | None = 0.4, **how: 
     return LearnedRouter(
         model or ToldModel(),
         prompt_of=lambda task: [int(task.task_id[1:])],
-        tools=TOOLS,
         budgets=budgets,
         cost=CallsCost(),
-        conditioning=Conditioning(),
-        training=RouterConfig(**{name: how[name] for name in how if name != "tasks"}),
+        conditioning=Conditioning(RouterConfig(**{name: how[name] for name in how if name != "tasks"}), TOOLS),
         seed=7,
         tasks=how.get("tasks", ()),
     )

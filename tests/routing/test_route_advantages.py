@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from toolwise.advantages import compute_grpo_outcome_advantage
 from toolwise.advantages.grpo import group_advantages
-from toolwise.routing.actions import MIXED, ROUTES, RouteAction
+from toolwise.routing.families import ROUTES
 from toolwise.routing.route_advantages import (
     RouterCreditError,
     independent_advantages,
-    mixed_share,
     router_rewards,
     router_token_level_rewards,
     stratified_credit,
@@ -186,11 +185,6 @@ def test_the_stratified_gradient_is_that_of_the_expected_reward() -> None:
         for k in range(3)
     ]
     assert by_hand == pytest.approx(differences, abs=1e-9)
-
-
-def test_the_share_of_mixed_rows() -> None:
-    assert mixed_share([MIXED, RouteAction.ANSWER, None, MIXED, "SEARCH-FAMILY"]) == 0.5
-    assert mixed_share([None]) == mixed_share([]) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from unprivileged import NOBODY, python_for_anybody, readable_copy
 from toolwise.sandbox import ProgramSandbox
 from toolwise.sandbox.layers.bubblewrap import unavailable_reason
 from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
-from toolwise.tools.isolation.pool import Pool
-from toolwise.tools.isolation.worker import ToolDied, ToolFault
+from toolwise.tools.isolation.tool_pool import ToolPool
+from toolwise.tools.isolation.tool_worker import ToolDied, ToolFault
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 
@@ -168,7 +168,7 @@ def test_nothing_outlives_the_worker_of_a_tool_that_leaves_daemons(tmp_path: Pat
 
 def check_tool(case: Any, folder: Path) -> None:
     """Call it once, then end its worker."""
-    file, word, pool = folder / f"tool_{case.name}.py", cases.new_name(), Pool(limit=1)
+    file, word, pool = folder / f"tool_{case.name}.py", cases.new_name(), ToolPool(limit=1)
     source = case.source().replace("def attack(name):", "def attack(name: str) -> str:\n    os.chdir(HERE)", 1)
     file.write_text(f"{source}\nHERE = {str(folder)!r}\n")
     work = folder / f"work_{case.name}"
@@ -200,7 +200,7 @@ import asyncio, logging, sys, threading
 from pathlib import Path
 from toolwise.sandbox import ProgramSandbox, Sandbox
 from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
-from toolwise.tools.isolation.pool import Pool
+from toolwise.tools.isolation.tool_pool import ToolPool
 logging.disable(50)
 what, file, word, note = sys.argv[1:]
 tier, _, kind = what.partition(" ")
@@ -209,7 +209,7 @@ if kind == "reward":
     sandbox = Sandbox(tier, timeout_s=100, permissions=permissions)
     work = lambda: sandbox.evaluate(f"{file}:f", [{"role": "user", "content": "x"}], word)
 elif kind == "tool":
-    work = lambda: asyncio.run(Pool().run(ObjectRef(ModuleRef(None, file), "attack"), {"name": word}))
+    work = lambda: asyncio.run(ToolPool().run(ObjectRef(ModuleRef(None, file), "attack"), {"name": word}))
 else:
     programs = ProgramSandbox("shell", tier, permissions=permissions, timeout_s=100)
     text = f"env -i setsid sleep {word} & (setsid sleep {word} &) ; while :; do sleep {word}; done"

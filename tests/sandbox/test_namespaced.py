@@ -18,7 +18,7 @@ from unprivileged import NOBODY, python_for_anybody, readable_copy
 from toolwise.sandbox import Sandbox, SandboxError, report
 from toolwise.sandbox.layers import bubblewrap
 from toolwise.sandbox.layers.hardening import LAYERS
-from toolwise.sandbox.layers.process_info import read_proc_stat
+from toolwise.sandbox.layers.kernel import read_proc_stat
 from toolwise.sandbox.report import probe
 
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -9,13 +9,16 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from toolwise.sandbox import ProgramSandbox, Sandbox, process_limits
-from toolwise.sandbox.process_limits import MAX_THREADS, find_usage_violation, oom_kills
+from toolwise.sandbox.faults import WorkerFault
+from toolwise.sandbox.process_limits import MAX_THREADS, check_memory, oom_kills
+from toolwise.sandbox.process_tree import ProcessTree
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 MESSAGES = [{"role": "assistant", "content": "4"}]
@@ -30,6 +33,7 @@ def bomb(count={2 * MAX_THREADS}):
 POOL = f"""
 from concurrent.futures import ThreadPoolExecutor
 import time
+from contextlib import nullcontext
 def pool():
     with ThreadPoolExecutor({MAX_THREADS // 2}) as threads:
         return float(sum(threads.map(lambda n: time.sleep(0.3) or 1, range({MAX_THREADS // 2}))))
@@ -143,7 +147,8 @@ def test_threads_are_counted_without_a_list_of_them(monkeypatch: pytest.MonkeyPa
     try:
         for most, too_many in ((count, False), (count - 1, True)):
             monkeypatch.setattr(process_limits, "MAX_THREADS", most)
-            assert process_limits.has_too_many_threads(["/proc/self"]) is too_many
+            with pytest.raises(WorkerFault, match="more than") if too_many else nullcontext():
+                process_limits.check_threads(["/proc/self"])
     finally:
         over.set()
         for thread in more:
@@ -162,10 +167,13 @@ def test_processes_and_their_memory_are_counted(monkeypatch: pytest.MonkeyPatch)
     assert started.stdout is not None
     assert started.stdin is not None
     started.stdout.readline()
-    assert find_usage_violation(started, 500) is None
-    grown = find_usage_violation(started, 30)
-    assert grown is not None
-    assert grown[0] == "memory"
+    tree = ProcessTree(started, "mark")
+    check_memory(tree, 500)
+    with pytest.raises(WorkerFault) as grown:
+        check_memory(tree, 30)
+    assert grown.value.kind == "memory"
     monkeypatch.setattr(process_limits, "MAX_PROCESSES", 0)
-    assert find_usage_violation(started, 500) == ("too_big", process_limits.TOO_MANY_PROCESSES)
+    with pytest.raises(WorkerFault, match="more than 0 processes") as many:
+        check_memory(tree, 500)
+    assert many.value.kind == "too_big"
     started.communicate(b"\n")

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from toolwise.sandbox.processes import _environment, start_process, sweep_leftovers
+from toolwise.sandbox.process_tree import sweep_leftovers
+from toolwise.sandbox.processes import clean_environment, start_process
 
 
 def test_the_environment_holds_nothing_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SECRET_KEY", "x")
-    names = set(_environment(tmp_path, "m"))
+    names = set(clean_environment(tmp_path, tmp_path))
     assert "SECRET_KEY" not in names
-    assert _environment(tmp_path, "m")["HOME"] == str(tmp_path)
+    assert clean_environment(tmp_path, tmp_path)["HOME"] == str(tmp_path)
 
 
 def test_a_process_has_its_own_session_and_ends_with_its_folder(tmp_path: Path) -> None:

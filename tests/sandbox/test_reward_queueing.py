@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from toolwise.sandbox.calls import run_in_one_frame
+from toolwise.sandbox.dispatch import run_in_one_frame
 from toolwise.sandbox.faults import WorkerFault
 
 

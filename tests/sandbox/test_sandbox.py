@@ -401,7 +401,7 @@ def test_closing_ends_a_call_under_way_and_leaves_nothing(rewards: Callable[[str
     assert error is not None
     assert error.kind == "died"
     assert time.monotonic() - began < 10
-    root = sandbox._pool._root
+    root = sandbox._pool.scratch_root.path
     time.sleep(0.3)
     assert sandbox.pids() == []
     assert root is not None
@@ -473,7 +473,7 @@ def test_a_program_that_forgets_to_close_ends_and_leaves_nothing(tmp_path: Path)
         """
         sandbox = Sandbox(timeout_s=5)
         assert sandbox.evaluate(sys.argv[1], M, None).score == 1.0
-        print(sandbox._pool._root, *sandbox.pids(), flush=True)
+        print(sandbox._pool.scratch_root.path, *sandbox.pids(), flush=True)
         """,
         f"{tmp_path / 'r.py'}:f",
     )

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from toolwise.sandbox import frames
+from toolwise.sandbox import wire
 from toolwise.sandbox.faults import WorkerFault
 from toolwise.sandbox.layers.hardening import Plan
+from toolwise.sandbox.process_tree import ProcessTree
 from toolwise.sandbox.processes import Process
 from toolwise.sandbox.worker import Worker
 
@@ -36,13 +37,13 @@ class Played:
         popen = subprocess.Popen(words, start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
         ours.setblocking(False)
         os.set_blocking(output, False)
-        self.worker = Worker(Process(popen, ours, output, life, scratch, "mark"), Plan((), str(scratch)))
+        self.worker = Worker(Process(ours, output, life, ProcessTree(popen, "mark"), scratch), Plan((), str(scratch)))
 
     def say(self, **message: Any) -> None:
-        self.theirs.sendall(frames.to_frame(frames.encode(message)))
+        self.theirs.sendall(wire.to_frame(wire.encode(message)))
 
     def asked(self) -> dict[str, Any]:
-        length = frames.HEADER.unpack(self.theirs.recv(4, socket.MSG_WAITALL))[0]
+        length = wire.HEADER.unpack(self.theirs.recv(4, socket.MSG_WAITALL))[0]
         return dict(json.loads(self.theirs.recv(length, socket.MSG_WAITALL)))
 
 

@@ -8,18 +8,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from toolwise.sandbox import frames
+from toolwise.sandbox import wire
 from toolwise.sandbox.layers.hardening import Plan
 from toolwise.sandbox.processes import Process, start_process
 
 
 def _say(process: Process, message: dict[str, Any]) -> None:
-    process.channel.sendall(frames.to_frame(frames.encode(message)))
+    process.channel.sendall(wire.to_frame(wire.encode(message)))
 
 
 def _hear(process: Process) -> dict[str, Any]:
     process.channel.settimeout(30)
-    left, data = frames.HEADER.unpack(process.channel.recv(4, socket.MSG_WAITALL))[0], b""
+    left, data = wire.HEADER.unpack(process.channel.recv(4, socket.MSG_WAITALL))[0], b""
     while left > len(data):
         data += process.channel.recv(left - len(data))
     return dict(json.loads(data))

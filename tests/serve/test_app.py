@@ -18,7 +18,7 @@ from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
 from toolwise.protocols import Generation, Sampling
 from toolwise.serve import ServedModel, Server, build_app
-from toolwise.serve.limits import MAX_REQUEST_BODY_BYTES
+from toolwise.serve.chat import MAX_REQUEST_BODY_BYTES
 
 torch.set_num_threads(1)
 JSON = {"content-type": "application/json"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from toolwise.serve.stream import completion_events
+from toolwise.serve.chat import completion_events
 
 CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 ANSWER: dict[str, Any] = {

@@ -61,9 +61,15 @@ class ToyChat:
         return f"{_ROLES[message.role]}{said(message.content or '', message.tool_calls)}{_END}"
 
     def encode_continuation(
-        self, messages: Sequence[Message], tools: Any = None, *, after: Sequence[Message] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        *,
+        after: Sequence[Message] = (),
+        closed: bool = True,
+        stop_id: int | None = None,
     ) -> list[int]:
-        return self.encode(self.render(messages))
+        return ([] if closed else [self.end_id]) + self.encode(self.render(messages))
 
     def encode(self, text: str) -> list[int]:
         ids, at = [], 0

@@ -18,7 +18,7 @@ from sim_stage import Episode, Gauge, Stage, Visit
 from toolwise.concurrency.deadlines import abandoned_counts
 from toolwise.concurrency.limits import Gate, Limits
 from toolwise.envs.base import BaseEnv
-from toolwise.envs.interactive_env import InteractiveEnv
+from toolwise.envs.interactions import InteractiveEnv
 from toolwise.messages import Message
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.rollout.scheduler import RolloutScheduler

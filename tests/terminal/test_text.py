@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolwise.terminal import escape_controls
-from toolwise.terminal.text import escape_controls_json
+from toolwise.terminal.streams import escape_controls_json
 
 HOSTILE = {
     "title": "\x1b]0;owned\x07",

@@ -168,7 +168,7 @@ def test_a_tag_that_shares_a_token_with_the_thought_is_re_tokenised() -> None:
     class Codec:
         """Characters as tokens, except for one token that spans the border."""
 
-        end_id = 0
+        stop_ids = (0,)
         glued = 500
 
         def encode(self, text: str) -> list[int]:

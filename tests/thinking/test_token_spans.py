@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from toolwise.models import load_model
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
+from toolwise.thinking.parsed_step import find_tokens, token_spans
 from toolwise.thinking.reply import parse_reply
-from toolwise.thinking.token_spans import find_tokens, token_spans
 
 
 @pytest.fixture(scope="module")

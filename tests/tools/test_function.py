@@ -17,8 +17,7 @@ from toolwise.errors import ToolwiseError
 from toolwise.tools.base import BaseTool
 from toolwise.tools.builtin.calculator import CalculatorTool
 from toolwise.tools.function import FunctionTool, as_tool, tool
-from toolwise.tools.schema import validate_arguments
-from toolwise.tools.signature import read_docstring
+from toolwise.tools.schema import read_docstring, validate_arguments
 
 
 class Unit(enum.Enum):

@@ -13,8 +13,7 @@ from toolwise.data.rows import read_task
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import DataError
 from toolwise.messages import Message, ToolCall
-from toolwise.tools.catalog import build_tools
-from toolwise.tools.task_arguments import check_task_arguments
+from toolwise.tools.catalog import build_tools, check_task_arguments
 from toolwise.training.rollout_setup import build_scheduler
 from toolwise.training.run import assemble
 from toolwise.training.tasks import check_task_tools

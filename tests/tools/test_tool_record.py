@@ -13,8 +13,7 @@ import pytest
 import toolwise
 from toolwise.agent.agent import RoutedAgent
 from toolwise.errors import CheckpointError, ConfigError
-from toolwise.tools.catalog import build_tools
-from toolwise.tools.tool_record import TOOLS_FILE, check_recorded_tools, read_tools, write_tools
+from toolwise.tools.catalog import TOOLS_FILE, build_tools, check_recorded_tools, read_tools, write_tools
 
 Cli = Callable[..., Any]
 MakeConfig = Callable[..., Path]

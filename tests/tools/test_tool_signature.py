@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from toolwise.errors import ToolwiseError
-from toolwise.tools.signature import build_tool_schema, make_adapter, read_annotations, returns_reward
+from toolwise.tools.schema import build_tool_schema, make_adapter, read_annotations, returns_reward
 
 
 def look(place: str, most: int = 3) -> tuple[str, float]:

@@ -17,7 +17,7 @@ import toolwise
 from toolwise.advantages import Grpo, credit_rollout, total_rewards
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
-from toolwise.learner.losses import PpoClip
+from toolwise.learner.losses import PolicyLossError, PpoClip
 from toolwise.training.components import load_estimator, load_loss
 from toolwise.training.run import check_learnable
 from toolwise.types import AnnotatedRollout
@@ -282,6 +282,20 @@ class NotANumber(Unclipped):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         losses, metrics = super().__call__(logprobs, old_logprobs, advantages, sequences)
         return losses * torch.nan, metrics
+
+
+class Unrelated(Unclipped):
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        losses, metrics = super().__call__(logprobs, old_logprobs, advantages, sequences)
+        return 0 * losses, metrics
+
+
+def test_a_loss_without_a_gradient_ends_the_run_at_its_first_update(tmp_path: Path) -> None:
+    with pytest.raises(PolicyLossError, match="Unrelated: the gradient of its losses by logprobs is 0 for every"):
+        toolwise.train(SMALL, tasks=ROWS, reward=varied, out=tmp_path / "run", estimator=Centered, loss=Unrelated)
+    assert json.loads((tmp_path / "run" / "summary.json").read_bytes())["steps"] == 0
 
 
 def test_a_run_whose_loss_is_not_a_number_ends_with_one_line(tmp_path: Path, cli: Cli, make_config: MakeConfig) -> None:

@@ -9,8 +9,14 @@ import pytest
 
 from toolwise.config.schema import FaultsConfig
 from toolwise.messages import Message
-from toolwise.training.fault_rates import FaultRates, count_faults, describe_totals, fault_metrics
-from toolwise.training.metrics import summarize, summarize_validation
+from toolwise.training.metrics import (
+    FaultRates,
+    count_faults,
+    describe_totals,
+    fault_metrics,
+    summarize,
+    summarize_validation,
+)
 from toolwise.types import EvaluateResult, Rollout, ScoredRollout, StopReason, Task, Usage
 from toolwise.types.results import EvaluationFault
 
@@ -123,3 +129,13 @@ def test_validations_count_what_failed_though_it_was_scored() -> None:
     figures = summarize_validation([GOOD, BAD["policy"], BAD["reward"]])
     assert figures["errors"] == 2
     assert summarize([GOOD, BAD["policy"]])["faults/policy"] == 1.0
+
+
+def test_a_users_parser_that_fails_is_named() -> None:
+    failed = replace(BAD["policy"].rollout, fault="rollout.tool_parser: parse failed: ValueError: no")
+    faults = FaultRates()
+    faults.add([replace(BAD["policy"], rollout=failed)] * 4, window=4)
+    line = faults.describe_exceeded(FaultsConfig(policy=0.5, window=4))
+    assert line is not None
+    assert line.startswith("the parser given as rollout.tool_parser failed in 4 of the latest 4 rollouts")
+    assert line.endswith("the last one, g/0: rollout.tool_parser: parse failed: ValueError: no")

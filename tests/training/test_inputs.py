@@ -242,3 +242,16 @@ def test_a_class_of_python_s_own_that_is_no_tool_is_one_line(given: Any, tmp_pat
         toolwise.train(tasks=[{"prompt": "?"}], tools=given, reward=right, out=tmp_path / "run")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_may_correct_the_parts_whose_errors_end_runs(tmp_path: Path) -> None:
+    def inputs(name: str) -> RunInputs:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"old")
+        return RunInputs(tmp_path, RunConfig(), RunConfig(), {name: b"new"})
+
+    for kind in ("estimator", "loss", "router"):
+        inputs(f"code/{kind}_mine.py").check_files()
+    for name in ("code/reward_mine.py", "data/train.jsonl"):
+        with pytest.raises(ConfigError, match="cannot resume"):
+            inputs(name).check_files()

@@ -20,7 +20,7 @@ from toolwise.data.rows import read_task
 from toolwise.errors import ConfigError, RewardError, ToolwiseError
 from toolwise.messages import Message
 from toolwise.rewards.function import Reward
-from toolwise.training.scoring import Scoring, build_scoring
+from toolwise.training.evaluate import Scoring, build_scoring
 from toolwise.types import EvaluateResult, Rollout, StopReason, Task, Usage
 
 loaded_here: list[int] = []

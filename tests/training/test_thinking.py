@@ -17,9 +17,9 @@ from toolwise.errors import ConfigError
 from toolwise.learner.actor import Actor
 from toolwise.thinking.levels import DEFAULT_LEVELS
 from toolwise.thinking.thinking_model import EngineModel, PolicyWithScorer
+from toolwise.training.components import thinking_model
 from toolwise.training.loop import annotate_and_credit, keeps_equal, train_step
 from toolwise.training.run import Run, assemble, check_learnable
-from toolwise.training.thinking import thinking_model
 
 torch.set_num_threads(1)
 DOCUMENT = {
@@ -173,7 +173,7 @@ def test_added_rows_pull_on_the_weights() -> None:
     run = recite(make(algorithm=algorithm(combine="reweight", share=1.0, max_added_tokens=0.0)))
     thought, _ = asyncio.run(_think(run))
     rollouts, deliberations = thought
-    credited, _ = annotate_and_credit(run, rollouts, deliberations)
+    credited, *_ = annotate_and_credit(run, rollouts, deliberations)
     added = [c for c in credited if "/level-" in c.rollout.rollout_id]
     actor = Actor(run.policy.model, RunConfig(actor=ActorConfig(lr=1e-3)))
     before = [p.detach().clone() for p in actor.model.parameters()]

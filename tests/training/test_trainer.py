@@ -17,7 +17,7 @@ import pytest
 from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.training.changes import portable_config
-from toolwise.training.run_files import check_folder, delete_rollouts_after, remove_partial_files
+from toolwise.training.run_folder import check_folder, delete_rollouts_after, remove_partial_files
 
 Cli = Callable[..., Any]
 MakeConfig = Callable[..., Path]

@@ -71,7 +71,7 @@ def test_step_rewards_without_a_score_add_up_to_one() -> None:
 
 def test_neither_numpy_nor_torch_is_imported_for_it() -> None:
     code = (
-        "import sys\nfrom toolwise.rewards.function import read_result\n"
+        "import sys\nfrom toolwise.rewards.results import read_result\n"
         "assert read_result(True).score == 1.0\n"
         "assert not {'numpy', 'torch'} & set(sys.modules)"
     )

@@ -13,9 +13,8 @@ from toolwise.errors import CheckpointError
 from toolwise.training.run_folder import open_run
 from toolwise.view.curves import DARK
 from toolwise.view.frontier import frontier_rows, read_frontier, render_frontier
+from toolwise.view.panels import budget_units, logged_routes, render_routing, render_thinking, routing_columns
 from toolwise.view.report import write_report
-from toolwise.view.routing import budget_units, logged_routes, render_routing, routing_columns
-from toolwise.view.thinking import render_thinking
 
 PNG = b"\x89PNG"
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from toolwise.training.run_folder import open_run
+from toolwise.view.panels import _success_by_tokens, lambda_metrics, render_thinking, step_kinds, thinking_columns
 from toolwise.view.report import write_report
-from toolwise.view.thinking import _success_by_tokens, lambda_metrics, render_thinking, step_kinds, thinking_columns
 
 PNG = b"\x89PNG"
 

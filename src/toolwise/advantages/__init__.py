@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from toolwise.advantages.anchors import StateAnchor, last_messages, last_observation
 from toolwise.advantages.assign import credit, credit_rollout, credit_steps, credit_tokens
-from toolwise.advantages.costs import cost_metrics
 from toolwise.advantages.gae import Gae, compute_gae_advantage_return
 from toolwise.advantages.gigpo import (
     Gigpo,
@@ -23,8 +22,7 @@ from toolwise.advantages.hgpo import Hgpo
 from toolwise.advantages.reinforce import ReinforcePlusPlus, compute_reinforce_plus_plus_outcome_advantage
 from toolwise.advantages.rlvcr import MonitoredEstimator, Rlvcr
 from toolwise.advantages.rlvcr_tensors import compute_rlvcr_outcome_advantage
-from toolwise.advantages.step_rewards import episodes_from_rollouts, total_rewards
-from toolwise.advantages.token_rewards import token_rewards_of
+from toolwise.advantages.step_rewards import cost_metrics, episodes_from_rollouts, token_rewards_of, total_rewards
 from toolwise.config.imports import did_you_mean
 from toolwise.errors import ConfigError
 
@@ -48,9 +46,8 @@ def build_estimator(kind: str | type[AdvantageEstimator], **settings: Any) -> Ad
         known = f"choose one of {', '.join(ESTIMATORS)}, or package.module:Name"
         raise ConfigError(f"algorithm.adv_estimator is {kind!r}; {known}{did_you_mean(kind, ESTIMATORS)}")
     estimator_class: Any = ESTIMATORS[kind] if isinstance(kind, str) else kind
-    names = {field.name for field in fields(estimator_class)}
-    chosen = {name: value for name, value in settings.items() if name in names and value is not None}
-    estimator: AdvantageEstimator = estimator_class(**chosen)
+    options = {field.name: settings.get(field.name) for field in fields(estimator_class)}
+    estimator: AdvantageEstimator = estimator_class(**{name: v for name, v in options.items() if v is not None})
     return estimator
 
 

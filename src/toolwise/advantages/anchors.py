@@ -19,6 +19,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,43 +64,38 @@ class StateAnchor:
         )
 
     def keys(self, steps: Sequence[StepData]) -> list[Hashable]:
+        if self.by not in ("auto", "state_key"):
+            return list(map(partial(_observation_key, self._function()), steps))
+        keys = [_env_state_key(step) for step in steps]
         if self.by == "auto":
-            return [_env_state_key(step) or last_observation(step.observation_data) for step in steps]
-        if self.by == "state_key":
-            keys: list[Hashable] = [_env_state_key(step) for step in steps]
-            if steps and not any(keys):
-                raise CreditError("state_anchor is state_key, but no step has a state_key; use last_observation")
-            return keys
-        state_hash = self._function()
-        return [_observation_key(state_hash, step) for step in steps]
+            return [key or last_observation(step.observation_data) for key, step in zip(keys, steps, strict=True)]
+        if steps and not any(keys):
+            raise CreditError("state_anchor is state_key, but no step has a state_key; use last_observation")
+        return keys
 
     def _function(self) -> StateHash:
         if not isinstance(self.by, str):
             return self.by
-        if self.by == "last_observation":
-            return last_observation
         if self.by == "last_messages":
             return last_messages(self.messages)
-        if ":" not in self.by:
+        if self.by != "last_observation" and ":" not in self.by:
             known = ("auto", "state_key", "last_observation", "last_messages")
             hint = did_you_mean(self.by, known) or f"; choose {', '.join(known)}, or name a function"
             raise CreditError(f"state_anchor is {self.by!r}, an unknown name{hint}")
-        function: StateHash = load_reference(self.by, what="state_anchor")
-        return function
+        loaded: StateHash = load_reference(self.by, what="state_anchor") if ":" in self.by else last_observation
+        return loaded
 
 
 def as_anchor(source: StateAnchor | StateHash | str | None) -> StateAnchor:
     """Accepts None (the default), a name, a function or an anchor."""
     if isinstance(source, StateAnchor):
         return source
-    return StateAnchor() if source is None else StateAnchor(source)
+    return StateAnchor(source or "auto")
 
 
 def last_observation(observation: Any) -> Hashable:
     """Everything since the assistant's last message; an observation that is not a conversation is used as a whole."""
-    if not _is_conversation(observation):
-        return _to_hashable(observation)
-    return _messages_text(_since_assistant(observation))
+    return _messages_text(_since_assistant(observation)) if _is_conversation(observation) else _to_hashable(observation)
 
 
 def last_messages(count: int) -> StateHash:
@@ -108,9 +104,7 @@ def last_messages(count: int) -> StateHash:
         raise CreditError(f"anchor_messages is {count}; use 1 or more")
 
     def read(observation: Any) -> Hashable:
-        if not _is_conversation(observation):
-            return _to_hashable(observation)
-        return _messages_text(observation[max(0, len(observation) - count) :])
+        return _messages_text(observation[-count:]) if _is_conversation(observation) else _to_hashable(observation)
 
     return read
 
@@ -143,10 +137,10 @@ def _is_conversation(observation: Any) -> bool:
 
 def _since_assistant(messages: Sequence[Any]) -> list[Any]:
     since: list[Any] = []
-    for index in range(len(messages) - 1, -1, -1):
-        if _field(messages[index], "role") == "assistant" and since:
+    for message in reversed(messages):
+        if _field(message, "role") == "assistant" and since:
             break
-        since.append(messages[index])
+        since.append(message)
     return since[::-1]
 
 
@@ -155,13 +149,12 @@ def _messages_text(messages: Sequence[Any]) -> str:
 
 
 def _message_text(message: Any) -> str:
-    """Role, content and tool calls, without call ids."""
     text = f"{_field(message, 'role')}: {_collapse_whitespace(str(_field(message, 'content') or ''))}"
     for call in _field(message, "tool_calls") or ():
         function = call.get("function", call) if isinstance(call, Mapping) else call
-        arguments = _field(function, "arguments")
-        arguments_text = arguments if isinstance(arguments, str) else json.dumps(arguments, sort_keys=True, default=str)
-        text += f" {_field(function, 'name')}{_collapse_whitespace(arguments_text)}"
+        if not isinstance(arguments := _field(function, "arguments"), str):
+            arguments = json.dumps(arguments, sort_keys=True, default=str)
+        text += f" {_field(function, 'name')}{_collapse_whitespace(arguments)}"
     return text
 
 
@@ -187,8 +180,7 @@ def _to_hashable(value: Any) -> Hashable:
         except TypeError:  # a tuple of lists
             pass
     try:
-        data = value.tolist() if hasattr(value, "tolist") else value
-        return json.dumps(data, sort_keys=True)
+        return json.dumps(value.tolist() if hasattr(value, "tolist") else value, sort_keys=True)
     except (TypeError, ValueError):
         raise CreditError(
             f"states of type {type(value).__name__} cannot be compared; give a state_hashing_function that returns "

@@ -2,13 +2,18 @@
 
 Nothing here loops over samples, and all statistics are float64. Rollouts of different lengths are concatenated in one
 flat array with their `lengths` alongside, so there is no padding to mask.
+
+`TokenMask` converts between [batch, length] arrays (NumPy or torch) and flat ones, which hold the entries under the
+mask, row by row. Entries off the mask (tool tokens, padding) are never read, so they cannot affect the result even if
+they are NaN. Results have the type of the input.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +23,7 @@ from toolwise.errors import ToolwiseError
 Doubles = NDArray[np.float64]
 Ints = NDArray[np.intp]
 Normalization = Literal["mean_std_norm", "mean_norm", "leave_one_out"]
+Array = TypeVar("Array")
 
 EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
@@ -53,10 +59,6 @@ def integer_codes(keys: Any) -> Ints:
 def signs(values: Doubles) -> Doubles:
     """−1, 0 or 1; values within rounding error of 0 are 0."""
     return np.asarray(np.where(np.abs(values) < SIGN_TOLERANCE, 0.0, np.sign(values)))
-
-
-def sign(value: float) -> float:
-    return float(signs(np.asarray(value)))
 
 
 def compact_codes(codes: Ints) -> tuple[Ints, int]:
@@ -99,19 +101,14 @@ def normalize(x: Doubles, groups: Ints, mode: Normalization = "mean_std_norm", *
     centred = x - (np.bincount(groups, x) / np.maximum(count, 1))[groups]
     others = np.maximum(count - 1, 1)
     # Rounding leaves 7 × 0.1 slightly off its own mean; equal values must give exactly 0.
-    scale = group_varies(x, groups, len(count)).astype(np.float64)
+    sample = np.zeros(len(count))
+    sample[groups] = x
+    scale = (np.bincount(groups, x != sample[groups], len(count)) > 0).astype(np.float64)
     if mode == "leave_one_out":
         scale *= count / others
     elif mode == "mean_std_norm":
         scale /= np.sqrt(np.bincount(groups, centred * centred) / others) + epsilon
     return np.asarray(centred * scale[groups])
-
-
-def group_varies(x: Doubles, groups: Ints, count: int) -> NDArray[np.bool_]:
-    """Whether the values of each group differ."""
-    sample = np.zeros(count)
-    sample[groups] = x
-    return np.bincount(groups, x != sample[groups], count) > 0
 
 
 def whiten(x: Doubles) -> Doubles:
@@ -139,3 +136,80 @@ def discounted_sums(x: Doubles, lengths: Ints, factor: float) -> Doubles:
         sums[:-shift] += ahead
         shift, weight = 2 * shift, weight * weight
     return sums
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """Which entries of a [batch, length] array count."""
+
+    mask: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, response_mask: Any, **others: Any) -> TokenMask:
+        """Checks that all `others` have the mask's shape."""
+        mask = as_numpy(response_mask)
+        shapes = {name: tuple(value.shape) for name, value in others.items()}
+        if mask.ndim != 2 or set(shapes.values()) - {mask.shape}:
+            listing = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+            raise CreditError(f"shapes differ: {listing}, mask {mask.shape}; all must be [batch, length]")
+        return cls(mask.astype(bool))
+
+    @property
+    def lengths(self) -> Ints:
+        return np.asarray(np.count_nonzero(self.mask, axis=1), dtype=np.intp)
+
+    @property
+    def nonempty_rows(self) -> NDArray[np.bool_]:
+        # Nearly every reply begins with a sampled token, so the first column is usually enough.
+        first = self.mask[:, :1]
+        return np.asarray(first[:, 0] if first.size and first.all() else self.mask.any(1))
+
+    def gather(self, values: Any) -> Doubles:
+        return as_numpy(values)[self.mask].astype(np.float64)
+
+    def row_sums(self, values: Any) -> Doubles:
+        array = as_numpy(values)
+        # Rewards are 0 at nearly every token: finding the others is cheaper than summing all.
+        indices = np.flatnonzero((array != 0) & self.mask)
+        weights = array.reshape(-1)[indices]
+        return np.bincount(indices // max(1, array.shape[1]), weights, len(array)).astype(np.float64, copy=False)
+
+    def scatter(self, flat: Doubles, like: Array) -> Array:
+        """Inverse of `gather`: 0 off the mask, in the type of `like`."""
+        out = np.zeros(self.mask.shape, dtype=_precision(like))
+        out[self.mask] = flat
+        return cast_like(out, like)
+
+    def spread(self, rows: Doubles, like: Array) -> Array:
+        """One value per row at all its masked positions, 0 elsewhere, in the type of `like`."""
+        return cast_like(self.mask * rows.astype(_precision(like))[:, None], like)
+
+
+def as_numpy(values: Any) -> NDArray[Any]:
+    if hasattr(values, "detach"):
+        # NumPy has no bfloat16; float32 represents all its values.
+        tensor = values.detach().cpu()
+        return np.asarray(tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor)
+    return np.asarray(values)
+
+
+def cast_like(out: NDArray[Any], like: Array) -> Array:
+    """`out` in the library, dtype and device of `like`; float32 if `like` is not floating point."""
+    target: Any = like
+    if hasattr(target, "detach"):
+        import torch
+
+        tensor = torch.from_numpy(out).to(target.device, target.dtype if target.is_floating_point() else torch.float32)
+        return cast("Array", tensor)
+    dtype = target.dtype if np.issubdtype(target.dtype, np.floating) else np.float32
+    return cast("Array", out.astype(dtype, copy=False))
+
+
+def copy_array(array: Any) -> Any:
+    """A copy that shares no memory."""
+    return array.clone() if hasattr(array, "clone") else array.copy()
+
+
+def _precision(like: Any) -> type[np.floating[Any]]:
+    """The dtype to compute in; more precision than the output keeps would only cost time."""
+    return np.float64 if str(like.dtype).endswith("float64") else np.float32

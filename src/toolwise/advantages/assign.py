@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,23 +12,35 @@ import numpy as np
 from toolwise.advantages.arrays import CreditError, Doubles, Ints
 from toolwise.errors import ToolwiseError
 from toolwise.protocols import AdvantageEstimator
-from toolwise.types import AnnotatedRollout, CreditedBatch, CreditedRollout, StepData
-from toolwise.untrusted.user_code import call_user_code, describe, user_location
+from toolwise.types import AddedRollout, AnnotatedRollout, CreditedBatch, CreditedRollout, ScoredRollout, StepData
+from toolwise.untrusted.user_code import call_part, describe_at, user_location
 
 
 def credit(estimator: AdvantageEstimator, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
     """Call an estimator, which may be a user's: whatever goes wrong in it is a one-line error."""
     where = f"algorithm.adv_estimator: {type(estimator).__name__}"
     try:
-        batch: Any = call_user_code(estimator, list(rollouts))  # a copy: what it does to the list changes nothing here
+        batch: Any = call_part(estimator, list(rollouts))  # a copy: what it does to the list changes nothing here
         if not isinstance(batch, CreditedBatch):
             raise CreditError(f"{where} returned a {type(batch).__name__}; return a toolwise.CreditedBatch")
         _check_rollouts(batch.rollouts, rollouts, where)
+        _check_added(batch.added, where)
         return replace(batch, metrics={str(name): float(value) for name, value in batch.metrics.items()})
-    except ToolwiseError:
-        raise
+    except ToolwiseError as fault:
+        if not (location := user_location(fault)):
+            raise
+        raise CreditError(f"{where}: {fault}{location}") from fault
     except Exception as fault:
-        raise CreditError(f"{where} failed: {' '.join(describe(fault).split())}{user_location(fault)}") from fault
+        raise CreditError(f"{where} failed: {describe_at(fault)}") from fault
+
+
+def learns_from_equal(estimator: AdvantageEstimator, score: float) -> bool:
+    """`learns_from_equal_scores` of an estimator, which may be a user's."""
+    try:
+        return bool(call_part(estimator.learns_from_equal_scores, score))
+    except Exception as fault:
+        where = f"algorithm.adv_estimator: {type(estimator).__name__}"
+        raise CreditError(f"{where}: learns_from_equal_scores failed: {describe_at(fault)}") from fault
 
 
 def _check_rollouts(credited: Sequence[CreditedRollout], rollouts: Sequence[AnnotatedRollout], where: str) -> None:
@@ -38,22 +51,43 @@ def _check_rollouts(credited: Sequence[CreditedRollout], rollouts: Sequence[Anno
         )
     for result, rollout in zip(credited, rollouts, strict=True):
         name, steps = rollout.scored.rollout.rollout_id, len(rollout.scored.steps)
-        if result.rollout.rollout_id != name:
-            other = result.rollout.rollout_id
+        if (other := result.rollout.rollout_id) != name:
             raise CreditError(f"{where} returned rollout {other} in place of {name}; return each once, in order")
-        if not len(result.steps) == len(result.advantages) == steps:
+        if len(result.steps) != steps or not all(isinstance(step, StepData) for step in result.steps):
+            raise CreditError(f"{where} returned other steps for rollout {name}; return its {steps} steps")
+        _check_arrays("advantages", result.advantages, rollout.scored, where)
+        if result.returns is not None:
+            _check_arrays("returns", result.returns, rollout.scored, where)
+
+
+def _check_added(added: Any, where: str) -> None:
+    if not isinstance(added, Sequence):
+        raise CreditError(f"{where} returned {added!r:.80} as `added`; return a list of toolwise.types.AddedRollout")
+    for row in added:
+        if not isinstance(row, AddedRollout) or not isinstance(row.scored, ScoredRollout):
             raise CreditError(
-                f"{where} returned {len(result.advantages)} arrays of advantages for the {steps} steps of rollout "
-                f"{name}; return one for each"
+                f"{where} returned {row!r:.80} in `added`; use toolwise.types.AddedRollout(scored, advantages)"
             )
-        for step, advantages in zip(rollout.scored.steps, result.advantages, strict=True):
-            if not isinstance(advantages, np.ndarray) or advantages.shape != (sampled_tokens(step),):
-                raise CreditError(
-                    f"{where}: the advantages of rollout {name}, step {step.system_step_index}, must be an array of "
-                    f"{sampled_tokens(step)} numbers, one for each sampled token"
-                )
-            if advantages.dtype.kind != "f" or not np.isfinite(advantages).all():
-                raise CreditError(f"{where}: the advantages of rollout {name} are not all finite numbers")
+        _check_arrays("advantages", row.advantages, row.scored, where)
+
+
+def _check_arrays(what: str, arrays: Any, scored: ScoredRollout, where: str) -> None:
+    """Raise unless there is an array of finite numbers for each step of a rollout, one for each sampled token."""
+    name, steps = scored.rollout.rollout_id, scored.steps
+    if not isinstance(arrays, Sequence) or len(arrays) != len(steps):
+        count = len(arrays) if isinstance(arrays, Sequence) else f"a {type(arrays).__name__}, not"
+        raise CreditError(
+            f"{where} returned {count} arrays of {what} for the {len(steps)} steps of rollout {name}; return one for "
+            "each"
+        )
+    for step, array in zip(steps, arrays, strict=True):
+        if not isinstance(array, np.ndarray) or array.shape != (sampled_tokens(step),):
+            raise CreditError(
+                f"{where}: the {what} of rollout {name}, step {step.system_step_index}, must be an array of "
+                f"{sampled_tokens(step)} numbers, one for each sampled token"
+            )
+        if array.dtype.kind != "f" or not np.isfinite(array).all():
+            raise CreditError(f"{where}: the {what} of rollout {name} are not all finite numbers")
 
 
 def sampled_tokens(step: StepData) -> int:
@@ -68,23 +102,19 @@ def with_advantage(step: StepData, advantage: float, return_to_go: float | None)
 
 def credit_rollout(rollout: AnnotatedRollout, advantage: float) -> CreditedRollout:
     """Gives every step and every sampled token the same advantage."""
-    steps = rollout.scored.steps
-    return CreditedRollout(
-        rollout,
-        tuple(with_advantage(step, advantage, step.return_to_go) for step in steps),
-        tuple(np.full(sampled_tokens(step), advantage, dtype=np.float32) for step in steps),
-    )
+    return _credit_steps(rollout, [with_advantage(s, advantage, s.return_to_go) for s in rollout.scored.steps])
+
+
+def _credit_steps(rollout: AnnotatedRollout, steps: Sequence[StepData]) -> CreditedRollout:
+    tokens = tuple(np.full(sampled_tokens(step), step.advantage, dtype=np.float32) for step in steps)
+    return CreditedRollout(rollout, tuple(steps), tokens)
 
 
 def credit_steps(rollouts: Sequence[AnnotatedRollout], advantages: Doubles, returns: Doubles) -> list[CreditedRollout]:
     """Assigns one advantage and return per step, in rollout order; all sampled tokens of a step get its advantage."""
-    values, return_values = iter(advantages.tolist()), iter(returns.tolist())
-    credited = []
-    for rollout in rollouts:
-        steps = tuple(with_advantage(step, next(values), next(return_values)) for step in rollout.scored.steps)
-        tokens = tuple(np.full(sampled_tokens(step), step.advantage, dtype=np.float32) for step in steps)
-        credited.append(CreditedRollout(rollout, steps, tokens))
-    return credited
+    steps = (step for rollout in rollouts for step in rollout.scored.steps)
+    credited = map(with_advantage, steps, advantages.tolist(), returns.tolist())
+    return [_credit_steps(rollout, list(islice(credited, len(rollout.scored.steps)))) for rollout in rollouts]
 
 
 def credit_tokens(

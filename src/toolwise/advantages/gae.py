@@ -12,7 +12,7 @@ Per turn (`per = "turn"`): t runs over the steps; V_t is the step's first value,
 sampled tokens of a step get its advantage and its return.
 
 Rewards: a step's reward (`step_rewards.py`) is placed on its last sampled token; if it has none, on the last token
-before it. With a KL cost (`costs.py`) each token also earns −β · (log π_old − log π_ref).
+before it. With a KL cost each token also earns −β · (log π_old − log π_ref).
 
 End: after the last token V is 0. For a truncated rollout this treats the cut as a real end, which is right if the score
 has judged it; `bootstrap_truncated` uses the last known value instead.
@@ -33,20 +33,22 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from toolwise.advantages.arrays import (
+    Array,
     CreditError,
     Doubles,
     Ints,
+    TokenMask,
+    as_numpy,
     check_choice,
     check_fraction,
     discounted_sums,
     whiten,
 )
 from toolwise.advantages.assign import credit_tokens
-from toolwise.advantages.step_rewards import BuiltinEstimator
-from toolwise.advantages.tensors import Array, TokenMask, as_numpy
-from toolwise.advantages.token_rewards import TokenRewards, token_rewards_of
+from toolwise.advantages.step_rewards import BuiltinEstimator, TokenRewards, token_rewards_of
+from toolwise.config.algorithm import GaeOptions
 from toolwise.protocols import Annotation
-from toolwise.types import AnnotatedRollout, CreditedBatch, RewardSettings
+from toolwise.types import AnnotatedRollout, CreditedBatch
 
 
 def gae(
@@ -81,19 +83,16 @@ def compute_gae_advantage_return(
     mask = TokenMask.of(response_mask, rewards=token_level_rewards, values=values)
     end_values = None if bootstrap is None else as_numpy(bootstrap).astype(np.float64)
     raw, returns = gae(mask.gather(token_level_rewards), mask.gather(values), mask.lengths, gamma, lam, end_values)
-    advantages = whiten(raw) if whitened else raw
-    return mask.scatter(advantages, token_level_rewards), mask.scatter(returns, token_level_rewards)
+    advantages = mask.scatter(whiten(raw) if whitened else raw, token_level_rewards)
+    return advantages, mask.scatter(returns, token_level_rewards)
 
 
-@dataclass(frozen=True, slots=True)
-class Gae(BuiltinEstimator):
+@dataclass(frozen=True)
+class Gae(GaeOptions, BuiltinEstimator):
     """GAE: `adv_estimator = "gae"`."""
 
     gamma: float = 1.0
-    lam: float = 0.95
     per: Literal["token", "turn"] = "token"
-    whiten: bool = True
-    bootstrap_truncated: bool = False
 
     needs: ClassVar[frozenset[Annotation]] = frozenset({"values"})
     uses_step_rewards: ClassVar[bool] = True
@@ -103,47 +102,29 @@ class Gae(BuiltinEstimator):
         check_fraction("gamma", self.gamma)
         check_fraction("lam", self.lam)
         check_choice("per", self.per, ("token", "turn"))
-        RewardSettings.__post_init__(self)  # super() would refer to the class before slots=True replaced it
+        super().__post_init__()
 
     def learns_from_equal_scores(self, score: float) -> bool:
         return True
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
         tokens = token_rewards_of(rollouts, self.rewards)
+        rewards, lengths, sizes = tokens.rewards, tokens.tokens_per_rollout, np.ones(len(tokens.rewards), np.intp)
+        if self.per == "turn":
+            has_tokens = tokens.counts > 0
+            lengths = np.bincount(tokens.rollout_of_step[has_tokens], minlength=len(rollouts)).astype(np.intp)
+            # The reward of a turn is the sum over its tokens.
+            step_of_token = np.repeat(np.arange(len(has_tokens)), tokens.counts)
+            rewards = np.bincount(step_of_token, rewards, len(has_tokens)).astype(np.float64)[has_tokens]
+            sizes = tokens.counts[has_tokens]
+        values = _critic_values(rollouts, tokens, per_token=self.per == "token")
         is_truncated = np.array([self.bootstrap_truncated and r.scored.rollout.stop_reason.truncated for r in rollouts])
-        advantages, returns = (self._by_turn if self.per == "turn" else self._by_token)(rollouts, tokens, is_truncated)
-        return CreditedBatch(credit_tokens(rollouts, tokens.counts, advantages, returns))
-
-    def _by_token(
-        self, rollouts: Sequence[AnnotatedRollout], tokens: TokenRewards, is_truncated: Any
-    ) -> tuple[Doubles, Doubles]:
-        values = _critic_values(rollouts, tokens, per_token=True)
-        lengths = tokens.tokens_per_rollout
-        advantages, returns = gae(
-            tokens.rewards, values, lengths, self.gamma, self.lam, _last_values(values, lengths) * is_truncated
-        )
-        return (whiten(advantages) if self.whiten else advantages), returns
-
-    def _by_turn(
-        self, rollouts: Sequence[AnnotatedRollout], tokens: TokenRewards, is_truncated: Any
-    ) -> tuple[Doubles, Doubles]:
-        values = _critic_values(rollouts, tokens, per_token=False)
-        has_tokens = tokens.counts > 0
-        lengths = np.bincount(tokens.rollout_of_step[has_tokens], minlength=len(rollouts)).astype(np.intp)
-        # The reward of a turn is the sum over its tokens.
-        step_of_token = np.repeat(np.arange(len(has_tokens)), tokens.counts)
-        turn_rewards = np.bincount(step_of_token, tokens.rewards, len(has_tokens)).astype(np.float64)
-        advantages, returns = gae(
-            turn_rewards[has_tokens],
-            values,
-            lengths,
-            self.gamma,
-            self.lam,
-            _last_values(values, lengths) * is_truncated,
-        )
+        bootstrap = _last_values(values, lengths) * is_truncated
+        advantages, returns = gae(rewards, values, lengths, self.gamma, self.lam, bootstrap)
         if self.whiten:
             advantages = whiten(advantages)
-        return np.repeat(advantages, tokens.counts[has_tokens]), np.repeat(returns, tokens.counts[has_tokens])
+        by_token = np.repeat(advantages, sizes), np.repeat(returns, sizes)
+        return CreditedBatch(credit_tokens(rollouts, tokens.counts, *by_token))
 
 
 def _last_values(values: Doubles, lengths: Ints) -> Doubles:

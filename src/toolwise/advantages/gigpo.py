@@ -15,8 +15,8 @@ state, a rollout alone in its group, or equal values give exactly 0. Statistics 
 Shapes: one score and group id per rollout; one reward, anchor, advantage and return per step; all sampled tokens of a
 step get its advantage. Grouping: A_E by group id, A_S by (group id, anchor), so nothing is compared across tasks.
 
-`anchors.py` defines states; `step_rewards.py` defines step rewards and where the final score goes; `costs.py` what each
-step pays, which enters both A_E and A_S.
+`anchors.py` defines states; `step_rewards.py` step rewards, where the final score goes, and what each step pays,
+which enters both A_E and A_S.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 
@@ -41,12 +41,11 @@ from toolwise.advantages.arrays import (
 )
 from toolwise.advantages.assign import credit_steps, with_advantage
 from toolwise.advantages.step_rewards import BuiltinEstimator, Episodes, episodes_from_rollouts, episodes_of
+from toolwise.config.algorithm import Combination, GigpoOptions, StepNormalization
 from toolwise.config.imports import load_reference
 from toolwise.protocols import Metrics
-from toolwise.types import AnnotatedRollout, CreditedBatch, RewardSettings, StepData, TerminalScore
+from toolwise.types import AnnotatedRollout, CreditedBatch, StepData, TerminalScore
 
-Combine = Literal["convex", "additive"]
-StepNormalization = Literal["mean_std_norm", "mean_norm"]
 StepAdvantageFn = Callable[[Doubles, Ints, Ints, StepNormalization], Doubles]
 """Computes A_S from returns, states, lengths and the normalization."""
 MAX_SINGLETON_SHARE = 0.9
@@ -92,7 +91,7 @@ def same_state_advantages(returns: Doubles, states: Ints, lengths: Ints, mode: S
 def check_settings(omega: float, gamma: float, combine: str, normalization: str) -> None:
     check_fraction("gamma", gamma)
     check_fraction("omega", omega)
-    check_choice("combine", combine, get_args(Combine))
+    check_choice("combine", combine, get_args(Combination))
     check_choice("normalization", normalization, get_args(StepNormalization))
 
 
@@ -102,7 +101,7 @@ def gigpo_advantages(
     *,
     omega: float = 0.5,
     gamma: float = 0.95,
-    combine: Combine = "convex",
+    combine: Combination = "convex",
     step_advantage_w: float = 1.0,
     normalization: StepNormalization = "mean_std_norm",
     step_advantages: StepAdvantageFn = same_state_advantages,
@@ -156,7 +155,7 @@ def apply_gigpo_to_batch_steps(
     default_step_reward: float = 0.0,
     *,
     group_ids: Sequence[Any],
-    combine: Combine = "convex",
+    combine: Combination = "convex",
     step_advantage_w: float = 1.0,
     normalization: StepNormalization = "mean_std_norm",
     terminal_score: TerminalScore = "remainder",
@@ -193,24 +192,19 @@ def apply_gigpo_to_batch_steps(
 system_apply_gigpo_to_batch_steps = apply_gigpo_to_batch_steps
 
 
-@dataclass(frozen=True, slots=True)
-class Gigpo(BuiltinEstimator):
+@dataclass(frozen=True)
+class Gigpo(GigpoOptions, BuiltinEstimator):
     """GiGPO: `adv_estimator = "gigpo"`."""
 
     gamma: float = 0.95
-    omega: float = 0.5
-    combine: Combine = "convex"
-    step_advantage_w: float = 1.0
-    normalization: StepNormalization = "mean_std_norm"
     state_anchor: str | StateHash = "auto"
-    anchor_messages: int = 3
-    anchor_similarity: float = 1.0
+    """In Python also a function."""
 
     uses_step_rewards: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_settings(self.omega, self.gamma, self.combine, self.normalization)
-        RewardSettings.__post_init__(self)  # super() would refer to the class before slots=True replaced it
+        super().__post_init__()
         self._anchor().check()
         if isinstance(self.state_anchor, str) and ":" in self.state_anchor:
             # Loaded once, so that a run keeps its function if the file is edited meanwhile.
@@ -222,7 +216,7 @@ class Gigpo(BuiltinEstimator):
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
         episodes = episodes_from_rollouts(rollouts, self.rewards)
-        steps = [step for r in rollouts for step in r.scored.steps]
+        steps = [step for rollout in rollouts for step in rollout.scored.steps]
         result = gigpo_advantages(
             episodes,
             self._anchor().codes(steps, episodes.groups[episodes.rollout_of_step]),
@@ -231,7 +225,7 @@ class Gigpo(BuiltinEstimator):
             combine=self.combine,
             step_advantage_w=self.step_advantage_w,
             normalization=self.normalization,
-            step_advantages=self._step_advantages(),
+            step_advantages=self._step_advantages,
         )
         metrics = result.metrics()
         warn_if_singletons(metrics)
@@ -240,8 +234,8 @@ class Gigpo(BuiltinEstimator):
     def _anchor(self) -> StateAnchor:
         return StateAnchor(self.state_anchor, self.anchor_messages, self.anchor_similarity)
 
-    def _step_advantages(self) -> StepAdvantageFn:
-        return same_state_advantages
+    def _step_advantages(self, returns: Doubles, states: Ints, lengths: Ints, mode: StepNormalization) -> Doubles:
+        return same_state_advantages(returns, states, lengths, mode)
 
 
 def warn_if_singletons(metrics: Metrics) -> None:

@@ -8,8 +8,7 @@ Papers: GRPO, Shao et al. 2024 (arXiv 2402.03300); Dr. GRPO (arXiv 2503.20783); 
 2402.14740).
 
 r is the rollout's score; with `terminal_score = "add"`, the score plus its step rewards (`step_rewards.py`); minus its
-costs (`costs.py`). To
-normalize several rewards separately before summing them, see `rewards/combine.py`, which runs earlier.
+costs. To normalize several rewards separately before summing them, see `rewards/combine.py`, which runs earlier.
 
 Shapes: one score and one advantage per rollout; every sampled token of rollout i gets A_i, regardless of their number.
 Grouping: rollouts by `group_id`, never tokens or steps. A group of one, or of equal rewards, gives exactly 0.
@@ -26,22 +25,24 @@ import numpy as np
 
 from toolwise.advantages.arrays import (
     EPSILON,
+    Array,
     CreditError,
     Doubles,
     Ints,
     Normalization,
+    TokenMask,
+    copy_array,
     integer_codes,
     normalize,
 )
 from toolwise.advantages.assign import credit_rollout
 from toolwise.advantages.step_rewards import BuiltinEstimator, total_rewards
-from toolwise.advantages.tensors import Array, TokenMask, copy_array
 from toolwise.types import AnnotatedRollout, CreditedBatch
 
 
 def group_advantages(
     scores: Sequence[float] | Doubles,
-    groups: Sequence[Any],
+    groups: Sequence[Any] | Ints,
     *,
     norm_by_std: bool = True,
     leave_one_out: bool = False,
@@ -51,19 +52,13 @@ def group_advantages(
     x = np.asarray(scores, dtype=np.float64)
     if len(x) != len(groups):
         raise CreditError(f"{len(x)} scores for {len(groups)} group ids; give one group id for each score")
-    return _normalize_in_groups(x, integer_codes(groups), norm_by_std, leave_one_out, epsilon)
-
-
-def _normalize_in_groups(
-    scores: Doubles, groups: Ints, norm_by_std: bool, leave_one_out: bool, epsilon: float
-) -> Doubles:
-    if not np.isfinite(scores).all():
-        raise CreditError(f"score {int(np.flatnonzero(~np.isfinite(scores))[0])} is not a finite number; leave it out")
+    if not np.isfinite(x).all():
+        raise CreditError(f"score {int(np.flatnonzero(~np.isfinite(x))[0])} is not a finite number; leave it out")
     mode: Normalization = "mean_std_norm" if norm_by_std else "mean_norm"
-    return normalize(scores, groups, "leave_one_out" if leave_one_out else mode, epsilon=epsilon)
+    return normalize(x, integer_codes(groups), "leave_one_out" if leave_one_out else mode, epsilon=epsilon)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Grpo(BuiltinEstimator):
     """GRPO: `adv_estimator = "grpo"`."""
 
@@ -73,7 +68,7 @@ class Grpo(BuiltinEstimator):
         return _credit_groups(self, rollouts, norm_by_std=self.norm_by_std)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rloo(BuiltinEstimator):
     """RLOO: `adv_estimator = "rloo"`."""
 
@@ -82,9 +77,9 @@ class Rloo(BuiltinEstimator):
 
 
 def _credit_groups(estimator: Grpo | Rloo, rollouts: Sequence[AnnotatedRollout], **form: bool) -> CreditedBatch:
-    totals = total_rewards(rollouts, estimator.rewards)
-    advantages = group_advantages(totals, [r.scored.rollout.group_id for r in rollouts], **form)
-    return CreditedBatch([credit_rollout(rollout, a) for rollout, a in zip(rollouts, advantages.tolist(), strict=True)])
+    group_ids = [rollout.scored.rollout.group_id for rollout in rollouts]
+    advantages = group_advantages(total_rewards(rollouts, estimator.rewards), group_ids, **form).tolist()
+    return CreditedBatch(list(map(credit_rollout, rollouts, advantages)))
 
 
 def compute_grpo_outcome_advantage(
@@ -103,14 +98,14 @@ def compute_grpo_outcome_advantage(
     mask = TokenMask.of(response_mask, rewards=token_level_rewards)
     if len(index) != len(mask.mask):
         raise CreditError(f"shapes differ: rewards {mask.mask.shape}, index {len(index)}")
-    scores, groups = mask.row_sums(token_level_rewards), integer_codes(index)
-    nonempty = mask.nonempty_rows
-    if nonempty.all():
-        advantages = _normalize_in_groups(scores, groups, norm_by_std, leave_one_out, epsilon)
-    else:  # a row without tokens is not a sample of its group and must not affect the others
-        advantages = np.zeros(len(nonempty))
-        advantages[nonempty] = _normalize_in_groups(
-            scores[nonempty], groups[nonempty], norm_by_std, leave_one_out, epsilon
-        )
+    nonempty = mask.nonempty_rows  # a row without tokens is not a sample of its group and must not affect the others
+    advantages = np.zeros(len(nonempty))
+    advantages[nonempty] = group_advantages(
+        mask.row_sums(token_level_rewards)[nonempty],
+        integer_codes(index)[nonempty],
+        norm_by_std=norm_by_std,
+        leave_one_out=leave_one_out,
+        epsilon=epsilon,
+    )
     spread = mask.spread(advantages, token_level_rewards)
     return spread, copy_array(spread)

@@ -17,12 +17,12 @@ Shapes and grouping: as in `gigpo.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from toolwise.advantages.arrays import CreditError, Doubles, Ints, normalize, pair_codes
-from toolwise.advantages.gigpo import Gigpo, StepAdvantageFn, StepNormalization
+from toolwise.advantages.gigpo import Gigpo
+from toolwise.config.algorithm import HgpoOptions, StepNormalization
 
 
 def nested_state_advantages(
@@ -51,19 +51,14 @@ def nested_state_advantages(
     return np.divide(total, weights, out=np.zeros(len(returns)), where=weights > 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Hgpo(Gigpo):
-    """HGPO: `adv_estimator = "hgpo"`."""
-
-    anchor_history: int = 2
-    """k: the number of previous states that anchors may include."""
-    depth_alpha: float = 1.0
-    """α: how much more weight a deeper group gets."""
+@dataclass(frozen=True)
+class Hgpo(HgpoOptions, Gigpo):
+    """HGPO: `adv_estimator = "hgpo"`. k is `anchor_history`, α is `depth_alpha`."""
 
     def __post_init__(self) -> None:
-        Gigpo.__post_init__(self)  # super() would refer to the class before slots=True replaced it
+        super().__post_init__()
         if self.anchor_history < 0:
             raise CreditError(f"anchor_history is {self.anchor_history}; use 0 (GiGPO) or more")
 
-    def _step_advantages(self) -> StepAdvantageFn:
-        return partial(nested_state_advantages, k=self.anchor_history, alpha=self.depth_alpha)
+    def _step_advantages(self, returns: Doubles, states: Ints, lengths: Ints, mode: StepNormalization) -> Doubles:
+        return nested_state_advantages(returns, states, lengths, mode, k=self.anchor_history, alpha=self.depth_alpha)

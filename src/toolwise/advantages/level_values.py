@@ -1,4 +1,6 @@
-"""The value of each thinking level for an action, as arrays [steps, levels]; NaN marks a missing level.
+"""The value of each thinking level for an action, and the training rows of the levels a step did not use.
+
+Values are arrays [steps, levels]; NaN marks a missing level.
 
 Shared by `rlvcr.py` and `rlvcr_tensors.py`.
 
@@ -9,20 +11,31 @@ Shared by `rlvcr.py` and `rlvcr_tensors.py`.
 
 score: the mean log-prob of the action's tokens, its exponential ("confidence"), or minus their mean entropy. With fewer
 than two levels, or equal values, A_think is exactly 0 and the weights are 1.
+
+RLVCR's `combine = "reweight"` (CoPO) trains on the rows of all four levels. Each row is a rollout of one step: the
+history and the forced level are its prompt, the thought and the action its sampled tokens. The thought was sampled in
+this context and keeps its sampling log-probs. The action was sampled after the thought that the policy used, so its
+tokens carry the log-probs scored in this context, and the difference is corrected by a bounded weight min(π(a | this
+context) / π(a | its own context), cap) in the advantage: one importance correction, never two. The tags between thought
+and action are neither sampled nor trained: they are in the prompt of a second step. The forced level is not corrected
+for, since its tokens are in no ratio.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from toolwise.advantages.arrays import Doubles, normalize
-from toolwise.types import LEVEL_COUNT
+from toolwise.advantages.arrays import Doubles, normalize, signs
+from toolwise.config.algorithm import Gate, LevelNormalization, LevelScoreKind
+from toolwise.types import LEVEL_COUNT, AddedRollout, CreditedRollout, SampledTokens, StepData, ThinkingStep
 
-LevelNormalization = Literal["mean_norm", "mean_std_norm"]
-LevelScoreKind = Literal["logprob", "confidence", "neg_entropy"]
+Bools = NDArray[np.bool_]
 MIN_SPREAD_NATS = 0.05
 """A smaller spread of scores is noise and must not be scaled up to the full range."""
 
@@ -62,7 +75,60 @@ def copo_weights(utilities: Doubles, score: LevelScoreKind = "logprob", *, floor
     c = np.exp(u - u.max(1, keepdims=True)) if score == "logprob" else u  # min-max ignores a common factor
     low, high = c.min(1, keepdims=True), c.max(1, keepdims=True)
     flat = (np.ptp(u, axis=1) < floor)[:, None] | (high <= low)
-    n = np.where(flat, 0.5, (c - low) / np.where(flat, 1.0, high - low))
-    scaled = np.exp(2.0 * n)
+    scaled = np.exp(2.0 * np.where(flat, 0.5, (c - low) / np.where(flat, 1.0, high - low)))
     weights[complete] = scaled / scaled.mean(1, keepdims=True)
     return weights
+
+
+def gate_factors(gate: Gate, advantages: Doubles, succeeded: Bools, solved: Bools) -> tuple[Doubles, Bools]:
+    """The factor of each step's A_think, and whether it applies to the level tokens only.
+
+    `solved`: every rollout of the step's group succeeded, so nothing distinguishes good actions from bad ones.
+    """
+    if gate == "none":
+        return np.ones(len(advantages)), np.zeros(len(advantages), dtype=bool)
+    level_only = solved | (gate == "success")
+    return np.where(level_only, succeeded, signs(advantages)), level_only
+
+
+def alternative_rows(
+    credited: CreditedRollout, index: int, step: ThinkingStep, advantages: Doubles, *, cap: float
+) -> list[AddedRollout]:
+    """One row per level that the policy did not use; `advantages` has one entry per level."""
+    group, used_step, scored = step.group, credited.steps[index], credited.annotated.scored
+    assert group is not None  # only steps with a group are reweighted
+    sampling_logprobs = np.asarray(group.used.action_logprobs, dtype=np.float64)  # in the context it was sampled in
+    rows = []
+    for score in group.scores:
+        if (alternative := score.alternative) is None:  # the used level's row is the rollout itself
+            continue
+        advantage, sampled_ids = float(advantages[score.level - 1]), alternative.sampled_ids
+        version = alternative.policy_version if alternative.generated_tokens else used_step.tokens.policy_version
+        action_prompt = [*alternative.prompt_ids, *sampled_ids, *score.context_ids]
+        weights = np.minimum(np.exp(np.minimum(score.action_logprobs - sampling_logprobs, 20.0)), cap)
+        tokens = [_tokens(action_prompt, group.action_ids, score.action_logprobs, version)]
+        arrays = [(advantage * weights).astype(np.float32)]
+        if len(sampled_ids):
+            tokens.insert(0, _tokens(alternative.prompt_ids, sampled_ids, alternative.logprobs, version))
+            arrays.insert(0, np.full(len(sampled_ids), advantage, dtype=np.float32))
+        steps = tuple(
+            StepData.unchecked(
+                **{
+                    **used_step.__dict__,
+                    "system_step_index": number,
+                    "policy_logprobs": part,
+                    "raw_policy_output": None,
+                    "advantage": float(values.mean()),
+                    "return_to_go": None,
+                }
+            )
+            for number, (part, values) in enumerate(zip(tokens, arrays, strict=True))
+        )
+        name = f"{scored.rollout.rollout_id}/step-{used_step.system_step_index}/level-{score.level}"
+        rollout = replace(scored.rollout, rollout_id=name, steps=steps)
+        rows.append(AddedRollout(replace(scored, rollout=rollout, steps=steps), tuple(arrays)))
+    return rows
+
+
+def _tokens(prompt_ids: Sequence[int], ids: Sequence[int], logprobs: Any, version: int | None) -> SampledTokens:
+    return SampledTokens(array("i", ids), array("d", logprobs), array("i", prompt_ids), "stop", version)

@@ -5,7 +5,7 @@
 
 Paper: Hu et al. 2025, arXiv 2501.03262.
 
-r_t is the token's reward (`token_rewards.py`): the step's reward at its last token and, if KL is in the reward, its
+r_t is the token's reward (`step_rewards.py`): the step's reward at its last token and, if KL is in the reward, its
 cost at every token. Tool tokens are not time steps. A batch of equal returns gives exactly 0.
 
 Shapes: [batch, length] in `compute_reinforce_plus_plus_outcome_advantage`; over rollouts, one array per step with one
@@ -19,12 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toolwise.advantages.arrays import check_fraction, discounted_sums, whiten
+from toolwise.advantages.arrays import Array, TokenMask, check_fraction, discounted_sums, whiten
 from toolwise.advantages.assign import credit_tokens
-from toolwise.advantages.step_rewards import BuiltinEstimator
-from toolwise.advantages.tensors import Array, TokenMask
-from toolwise.advantages.token_rewards import token_rewards_of
-from toolwise.types import AnnotatedRollout, CreditedBatch, RewardSettings
+from toolwise.advantages.step_rewards import BuiltinEstimator, token_rewards_of
+from toolwise.types import AnnotatedRollout, CreditedBatch
 
 
 def compute_reinforce_plus_plus_outcome_advantage(
@@ -37,7 +35,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     return mask.scatter(whiten(returns), token_level_rewards), mask.scatter(returns, token_level_rewards)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReinforcePlusPlus(BuiltinEstimator):
     """REINFORCE++: `adv_estimator = "reinforce_plus_plus"`."""
 
@@ -48,7 +46,7 @@ class ReinforcePlusPlus(BuiltinEstimator):
 
     def __post_init__(self) -> None:
         check_fraction("gamma", self.gamma)
-        RewardSettings.__post_init__(self)  # super() would refer to the class before slots=True replaced it
+        super().__post_init__()
 
     def learns_from_equal_scores(self, score: float) -> bool:
         return True

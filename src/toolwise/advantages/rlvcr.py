@@ -24,6 +24,7 @@ does not come from their content.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -31,19 +32,20 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from toolwise.advantages.alternative_rows import alternative_rows
-from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, sign
+from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, signs
 from toolwise.advantages.assign import with_advantage
 from toolwise.advantages.grpo import Grpo
 from toolwise.advantages.level_values import (
     MIN_SPREAD_NATS,
-    LevelNormalization,
-    LevelScoreKind,
+    Bools,
+    alternative_rows,
     copo_weights,
     diversity_bonus,
+    gate_factors,
     level_advantages,
     level_scores,
 )
+from toolwise.config.algorithm import Gate, LevelCombination, LevelNormalization, LevelScoreKind, RlvcrOptions
 from toolwise.protocols import AdvantageEstimator, Annotation, Metrics
 from toolwise.types import (
     LEVEL_COUNT,
@@ -55,8 +57,7 @@ from toolwise.types import (
     ThinkingStep,
 )
 
-Gate = Literal["none", "signed", "success"]
-Combine = Literal["additive", "reweight"]
+_CHOICES = {"mode": LevelNormalization, "score": LevelScoreKind, "gate": Gate, "combine": LevelCombination}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +77,12 @@ class LevelComparison:
         return np.asarray(self.advantages[np.arange(len(self.used)), self.used])
 
 
-@dataclass(frozen=True, slots=True)
-class Rlvcr(AdvantageEstimator):
+@dataclass(frozen=True)
+class Rlvcr(RlvcrOptions, AdvantageEstimator):
     """RLVCR: `adv_estimator = "rlvcr"`."""
 
     trajectory: AdvantageEstimator = field(default_factory=Grpo)
-    step_advantage_w: float = 1.0
-    thinking_diversity_w: float = 0.5
-    mode: LevelNormalization = "mean_norm"
-    score: LevelScoreKind = "logprob"
-    gate: Gate = "none"
-    combine: Combine = "additive"
-    shuffle: bool = False
     seed: int = 0
-    success_score: float | None = None
-    """A rollout succeeds if its score is at least this; if None, if its advantage is above 0."""
     compare_equal_scores: bool = True
     """Whether levels are also compared in groups of equal scores."""
     importance_cap: float = 2.0
@@ -98,12 +90,7 @@ class Rlvcr(AdvantageEstimator):
     reweight_floor: float = MIN_SPREAD_NATS
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("mode", LevelNormalization),
-            ("score", LevelScoreKind),
-            ("gate", Gate),
-            ("combine", Combine),
-        ):
+        for name, known in _CHOICES.items():
             check_choice(name, getattr(self, name), get_args(known))
         if self.combine == "reweight" and self.gate != "none":
             raise CreditError(
@@ -133,10 +120,8 @@ class Rlvcr(AdvantageEstimator):
     def learns_from_equal_scores(self, score: float) -> bool:
         """Rollouts with equal scores may still differ in how well they thought, unless the gate excludes them."""
         gate_open = self.gate == "none" or (self.success_score is not None and score >= self.success_score)
-        compares = (
-            self.compare_equal_scores and self.combine == "additive" and gate_open and self.step_advantage_w != 0.0
-        )
-        return compares or self.trajectory.learns_from_equal_scores(score)
+        adds = self.combine == "additive" and self.step_advantage_w != 0.0
+        return (self.compare_equal_scores and adds and gate_open) or self.trajectory.learns_from_equal_scores(score)
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
         base = self.trajectory(rollouts)
@@ -145,7 +130,7 @@ class Rlvcr(AdvantageEstimator):
         if not comparison.step_indices:
             return replace(base, metrics=metrics)
         if self.combine == "reweight":
-            credited, added = self._reweight(rollouts, base.rollouts, comparison)
+            credited, added = self._reweight(base.rollouts, comparison)
             metrics["thinking/rows_added"] = float(len(added))
             return CreditedBatch(credited, metrics, [*base.added, *added])
         return replace(base, rollouts=self._add_thinking_advantages(base.rollouts, comparison), metrics=metrics)
@@ -169,70 +154,62 @@ class Rlvcr(AdvantageEstimator):
             assert thinking is not None  # the step came from it
             assert group is not None
             used[row], price[row] = group.level - 1, thinking.price
-            weight = self.thinking_diversity_w * thinking.anneal
-            bonus[row] = weight * shares[rollouts[i].scored.rollout.group_id]
+            bonus[row] = self.thinking_diversity_w * thinking.anneal * shares[rollouts[i].scored.rollout.group_id]
             for score in group.scores:
                 cell = (row, score.level - 1)
                 logprobs[cell], entropies[cell] = score.action_logprob, score.action_entropy
                 tokens[cell] = score.thinking_tokens
         utilities = level_scores(logprobs, entropies, self.score) - price[:, None] * tokens + bonus
-        step_indices = [(i, t) for i, t, _ in grouped]
-        advantages = level_advantages(utilities, self.mode)
-        return LevelComparison(step_indices, [step for _, _, step in grouped], utilities, used, advantages)
+        return LevelComparison(
+            [(i, t) for i, t, _ in grouped],
+            [step for _, _, step in grouped],
+            utilities,
+            used,
+            level_advantages(utilities, self.mode),
+        )
 
     def _add_thinking_advantages(
         self, base: Sequence[CreditedRollout], comparison: LevelComparison
     ) -> list[CreditedRollout]:
-        used_advantages = self._maybe_shuffle(comparison.used_advantages, base)
         tokens = [list(rollout.advantages) for rollout in base]
-        solved = self._solved_groups(base)
-        for (i, t), step, extra in zip(
-            comparison.step_indices, comparison.steps, used_advantages.tolist(), strict=True
-        ):
-            current, advantage = tokens[i][t], base[i].steps[t].advantage or 0.0
-            level_only = self.gate == "success" or base[i].rollout.group_id in solved
-            affected = np.arange(len(current)) < self._affected_token_count(step, len(current), level_only=level_only)
-            extra *= self._gate_factor(base[i].annotated, advantage, level_only=level_only)
-            tokens[i][t] = (current + np.float32(self.step_advantage_w * extra) * affected).astype(np.float32)
-        return [_with_token_advantages(rollout, values) for rollout, values in zip(base, tokens, strict=True)]
+        advantages, succeeded = self._outcomes(base, comparison)
+        factors, level_only = gate_factors(self.gate, advantages, succeeded, self._solved(base, comparison))
+        extra = self._maybe_shuffle(comparison.used_advantages, base) * factors
+        for row, ((i, t), step) in enumerate(zip(comparison.step_indices, comparison.steps, strict=True)):
+            current, count = tokens[i][t], step.head_tokens
+            if level_only[row] and step.level_tokens is not None:
+                count = step.level_tokens
+            affected = np.arange(len(current)) < (len(current) if self.gate == "none" else count)
+            tokens[i][t] = (current + np.float32(self.step_advantage_w * extra[row]) * affected).astype(np.float32)
+        return _with_token_advantages(base, tokens)
 
     def _reweight(
-        self, rollouts: Sequence[AnnotatedRollout], base: Sequence[CreditedRollout], comparison: LevelComparison
+        self, base: Sequence[CreditedRollout], comparison: LevelComparison
     ) -> tuple[list[CreditedRollout], list[AddedRollout]]:
         weights = self._maybe_shuffle(copo_weights(comparison.utilities, self.score, floor=self.reweight_floor), base)
         tokens = [list(rollout.advantages) for rollout in base]
         alternatives: list[AddedRollout] = []
-        for row, ((i, t), step) in enumerate(zip(comparison.step_indices, comparison.steps, strict=True)):
-            advantage = base[i].steps[t].advantage or 0.0
-            reinforced = sign(advantage) > 0.0 and self._succeeded(rollouts[i], advantage)
-            if not reinforced or not np.isfinite(weights[row]).all():
-                continue
+        advantages, succeeded = self._outcomes(base, comparison)
+        for row in np.flatnonzero((signs(advantages) > 0.0) & succeeded & np.isfinite(weights).all(1)).tolist():
+            i, t = comparison.step_indices[row]
             tokens[i][t] = tokens[i][t] * np.float32(weights[row, comparison.used[row]])
-            alternatives += alternative_rows(base[i], t, step, advantage * weights[row], cap=self.importance_cap)
-        credited = [_with_token_advantages(rollout, values) for rollout, values in zip(base, tokens, strict=True)]
-        return credited, alternatives
+            by_level = float(advantages[row]) * weights[row]
+            alternatives += alternative_rows(base[i], t, comparison.steps[row], by_level, cap=self.importance_cap)
+        return _with_token_advantages(base, tokens), alternatives
 
-    def _solved_groups(self, base: Sequence[CreditedRollout]) -> set[str]:
-        """Groups in which every rollout succeeded, so that nothing distinguishes good actions from bad ones."""
+    def _outcomes(self, base: Sequence[CreditedRollout], comparison: LevelComparison) -> tuple[Doubles, Bools]:
+        """The trajectory's advantage at each compared step, and whether its rollout succeeded."""
+        advantages = np.array([base[i].steps[t].advantage or 0.0 for i, t in comparison.step_indices])
         if self.success_score is None:
-            return set()
-        below = {r.rollout.group_id for r in base if r.annotated.scored.score < self.success_score}
-        return {r.rollout.group_id for r in base} - below
+            return advantages, signs(advantages) > 0.0
+        scores = np.array([base[i].annotated.scored.score for i, _ in comparison.step_indices])
+        return advantages, scores >= self.success_score
 
-    def _affected_token_count(self, step: ThinkingStep, tokens: int, *, level_only: bool) -> int:
-        """The number of leading tokens that get the thinking advantage; `level_only`: only those of the level."""
-        if self.gate == "none":
-            return tokens
-        return step.level_tokens if level_only and step.level_tokens is not None else step.head_tokens
-
-    def _gate_factor(self, rollout: AnnotatedRollout, advantage: float, *, level_only: bool) -> float:
-        """The factor of a step's thinking advantage."""
-        if self.gate == "none":
-            return 1.0
-        return float(self._succeeded(rollout, advantage)) if level_only else sign(advantage)
-
-    def _succeeded(self, rollout: AnnotatedRollout, advantage: float) -> bool:
-        return sign(advantage) > 0.0 if self.success_score is None else rollout.scored.score >= self.success_score
+    def _solved(self, base: Sequence[CreditedRollout], comparison: LevelComparison) -> Bools:
+        """Whether every rollout of the step's group reached `success_score`."""
+        bound = math.inf if self.success_score is None else self.success_score
+        below = {r.rollout.group_id for r in base if r.annotated.scored.score < bound}
+        return np.array([base[i].rollout.group_id not in below for i, _ in comparison.step_indices])
 
     def _maybe_shuffle(self, values: Doubles, base: Sequence[CreditedRollout]) -> Doubles:
         """Seeds a different order for each batch, reproducible within a run."""
@@ -242,7 +219,7 @@ class Rlvcr(AdvantageEstimator):
         return np.asarray(values[order])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MonitoredEstimator(Rlvcr):
     """The advantages of `trajectory` plus RLVCR's metrics: `rlvcr.enable` without `adv_estimator = "rlvcr"`."""
 
@@ -276,10 +253,15 @@ def _thinking_steps(rollout: AnnotatedRollout) -> Sequence[ThinkingStep]:
     return () if rollout.thinking is None else rollout.thinking.steps
 
 
-def _with_token_advantages(rollout: CreditedRollout, tokens: Sequence[Any]) -> CreditedRollout:
-    """The rollout with new token advantages; a step's advantage is the mean over its tokens."""
-    steps = tuple(
-        with_advantage(step, float(a.mean()) if len(a) else step.advantage or 0.0, step.return_to_go)
-        for step, a in zip(rollout.steps, tokens, strict=True)
-    )
-    return CreditedRollout(rollout.annotated, steps, tuple(tokens), rollout.returns)
+def _with_token_advantages(
+    rollouts: Sequence[CreditedRollout], tokens: Sequence[Sequence[Any]]
+) -> list[CreditedRollout]:
+    """The rollouts with new token advantages; a step's advantage is the mean over its tokens."""
+    credited = []
+    for rollout, arrays in zip(rollouts, tokens, strict=True):
+        steps = tuple(
+            with_advantage(step, float(a.mean()) if len(a) else step.advantage or 0.0, step.return_to_go)
+            for step, a in zip(rollout.steps, arrays, strict=True)
+        )
+        credited.append(CreditedRollout(rollout.annotated, steps, tuple(arrays), rollout.returns))
+    return credited

@@ -15,28 +15,38 @@ Formulas: `level_values.py`, `rlvcr.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
-from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, integer_codes, signs
+from toolwise.advantages.arrays import (
+    Array,
+    CreditError,
+    Doubles,
+    Ints,
+    TokenMask,
+    as_numpy,
+    cast_like,
+    check_choice,
+    copy_array,
+    integer_codes,
+    signs,
+)
 from toolwise.advantages.grpo import group_advantages
 from toolwise.advantages.level_values import (
-    LevelNormalization,
-    LevelScoreKind,
+    Bools,
     copo_weights,
     diversity_bonus,
+    gate_factors,
     level_advantages,
     level_scores,
 )
-from toolwise.advantages.rlvcr import Combine, Gate, Rlvcr
-from toolwise.advantages.tensors import Array, TokenMask, as_numpy, cast_like, copy_array
-from toolwise.types import LEVEL_COUNT
+from toolwise.advantages.rlvcr import Rlvcr
+from toolwise.config.algorithm import Gate, LevelCombination, LevelNormalization, LevelScoreKind
+from toolwise.types import LEVEL_COUNT, ThinkingStep
 
 RowRewards = Literal["episode", "step"]
-Bools = NDArray[np.bool_]
+Quantity = Literal["thinking_advantage", "action_logprob", "action_entropy"]
 
 
 def compute_rlvcr_outcome_advantage(
@@ -50,7 +60,7 @@ def compute_rlvcr_outcome_advantage(
     thinking_diversity_w: float = 0.5,
     mode: LevelNormalization = "mean_norm",
     gate: Gate = "none",
-    combine: Combine = "additive",
+    combine: LevelCombination = "additive",
     *,
     score: LevelScoreKind = "logprob",
     price: float = 0.0,
@@ -76,80 +86,45 @@ def compute_rlvcr_outcome_advantage(
     """
     mask = TokenMask.of(response_mask, rewards=token_level_rewards, entropies=thinking_level_entropies)
     Rlvcr(mode=mode, score=score, gate=gate, combine=combine)  # raises if a setting is invalid
-    rows = _LevelRows.of(mask.nonempty_rows, uid, traj_uid, step_uid, levels, sampled)
+    rows = _LevelRows(mask.nonempty_rows, uid, traj_uid, step_uid, levels, sampled)
     if trajectory_advantages is None:
-        rewards = mask.row_sums(token_level_rewards)
-        base = _episode_advantages(rewards, rows, row_rewards, norm_by_std)
+        base = _episode_advantages(mask.row_sums(token_level_rewards), rows, row_rewards, norm_by_std)
     else:
-        base = _check_trajectory_advantages(trajectory_advantages, len(mask.mask))
+        base = np.asarray(as_numpy(trajectory_advantages), dtype=np.float64)
+        if base.shape != rows.nonempty.shape or not np.isfinite(base).all():
+            raise CreditError(
+                f"trajectory_advantages of shape {base.shape} for {len(mask.mask)} rows; give a finite one for each"
+            )
     field, costs = (_row_means(mask, values) for values in (thinking_level_entropies, thinking_token_costs))
     if gate != "none" and thought_mask is None:
         raise CreditError(f'gate = "{gate}" changes only level and thought tokens: give thought_mask')
-    if step_uid is None:
-        if combine == "reweight" or price:
-            raise CreditError("price and reweight compare the levels of a step: give step_uid, levels and sampled")
-        extra = np.nan_to_num(field)
+    if step_uid is None and (combine == "reweight" or price):
+        raise CreditError("price and reweight compare the levels of a step: give step_uid, levels and sampled")
+    if step_uid is not None:
+        utilities = level_scores(field, field, score) - price * costs + thinking_diversity_w * rows.bonus()
+    if combine == "reweight":
+        spread = mask.mask * rows.reweighted_advantages(base, utilities, score)[:, None]
     else:
-        utilities = level_scores(field, field, score) - price * costs
-        utilities += thinking_diversity_w * rows.bonus()
-        if combine == "reweight":
-            spread = mask.mask * rows.reweighted_advantages(base, utilities, score)[:, None]
-            return _advantages_and_returns(spread, token_level_rewards)
-        extra = rows.thinking_advantages(utilities, mode)
-    gate_factors, level_only = _gate_factors(gate, base, rows, succeeded)
-    affected = _affected_tokens(gate, level_only, mask.mask, thought_mask, level_mask)
-    spread = base[:, None] * mask.mask + (step_advantage_w * gate_factors * extra)[:, None] * affected
-    return _advantages_and_returns(spread * rows.sampled[:, None], token_level_rewards)
-
-
-def _check_trajectory_advantages(given: Any, count: int) -> Doubles:
-    values = np.asarray(as_numpy(given), dtype=np.float64)
-    if values.shape != (count,) or not np.isfinite(values).all():
-        raise CreditError(f"trajectory_advantages of shape {values.shape} for {count} rows; give a finite one for each")
-    return values
-
-
-def _gate_factors(
-    gate: Gate, base: Doubles, rows: _LevelRows, succeeded: Sequence[bool] | None
-) -> tuple[Doubles, Bools]:
-    """The factor of each row's thinking advantage, and whether it applies to the level tokens only."""
-    count = len(base)
-    if gate == "none":
-        return np.ones(count), np.zeros(count, dtype=bool)
-    if succeeded is not None and len(succeeded) != count:
-        raise CreditError(f"{len(succeeded)} succeeded for {count} rows; give one for each")
-    success = np.asarray(signs(base) > 0.0 if succeeded is None else as_numpy(succeeded), dtype=bool)
-    if gate == "success":
-        return success.astype(np.float64), np.ones(count, dtype=bool)
-    groups = integer_codes(rows.groups)
-    failures = np.bincount(groups, rows.sampled & ~success, minlength=int(groups.max(initial=-1)) + 1)
-    solved = (failures[groups] == 0) & (succeeded is not None)
-    return np.where(solved, success, signs(base)), solved
+        extra = np.nan_to_num(field if step_uid is None else rows.by_row(level_advantages(rows.table(utilities), mode)))
+        factors, level_only = gate_factors(gate, base, *rows.successes(base, succeeded))
+        affected = _affected_tokens(gate, level_only, mask.mask, thought_mask, level_mask)
+        spread = base[:, None] * mask.mask + (step_advantage_w * factors * extra)[:, None] * affected
+        spread = spread * rows.sampled[:, None]
+    advantages = cast_like(spread, token_level_rewards)
+    return advantages, copy_array(advantages)
 
 
 def _affected_tokens(gate: Gate, level_only: Bools, mask: Bools, thought_mask: Any, level_mask: Any) -> Bools:
-    """The tokens of each row that get its thinking advantage."""
     thought = mask if thought_mask is None else mask & as_numpy(thought_mask).astype(bool)
     if gate == "none" or level_mask is None:
         return thought
     return np.where(level_only[:, None], mask & as_numpy(level_mask).astype(bool), thought)
 
 
-@dataclass(frozen=True, slots=True)
 class _LevelRows:
-    """The group, rollout, step and level of each row."""
+    """The group, rollout, step and level of each row, whether it has tokens, and whether it is not an alternative."""
 
-    groups: list[Any]
-    rollouts: Ints
-    steps: Ints
-    levels: Ints
-    nonempty: Bools
-    """Rows with tokens."""
-    sampled: Bools
-    """Nonempty rows that are not alternatives."""
-
-    @classmethod
-    def of(cls, nonempty: Bools, uid: Any, traj_uid: Any, step_uid: Any, levels: Any, sampled: Any) -> _LevelRows:
+    def __init__(self, nonempty: Bools, uid: Any, traj_uid: Any, step_uid: Any, levels: Any, sampled: Any) -> None:
         count = len(nonempty)
         if step_uid is not None and (levels is None or sampled is None):
             raise CreditError("with step_uid, rows are the levels of a step: also give levels (1 to 4) and sampled")
@@ -158,26 +133,21 @@ class _LevelRows:
             if values is not None and len(values) != count:
                 raise CreditError(f"{len(values)} {name} for {count} rows; give one for each")
         numbers = np.ones(count, dtype=np.intp) if levels is None else np.asarray(as_numpy(levels), dtype=np.intp)
-        steps = np.arange(count) if step_uid is None else integer_codes(step_uid)
         if count and not 1 <= int(numbers.min()) <= int(numbers.max()) <= LEVEL_COUNT:
             raise CreditError(f"levels lie between {numbers.min()} and {numbers.max()}; they must lie within 1 to 4")
-        if len(np.unique((steps * LEVEL_COUNT + numbers)[nonempty])) < np.count_nonzero(nonempty):
+        self.groups = list(uid.tolist() if hasattr(uid, "tolist") else uid)
+        self.rollouts = integer_codes(traj_uid)
+        self.steps: Ints = np.arange(count) if step_uid is None else integer_codes(step_uid)
+        self.levels = numbers - 1
+        self.nonempty = nonempty
+        self.sampled = nonempty if sampled is None else nonempty & np.asarray(as_numpy(sampled), dtype=bool)
+        if len(np.unique((self.steps * LEVEL_COUNT + numbers)[nonempty])) < np.count_nonzero(nonempty):
             raise CreditError("a step has two rows of one level: give one row for each level of a step_uid")
-        return cls(
-            list(uid.tolist() if hasattr(uid, "tolist") else uid),
-            integer_codes(traj_uid),
-            steps,
-            numbers - 1,
-            nonempty,
-            nonempty if sampled is None else nonempty & np.asarray(as_numpy(sampled), dtype=bool),
-        )
 
     def bonus(self) -> Doubles:
         """1 − the share of the row's level among the levels used in its group."""
-        used = [
-            int(level) + 1 if used_here else None for level, used_here in zip(self.levels, self.sampled, strict=True)
-        ]
-        shares = diversity_bonus(used, self.groups)
+        used = np.where(self.sampled, self.levels + 1, 0).tolist()
+        shares = diversity_bonus([level or None for level in used], self.groups)
         return np.array([shares[group][level] for group, level in zip(self.groups, self.levels, strict=True)])
 
     def table(self, values: Doubles) -> Doubles:
@@ -186,13 +156,24 @@ class _LevelRows:
         table[self.steps[self.nonempty], self.levels[self.nonempty]] = values[self.nonempty]
         return table
 
-    def thinking_advantages(self, utilities: Doubles, mode: LevelNormalization) -> Doubles:
-        """A_think of every row; 0 if undefined."""
-        return np.nan_to_num(level_advantages(self.table(utilities), mode)[self.steps, self.levels])
+    def by_row(self, table: Doubles) -> Doubles:
+        """The entry of each row in a table [steps, levels]."""
+        return np.asarray(table[self.steps, self.levels])
+
+    def successes(self, base: Doubles, succeeded: Sequence[bool] | None) -> tuple[Bools, Bools]:
+        """Whether each row succeeded, and whether all rows of its group are known to."""
+        if succeeded is None:
+            return signs(base) > 0.0, np.zeros(len(base), dtype=bool)
+        if len(succeeded) != len(base):
+            raise CreditError(f"{len(succeeded)} succeeded for {len(base)} rows; give one for each")
+        success = np.asarray(as_numpy(succeeded), dtype=bool)
+        groups = integer_codes(self.groups)
+        failures = np.bincount(groups, self.sampled & ~success, minlength=int(groups.max(initial=-1)) + 1)
+        return success, failures[groups] == 0
 
     def reweighted_advantages(self, base: Doubles, utilities: Doubles, score: LevelScoreKind) -> Doubles:
         """Rows of a complete step with a positive advantage get their weight times it; other rows keep their own."""
-        weights = copo_weights(self.table(utilities), score)[self.steps, self.levels]
+        weights = self.by_row(copo_weights(self.table(utilities), score))
         of_step = np.zeros(int(self.steps.max(initial=-1)) + 1)
         of_step[self.steps[self.sampled]] = base[self.sampled]
         reweighted = np.isfinite(weights) & (of_step[self.steps] > 0)
@@ -230,6 +211,36 @@ def _row_means(mask: TokenMask, values: Any) -> Doubles:
     return np.asarray(np.where(mask.nonempty_rows, sums / np.maximum(mask.lengths, 1), np.nan))
 
 
-def _advantages_and_returns(spread: Any, like: Array) -> tuple[Array, Array]:
-    advantages = cast_like(spread, like)
-    return advantages, copy_array(advantages)
+def thinking_fields(
+    steps: Sequence[ThinkingStep],
+    lengths: Sequence[int],
+    *,
+    quantity: Quantity = "thinking_advantage",
+    advantages: Sequence[float] | None = None,
+    width: int | None = None,
+) -> dict[str, Any]:
+    """The two [batch, length] fields of RLVCR batches, of the level each step used: one value per row, repeated at each
+    of its tokens.
+
+    `thinking_level_entropies` can hold one of three quantities; a step without it has NaN. `lengths` are token counts
+    per row; `advantages`, one per step (NaN: missing), are needed if that is the quantity.
+    """
+    if quantity == "thinking_advantage":
+        if advantages is None:
+            raise ValueError(
+                "thinking advantages come from the estimator: pass `advantages`, or choose another quantity"
+            )
+        values = [float(a) for a in advantages]
+    else:
+        values = [np.nan if step.group is None else getattr(step.group.used, quantity) for step in steps]
+    if not len(values) == len(lengths) == len(steps):
+        raise ValueError(
+            f"got {len(values)} values and {len(lengths)} lengths for {len(steps)} steps; pass one per step"
+        )
+    inside = np.arange(max([0, *lengths]) if width is None else width) < np.asarray(lengths, np.intp).reshape(-1, 1)
+    fields = {
+        "thinking_level_entropies": values,
+        "thinking_token_costs": [float(step.thinking_tokens) for step in steps],
+    }
+    zero = np.float32(0.0)
+    return {name: np.where(inside, np.asarray(rows, np.float32).reshape(-1, 1), zero) for name, rows in fields.items()}

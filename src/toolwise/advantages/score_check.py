@@ -1,4 +1,6 @@
-"""Checks in the first batches whether the score contains the step rewards, as `terminal_score = "remainder"` assumes.
+"""How an estimator uses the score and the step rewards: a line that a run logs at startup, and a check of the data.
+
+The first batches show whether the score contains the step rewards, as `terminal_score = "remainder"` assumes.
 
 With B = Σ base_reward of a rollout, the remainder is r = score − B. If the score contains B, r is what else was scored,
 such as correctness. If it does not, r refunds every penalty and takes back every step reward. Rollouts of one task can
@@ -18,7 +20,6 @@ There is no warning if the data fits both cases: for example if every rollout su
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,6 +27,22 @@ from toolwise.advantages.arrays import Doubles, Ints, integer_codes
 from toolwise.protocols import AdvantageEstimator
 from toolwise.types import ScoredRollout
 
+_ROLLOUT_REWARDS = {
+    "remainder": "the score of each rollout; step rewards are not used",
+    "add": "score + step rewards of each rollout",
+    "never": "the score of each rollout; step rewards are not used",
+}
+_STEP_REWARDS = {
+    "remainder": (
+        "score on the last step, step rewards at each step; the last step gets the score minus the step rewards, so "
+        "that a rollout's total is its score"
+    ),
+    "add": (
+        "score on the last step, step rewards at each step; the whole score is added, so that a rollout's total is "
+        "score + step rewards"
+    ),
+    "never": "step rewards at each step only: the score is not part of the returns",
+}
 MAX_BATCHES = 5
 """The number of batches with step rewards to check."""
 EQUAL_TOLERANCE = 1e-6
@@ -42,6 +59,22 @@ MAX_DECIMALS = 6
 """A score with more decimals was not rounded."""
 
 
+def describe_rewards(name: str, estimator: AdvantageEstimator) -> str:
+    """The line for the estimator configured as `name`."""
+    rewards = estimator.rewards
+    if rewards is None:
+        return f"advantages: {name} (step rewards and score as the estimator itself uses them)"
+    mode = rewards.terminal_score
+    parts = [(_STEP_REWARDS if estimator.uses_step_rewards else _ROLLOUT_REWARDS)[mode]]
+    if mode == "never" and estimator.uses_step_rewards and estimator.min_group_size > 1:
+        parts[0] += " and is only compared between whole rollouts"
+    if rewards.default_step_reward:
+        parts.append(f"a step without a reward counts as {rewards.default_step_reward:g}")
+    if rewards.invalid_action_penalty:
+        parts.append(f"an invalid action costs {rewards.invalid_action_penalty:g}")
+    return f'advantages: {name} sees {"; ".join(parts)} (algorithm.terminal_score = "{mode}")'
+
+
 class ScoreCheck:
     """Collects evidence over the first batches of a run."""
 
@@ -54,9 +87,8 @@ class ScoreCheck:
     @staticmethod
     def of(estimator: AdvantageEstimator) -> ScoreCheck | None:
         """None if the estimator does not use the remainder."""
-        rewards = estimator.rewards
-        remainder = rewards is not None and rewards.terminal_score == "remainder"
-        return ScoreCheck() if remainder and estimator.uses_step_rewards else None
+        mode = estimator.rewards and estimator.rewards.terminal_score
+        return ScoreCheck() if mode == "remainder" and estimator.uses_step_rewards else None
 
     def observe(self, scored: Sequence[ScoredRollout]) -> str | None:
         """Returns a warning for the user, at most once per run."""
@@ -64,17 +96,11 @@ class ScoreCheck:
         step_rewards = [[step.base_reward for step in s.steps if step.base_reward is not None] for s in valid]
         if self._done or not any(step_rewards):
             return None
-        self._batches.append(
-            (
-                np.array([s.score for s in valid]),
-                np.array([float(sum(rewards)) for rewards in step_rewards]),
-                integer_codes([s.rollout.group_id for s in valid]),
-            )
-        )
+        sums = np.array([float(sum(rewards)) for rewards in step_rewards])
+        groups = integer_codes([s.rollout.group_id for s in valid])
+        self._batches.append((np.array([s.score for s in valid]), sums, groups))
         cause = _contradiction(self._batches)
         self._done = cause is not None or len(self._batches) == MAX_BATCHES
-        if self._done:
-            self._batches = []
         if cause is None:
             return None
         return (
@@ -84,44 +110,33 @@ class ScoreCheck:
         )
 
 
-@dataclass(slots=True)
-class _Evidence:
-    against: int = 0
-    """Number of pairs of rollouts of one task."""
-    in_favour: int = 0
-    deviations: int = 0
-    squares: Doubles = field(default_factory=lambda: np.zeros(4))
-    """Sums within groups: score², r², B² and score · B, all centered."""
-
-    def add(self, score: Doubles, total: Doubles, equal: float, rounding: float) -> None:
-        """Adds the rollouts of one task. Step rewards that differ by less than `rounding` may not show in the score."""
-        r = score - total
-        first, second = np.triu_indices(len(score), 1)
-        differ = np.abs(total[first] - total[second]) > max(equal, rounding)
-        self.against += int((differ & (np.abs(score[first] - score[second]) <= equal)).sum())
-        self.in_favour += int((differ & (np.abs(r[first] - r[second]) <= max(equal, rounding))).sum())
-        if differ.any():
-            score, r, total = (x - x.mean() for x in (score, r, total))
-            self.squares += np.array([score @ score, r @ r, total @ total, score @ total])
-            self.deviations += len(score) - 1
+def _evidence(score: Doubles, total: Doubles, equal: float, rounding: float) -> Doubles:
+    """From the rollouts of one task: pairs against, pairs in favour, deviations from the mean, and the sums of score²,
+    r², B² and score · B, all centered. Step rewards that differ by less than `rounding` may not show in the score."""
+    r = score - total
+    first, second = np.triu_indices(len(score), 1)
+    differ = np.abs(total[first] - total[second]) > max(equal, rounding)
+    if not differ.any():
+        return np.zeros(7)
+    against = (differ & (np.abs(score[first] - score[second]) <= equal)).sum()
+    in_favour = (differ & (np.abs(r[first] - r[second]) <= max(equal, rounding))).sum()
+    s, r, b = (x - x.mean() for x in (score, r, total))
+    return np.array([against, in_favour, len(score) - 1, s @ s, r @ r, b @ b, s @ b])
 
 
 def _contradiction(batches: Sequence[tuple[Doubles, Doubles, Ints]]) -> str | None:
     scores = np.concatenate([scores for scores, _, _ in batches])
     rounding = _rounding(scores)
-    evidence = _Evidence()
+    evidence = np.zeros(7)
     for score, total, groups in batches:
         equal = EQUAL_TOLERANCE * max(float(np.abs(score).max()), float(np.abs(total).max()))
         for group in range(int(groups.max()) + 1):
-            evidence.add(score[groups == group], total[groups == group], equal, rounding)
-    if evidence.against >= (MIN_ROUNDED_PAIRS if rounding else MIN_PAIRS) and evidence.against > 2 * evidence.in_favour:
+            evidence += _evidence(score[groups == group], total[groups == group], equal, rounding)
+    against, in_favour, deviations, ss, rr, bb, sb = evidence.tolist()
+    if against >= (MIN_ROUNDED_PAIRS if rounding else MIN_PAIRS) and against > 2 * in_favour:
         return "rollouts of one task have the same score but different step rewards"
-    ss, rr, bb, sb = evidence.squares.tolist()
-    if (
-        evidence.deviations >= MIN_DEVIATIONS
-        and rr > MIN_SPREAD_RATIO**2 * ss > 0.0
-        and sb * sb < MAX_SQUARED_CORRELATION * ss * bb
-    ):
+    varies = rr > MIN_SPREAD_RATIO**2 * ss > 0.0 and sb * sb < MAX_SQUARED_CORRELATION * ss * bb
+    if varies and deviations >= MIN_DEVIATIONS:
         return f"step rewards vary {(bb / ss) ** 0.5:.1f} times as much as scores within a task"
     low, high = min(0.0, float(scores.min())), max(0.0, float(scores.max()))
     largest = max(float(np.abs(score - total)[total != 0.0].max(initial=0.0)) for score, total, _ in batches)

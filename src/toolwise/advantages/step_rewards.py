@@ -1,4 +1,4 @@
-"""The reward of each step as flat arrays: step rewards, the final score, then penalties. Returns are computed later.
+"""The rewards of rollouts, steps and tokens as flat arrays: step rewards, the final score, then penalties and costs.
 
 `score` is the value of a whole rollout, including its step rewards; `terminal_score` defines how both are used:
 
@@ -10,7 +10,17 @@
 
 Σ includes only base rewards that are set. Later adjustments change the total by the same amount: a missing base reward
 counts as `default_step_reward`; `invalid_action_penalty` is subtracted from steps whose
-`step_info["is_action_valid"]` is false; then come the costs of thinking and of KL (`costs.py`).
+`step_info["is_action_valid"]` is false; then come the costs:
+
+    thinking   a rollout of n steps pays λ · Σ t_i / n, each step for its own t_i thinking tokens (`RolloutThinking`)
+    KL         each sampled token pays β · (log π_old − log π_ref), the k1 estimator (`AnnotatedRollout.kl_coef`), whose
+               gradient is correct when it is part of the reward
+
+A rollout carries its costs from the start; its score and step rewards stay as they are. An estimator that computes
+rewards with `total_rewards`, `episodes_from_rollouts` or `token_rewards_of` charges them. Returns are computed later.
+
+Token rewards: the step's reward is placed on its last sampled token, and KL is charged at every token. The reward of a
+step without sampled tokens goes to the last token before it, the decision that led to it.
 """
 
 from __future__ import annotations
@@ -22,8 +32,8 @@ from typing import Any, get_args
 import numpy as np
 
 from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, integer_codes
-from toolwise.advantages.costs import kl_cost, kl_step_costs, thinking_costs
-from toolwise.protocols import AdvantageEstimator
+from toolwise.advantages.assign import sampled_tokens
+from toolwise.protocols import AdvantageEstimator, Metrics
 from toolwise.types import AnnotatedRollout, RewardSettings, ScoredRollout, StepData, TerminalScore
 
 REMAINDER_TOLERANCE = 1e-12
@@ -52,13 +62,12 @@ class Episodes:
 
     @property
     def rollout_of_step(self) -> Ints:
-        """Rollout index of each step."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
     def minus_costs(self, costs: Doubles) -> Episodes:
         """Subtracts each step's cost from its reward and from its rollout's score."""
-        rollout_costs = np.bincount(self.rollout_of_step, costs, len(self.lengths))
-        return Episodes(self.scores - rollout_costs, self.groups, self.lengths, self.rewards - costs)
+        scores = self.scores - np.bincount(self.rollout_of_step, costs, len(self.lengths))
+        return Episodes(scores, self.groups, self.lengths, self.rewards - costs)
 
 
 def add_terminal_scores(
@@ -82,8 +91,8 @@ def add_terminal_scores(
         rewards[last] += remainder[nonempty]
     elif mode == "add":
         rewards[last] += scores[nonempty]
-    totals = scores + sums if mode == "add" else scores
-    return rewards, totals + default_step_reward * np.bincount(rollout_of_step, missing, count)
+        scores = scores + sums
+    return rewards, scores + default_step_reward * np.bincount(rollout_of_step, missing, count)
 
 
 def episodes_of(
@@ -108,14 +117,12 @@ def episodes_of(
         first = int(np.flatnonzero(~np.isfinite(final))[0])
         raise CreditError(f"final score of rollout {first} is not a finite number; leave it out")
     base = np.array([step.base_reward for step in steps], dtype=np.float64)  # None becomes NaN
+    for step in (steps[i] for i in np.flatnonzero(~np.isfinite(base)).tolist()):
+        if (reward := step.base_reward) is not None:
+            raise CreditError(f"base_reward of step {step.system_step_index} is {reward}; give a finite number")
     lengths = np.array([len(rollout) for rollout in batch_of_steps], dtype=np.intp)
-    groups = integer_codes(group_ids)
-    invalid_steps = [steps[i] for i in np.flatnonzero(~np.isfinite(base)).tolist() if steps[i].base_reward is not None]
-    if invalid_steps:
-        step = invalid_steps[0]
-        raise CreditError(f"base_reward of step {step.system_step_index} is {step.base_reward}; give a finite number")
     rewards, totals = add_terminal_scores(base, final, lengths, terminal_score, default_step_reward)
-    episodes = Episodes(totals, groups, lengths, rewards)
+    episodes = Episodes(totals, integer_codes(group_ids), lengths, rewards)
     if invalid_action_penalty:
         invalid = np.array([not step.step_info.get("is_action_valid", True) for step in steps], dtype=np.float64)
         episodes = episodes.minus_costs(invalid_action_penalty * invalid)
@@ -124,23 +131,26 @@ def episodes_of(
 
 def total_rewards(rollouts: Sequence[AnnotatedRollout], rewards: RewardSettings) -> Doubles:
     """Total reward of each rollout minus its costs, for estimators over whole rollouts."""
-    totals = totals_before_costs([r.scored for r in rollouts], rewards)
     thinking = np.array([0.0 if r.thinking is None else sum(r.thinking.step_costs) for r in rollouts])
-    return np.asarray(totals - thinking - np.array([kl_cost(r) for r in rollouts]))
+    kl = np.array([kl_cost(r) for r in rollouts])
+    return np.asarray(totals_before_costs([r.scored for r in rollouts], rewards) - thinking - kl)
 
 
 def episodes_from_rollouts(
     rollouts: Sequence[AnnotatedRollout], rewards: RewardSettings, *, kl: bool = True
 ) -> Episodes:
     """Rewards of steps and totals of rollouts minus their costs (without KL if not `kl`)."""
-    episodes = episodes_before_costs([r.scored for r in rollouts], rewards)
-    for costs in (thinking_costs(rollouts), kl_step_costs(rollouts) if kl else None):
-        episodes = episodes if costs is None else episodes.minus_costs(costs)
+    episodes = _episodes_before_costs([r.scored for r in rollouts], rewards)
+    if any(r.thinking is not None and r.thinking.charged for r in rollouts):
+        costs = [(r.thinking and r.thinking.step_costs) or (0.0,) * len(r.scored.steps) for r in rollouts]
+        episodes = episodes.minus_costs(np.array([cost for of_rollout in costs for cost in of_rollout]))
+    if kl and any(r.kl_coef for r in rollouts):
+        kl_costs = [(r.kl_coef or 0.0) * float(part.sum()) for r in rollouts for part in token_k1(r)]
+        episodes = episodes.minus_costs(np.array(kl_costs))
     return episodes
 
 
-def episodes_before_costs(scored: Sequence[ScoredRollout], rewards: RewardSettings) -> Episodes:
-    """`episodes_of` for scored rollouts."""
+def _episodes_before_costs(scored: Sequence[ScoredRollout], rewards: RewardSettings) -> Episodes:
     return episodes_of(
         [s.steps for s in scored],
         [s.score for s in scored],
@@ -156,7 +166,7 @@ def totals_before_costs(scored: Sequence[ScoredRollout], rewards: RewardSettings
     if rewards is not None and (
         rewards.terminal_score == "add" or rewards.default_step_reward or rewards.invalid_action_penalty
     ):
-        return episodes_before_costs(scored, rewards).scores
+        return _episodes_before_costs(scored, rewards).scores
     return np.array([s.score for s in scored], dtype=np.float64)  # step rewards do not matter here
 
 
@@ -164,3 +174,59 @@ def _sum_base_rewards(steps: Sequence[StepData]) -> float:
     """NaN if no base reward is set."""
     rewards = [step.base_reward for step in steps if step.base_reward is not None]
     return float(sum(rewards)) if rewards else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRewards:
+    """Rewards of the sampled tokens of all rollouts, concatenated."""
+
+    rewards: Doubles
+    counts: Ints
+    """Sampled tokens per step, in rollout order."""
+    rollout_of_step: Ints
+    tokens_per_rollout: Ints
+
+
+def token_rewards_of(rollouts: Sequence[AnnotatedRollout], rewards: RewardSettings) -> TokenRewards:
+    """Rewards of tokens minus their costs; thinking is charged to the step's last token, like its reward."""
+    episodes = episodes_from_rollouts(rollouts, rewards, kl=False)
+    counts = np.array([sampled_tokens(step) for r in rollouts for step in r.scored.steps], dtype=np.intp)
+    rollout_of_step = episodes.rollout_of_step
+    tokens_per_rollout = np.bincount(rollout_of_step, counts, len(rollouts)).astype(np.intp)
+    token_rewards = np.zeros(int(counts.sum()))
+    if any(r.kl_coef for r in rollouts):
+        kl_costs = ((r.kl_coef or 0.0) * part for r in rollouts for part in token_k1(r))
+        token_rewards -= np.concatenate([np.zeros(0), *kl_costs])
+    token_ends = np.cumsum(counts)
+    rollout_starts = np.cumsum(tokens_per_rollout) - tokens_per_rollout
+    has_token = token_ends > rollout_starts[rollout_of_step]  # the rollout has a token at or before this step
+    token_rewards += np.bincount(token_ends[has_token] - 1, episodes.rewards[has_token], len(token_rewards))
+    return TokenRewards(token_rewards, counts, rollout_of_step, tokens_per_rollout)
+
+
+def kl_cost(rollout: AnnotatedRollout) -> float:
+    return rollout.kl_coef * float(sum(part.sum() for part in token_k1(rollout))) if rollout.kl_coef else 0.0
+
+
+def cost_metrics(rollouts: Sequence[AnnotatedRollout]) -> Metrics:
+    """The mean KL cost of a rollout, if it is part of the reward."""
+    costs = [kl_cost(r) for r in rollouts if r.kl_coef is not None]
+    return {"kl/cost": float(np.mean(costs))} if costs else {}
+
+
+def token_k1(rollout: AnnotatedRollout) -> list[Doubles]:
+    """log π_old − log π_ref of each sampled token, one array per step."""
+    name, steps = rollout.scored.rollout.rollout_id, rollout.scored.steps
+    if rollout.ref_logprobs is None:
+        raise CreditError(f"rollout {name} has no reference log-probs: the learner must annotate them")
+    # If the learner did not recompute them, the sampling log-probs are the old ones.
+    sampled: list[Any] = [step.tokens.logprobs for step in steps]
+    parts = []
+    for step, old, reference in zip(steps, rollout.old_logprobs or sampled, rollout.ref_logprobs, strict=True):
+        if not len(old) == len(reference) == sampled_tokens(step):
+            raise CreditError(
+                f"rollout {name}, step {step.system_step_index}: {len(old)} old and {len(reference)} reference "
+                f"log-probs for {sampled_tokens(step)} sampled tokens"
+            )
+        parts.append(np.asarray(old, dtype=np.float64) - np.asarray(reference, dtype=np.float64))
+    return parts

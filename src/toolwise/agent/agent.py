@@ -1,33 +1,43 @@
-"""`RoutedAgent`: inference with a trained router. Chooses a route, conditions the prompt, runs one rollout."""
+"""`RoutedAgent`: inference with a trained router. Chooses a route, conditions the prompt, runs one rollout.
+
+A hard cap on the cost of one question refuses calls beyond it with an error that the model reads.
+`time_saved` measures what direct answers save: the same prompts one at a time, routed and with all their tools.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from toolwise.agent.inference import TrainedRouter
 from toolwise.agent.loader import load_router
-from toolwise.agent.spending_cap import OVER_BUDGET, CappedEnv
 from toolwise.concurrency.deadlines import run_async
+from toolwise.envs.base import BaseEnv, Observation
 from toolwise.errors import ConfigError, ContextFullError
-from toolwise.messages import Message, as_messages
+from toolwise.messages import Message, ToolCall, as_messages
 from toolwise.rollout.request import AsyncRolloutRequest
-from toolwise.routing.actions import ROUTES, RouteAction
+from toolwise.routing.cost import UNREADABLE
+from toolwise.routing.families import ROUTES, RouteAction
 from toolwise.training.rollout_setup import build_scheduler
 from toolwise.training.tasks import check_task_tools
 from toolwise.types import Rollout, StopReason, Task
 
+BUDGET_SPENT_MESSAGE = "error: the budget for tools is spent; answer with what you know"
+OVER_BUDGET = "over_budget"
+"""The key under which refused calls are counted in `failed_calls`."""
+
+Price = Callable[[Mapping[str, int]], float]
+"""Total cost of calls, given as tool name -> number of calls."""
 Question = str | Sequence[Message | Mapping[str, Any]] | Task
 
 
 @dataclass(frozen=True, slots=True)
 class AgentAnswer:
-    """The result of one question."""
-
     text: str
     """The agent's last message."""
     route: str
@@ -46,8 +56,52 @@ class AgentAnswer:
 
     @property
     def saved_s(self) -> float | None:
-        """Seconds saved by answering directly."""
         return None if self.with_tools_s is None else self.with_tools_s - self.seconds
+
+
+class CappedEnv:
+    """Wraps `inner` and refuses calls that would bring the cost above `cap`.
+
+    Calls of one turn are checked in order, each with the accepted ones before it. A call that adds no cost, as the
+    second one does if any number of calls costs the same, is always accepted. All but `step` is that of `inner`; tools
+    stay in the prompt after the cap is reached, because changing it would invalidate the KV cache.
+    """
+
+    def __init__(self, inner: BaseEnv, cap: float, price: Price) -> None:
+        self.inner, self.cap, self.price = inner, cap, price
+        self._calls_made: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def step(self, action: Any) -> tuple[Observation, float | None, bool, dict[str, Any]]:
+        calls = list(action.get("tool_calls") or ()) if isinstance(action, Mapping) else []
+        accepted = [self._admit(call) for call in calls]
+        if all(accepted):
+            return await self.inner.step(action)
+        observation: Observation = []
+        reward, done, info = None, False, dict[str, Any]()
+        if any(accepted):
+            action = {**action, "tool_calls": list(itertools.compress(calls, accepted))}
+            observation, reward, done, info = await self.inner.step(action)
+        results = iter([] if isinstance(observation, str) else observation)
+        messages = [
+            next(results)
+            if good
+            else Message.unchecked("tool", BUDGET_SPENT_MESSAGE, tool_call_id=call.id, name=call.name or None)
+            for call, good in zip(calls, accepted, strict=True)
+        ]
+        # Refused calls count as failed only: `calls` are those that were executed and paid for.
+        failed = Counter(info.get("failed_calls") or {}) + Counter({OVER_BUDGET: accepted.count(False)})
+        info = {**info, "is_action_valid": False, "failed_calls": dict(failed)}
+        return [*messages, *results], reward, done, info
+
+    def _admit(self, call: ToolCall) -> bool:
+        calls = self._calls_made + Counter({call.name or UNREADABLE: 1})
+        if self.price(calls) > max(self.cap, self.price(self._calls_made)) + 1e-9:
+            return False
+        self._calls_made = calls
+        return True
 
 
 class RoutedAgent:
@@ -111,9 +165,11 @@ class RoutedAgent:
             request.stop(StopReason.PROMPT_TOO_LONG, str(too_long))
             await request.finish()
         rollout = request.to_rollout()
+        replies = [message.content or "" for message in rollout.messages if message.role == "assistant"]
         calibration, direct = self.routing.calibration, chosen is RouteAction.ANSWER and not rollout.unanswered
         return AgentAnswer(
-            text=_final_text(rollout),
+            # An agent that never acted has no answer: an assistant message is then part of the prompt.
+            text=replies[-1] if replies and not rollout.unanswered else "",
             route=chosen.value,
             route_probs=route_probs,
             cost=self.routing.cost_of(rollout),
@@ -135,8 +191,7 @@ class RoutedAgent:
         if cap is not None:
             if not cap >= 0:
                 raise ConfigError(f"cap is {cap}: give a number of at least 0")
-            families = self.routing.families_of(task)
-            request.env = CappedEnv(request.env, cap, lambda calls: self.routing.price_of(calls, families))
+            request.env = cast("BaseEnv", CappedEnv(request.env, cap, self.routing.price_of(task)))
         return request
 
     def _task(self, question: Question) -> Task:
@@ -148,7 +203,35 @@ class RoutedAgent:
         return Task(task_id=f"question-{next(self._numbers)}", prompt=messages)
 
 
-def _final_text(rollout: Rollout) -> str:
-    """Empty if the agent never acted: an assistant message is then part of the prompt."""
-    replies = [message.content or "" for message in rollout.messages if message.role == "assistant"]
-    return replies[-1] if replies and not rollout.unanswered else ""
+@dataclass(frozen=True, slots=True)
+class TimeSaved:
+    """Mean seconds per prompt."""
+
+    prompts: int
+    direct_s: float
+    """Including routing."""
+    with_tools_s: float
+
+    def describe(self) -> str:
+        return (
+            f"a prompt answered directly takes {self.direct_s:.3f} s including routing, and {self.with_tools_s:.3f} s "
+            f"with all tools: {self.with_tools_s - self.direct_s:+.3f} s saved per prompt ({self.prompts} prompts, one "
+            "at a time)"
+        )
+
+
+async def time_saved(agent: RoutedAgent, tasks: Sequence[Task], *, limit: int = 16) -> TimeSaved | None:
+    """Measured on the first prompts that the router would answer directly; None if there are none."""
+    pairs = zip(tasks, agent.routing.predict(tasks), strict=True)
+    direct = [task for task, prediction in pairs if prediction.argmax() == RouteAction.ANSWER.index][:limit]
+    if not direct:
+        return None
+    await agent.answer(direct[0], route="answer")  # warm up
+    routed_s, with_tools_s = [], []
+    for task in direct:
+        routed_s.append((await agent.answer(task, route="answer")).seconds)
+        start = time.perf_counter()
+        (request,) = agent.scheduler.requests([agent.routing.decide(task, None)], do_sample=False)
+        await request.run()
+        with_tools_s.append(time.perf_counter() - start)
+    return TimeSaved(len(direct), sum(routed_s) / len(direct), sum(with_tools_s) / len(direct))

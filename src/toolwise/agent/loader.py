@@ -1,4 +1,4 @@
-"""Loads a trained router from a run, a checkpoint or an exported model."""
+"""Finds the run and the checkpoint that a path refers to, and loads a trained router from them or from an export."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolwise.agent.calibration import calibration_of
-from toolwise.agent.inference import TrainedRouter
-from toolwise.agent.source import find_checkpoint, find_run
+from toolwise.agent.inference import TrainedRouter, calibration_of
 from toolwise.config.loader import apply_overrides, build_config
 from toolwise.config.schema import INFERENCE_FIELDS, RunConfig, load_config
 from toolwise.data.files import read_rows
 from toolwise.errors import CheckpointError, ConfigError, DataError
 from toolwise.routing.cost import build_cost
 from toolwise.routing.head import ROUTER_METADATA_FILE
-from toolwise.routing.options import Conditioning
-from toolwise.tools.catalog import build_tools
-from toolwise.tools.tool_record import check_recorded_tools
+from toolwise.routing.inference_router import Conditioning
+from toolwise.tools.catalog import build_tools, check_recorded_tools
 from toolwise.training import checkpoint
+from toolwise.training.checkpoint import Checkpoint
 from toolwise.training.rollout_setup import local_policy
 
 MISSING_TOOLS_HINT = (
@@ -49,6 +47,7 @@ def load_router(
     if config.multi_turn.enable and (tools is None or entries):
         check_recorded_tools(model, built, MISSING_TOOLS_HINT)
     from toolwise.routing.head.head import load_head
+    from toolwise.routing.head.predictor import HeadPredictor
 
     head, metadata = load_head(model)
     policy = local_policy(config, str(model))
@@ -56,9 +55,8 @@ def load_router(
     return TrainedRouter(
         config=config,
         policy=policy,
-        head=head.to(policy.model.device),
-        tools=built if config.multi_turn.enable else {},
-        conditioning=Conditioning(config.router),
+        predictor=HeadPredictor(policy.model, head),
+        conditioning=Conditioning(config.router, built if config.multi_turn.enable else {}),
         cost=build_cost(config.router, built),
         multipliers=tuple(float(multipliers.get(unit, 0.0)) for unit in head.settings.units),
         calibration=calibration_of(metadata),
@@ -73,8 +71,49 @@ def find_router(source: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig,
             return _exported_config(source, overrides), source
         source = source.parent  # from the model's folder to its checkpoint
     problem = f"is not a run, a checkpoint or an exported model with a router ({ROUTER_METADATA_FILE}): give one"
-    config = load_config(find_run(source, problem) / "config.toml", overrides)
-    return config, find_checkpoint(source).path / "model"
+    return load_config(find_run(source, problem) / "config.toml", overrides), find_checkpoint(source).path / "model"
+
+
+def find_run(source: Path, problem: str) -> Path:
+    """The folder of the run; raises "SOURCE `problem`" if there is none."""
+    run = source.resolve().parent.parent if _is_checkpoint(source) else source
+    if not (run / "config.toml").is_file():
+        raise CheckpointError(f"{run} {problem}")
+    return run
+
+
+def find_checkpoint(
+    source: Path, *, best: str = "", command: str = "give", hint: str = "wait for the first one"
+) -> Checkpoint:
+    """The checkpoint itself; for a run its latest, or the best by the validation metric `best` ("-cost": the lowest).
+
+    `command` and `hint` say in an error what to do with a single checkpoint, or without any.
+    """
+    if _is_checkpoint(source):
+        if best:
+            raise ConfigError(
+                f"{source} is a single checkpoint: give its run, {source.resolve().parent.parent}, to choose one of "
+                "its checkpoints with --best"
+            )
+        return checkpoint.load(source)
+    folder, damaged = source / "checkpoints", list[str]()
+    chosen = (
+        checkpoint.best(folder, best, warnings_out=damaged) if best else checkpoint.latest(folder, warnings_out=damaged)
+    )
+    if damaged:  # do not silently use an older one
+        raise CheckpointError(f"{damaged[0].removeprefix('passed over: ')}: {command} RUN/checkpoints/step-…")
+    if chosen is None and best:
+        latest = checkpoint.latest(folder, warnings_out=[])
+        names = ", ".join(sorted(latest.figures)) if latest is not None else ""
+        available = f"available: {names}" if names else "leave --best out to export the latest"
+        raise CheckpointError(f"no checkpoint in {folder} was validated for {best.removeprefix('-')!r}: {available}")
+    if chosen is None:
+        raise CheckpointError(f"{source} has no complete checkpoint yet: {hint}")
+    return chosen
+
+
+def _is_checkpoint(source: Path) -> bool:
+    return (source / checkpoint.MANIFEST).is_file()
 
 
 def _exported_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
@@ -103,7 +142,6 @@ def _exported_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def _with_documents(entries: Sequence[Any], documents: Sequence[Any]) -> list[Any]:
-    """The same tools, with a search tool over `documents`."""
     if not any(_tool_name(entry) == "search" for entry in entries):
         raise ConfigError("documents need the search tool, which is not among the tools: add --tools search")
     return [

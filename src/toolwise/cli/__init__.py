@@ -1,4 +1,4 @@
-"""The command line interface, one module per command. Heavy imports are deferred until a command needs them."""
+"""The command line interface. Heavy imports are deferred until a command needs them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from toolwise.cli import check, data, doctor, evaluate, reward, rollout, train
 from toolwise.errors import ToolwiseError
 from toolwise.terminal import guard_streams, print_error, print_line
 from toolwise.terminal.streams import print_traceback
@@ -48,35 +49,32 @@ def _root(
 ) -> None:
     import logging
 
-    level = logging.DEBUG if debug else logging.WARNING
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
     if debug:
         for noisy in ("matplotlib", "httpx", "httpcore", "asyncio", "PIL", "urllib3", "filelock"):
             logging.getLogger(noisy).setLevel(logging.INFO)
 
 
-def _register() -> None:
-    from toolwise.cli import check, data, demo, doctor, evaluate, export, init, resume, rollout, run, score, sft, train
-
-    commands: dict[str, Callable[..., None]] = {
-        "demo": demo.demo,
-        "train": train.train,
-        "resume": resume.resume,
-        "rollout": rollout.rollout,
-        "eval": evaluate.evaluate,
-        "run": run.run,
-        "sft": sft.sft,
-        "export": export.export,
-        "score": score.score,
-        "doctor": doctor.doctor,
-    }
-    for name, command in commands.items():
-        app.command(name)(command)
-    for group in (data.app, check.app, init.app):
-        app.add_typer(group)
-
-
-_register()
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": train.demo,
+    "train": train.train,
+    "resume": train.resume,
+    "rollout": rollout.rollout,
+    "eval": evaluate.evaluate,
+    "run": rollout.run,
+    "sft": train.sft,
+    "export": train.export,
+    "score": reward.score,
+    "doctor": doctor.doctor,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_command)
+for _group in (data.app, check.app, reward.init_app):
+    app.add_typer(_group)
 
 
 def main() -> None:
@@ -110,10 +108,14 @@ def _rename_options(arguments: list[str]) -> list[str]:
     return renamed
 
 
-def _report_error(fault: Exception) -> int:
+def _report_error(fault: Any) -> int:
     """Print the error on standard error and return the exit status."""
     if hasattr(fault, "format_message"):  # from the argument parser: an unknown option, a missing argument
-        return _report_usage_error(fault)
+        context, message = getattr(fault, "ctx", None), fault.format_message()
+        if message and type(fault).__name__ != "NoArgsIsHelpError":  # that one has already printed the help
+            usage = f"; {context.get_usage()}; see {context.command_path} --help" if context is not None else ""
+            print_error(f"{message.rstrip('.')}{usage}")
+        return int(fault.exit_code)
     if "--debug" not in sys.argv:
         if isinstance(fault, ToolwiseError):
             print_error(fault)
@@ -126,11 +128,3 @@ def _report_error(fault: Exception) -> int:
             return 2
     print_traceback(fault)
     return 1
-
-
-def _report_usage_error(fault: Any) -> int:
-    context, message = getattr(fault, "ctx", None), fault.format_message()
-    if message and type(fault).__name__ != "NoArgsIsHelpError":  # that one has already printed the help
-        usage = f"; {context.get_usage()}; see {context.command_path} --help" if context is not None else ""
-        print_error(f"{message.rstrip('.')}{usage}")
-    return int(fault.exit_code)

@@ -11,18 +11,24 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import time
+import timeit
 import tomllib
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from toolwise import __version__
+from toolwise.cli.tables import print_table
 from toolwise.terminal import print_json
 
-_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*([^;]*)(?:;(.*))?")
+_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*([^;]*)(?:;.*extra\s*==\s*['\"]([^'\"]+))?")
+"""Name, version and extra."""
+_OPENMP = ("omp_num_threads", "omp_wait_policy")
 _PROBE_TIMEOUT_S = 10
 _TORCH_TIMEOUT_S = 120
 
@@ -38,7 +44,8 @@ class Package:
 
     @property
     def ok(self) -> bool:
-        return self.installed is not None and _satisfies(self.installed, self.wanted)
+        minimums = re.findall(r">=\s*([0-9.]+)", self.wanted)  # other operators are left to pip
+        return self.installed is not None and all(_release(self.installed) >= _release(least) for least in minimums)
 
 
 def doctor(
@@ -61,14 +68,8 @@ def doctor(
 
 def inspect_packages(requirements: Sequence[str] | None = None) -> list[Package]:
     """Toolwise's requirements, from its package metadata, with the installed versions."""
-    packages = []
-    for line in _requirements() if requirements is None else requirements:
-        match = _REQUIREMENT.match(line)
-        if not match:
-            continue
-        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", match[3] or "")
-        packages.append(Package(match[1], match[2].strip(), extra[1] if extra else None, _version(match[1])))
-    return packages
+    matches = map(_REQUIREMENT.match, _requirements() if requirements is None else requirements)
+    return [Package(found[1], found[2].strip(), found[3], _version(found[1])) for found in matches if found]
 
 
 def _requirements() -> list[str]:
@@ -76,9 +77,8 @@ def _requirements() -> list[str]:
         return importlib.metadata.requires("toolwise") or []
     except importlib.metadata.PackageNotFoundError:  # a checkout that was never installed
         project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        extras = project["optional-dependencies"].items()
-        optional = [f'{line}; extra == "{extra}"' for extra, lines in extras if extra != "dev" for line in lines]
-        return [*project["dependencies"], *optional]
+        extras = [(extra, lines) for extra, lines in project["optional-dependencies"].items() if extra != "dev"]
+        return [*project["dependencies"], *(f'{line}; extra == "{extra}"' for extra, lines in extras for line in lines)]
 
 
 def _version(package: str) -> str | None:
@@ -88,28 +88,19 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _satisfies(installed: str, wanted: str) -> bool:
-    """Whether every `>=` in `wanted` holds; other operators are left to pip."""
-    return all(_release(installed) >= _release(minimum) for minimum in re.findall(r">=\s*([0-9.]+)", wanted))
-
-
 def _release(version: str) -> tuple[int, ...]:
-    numbers = [int(number) for number in re.findall(r"\d+", re.split(r"[^0-9.]", version)[0])]
-    while numbers and numbers[-1] == 0:  # 2.0 equals 2
-        numbers.pop()
-    return tuple(numbers)
+    release = re.sub(r"(\.0*)+$", "", re.split(r"[^0-9.]", version)[0])  # 2.0 equals 2
+    return tuple(map(int, re.findall(r"\d+", release)))
 
 
 def missing_core_packages(packages: Sequence[Package]) -> list[str]:
-    lacking = [package for package in packages if package.extra is None and not package.ok]
-    if not lacking:
+    if not (lacking := [package for package in packages if package.extra is None and not package.ok]):
         return []
     names = ", ".join(f"{p.name} ({f'{p.installed} is too old' if p.installed else 'missing'})" for p in lacking)
     return [f"core packages: {names}: pip install {' '.join(repr(p.name + p.wanted) for p in lacking)}"]
 
 
 def inspect_machine() -> dict[str, Any]:
-    """What this machine supports, by topic."""
     from toolwise.sandbox.layers import landlock
 
     return {
@@ -124,29 +115,26 @@ def inspect_machine() -> dict[str, Any]:
         "landlock_abi": landlock.abi(),
         "seccomp": Path("/proc/sys/kernel/seccomp/actions_avail").exists(),
         "terminal": sys.stdout.isatty(),
-        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
-        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+        **{name: os.environ.get(name.upper()) for name in _OPENMP},
     }
 
 
 def _usable_cpus() -> float:
     """CPUs this process may use: its affinity, capped by the container's quota."""
     count: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    if quota.isdigit() and period.strip().isdigit():
-        count = min(count, round(int(quota) / int(period), 2))
-    return count
+    quota = re.match(r"(\d+) (\d+)", _read("/sys/fs/cgroup/cpu.max"))
+    return min(count, round(int(quota[1]) / int(quota[2]), 2)) if quota else count
 
 
 def _memory_gib() -> dict[str, float | None]:
     table = dict(re.findall(r"(\w+):\s+(\d+) kB", _read("/proc/meminfo")))
-    sizes: dict[str, int | None] = {
-        "total": int(table["MemTotal"]) * 1024 if "MemTotal" in table else None,
-        "available": int(table["MemAvailable"]) * 1024 if "MemAvailable" in table else None,
-    }
     limit = _read("/sys/fs/cgroup/memory.max").strip()
-    sizes["container_limit"] = int(limit) if limit.isdigit() else None
-    return {name: None if size is None else round(size / 2**30, 1) for name, size in sizes.items()}
+    sizes = {
+        "total": int(table.get("MemTotal", 0)) * 1024,
+        "available": int(table.get("MemAvailable", 0)) * 1024,
+        "container_limit": int(limit) if limit.isdigit() else 0,
+    }
+    return {name: round(size / 2**30, 1) if size else None for name, size in sizes.items()}
 
 
 def _read(path: str) -> str:
@@ -158,9 +146,13 @@ def _read(path: str) -> str:
 
 def inspect_torch() -> tuple[dict[str, Any], list[str]]:
     """What torch reports about this machine, and problems with torch itself."""
-    code = "from toolwise.cli.doctor import probe_torch; probe_torch()"
-    path = os.pathsep.join(filter(None, sys.path))
-    process = _run(sys.executable, "-c", code, env={**os.environ, "PYTHONPATH": path}, timeout_s=_TORCH_TIMEOUT_S)
+    process = _run(
+        sys.executable,
+        "-c",
+        "from toolwise.cli.doctor import probe_torch; probe_torch()",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        timeout_s=_TORCH_TIMEOUT_S,
+    )
     info: dict[str, Any] = {"cpu_float32_gflops": None, "cpu_bfloat16_gflops": None}
     for line in process.stdout.splitlines() if process else []:
         info |= json.loads(line)
@@ -175,38 +167,31 @@ def probe_torch() -> None:
     """Runs in a subprocess: a CPU that advertises instructions it does not support kills it with a signal."""
     import torch
 
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    gpus = [{"name": card.name, "memory_gib": round(card.total_memory / 2**30, 1)} for card in devices]
+    cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    gpus = [{"name": card.name, "memory_gib": round(card.total_memory / 2**30, 1)} for card in cards]
     bf16 = torch.cuda.is_bf16_supported() if gpus else False
     print(json.dumps({"gpus": gpus, "cuda": torch.version.cuda, "gpu_bf16": bf16}), flush=True)
     size = 256
     for name in ("float32", "bfloat16"):
         square = torch.ones(size, size, dtype=getattr(torch, name))
-        seconds = []
-        for _ in range(4):
-            start = time.perf_counter()
-            square @ square
-            seconds.append(time.perf_counter() - start)
-        print(json.dumps({f"cpu_{name}_gflops": round(2 * size**3 / min(seconds) / 1e9, 1)}), flush=True)
+        seconds = min(timeit.repeat(partial(torch.matmul, square, square), number=1, repeat=4))
+        print(json.dumps({f"cpu_{name}_gflops": round(2 * size**3 / seconds / 1e9, 1)}), flush=True)
 
 
 def _has_fts5() -> bool:
-    connection = sqlite3.connect(":memory:")
-    try:
+    with closing(sqlite3.connect(":memory:")) as connection, suppress(sqlite3.OperationalError):
         connection.execute("CREATE VIRTUAL TABLE words USING fts5(word)")
-    except sqlite3.OperationalError:
-        return False
-    finally:
-        connection.close()
-    return True
+        return True
+    return False
 
 
 def _run(
     *command: str, env: dict[str, str] | None = None, timeout_s: float = _PROBE_TIMEOUT_S
 ) -> subprocess.CompletedProcess[str] | None:
-    devnull = subprocess.DEVNULL
     try:
-        return subprocess.run(command, capture_output=True, text=True, stdin=devnull, env=env, timeout=timeout_s)
+        return subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=env, timeout=timeout_s
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
 
@@ -218,31 +203,29 @@ def _bubblewrap() -> str | None:
     process = _run("bwrap", "--version")
     if process is None or process.returncode:
         return None
-    version = process.stdout.strip()
     reason = bubblewrap.unavailable_reason()
-    return f"{version}, but it does not work here: {reason}" if reason else version
+    return process.stdout.strip() + (f", but it does not work here: {reason}" if reason else "")
 
 
 def _extras(packages: Sequence[Package]) -> dict[str, list[Package]]:
-    names = dict.fromkeys(package.extra for package in packages if package.extra is not None)
-    return {name: [package for package in packages if package.extra == name] for name in names}
+    return {
+        name: [package for package in packages if package.extra == name]
+        for name in dict.fromkeys(package.extra for package in packages)
+        if name is not None
+    }
 
 
 def _as_json(packages: Sequence[Package], machine: dict[str, Any], troubles: list[str]) -> dict[str, Any]:
-    from toolwise import __version__
-
-    def to_json(package: Package) -> dict[str, Any]:
-        return {**asdict(package), "ok": package.ok}
-
+    as_json = {package: {**asdict(package), "ok": package.ok} for package in packages}
     return {
         "toolwise": __version__,
         "ok": not troubles,
-        "core": [to_json(package) for package in packages if package.extra is None],
+        "core": [as_json[package] for package in packages if package.extra is None],
         "extras": {
             extra: {
                 "ok": all(package.ok for package in members),
                 "install": f"pip install 'toolwise[{extra}]'",
-                "packages": [to_json(package) for package in members],
+                "packages": [as_json[package] for package in members],
             }
             for extra, members in _extras(packages).items()
         },
@@ -252,31 +235,27 @@ def _as_json(packages: Sequence[Package], machine: dict[str, Any], troubles: lis
 
 
 def _show(packages: Sequence[Package], machine: dict[str, Any], troubles: list[str]) -> None:
-    from rich.table import Table
-
-    from toolwise import __version__
     from toolwise.terminal.display import Console
 
-    console = Console()
-    core = Table("package", "required", "installed", title=f"toolwise {__version__}: core", title_justify="left")
-    for package in packages:
-        if package.extra is None:
-            core.add_row(package.name, package.wanted, _state(package))
-    extras = Table("extra", "packages", title="extras", title_justify="left")
-    extras.add_column("install", no_wrap=True)
-    for extra, members in _extras(packages).items():
-        complete = all(package.ok for package in members)
-        states = ", ".join(f"{package.name} {_state(package)}" for package in members)
-        extras.add_row(extra, states, "" if complete else f"pip install 'toolwise[{extra}]'")
-    features = Table("feature", "status", title="this machine", title_justify="left")
-    for name, status in _machine_rows(machine):
-        features.add_row(name, status)
-    for table in (core, extras, features):
-        console.print(table)
+    core = [(package.name, package.wanted, _state(package)) for package in packages if package.extra is None]
+    extras = [
+        (
+            extra,
+            ", ".join(f"{package.name} {_state(package)}" for package in members),
+            "" if all(package.ok for package in members) else f"pip install 'toolwise[{extra}]'",
+        )
+        for extra, members in _extras(packages).items()
+    ]
+    for title, columns, rows in (
+        (f"toolwise {__version__}: core", ("package", "required", "installed"), core),
+        ("extras", ("extra", "packages", "install"), extras),
+        ("this machine", ("feature", "status"), _machine_rows(machine)),
+    ):
+        print_table(columns, rows, unwrapped="install", title=title, title_justify="left")
     for trouble in troubles:
-        console.print(trouble, style="bold red", soft_wrap=True)
+        Console().print(trouble, style="bold red", soft_wrap=True)
     if not troubles:
-        console.print("All required packages are installed.", style="green")
+        Console().print("All required packages are installed.", style="green")
 
 
 def _state(package: Package) -> str:
@@ -289,7 +268,6 @@ def _machine_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:
     memory, load = machine["memory_gib"], machine["load_average"]
     gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in machine.get("gpus", []))
     sizes = ", ".join(f"{size} GiB {name.replace('_', ' ')}" for name, size in memory.items() if size is not None)
-    threads, wait_policy = machine["omp_num_threads"], machine["omp_wait_policy"]
     return [
         ("Python", f"{machine['python']} on {machine['system']}"),
         ("processors", f"{machine['cpus']:g}" + (f", load average {load[0]:.1f}" if load else "")),
@@ -302,7 +280,7 @@ def _machine_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:
         ("Landlock", f"ABI {machine['landlock_abi']}" if machine["landlock_abi"] else "none"),
         ("seccomp", "yes" if machine["seccomp"] else "none"),
         ("terminal", "yes" if machine["terminal"] else "no: output goes to a file or pipe"),
-        ("OpenMP", f"OMP_NUM_THREADS={threads or 'unset'}, OMP_WAIT_POLICY={wait_policy or 'unset'}"),
+        ("OpenMP", ", ".join(f"{name.upper()}={machine[name] or 'unset'}" for name in _OPENMP)),
     ]
 
 

@@ -1,17 +1,22 @@
-"""`toolwise eval`: score a trained run or any model on held-out tasks."""
+"""`toolwise eval`: score a trained run or any model on held-out tasks; with --budgets, a router's accuracy against
+cost, compared to baselines."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolwise.cli.train import OverridesOption
-from toolwise.terminal import print_json
+from toolwise.cli.tables import print_table
+from toolwise.cli.train import USER_FILES, OverridesOption
+from toolwise.errors import ConfigError
+from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
     from toolwise.config.schema import RunConfig
+    from toolwise.types import Task
 
 
 def evaluate(
@@ -42,9 +47,7 @@ def evaluate(
 ) -> None:
     """Score a model on held-out tasks, one rollout per task; with --budgets, measure accuracy against cost."""
     if budgets:
-        from toolwise.cli.frontier import show_frontier
-
-        return show_frontier(
+        return measure_frontier(
             source,
             data,
             overrides or [],
@@ -58,27 +61,12 @@ def evaluate(
             as_json=as_json,
         )
     from toolwise.api import evaluate as evaluate_model
-    from toolwise.data import load_tasks
-    from toolwise.errors import ConfigError
     from toolwise.training.changes import check_files
 
     config, model_path = resolve_model(source, model, overrides or [])
     if source.is_dir():
-        check_files(
-            config,
-            source,
-            *(() if data else ("data.val",)),
-            "reward",
-            "tools",
-            "env",
-            "router.name",
-            "rollout.tool_parser",
-        )
-    file = data or config.data.val
-    if file is None:
-        raise ConfigError(f"{source} does not set data.val: add --data FILE")
-    tasks = load_tasks(file, limit=config.data.val_limit if data is None else None)
-    metrics = evaluate_model(model_path, tasks, config=config)
+        check_files(config, source, *(() if data else ("data.val",)), *USER_FILES)
+    metrics = evaluate_model(model_path, held_out_tasks(config, source, data), config=config)
     if as_json:
         print_json(metrics)
     else:
@@ -86,35 +74,141 @@ def evaluate(
     return None
 
 
+def held_out_tasks(config: RunConfig, source: Path, data: Path | None) -> list[Task]:
+    """The tasks in `data`, or those of the configuration's data.val."""
+    from toolwise.data import load_tasks
+
+    if (file := data or config.data.val) is None:
+        raise ConfigError(f"{source} does not set data.val: add --data FILE")
+    return load_tasks(file, limit=config.data.val_limit if data is None else None)
+
+
 def resolve_model(source: Path, model: str | None, overrides: list[str]) -> tuple[RunConfig, str]:
     """Return the configuration and model path of a run, of one of its checkpoints, or of a configuration file.
 
     `model` overrides the model; a run folder means its latest checkpoint.
     """
-    from toolwise.agent.source import find_checkpoint, find_run
+    from toolwise.agent.loader import find_checkpoint, find_run
     from toolwise.config.schema import load_config
 
     if not source.is_dir():
         config = load_config(source, overrides)
         return config, model or config.model.path
-    problem = "has no config.toml, so it is not a run folder: give a run folder or a configuration file"
-    config = load_config(find_run(source, problem) / "config.toml", overrides)
+    run = find_run(source, "has no config.toml, so it is not a run folder: give a run folder or a configuration file")
+    config = load_config(run / "config.toml", overrides)
     if model is None:
-        found = find_checkpoint(source, command="toolwise eval", hint="choose a model with --model")
-        model = str(found.path / "model")
+        model = str(find_checkpoint(source, command="toolwise eval", hint="choose a model with --model").path / "model")
     return config, model
 
 
 def _show(metrics: dict[str, Any], model: str) -> None:
-    from rich.table import Table
-
-    from toolwise.terminal.display import Console
-
     parts = {"all": metrics, **metrics["by_kind"]}
-    table = Table(title=model, caption="one rollout per task")
-    for column in ("tasks", *parts):  # metrics are rows: a router reports more than fit as columns
-        table.add_column(column, justify="left" if column == "tasks" else "right")
-    for name in (name for name in metrics if name != "by_kind"):
-        values = [part.get(name, "") for part in parts.values()]
-        table.add_row(name, *(f"{value:.3f}" if isinstance(value, float) else str(value) for value in values))
-    Console().print(table)
+    rows = [  # metrics are rows: a router reports more than fit as columns
+        [name, *(f"{v:.3f}" if isinstance(v, float) else str(v) for v in (p.get(name, "") for p in parts.values()))]
+        for name in metrics
+        if name != "by_kind"
+    ]
+    print_table(("tasks", *parts), rows, numbers=True, title=model, caption="one rollout per task")
+
+
+def measure_frontier(
+    source: Path,
+    data: Path | None,
+    overrides: list[str],
+    *,
+    budgets: str,
+    draws: int,
+    metric: str,
+    otc: Path | None,
+    out: Path | None,
+    store: bool,
+    jobs: int,
+    as_json: bool,
+) -> None:
+    """Evaluate the frontier, write and show it, and store the thresholds in the checkpoint."""
+    from toolwise.agent.inference import store_calibration
+    from toolwise.agent.loader import find_router, load_router
+    from toolwise.concurrency import deadlines
+    from toolwise.frontier.evaluation import evaluate_frontier
+    from toolwise.frontier.presentation import as_json as to_json
+    from toolwise.frontier.presentation import tables
+    from toolwise.terminal.display import Console, Status
+
+    levels = read_budgets(budgets)
+    config, model = find_router(source, overrides)
+    tasks = held_out_tasks(config, source, data)
+    otc_config, otc_model = resolve_model(otc, None, []) if otc is not None else (None, "")
+    folder = out or _folder(model)
+    routing = load_router(source, config=config)
+    with Status(Console(stderr=True)) as status:
+        evaluation = deadlines.run(
+            evaluate_frontier(
+                routing,
+                tasks,
+                levels,
+                folder,
+                otc=(otc_config, Path(otc_model)) if otc_config is not None else None,
+                draws=draws,
+                metric=metric,
+                seed=config.seed,
+                source=source,
+                jobs=jobs,
+                on_done=lambda what, done, of: status.update(f"{what}: {done:,} of {of:,} groups of {draws} rollouts"),
+            )
+        )
+    evaluation.write(folder, str(source))
+    if store:
+        store_calibration(model, evaluation.calibration)
+    if as_json:
+        return print_json(to_json(evaluation.frontier))
+    for table in tables(evaluation.frontier, str(source)):
+        Console().print(table)
+    for note in evaluation.notes:
+        print_line(note)
+    if evaluation.time is not None:
+        print_line(evaluation.time.describe())
+    print_line(f"wrote {folder / 'frontier.json'}, {folder / 'frontier.png'}")
+    if store:
+        print_line(f"stored the thresholds for these budgets in {model}: toolwise run {source} QUESTION --budget B")
+    return None
+
+
+def _folder(model: Path) -> Path:
+    """Default output folder: in the run, one per checkpoint, or beside an exported model."""
+    step = model.resolve().parent
+    if (step / "manifest.json").is_file():
+        return step.parent.parent / "frontier" / step.name
+    return model.with_name(f"{model.name}-frontier")
+
+
+def read_budgets(text: str) -> list[float]:
+    """Parse comma-separated numbers; `…` or `...` continues the sequence, as in `0,0.1,…,1`."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    budgets: list[float] = []
+    for index, part in enumerate(parts):
+        if part in ("…", "..."):
+            budgets += _expand_ellipsis(budgets, parts[index + 1 :], text)
+        else:
+            budgets.append(_number(part, text))
+    if not budgets:
+        raise ConfigError(f"--budgets {text!r} contains no budgets: write numbers, such as 0,0.1,…,1")
+    return sorted(set(budgets))
+
+
+def _expand_ellipsis(before: Sequence[float], after: Sequence[str], text: str) -> list[float]:
+    if len(before) < 2 or not after:
+        raise ConfigError(f"--budgets {text!r}: … needs two numbers before it and one after, such as 0,0.1,…,1")
+    step, last = before[-1] - before[-2], _number(after[0], text)
+    if not step > 0 or last < before[-1] or (last - before[-1]) / step > 10_000:
+        raise ConfigError(f"--budgets {text!r}: the numbers around … must increase, in steps that reach the last one")
+    return [round(before[-1] + step * k, 12) for k in range(1, round((last - before[-1]) / step))]
+
+
+def _number(part: str, text: str) -> float:
+    try:
+        value = float(part)
+    except ValueError:
+        raise ConfigError(f"--budgets {text!r}: {part!r} is not a number; write numbers, such as 0,0.1,…,1") from None
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"--budgets {text!r}: {part} is not a budget; write finite numbers of at least 0")
+    return value

@@ -1,20 +1,25 @@
-"""`toolwise rollout`: roll out a configuration's tasks without training, show the rollouts and write them to a file."""
+"""A model at work, without training: `toolwise rollout` rolls out tasks and writes the rollouts to a file, and
+`toolwise run` asks a trained, routed agent one question."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from enum import StrEnum
+from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from toolwise.cli.evaluate import resolve_model
+from toolwise.cli.tables import print_table
 from toolwise.cli.train import OverridesOption
-from toolwise.terminal import print_line
+from toolwise.errors import ConfigError
+from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
+    from toolwise.agent.agent import AgentAnswer
     from toolwise.config.schema import RunConfig
     from toolwise.protocols import AgentPolicy
     from toolwise.rollout.request import AsyncRolloutRequest
@@ -29,10 +34,7 @@ MISSING_TOOLS_HINT = (
 )
 
 
-class PolicyKind(StrEnum):
-    LOCAL = "local"
-    OPENAI = "openai"
-    SCRIPTED = "scripted"
+PolicyKind = Literal["local", "openai", "scripted"]
 
 
 def rollout(
@@ -46,7 +48,7 @@ def rollout(
     each: Annotated[int, typer.Option("--per-task", min=1, help="Rollouts per task.")] = 1,
     policy: Annotated[
         PolicyKind, typer.Option(help="What generates replies: a local model, a server, or a script.")
-    ] = PolicyKind.LOCAL,
+    ] = "local",
     base_url: Annotated[str, typer.Option(help="URL of an OpenAI-compatible server, including /v1.")] = "",
     model: Annotated[str, typer.Option(help="Model folder, or the name of the model on the server.")] = "",
     api_key_env: Annotated[str, typer.Option(help="Environment variable that holds the server's API key.")] = "",
@@ -59,44 +61,42 @@ def rollout(
     """Roll out tasks without training, show the rollouts as they finish, and save them as JSONL."""
     from toolwise.api import new_run_folder
     from toolwise.config.schema import load_config
+    from toolwise.data import load_tasks
     from toolwise.training.records import write_records
 
-    if source.is_dir() and policy is PolicyKind.LOCAL:
+    if source.is_dir() and policy == "local":
         config, model = resolve_model(source, model or None, overrides or [])
     else:
         config = load_config(source / "config.toml" if source.is_dir() else source, overrides or [])
-    tasks = _tasks(config, data)[:count]
-    tools = _tools(config, tasks, model if policy is PolicyKind.LOCAL else None)
-    agent_policy = _policy(config, policy, model, base_url, api_key_env, script)
+    if (file := data or config.data.val or config.data.train) is None:
+        raise ConfigError("the configuration sets neither data.val nor data.train: add --data FILE")
+    tasks = load_tasks(file)[:count]
     folder = out or new_run_folder("rollouts")
-    scored = _roll_out(config, agent_policy, tools, tasks, each, do_sample=config.rollout.do_sample and not greedy)
+    scored = _roll_out(
+        config,
+        tasks,
+        _tools(config, tasks, model if policy == "local" else None),
+        _policy(config, policy, model, base_url, api_key_env, script),
+        each,
+        do_sample=config.rollout.do_sample and not greedy,
+    )
     write_records(folder, "rollouts", scored, [])
     _summarize(scored)
     print_line(f"wrote {folder / 'rollouts.jsonl'}")
 
 
-def _tasks(config: RunConfig, data: Path | None) -> list[Task]:
-    from toolwise.data import load_tasks
-    from toolwise.errors import ConfigError
-
-    file = data or config.data.val or config.data.train
-    if file is None:
-        raise ConfigError("the configuration sets neither data.val nor data.train: add --data FILE")
-    return load_tasks(file)
-
-
 def _tools(config: RunConfig, tasks: list[Task], model: str | None) -> dict[str, BaseTool]:
     """Build the configured tools; fail if one that a task needs, or that `model` was trained with, is missing."""
     from toolwise.models import locate
-    from toolwise.tools.catalog import build_tools
-    from toolwise.tools.tool_record import check_recorded_tools
+    from toolwise.tools.catalog import build_tools, check_recorded_tools
     from toolwise.training.tasks import check_task_tools
 
     tools = build_tools(config.tools)
     for task in tasks:
         check_task_tools(task, tools, env=config.env.name)
     if model is not None and config.multi_turn.enable:
-        check_recorded_tools(Path(locate(model or config.model.path)), tools, MISSING_TOOLS_HINT)
+        folder = locate(model or config.model.path, "" if model else config.model.revision)
+        check_recorded_tools(Path(folder), tools, MISSING_TOOLS_HINT)
     return tools
 
 
@@ -104,16 +104,15 @@ def _policy(
     config: RunConfig, kind: PolicyKind, model: str, base_url: str, api_key_env: str, script: Path | None
 ) -> AgentPolicy:
     from toolwise.config.rollout import GrammarConfig
-    from toolwise.errors import ConfigError
     from toolwise.training.rollout_setup import local_policy, sampling_from_config
 
-    if kind is PolicyKind.LOCAL:
+    if kind == "local":
         return local_policy(config, model or config.model.path)
     if config.rollout.grammar != GrammarConfig():
-        raise ConfigError(f"rollout.grammar works only with --policy local; {kind.value} cannot enforce it")
-    if kind is PolicyKind.OPENAI:
-        from toolwise.policies.openai.endpoint import read_api_key
+        raise ConfigError(f"rollout.grammar works only with --policy local; {kind} cannot enforce it")
+    if kind == "openai":
         from toolwise.policies.openai.policy import OpenAIAgentPolicy
+        from toolwise.remote.endpoint import read_api_key
 
         if not base_url or not model:
             raise ConfigError("--policy openai needs --base-url URL and --model NAME")
@@ -133,17 +132,15 @@ def _policy(
 
 
 def _roll_out(
-    config: RunConfig, policy: AgentPolicy, tools: dict[str, BaseTool], tasks: list[Task], each: int, *, do_sample: bool
+    config: RunConfig, tasks: list[Task], tools: dict[str, BaseTool], policy: AgentPolicy, each: int, *, do_sample: bool
 ) -> list[ScoredRollout]:
-    from dataclasses import replace
-
     from toolwise.concurrency import deadlines
     from toolwise.rewards.align import align_rollouts
-    from toolwise.routing.direct_router import DirectRouter
+    from toolwise.routing.routers import DirectRouter
     from toolwise.terminal.display import Console, Status
     from toolwise.training.diagnosis import evaluation_findings
+    from toolwise.training.evaluate import build_scoring
     from toolwise.training.rollout_setup import build_scheduler
-    from toolwise.training.scoring import build_scoring
     from toolwise.types import EvaluateResult
 
     scoring = build_scoring(config.reward) if config.reward.function or config.reward.parts else None
@@ -161,16 +158,13 @@ def _roll_out(
             results = await scoring.evaluate(rollouts, step=0)
         return align_rollouts(rollouts, results)
 
-    try:
+    with closing(scoring) if scoring is not None else nullcontext():
         if scoring is not None:
             scoring.check(tasks)
         scored = deadlines.run(work())
         for finding in evaluation_findings(scoring.rewards, tasks, scored) if scoring is not None else ():
             print_line(f"WARNING {finding}", err=True)
         return scored
-    finally:
-        if scoring is not None:
-            scoring.close()
 
 
 class _RolloutProgress:
@@ -182,8 +176,8 @@ class _RolloutProgress:
 
     def state(self, request: AsyncRolloutRequest) -> None:
         self.states[request.rollout_id] = request.state.value
-        counts = Counter(self.states.values())
-        summary = " · ".join(f"{name.replace('_', ' ')} {count}" for name, count in sorted(counts.items()))
+        counts = sorted(Counter(self.states.values()).items())
+        summary = " · ".join(f"{name.replace('_', ' ')} {count}" for name, count in counts)
         self.status.update(f"{len(self.states)} of {self.total} started: {summary}")
 
     def done(self, rollout: Rollout) -> None:
@@ -196,16 +190,89 @@ class _RolloutProgress:
 
 
 def _summarize(scored: list[ScoredRollout]) -> None:
-    from rich.table import Table
-
-    from toolwise.terminal.display import Console
     from toolwise.training.metrics import summarize
 
-    metrics = summarize(scored)
-    table = Table("metric", "value")
-    for name in sorted(metrics):
-        table.add_row(name, f"{metrics[name]:.4g}")
-    Console().print(table)
-    faults = [s.rollout.fault for s in scored if s.rollout.fault]
-    if faults:
+    print_table(("metric", "value"), [(name, f"{value:.4g}") for name, value in sorted(summarize(scored).items())])
+    if faults := [s.rollout.fault for s in scored if s.rollout.fault]:
         print_line(f"{len(faults)} of {len(scored)} rollouts failed; first error: {faults[0]}")
+
+
+def run(
+    source: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Run folder, checkpoint, or exported model.")],
+    question: Annotated[str, typer.Argument(help="Question to ask.")],
+    budget: Annotated[
+        float | None, typer.Option(min=0, help="Average cost allowed per question; the router keeps to it.")
+    ] = None,
+    route: Annotated[
+        Literal["auto", "answer", "search", "calculate"],
+        typer.Option(help="Force a route; auto lets the router choose."),
+    ] = "auto",
+    cap: Annotated[
+        float | None,
+        typer.Option("--max-cost", min=0, help="Maximum cost of this question; tool calls beyond it are refused."),
+    ] = None,
+    tools: Annotated[
+        list[str] | None,
+        typer.Option(help="Tool to use instead of the run's tools; repeatable. none: answer without tools."),
+    ] = None,
+    documents: Annotated[
+        Path | None,
+        typer.Option(help="Documents for the search tool: text, one document per line, or .jsonl with `text`."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
+    do_sample: Annotated[bool, typer.Option("--sample", help="Sample tokens instead of decoding greedily.")] = False,
+    overrides: OverridesOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Ask a trained agent one question: the router picks a route, the model answers with the tools it allows."""
+    from toolwise.agent.agent import RoutedAgent
+    from toolwise.agent.loader import read_documents
+
+    agent = RoutedAgent.load(
+        source,
+        tools=[] if tools == ["none"] else tools,
+        documents=None if documents is None else read_documents(documents),
+        overrides=overrides or [],
+    )
+    answer = agent.ask(question, budget=budget, route=route, cap=cap, seed=seed, do_sample=do_sample)
+    if as_json:
+        print_json(_to_json(answer))
+    else:
+        _show_answer(answer)
+
+
+def _to_json(answer: AgentAnswer) -> dict[str, object]:
+    return {
+        "text": answer.text,
+        "route": answer.route,
+        "odds": dict(answer.route_probs),
+        "cost": answer.cost,
+        "calls": dict(answer.calls),
+        "refused": answer.refused,
+        "seconds": answer.seconds,
+        "saved_s": answer.saved_s,
+        "stop_reason": answer.rollout.stop_reason.value,
+        "fault": answer.rollout.fault,
+        "messages": [message.to_openai() for message in answer.rollout.messages],
+    }
+
+
+def _show_answer(answer: AgentAnswer) -> None:
+    route_probs = ", ".join(f"{name} {share:.2f}" for name, share in answer.route_probs.items())
+    print_line(f"route: {answer.route}  ({route_probs})")
+    for message in answer.rollout.messages:
+        for call in message.tool_calls or ():
+            print_line(f"  {call.name}({json.dumps(call.arguments, ensure_ascii=False)})")
+        if message.role == "tool":
+            print_line(f"    {message.content}")
+    print_line(answer.text)
+    refused = f", {answer.refused} calls refused" if answer.refused else ""
+    print_line(f"cost {answer.cost:g}{refused}, {answer.seconds:.2f} s", err=True)
+    if answer.saved_s is not None:
+        print_line(
+            f"answered directly: with all tools, such questions took {answer.with_tools_s:.2f} s, "
+            f"{answer.saved_s:+.2f} s saved",
+            err=True,
+        )
+    if answer.rollout.fault:
+        print_line(f"the rollout ended with an error: {answer.rollout.fault}", err=True)

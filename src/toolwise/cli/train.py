@@ -1,23 +1,53 @@
-"""`toolwise train`: train from a configuration file."""
+"""The commands that make a model: `toolwise demo`, `train`, `resume`, `sft` and `export`."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from toolwise.errors import ConfigError
 from toolwise.terminal import print_error, print_line
 
 if TYPE_CHECKING:
     from toolwise.config.schema import RunConfig
-    from toolwise.training.run_result import RunResult
+    from toolwise.training.run_folder import RunResult
 
 OverridesOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a configuration setting; repeatable.")
 ]
+USER_FILES = ("reward", "tools", "env", "router.name", "rollout.tool_parser")
+"""Settings that may name a file of the user's, which may have changed since the run."""
+
+
+def demo(
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the tasks and of training.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Run folder (default: runs/demo-TIME).", show_default=False)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in --out.")] = False,
+    frontier: Annotated[
+        bool, typer.Option(help="After training, compare the router with baselines at several budgets.")
+    ] = True,
+    overrides: OverridesOption = None,
+) -> None:
+    """Train a small agent and its router within a cost budget, and show what they learned."""
+    from toolwise.api import new_run_folder, read_config
+    from toolwise.demo.recipe import demo_config, write_tasks
+    from toolwise.training.run_folder import check_folder
+
+    if resume and out is None:
+        raise ConfigError("--resume needs --out DIR: the folder of the demo to resume")
+    folder = out if out is not None else new_run_folder("demo")
+    config = read_config(demo_config(folder, seed), overrides or [])
+    check_folder(folder, config, resume=resume)
+    write_tasks(
+        read_config(demo_config(folder, config.seed))
+    )  # without overrides: files that --set names belong to the user
+    run_training(config, folder, resume)
+    if frontier and config.router.enable:
+        _show_frontier(folder)
 
 
 def train(
@@ -34,7 +64,6 @@ def train(
 ) -> None:
     """Train an agent as described by a configuration file."""
     from toolwise.config.schema import load_config
-    from toolwise.errors import ConfigError
 
     if resume and out is None:
         raise ConfigError("--resume needs --out DIR: the folder of the run to resume")
@@ -47,10 +76,80 @@ def train(
         run_training(run_config, out or new_run_folder(run_config.name), resume)
 
 
+def resume(
+    run: Annotated[Path, typer.Argument(help="Run folder.", show_default=False)],
+    overrides: OverridesOption = None,
+) -> None:
+    """Resume a run from its last checkpoint, with its own settings."""
+    from toolwise.training.changes import check_files, load_run_config
+
+    config = load_run_config(run, overrides or [])
+    check_files(config, run, "data.", *USER_FILES, "trainer", "algorithm", "actor")
+    run_training(config, run, resume=True)
+
+
+def sft(
+    data: Annotated[Path, typer.Argument(help="Conversations: JSONL or Parquet with `messages`.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Output folder of the model.", show_default=False)],
+    model: Annotated[str, typer.Option(help="Model to start from.")] = "builtin:small",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200,
+    lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 1e-4,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step.")] = 8192,
+    row_tokens: Annotated[int, typer.Option(min=8, help="Tokens per packed row.")] = 1024,
+    lora_rank: Annotated[
+        int, typer.Option(min=0, help="Train LoRA adapters of this rank and merge them; 0: train all weights.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code from the model's folder; read it first.")
+    ] = False,
+) -> None:
+    """Fine-tune a model on conversations: loss on assistant tokens only, conversations packed into rows."""
+    from toolwise.api import sft as fine_tune
+
+    metrics = fine_tune(
+        model,
+        data,
+        out,
+        steps=steps,
+        lr=lr,
+        batch_tokens=batch_tokens,
+        row_tokens=row_tokens,
+        lora_rank=lora_rank,
+        seed=seed,
+        trust_remote_code=trust_remote_code,
+        progress=True,
+    )
+    print_line(f"{out}: loss {metrics['first_loss']:.3f} → {metrics['loss']:.3f} over {steps} steps")
+
+
+def export(
+    source: Annotated[Path, typer.Argument(help="Run folder or checkpoint.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Output folder; must not exist yet.", show_default=False)],
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Dtype of the exported weights (default: as saved).", show_default=False),
+    ] = None,
+    best: Annotated[
+        str,
+        typer.Option(
+            metavar="METRIC",
+            help="Export the checkpoint with the best validation METRIC (score, -cost, …) instead of the latest.",
+            show_default=False,
+        ),
+    ] = "",
+) -> None:
+    """Export a run's model to a folder that transformers loads, with a model card."""
+    from toolwise.agent.export import export_model
+
+    exported = export_model(source, out, dtype=dtype, best=best)
+    print_line(f"{exported.out}: model of step {exported.checkpoint.step} in {exported.dtype}; model card: README.md")
+
+
 def run_dry_run(config: RunConfig, out: Path | None, resume: bool) -> None:
     """Roll out and score two tasks without writing anything. Exits with status 1 if there are problems."""
     from toolwise.training.run import check_learnable
-    from toolwise.training.run_files import check_folder
+    from toolwise.training.run_folder import check_folder
     from toolwise.training.trackers.observers import load_observers
 
     check_learnable(config)
@@ -80,9 +179,8 @@ def run_training(config: RunConfig, out: Path, resume: bool) -> None:
         result = train(config, out=out, resume=resume)
     except KeyboardInterrupt:
         sys.stdout.flush()
-        started = (out / "config.toml").is_file()
-        hint = f"resume from the last checkpoint with: {resume_command(out)}" if started else "nothing had started yet"
-        print_error(f"stopped immediately; {hint}")
+        hint = f"resume from the last checkpoint with: {resume_command(out)}"
+        print_error(f"stopped immediately; {hint if (out / 'config.toml').is_file() else 'nothing had started yet'}")
         os._exit(130)  # a normal exit would wait for the model to finish generating
     report_result(result)
 
@@ -91,23 +189,21 @@ def report_result(result: RunResult) -> None:
     """Print the before/after table, the paths of the results and, after an interrupt, how to resume."""
     from toolwise.terminal.display import Console
     from toolwise.training.changes import resume_command
-    from toolwise.training.fault_rates import describe_totals
-    from toolwise.training.trackers.contained import describe_observer_errors
+    from toolwise.training.metrics import describe_totals
+    from toolwise.training.trackers.observers import describe_observer_errors
     from toolwise.view.report import before_after_table
 
+    summary = result.summary
     if result.note:
         return print_line(result.note)
-    console = Console()
-    summary = result.summary
     if summary["before"] and summary["after"]:
-        console.print(before_after_table(summary))
+        Console().print(before_after_table(summary))
     steps = "1 step" if summary["steps"] == 1 else f"{summary['steps']} steps"
-    console.print(f"{steps} in {summary['seconds']:.0f} s, peak memory {summary['peak_rss_mb']:.0f} MB")
+    print_line(f"{steps} in {summary['seconds']:.0f} s, peak memory {summary['peak_rss_mb']:.0f} MB")
     if faults := describe_totals(summary.get("faults") or {}):
         print_line(f"faults: {faults}")
-    for line in describe_observer_errors(summary.get("observers") or []):
-        print_line(line)
-    for line in (f"  {result.out / 'report.html'}", f"  {result.out / 'report.png'}", f"run folder: {result.out}"):
+    paths = (f"  {result.out / 'report.html'}", f"  {result.out / 'report.png'}", f"run folder: {result.out}")
+    for line in (*describe_observer_errors(summary.get("observers") or []), *paths):
         print_line(line)
     if summary["interrupted"]:
         why = f" by {summary['stopped']}" if summary["stopped"] else ""
@@ -116,3 +212,41 @@ def report_result(result: RunResult) -> None:
     if summary["updated"] is False:
         sys.exit(3)  # the actor should have been trained and was not updated
     return None
+
+
+def _show_frontier(folder: Path) -> None:
+    """Evaluate accuracy against cost, show it, and suggest next commands."""
+    from toolwise.concurrency import deadlines
+    from toolwise.demo.recipe import evaluate_small_frontier
+    from toolwise.frontier.presentation import tables
+    from toolwise.terminal.display import Console, Status
+    from toolwise.view.report import write_report
+
+    try:
+        with Status(Console(stderr=True), "frontier") as status:
+            evaluation = deadlines.run(
+                evaluate_small_frontier(
+                    folder, on_done=lambda what, done, of: status.update(f"frontier: {done} of {of} groups of rollouts")
+                )
+            )
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        print_error(
+            "training finished, but its frontier was interrupted; to evaluate it: "
+            f"toolwise eval {folder} --budgets 0,0.1,…,1"
+        )
+        os._exit(130)  # a normal exit would wait for the model to finish generating
+    write_report(folder)
+    first, *_, fixed = tables(evaluation.frontier, "accuracy against cost on held-out tasks")
+    for table in (first, fixed):
+        Console().print(table)
+    if evaluation.time is not None:
+        print_line(evaluation.time.describe())
+    lines = (
+        f"  {folder / 'frontier.png'}, {folder / 'frontier.json'}; also in {folder / 'report.html'}",
+        "try next:",
+        f'  toolwise run {folder} "How many bridges does Alder have?"',
+        f'  toolwise run {folder} "What is 417 * 38?" --budget 0.3',
+        f"  toolwise eval {folder} --budgets 0,0.1,…,1    # the full frontier: more rollouts, takes minutes",
+    )
+    print_line("\n".join(lines))

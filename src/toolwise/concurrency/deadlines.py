@@ -317,8 +317,7 @@ async def _cancel_all_tasks() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=GRACE_S)
-    closing = spawn(loop.shutdown_asyncgens())
-    await asyncio.wait({closing}, timeout=GRACE_S)
+    await asyncio.wait({spawn(loop.shutdown_asyncgens())}, timeout=GRACE_S)
     for task in all_tasks() - {me}:
         _abandon(getattr(task.get_coro(), "__qualname__", repr(task)), "ignores its cancellation")
         unregister_task(task)

@@ -37,10 +37,7 @@ class Gate:
         self.leave()
 
     def _semaphore(self, limit: int) -> asyncio.Semaphore:
-        loop = asyncio.get_running_loop()
-        if loop not in self._by_loop:
-            self._by_loop[loop] = asyncio.Semaphore(limit)
-        return self._by_loop[loop]
+        return self._by_loop.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(limit))
 
 
 class Slot:

@@ -1,14 +1,27 @@
-"""The `[algorithm]` section of a run's configuration: how advantages are computed. Source of docs/settings.md."""
+"""The `[algorithm]` section of a run's configuration: how advantages are computed. Source of docs/settings.md.
+
+The options of a built-in estimator are a frozen class here. The section inherits it, and so does the estimator in
+`advantages/`, which is built from the settings that it has a field for: an option is declared once.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from toolwise.config.loader import Section, note_renamed
+from toolwise.types.credit import RewardSettings
 
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Combination = Literal["convex", "additive"]
+StepNormalization = Literal["mean_std_norm", "mean_norm"]
+LevelNormalization = Literal["mean_norm", "mean_std_norm"]
+LevelScoreKind = Literal["logprob", "confidence", "neg_entropy"]
+Gate = Literal["none", "signed", "success"]
+LevelCombination = Literal["additive", "reweight"]
 KlEstimator = Literal["k1", "k2", "k3"]
 RENAMED_TERMINAL_SCORES = {"auto": "remainder", "always": "add"}
 """Old names of `terminal_score`, still accepted, and their current names."""
@@ -31,29 +44,39 @@ class ThinkingBudgetConfig(Section):
     """Upper bound of λ."""
 
 
-class RlvcrConfig(Section):
+@dataclass(frozen=True, kw_only=True)
+class RlvcrOptions:
+    """Options of `advantages.Rlvcr`."""
+
+    step_advantage_w: float = 1.0
+    """Weight of the thinking advantage."""
+    thinking_diversity_w: NonNegativeFloat = 0.5
+    """Bonus for rarely used levels: an unused level gets this much more than one that every step uses. Annealed to
+    0 over the run."""
+    mode: LevelNormalization = "mean_norm"
+    """Center the scores of a step's levels, or also divide them by their standard deviation."""
+    score: LevelScoreKind = "logprob"
+    """How an action is scored after each level's thought: mean log-prob of its tokens, exp of that, or minus their mean
+    entropy."""
+    gate: Gate = "none"
+    """"none" adds the thinking advantage to all tokens of the step; "signed" multiplies it by the sign of the rollout's
+    advantage, which rewards confidence in good actions and doubt in bad ones; "success" applies it to successful
+    rollouts only. With a `success_score`, both gates also train shorter thinking where a whole group succeeds."""
+    combine: LevelCombination = "additive"
+    """"additive" adds the thinking advantage; "reweight" (CoPO) trains on the rows of all four levels, weighted by
+    their scores."""
+    success_score: float | None = None
+    """A rollout with at least this score counts as successful; unset: one that beats the mean of its group."""
+    shuffle: bool = False
+    """Control experiment: shuffle the thinking advantages among the steps of a batch."""
+
+
+class RlvcrConfig(Section, RlvcrOptions):
     """Thinking levels and the RLVCR advantage: docs/thinking.md."""
 
     enable: bool = False
     """Generate and score alternative thoughts at the levels a step did not use. With an estimator other than rlvcr,
     only for the metrics."""
-    step_advantage_w: float = 1.0
-    """Weight of the thinking advantage."""
-    thinking_diversity_w: float = Field(default=0.5, ge=0.0)
-    """Bonus for rarely used levels: an unused level gets this much more than one that every step uses. Annealed to
-    0 over the run."""
-    mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm"
-    """Center the scores of a step's levels, or also divide them by their standard deviation."""
-    score: Literal["logprob", "confidence", "neg_entropy"] = "logprob"
-    """How an action is scored after each level's thought: mean log-prob of its tokens, exp of that, or minus their mean
-    entropy."""
-    gate: Literal["none", "signed", "success"] = "none"
-    """"none" adds the thinking advantage to all tokens of the step; "signed" multiplies it by the sign of the rollout's
-    advantage, which rewards confidence in good actions and doubt in bad ones; "success" applies it to successful
-    rollouts only. With a `success_score`, both gates also train shorter thinking where a whole group succeeds."""
-    combine: Literal["additive", "reweight"] = "additive"
-    """"additive" adds the thinking advantage; "reweight" (CoPO) trains on the rows of all four levels, weighted by
-    their scores."""
     base: Literal["grpo", "gigpo"] = "grpo"
     """Estimator of the rollout's own advantage."""
     steps: Literal["all", "mixed", "successful"] = "all"
@@ -65,10 +88,6 @@ class RlvcrConfig(Section):
     limit."""
     max_thought_tokens: PositiveInt = 128
     """Maximum tokens per alternative thought."""
-    success_score: float | None = None
-    """A rollout with at least this score counts as successful; unset: one that beats the mean of its group."""
-    shuffle: bool = False
-    """Control experiment: shuffle the thinking advantages among the steps of a batch."""
     subtract_thinking_cost: bool = False
     """With any estimator: subtract λ times the thinking tokens per step from each score before advantages are
     computed."""
@@ -77,7 +96,47 @@ class RlvcrConfig(Section):
     budget: ThinkingBudgetConfig = ThinkingBudgetConfig()
 
 
-class AlgorithmConfig(Section):
+@dataclass(frozen=True, kw_only=True)
+class GaeOptions:
+    """Options of `advantages.Gae`."""
+
+    lam: Fraction = 0.95
+    """gae: λ, which trades bias for variance."""
+    whiten: bool = True
+    """gae: normalize the advantages of a batch to mean 0 and standard deviation 1."""
+    bootstrap_truncated: bool = False
+    """gae: bootstrap truncated episodes from the critic's value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GigpoOptions:
+    """Options of `advantages.Gigpo`."""
+
+    omega: Fraction = 0.5
+    """gigpo, convex: weight ω of the episode advantage; the step advantage gets 1 − ω."""
+    combine: Combination = "convex"
+    """gigpo: ω·A_episode + (1 − ω)·A_step, or A_episode + w·A_step as in the paper."""
+    step_advantage_w: float = 1.0
+    """gigpo, additive: weight w of the step advantage."""
+    normalization: StepNormalization = "mean_std_norm"
+    """gigpo: center advantages and divide by the standard deviation, or only center them."""
+    anchor_messages: PositiveInt = 3
+    """gigpo: number of messages compared by "last_messages"."""
+    anchor_similarity: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """gigpo: texts at least this similar (difflib ratio) are the same state; 1: only equal texts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HgpoOptions:
+    """Options of `advantages.Hgpo`, besides those of GiGPO."""
+
+    anchor_history: NonNegativeInt = 2
+    """hgpo: number of earlier states by which anchors are nested."""
+    depth_alpha: float = 1.0
+    """hgpo: exponent α of the weight (d + 1)^α of depth d; 0 weighs all depths equally."""
+
+
+class AlgorithmConfig(Section, RewardSettings, GaeOptions, GigpoOptions, HgpoOptions):
     adv_estimator: str = "grpo"
     """Advantage estimator: "grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus", "rlvcr", or your own as
     package.module:Name or path/to/file.py:Name (docs/algorithms.md). Many settings below apply to some estimators
@@ -88,42 +147,11 @@ class AlgorithmConfig(Section):
     """grpo: divide advantages by the group's standard deviation."""
     gamma: float | None = Field(default=None, ge=0.0, le=1.0)
     """Discount factor; unset: the estimator's default (0.95 for gigpo and hgpo, 1 for the others)."""
-    lam: float = Field(default=0.95, ge=0.0, le=1.0)
-    """gae: λ, which trades bias for variance."""
     gae_per: Literal["token", "turn"] = "token"
     """gae: time steps are sampled tokens, or turns."""
-    whiten: bool = True
-    """gae: normalize the advantages of a batch to mean 0 and standard deviation 1."""
-    bootstrap_truncated: bool = False
-    """gae: bootstrap truncated episodes from the critic's value."""
-    omega: float = Field(default=0.5, ge=0.0, le=1.0)
-    """gigpo, convex: weight ω of the episode advantage; the step advantage gets 1 − ω."""
-    combine: Literal["convex", "additive"] = "convex"
-    """gigpo: ω·A_episode + (1 − ω)·A_step, or A_episode + w·A_step as in the paper."""
-    step_advantage_w: float = 1.0
-    """gigpo, additive: weight w of the step advantage."""
-    normalization: Literal["mean_std_norm", "mean_norm"] = "mean_std_norm"
-    """gigpo: center advantages and divide by the standard deviation, or only center them."""
-    terminal_score: Literal["remainder", "add", "never"] = "remainder"
-    """Reward of the last step. "remainder": the score minus the step rewards, so that a rollout's rewards sum to its
-    score. "add": the full score, for scores that do not include the step rewards; every estimator then sees the score
-    plus the step rewards. "never": nothing, returns consist of step rewards only. The old names "auto" ("remainder")
-    and "always" ("add") are still accepted."""
-    default_step_reward: float = 0.0
-    """Reward of a step that received none; also added to the rollout's total."""
-    invalid_action_penalty: float = Field(default=0.0, ge=0.0)
-    """Subtracted from the reward of a step with an invalid action, and from the rollout's total."""
     state_anchor: str = "auto"
     """gigpo: what identifies a state: "auto" (the environment's state key, else the last observation), "state_key",
     "last_observation", "last_messages", or a function by reference."""
-    anchor_messages: PositiveInt = 3
-    """gigpo: number of messages compared by "last_messages"."""
-    anchor_similarity: float = Field(default=1.0, gt=0.0, le=1.0)
-    """gigpo: texts at least this similar (difflib ratio) are the same state; 1: only equal texts."""
-    anchor_history: int = Field(default=2, ge=0)
-    """hgpo: number of earlier states by which anchors are nested."""
-    depth_alpha: float = 1.0
-    """hgpo: exponent α of the weight (d + 1)^α of depth d; 0 weighs all depths equally."""
     zero_std_groups: Literal["drop", "keep", "refill"] = "drop"
     """Groups whose rewards are all equal carry no signal: drop them, keep them, or roll out more tasks instead."""
     mask_truncated: bool = False

@@ -21,8 +21,7 @@ def create(target: Any, kwargs: Mapping[str, Any], where: str, provided: Mapping
     check_kwargs(target, kwargs, where, provided or {})
     if not is_factory(target):
         return target
-    accepted = inspect.signature(target).parameters if provided else ()
-    arguments = {name: value for name, value in (provided or {}).items() if name in accepted}
+    arguments = {key: v for key, v in (provided or {}).items() if key in inspect.signature(target).parameters}
     try:
         return call_user_code(target, **arguments, **kwargs)
     except Exception as fault:
@@ -31,7 +30,6 @@ def create(target: Any, kwargs: Mapping[str, Any], where: str, provided: Mapping
 
 
 def check_kwargs(target: Any, kwargs: Mapping[str, Any], where: str, provided: Mapping[str, Any]) -> None:
-    """Raise if `target` cannot be called with `kwargs`."""
     if kwargs and not is_factory(target):
         raise ConfigError(f"{where} is an object, not a class; set {', '.join(kwargs)} where it is created")
     if kwargs:

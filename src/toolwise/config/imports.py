@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterable
 from importlib.machinery import SourceFileLoader
+from operator import attrgetter
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
@@ -86,24 +87,23 @@ def in_worker() -> bool:
 def load_reference(reference: str, *, what: str) -> Any:
     """Load the object that `reference` names; `what` describes it in error messages."""
     check_nameable(reference, what)
-    module_ref, colon, name = reference.rpartition(":")
-    if not colon or not module_ref or not name:
+    module_ref, _, name = reference.rpartition(":")
+    if not module_ref or not name:
         raise ConfigError(
             f"{what}: {reference!r} is not a reference; write package.module:name or path/to/file.py:name"
         )
     module = load_module(module_ref, what=what)
-    target: Any = module
-    for part in name.split("."):
-        if not hasattr(target, part):
-            raise ConfigError(f"{what}: {module_ref} has no {name!r}{did_you_mean(name, vars(module))}")
-        target = getattr(target, part)
-    return target
+    try:
+        return attrgetter(name)(module)
+    except AttributeError:
+        raise ConfigError(f"{what}: {module_ref} has no {name!r}{did_you_mean(name, vars(module))}") from None
 
 
 def load_module(module_ref: str, *, what: str) -> ModuleType:
     """Load a module by dotted name or by file path."""
     try:
-        return _load_file(module_ref, what) if module_ref.endswith(".py") else _import(module_ref)
+        is_file = module_ref.endswith(".py")
+        return _load_file(module_ref, what) if is_file else importlib.import_module(current_module(module_ref))
     except (ConfigError, RewardError):
         raise
     except ModuleNotFoundError as fault:
@@ -112,10 +112,6 @@ def load_module(module_ref: str, *, what: str) -> ModuleType:
         ) from fault
     except Exception as fault:  # user code may raise anything on import: show it in one line
         raise ConfigError(f"{what}: importing {module_ref!r} failed: {type(fault).__name__}: {fault}") from fault
-
-
-def _import(name: str) -> ModuleType:
-    return importlib.import_module(current_module(name))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -148,14 +144,15 @@ def _load_file(source: str, what: str) -> ModuleType:
     name = f"toolwise_file_{path.stem}_{key}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path, loader=_Loader(name, str(path)))
-    if spec is None or spec.loader is None:
+    loader = _Loader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    if spec is None:
         raise ConfigError(f"{what}: {source!r} cannot be loaded as Python")
     module = importlib.util.module_from_spec(spec)
     vars(module)["__builtins__"] = siblings_of(path).builtins
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -54,8 +54,7 @@ class Section(BaseModel):
 def read_settings(path: str | Path) -> dict[str, Any]:
     """Read the settings in a `.toml`, `.yaml` or `.yml` file."""
     path = Path(path)
-    readers = {".toml": _read_toml, ".yaml": _read_yaml, ".yml": _read_yaml}
-    read = readers.get(path.suffix.lower())
+    read = {".toml": _read_toml, ".yaml": _read_yaml, ".yml": _read_yaml}.get(path.suffix.lower())
     try:
         if path.is_dir():
             raise ConfigError(f"{path} is a folder: give a configuration file")
@@ -91,7 +90,7 @@ def _read_toml(path: Path, text: str) -> Any:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         end = f"(at line {text.count(chr(10)) + 1}, column {len(text) - text.rfind(chr(10))})"
-        reason = _one_line(str(error)).replace("(at end of document)", end)
+        reason = _one_line(error).replace("(at end of document)", end)
         raise ConfigError(f"{path} is not valid TOML: {reason}") from None
 
 
@@ -105,8 +104,8 @@ def _read_yaml(path: Path, text: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        what = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"{path} is not valid YAML: {_one_line(what)}{where}") from None
+        reason = _one_line(getattr(error, "problem", None) or error)
+        raise ConfigError(f"{path} is not valid YAML: {reason}{where}") from None
     return {} if settings is None else settings
 
 
@@ -118,20 +117,17 @@ def apply_overrides(settings: dict[str, Any], overrides: Sequence[str]) -> dict[
         raise ConfigError("the settings are nested too deeply: flatten them") from None
     for override in overrides:
         key, equals, text = override.partition("=")
-        names = _key_names(key)
-        if not equals or not all(names):
-            raise ConfigError(f"override {truncate_text(repr(override), 200)}: write it as section.key=value")
-        names[-1] = _current_name(".".join(names[:-1]), names[-1])
-        table = settings
-        for depth, name in enumerate(names[:-1], start=1):
-            inner = table.setdefault(name, {})
-            if not isinstance(inner, dict):
-                where = ".".join(names[:depth])
-                raise ConfigError(
-                    f"override {truncate_text(repr(override), 200)}: `{where}` is {_display_value(inner)}, not a table"
-                )
-            table = inner
-        table[names[-1]] = _value(text.strip())
+        *sections, name = _key_names(key)
+        what = f"override {truncate_text(repr(override), 200)}"
+        if not equals or not all((*sections, name)):
+            raise ConfigError(f"{what}: write it as section.key=value")
+        table: Any = settings
+        for depth, section in enumerate(sections, start=1):
+            table = table.setdefault(section, {})
+            if not isinstance(table, dict):
+                where = ".".join(sections[:depth])
+                raise ConfigError(f"{what}: `{where}` is {_display_value(table)}, not a table")
+        table[_current_name(".".join(sections), name)] = _value(text.strip())
     return settings
 
 
@@ -156,9 +152,8 @@ def _value(text: str) -> Any:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
-    value = parsed["value"]
-    is_value = len(parsed) == 1 and isinstance(value, bool | int | float | str | list | dict)
-    return value if is_value else text
+    is_value = len(parsed) == 1 and isinstance(parsed["value"], bool | int | float | str | list | dict)
+    return parsed["value"] if is_value else text
 
 
 def build_config(model: type[Model], settings: dict[str, Any], *, source: str) -> Model:
@@ -170,9 +165,9 @@ def build_config(model: type[Model], settings: dict[str, Any], *, source: str) -
         return model.model_validate(settings)
     except ValidationError as error:
         messages = _error_messages(model, settings, error)
-    rest = len(messages) - MAX_SHOWN_ERRORS
-    more = f"; and {rest} more" if rest > 0 else ""
-    raise ConfigError(f"{source}: {'; '.join(messages[:MAX_SHOWN_ERRORS])}{more}")
+    if (rest := len(messages) - MAX_SHOWN_ERRORS) > 0:
+        messages[MAX_SHOWN_ERRORS:] = [f"and {rest} more"]
+    raise ConfigError(f"{source}: {'; '.join(messages)}")
 
 
 def _rename_old_keys(settings: dict[str, Any], section: str = "") -> dict[str, Any]:
@@ -186,8 +181,7 @@ def _rename_old_keys(settings: dict[str, Any], section: str = "") -> dict[str, A
 
 
 def _current_name(section: str, key: str) -> str:
-    name = OLD_KEYS.get(f"{section}.{key}")
-    if name is not None:
+    if name := OLD_KEYS.get(f"{section}.{key}"):
         note_renamed(f"{section}.{key}", f"{section}.{name}")
     return name or key
 
@@ -216,7 +210,7 @@ def _error_messages(model: type[BaseModel], settings: dict[str, Any], error: Val
     """One message per setting. Unknown keys come first: a misspelled key also shows up as a missing one."""
     unknown: dict[Location, str] = {}
     invalid: dict[Location, str] = {}
-    expectations: dict[Location, list[str]] = {}
+    needs: dict[Location, str] = {}
     for item in error.errors(include_url=False):
         kind, context, value = item["type"], item.get("ctx", {}), item["input"]
         location = _location(item["loc"], settings, missing=kind == "missing")
@@ -225,25 +219,19 @@ def _error_messages(model: type[BaseModel], settings: dict[str, Any], error: Val
         path = f"`{_dotted(location)}`" if location else "the configuration"
         shown = "" if isinstance(value, dict) else f", got {_display_value(value)}"
         expected = context.get("expected") or context.get("expected_tags")
-        need = "a table" if kind in ("model_type", "dict_type") else expected or _expected_input(item["msg"])
+        message = re.match("Input should be (.*?)(, unable to .*)?$", item["msg"])  # the second part: why it failed
+        need = "a table" if kind in ("model_type", "dict_type") else expected or (message and message[1])
         if kind == "extra_forbidden":
             unknown[location] = f"unknown key {path} ({_suggest_key(model, location)})"
         elif kind in ("missing", "union_tag_not_found"):
             invalid[location] = f"{path} is required: add it"
         elif need:  # each member of a union has its own expectation
-            needs = expectations.setdefault(location, [])
-            needs.append(need)
-            invalid[location] = f"{path} must be {' or '.join(needs)}{shown}{_suggest_value(expected, value)}"
+            needs[location] = f"{needs[location]} or {need}" if location in needs else need
+            invalid[location] = f"{path} must be {needs[location]}{shown}{_suggest_value(expected, value)}"
         else:
             reason = re.sub("^(Value|Assertion) error, ", "", item["msg"])
             invalid[location] = f"{path}: {reason}{shown}" if location else reason
     return [_one_line(message) for message in [*unknown.values(), *invalid.values()]]
-
-
-def _expected_input(message: str) -> str:
-    """The expectation in a pydantic message, without the reason it failed; empty for other kinds of message."""
-    match = re.match("Input should be (.*?)(, unable to .*)?$", message)
-    return match[1] if match else ""
 
 
 def _location(raw: Location, settings: Any, *, missing: bool) -> Location:
@@ -258,11 +246,9 @@ def _location(raw: Location, settings: Any, *, missing: bool) -> Location:
 
 
 def _dotted(location: Location) -> str:
-    """Format a location as an override would name it, in one line, since a key can be any text."""
-    names = (
-        f"[{name}]" if isinstance(name, int) else f".{truncate_text(_one_line(str(name)), 80)}" for name in location
-    )
-    return "".join(names).lstrip(".")
+    """A location as an override would name it, in one line, since a key can be any text."""
+    shown = (f"[{key}]" if isinstance(key, int) else f".{truncate_text(_one_line(key), 80)}" for key in location)
+    return "".join(shown).lstrip(".")
 
 
 def _display_value(value: Any) -> str:
@@ -274,8 +260,8 @@ def _display_value(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())
 
 
 def _suggest_value(expected: str | None, value: Any) -> str:
@@ -287,11 +273,11 @@ def _suggest_key(model: type[BaseModel], location: Location) -> str:
     section, key = location[:-1], str(location[-1])
     siblings = [name for parent in _models_at(model, section) for name in parent.model_fields]
     guesses = [_dotted((*section, near)) for near in difflib.get_close_matches(key, siblings, n=1)]
-    everywhere = dict.fromkeys(setting_paths(model))
-    guesses += [path for path in everywhere if path.rpartition(".")[2] == key][:2]
+    names = {path: path.rpartition(".")[2] for path in setting_paths(model)}
+    guesses += [path for path, name in names.items() if name == key][:2]
     if not guesses:
-        names = {path.rpartition(".")[2]: path for path in everywhere}
-        guesses = [names[near] for near in difflib.get_close_matches(key, names, n=1, cutoff=0.8)]
+        last_paths = {name: path for path, name in names.items()}
+        guesses = [last_paths[near] for near in difflib.get_close_matches(key, last_paths, n=1, cutoff=0.8)]
     if guesses:
         return f"did you mean {' or '.join(f'`{guess}`' for guess in dict.fromkeys(guesses))}?"
     known = ", ".join(siblings[:MAX_SHOWN_KEYS]) + (", …" if len(siblings) > MAX_SHOWN_KEYS else "")
@@ -341,19 +327,17 @@ def to_toml(model: BaseModel, *, changed_only: bool = False) -> str:
 
 def _unwritable_nones(value: Any, location: Location) -> Iterator[Location]:
     """Locations of None values that would not survive a round trip, because omitting them restores another value."""
-    items: list[tuple[int | str, Any, bool]] = []
-    if isinstance(value, BaseModel):
-        for name, field in type(value).model_fields.items():
-            none_by_default = field.default is None and field.default_factory is None
-            items.append((name, getattr(value, name), none_by_default))
-    elif isinstance(value, dict):
-        items = [(str(key), item, False) for key, item in value.items()]
+    fields = type(value).model_fields if isinstance(value, BaseModel) else {}
+    none_by_default = {n for n, field in fields.items() if field.default is None and field.default_factory is None}
+    items: Iterable[tuple[int | str, Any]] = ((name, getattr(value, name)) for name in fields)
+    if isinstance(value, dict):
+        items = ((str(key), item) for key, item in value.items())
     elif isinstance(value, list | tuple):
-        items = [(i, item, False) for i, item in enumerate(value)]
-    for key, item, none_by_default in items:
+        items = enumerate(value)
+    for key, item in items:
         if item is not None:
             yield from _unwritable_nones(item, (*location, key))
-        elif not none_by_default:
+        elif key not in none_by_default:
             yield (*location, key)
 
 

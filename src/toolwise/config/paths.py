@@ -31,10 +31,10 @@ def relative_paths(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _apply(value: Any, keys: list[str], rule: PathRule, folder: Path) -> None:
-    key, rest = keys[0], keys[1:]
-    matches: list[Any] = [key] if isinstance(value, dict) and key in value else []
-    if key == "*":
-        matches = list(range(len(value))) if isinstance(value, list) else []
+    key, *rest = keys
+    matches: list[Any] = [key] if isinstance(value, dict) and key in value and key != "*" else []
+    if key == "*" and isinstance(value, list):
+        matches = list(range(len(value)))
     for match in matches:
         if rest:
             _apply(value[match], rest, rule, folder)
@@ -77,9 +77,8 @@ def _tool(value: Any, folder: Path) -> Any:
     """A tool given by name or as a table. Which options of user-defined tools are paths is unknown."""
     if not isinstance(value, dict):
         return _reference(value, folder)
-    paths = _TOOL_PATHS.get(str(value.get("name")), ())
-    resolved = {key: _path(option, folder) if key in paths else option for key, option in value.items()}
-    return resolved | ({"name": _reference(value["name"], folder)} if "name" in value else {})
+    rules = dict.fromkeys(_TOOL_PATHS.get(str(value.get("name")), ()), _path) | {"name": _reference}
+    return {key: rules[key](option, folder) if key in rules else option for key, option in value.items()}
 
 
 _TOOL_PATHS = {"search": ("folder", "file", "cache", "wordnet"), "mcp": ("cwd",)}
@@ -87,6 +86,7 @@ _PATH_RULES: dict[str, PathRule] = {
     "data.train": _path,
     "data.val": _path,
     "model.path": _existing_folder,
+    "model.chat_template": _path,
     "rollout.tool_parser": _reference,
     "rollout.vllm.weights_dir": _path,
     "rollout.grammar.json_schema": _path,

@@ -11,7 +11,11 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_va
 from toolwise.config.imports import check_name
 from toolwise.config.loader import Section
 
-TOOL_PARSERS = ("auto", "hermes", "qwen", "llama3", "mistral", "rlla", "action", "openai", "none")
+TOOL_PARSERS = (
+    "auto", "hermes", "qwen", "qwen3_coder", "llama3", "mistral", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm",
+    "gpt_oss", "kimi_k2", "granite", "phi4", "gemma3", "functiongemma", "gemma4", "smollm3", "cohere", "lfm2", "olmo3",
+    "minimax", "seed_oss", "nemotron", "hunyuan", "internlm", "muse_glimmer", "rlla", "action", "openai", "none",
+)  # fmt: skip
 ToolParserName = Annotated[str, AfterValidator(partial(check_name, names=TOOL_PARSERS))]
 
 
@@ -67,11 +71,11 @@ class RolloutConfig(Section):
     """Sampling temperature."""
     max_new_tokens: PositiveInt = 256
     """Maximum tokens per turn."""
-    tool_parser: ToolParserName = "hermes"
-    """How tool calls are parsed from the model's text: "hermes", "qwen", "llama3", "mistral", "rlla", "action", or a
-    function or class as package.module:name or path/to/file.py:name (docs/tools.md). "auto" follows the chat template,
-    or each text if the template is not recognized; "openai" leaves parsing to the server; "none" leaves the text as is
-    (RLLA: no tools run)."""
+    tool_parser: ToolParserName = "auto"
+    """How tool calls are parsed from the model's text: "hermes", "qwen", "llama3", "mistral", "rlla", "action", another
+    format of docs/tools.md, or a function or class as package.module:name or path/to/file.py:name. "auto" follows the
+    chat template, or each text if the template is not recognized; "openai" leaves parsing to the server; "none" leaves
+    the text as is (RLLA: no tools run)."""
     tool_prompt: Literal["auto", "template", "system"] = "auto"
     """Who describes the tools to the model: its chat template, or Toolwise in the system message, in the format that
     `tool_parser` reads. "auto" uses the template if it shows tools, and the system message if it ignores them."""

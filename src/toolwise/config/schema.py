@@ -18,7 +18,14 @@ from toolwise.config.trainer import TrainerConfig
 
 class ModelConfig(Section):
     path: str = "builtin:small"
-    """Hugging Face model folder, hub name, or "builtin:small", the bundled model."""
+    """Hugging Face model folder, hub name (owner/name), or "builtin:small", the bundled model."""
+    revision: str = ""
+    """Branch, tag or commit of a model from a hub; empty: its main branch."""
+    chat_template: Path | None = None
+    """Jinja file to use instead of the model's own chat template; checkpoints and exports contain it."""
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Values for the chat template, such as {enable_thinking = false}, {reasoning_effort = "low"} or
+    {date_string = "1 January 2026"}."""
     device: str = "auto"
     """"auto": a GPU if there is one, else the CPU."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -287,6 +294,7 @@ class RunConfig(Section):
 
 
 INFERENCE_FIELDS: dict[str, Any] = {
+    "model": {"template_kwargs"},
     "rollout": {
         "temperature": True,
         "max_new_tokens": True,

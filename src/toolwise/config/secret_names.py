@@ -61,9 +61,7 @@ def find_secret(source: str) -> str | None:
         if isinstance(node, ast.Constant) and is_secret(name, node.value):
             return name
     constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    texts = (value for value in constants if isinstance(value, str))
-    secret = next((text for text in texts if is_secret("", text)), None)
-    return f"{secret[:4]!r}…" if secret is not None else None
+    return next((f"{str(value)[:4]!r}…" for value in constants if is_secret("", value)), None)
 
 
 def _named_values(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
@@ -88,7 +86,5 @@ def _named_values(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
 
 def _names(target: ast.expr) -> Iterator[str]:
     match target:
-        case ast.Name(id=name) | ast.Attribute(attr=name):
-            yield name
-        case ast.Subscript(slice=ast.Constant(value=str(name))):
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.Subscript(slice=ast.Constant(value=str(name))):
             yield name

@@ -14,6 +14,8 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +37,7 @@ class Siblings:
         self.package = f"{PREFIX}{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
         self.builtins = {**vars(builtins), "__import__": self._import}
         """The `__builtins__` of a module whose import statements should also find its siblings."""
-        self._private_cache: dict[str, bool] = {}
+        self._is_private = cache(self._find_private)
         root = ModuleType(self.package)
         root.__path__ = [str(folder)]
         sys.modules[self.package] = root
@@ -57,34 +59,25 @@ class Siblings:
         importlib.import_module(qualified)
         return sys.modules[f"{self.package}.{top}"]
 
-    def _is_private(self, top: str) -> bool:
-        """Whether `top` is a module in the folder that an ordinary import would not find."""
-        if top not in self._private_cache:
-            self._private_cache[top] = self._find_private(top)
-        return self._private_cache[top]
-
     def _find_private(self, top: str) -> bool:
+        """Whether `top` is a module in the folder that an ordinary import would not find."""
         base = self.folder / top
-        if not top or top in _NEVER_SIBLINGS or not (base.is_dir() or _file_of(base)):
-            return False
-        try:
-            spec = importlib.util.find_spec(top)
-        except (ImportError, ValueError, AttributeError):
-            spec = None
         file = _file_of(base)
+        if not top or top in _NEVER_SIBLINGS or not (file or base.is_dir()):
+            return False
+        spec = None
+        with suppress(ImportError, ValueError, AttributeError):
+            spec = importlib.util.find_spec(top)
         if spec is None or file is None:  # a folder without __init__.py yields to any other module of that name
             return spec is None
         return spec.origin is None or Path(spec.origin).resolve() != file.resolve()
 
     def spec_of(self, name: str, parts: ModulePath) -> ModuleSpec | None:
         base = self.folder.joinpath(*parts)
-        file = _file_of(base)
-        if file is not None:
-            search_locations = [str(base)] if file.name == "__init__.py" else None
+        if (file := _file_of(base)) is not None:
+            inner = [str(base)] if file.name == "__init__.py" else None
             loader = _Loader(name, str(file), self)
-            return importlib.util.spec_from_file_location(
-                name, file, loader=loader, submodule_search_locations=search_locations
-            )
+            return importlib.util.spec_from_file_location(name, file, loader=loader, submodule_search_locations=inner)
         if not base.is_dir():
             return None
         spec = ModuleSpec(name, None, is_package=True)
@@ -128,8 +121,7 @@ def siblings_of(file: Path) -> Siblings:
 
 def _file_of(base: Path) -> Path | None:
     """The file of the module at `base`, a path without a suffix."""
-    candidates = (base / "__init__.py", base.parent / f"{base.name}.py")
-    return next((path for path in candidates if path.is_file()), None)
+    return next((path for path in (base / "__init__.py", base.parent / f"{base.name}.py") if path.is_file()), None)
 
 
 def imported_siblings(file: Path) -> list[Path]:
@@ -143,16 +135,14 @@ def imported_siblings(file: Path) -> list[Path]:
     pending = [file]
     while pending:
         source = pending.pop()
-        for parts in _imports(source, packages[source]):
-            for path, package in _modules(file.parent, parts):
-                if path not in packages and _is_python_file_in(root, path):
-                    packages[path] = package
-                    pending.append(path)
+        for path, package in (m for parts in _imports(source, packages[source]) for m in _modules(file.parent, parts)):
+            if path not in packages and _is_python_file_in(root, path):
+                packages[path] = package
+                pending.append(path)
     return [path for path in packages if path != file]
 
 
 def _is_python_file_in(root: Path, path: Path) -> bool:
-    """Whether `path`, with symlinks resolved, is a Python file in `root`."""
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError):  # deleted meanwhile; a symlink loop

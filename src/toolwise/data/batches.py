@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,59 +27,42 @@ class Batches(Iterator[list[Task]]):
         shuffle: bool = True,
         drop_last: bool = True,
     ) -> None:
-        if not tasks:
-            raise ConfigError("no tasks; give a file with at least one row")
-        if batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
-        if drop_last and batch_size > len(tasks):
-            raise ConfigError(
-                f"batch_size {batch_size} is more than the {len(tasks)} tasks, and drop_last "
-                "drops short batches; lower batch_size or set drop_last to false"
-            )
-        if seed < 0:
-            raise ConfigError(f"seed is {seed}; it must be 0 or more")
-        self._tasks = list(tasks)
-        self._batch_size = batch_size
-        self._seed = seed
-        self._shuffle = shuffle
-        self._drop_last = drop_last
-        self._fingerprint = _fingerprint(self._tasks)
-        self._epoch = 0
-        self._position = 0
+        too_large = (
+            f"batch_size {batch_size} is more than the {len(tasks)} tasks, and drop_last drops short batches; lower "
+            "batch_size or set drop_last to false"
+        )
+        for is_wrong, problem in (
+            (not tasks, "no tasks; give a file with at least one row"),
+            (batch_size < 1, f"batch_size is {batch_size}; it must be at least 1"),
+            (drop_last and batch_size > len(tasks), too_large),
+            (seed < 0, f"seed is {seed}; it must be 0 or more"),
+        ):
+            if is_wrong:
+                raise ConfigError(problem)
+        self.tasks = list(tasks)
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._seed, self._shuffle = seed, shuffle
+        task_ids = json.dumps([task.task_id for task in tasks])
+        self._fingerprint = hashlib.sha256(task_ids.encode()).hexdigest()
+        self.epoch = self._position = 0
         self._order = self._permutation(0)
 
     @property
-    def tasks(self) -> list[Task]:
-        """All tasks in data order."""
-        return self._tasks
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the last batch, from 0."""
-        return self._epoch
-
-    @property
     def batches_per_epoch(self) -> int:
-        full, rest = divmod(len(self._tasks), self._batch_size)
-        return full + (1 if rest and not self._drop_last else 0)
-
-    def __iter__(self) -> Batches:
-        return self
+        return (math.floor if self._drop_last else math.ceil)(len(self.tasks) / self._batch_size)
 
     def __next__(self) -> list[Task]:
-        remaining = len(self._tasks) - self._position
-        if remaining < (self._batch_size if self._drop_last else 1):
-            self._epoch += 1
-            self._position = 0
-            self._order = self._permutation(self._epoch)
+        if len(self.tasks) - self._position < (self._batch_size if self._drop_last else 1):
+            self.epoch, self._position = self.epoch + 1, 0
+            self._order = self._permutation(self.epoch)
         indices = self._order[self._position : self._position + self._batch_size]
         self._position += len(indices)
-        return [self._tasks[i] for i in indices]
+        return [self.tasks[i] for i in indices]
 
     def state_dict(self) -> dict[str, Any]:
         """`position` counts tasks, not batches, so that a run can resume with a different batch size."""
         return {
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "position": self._position,
             "fingerprint": self._fingerprint,
             "seed": self._seed,
@@ -89,7 +73,7 @@ class Batches(Iterator[list[Task]]):
         if state.get("fingerprint") != self._fingerprint:
             raise CheckpointError(
                 f"the checkpoint was made with other data: its task ids differ from those of the "
-                f"{len(self._tasks)} current tasks; resume with the data file and limit of the first run"
+                f"{len(self.tasks)} current tasks; resume with the data file and limit of the first run"
             )
         for name, current in (("seed", self._seed), ("shuffle", self._shuffle)):
             if state.get(name) != current:
@@ -98,24 +82,18 @@ class Batches(Iterator[list[Task]]):
                     f"tasks would change mid-epoch; resume with {name} = {state.get(name)!r}"
                 )
         epoch, position = state.get("epoch"), state.get("position")
-        if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= len(self._tasks):
+        if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= len(self.tasks):
             raise CheckpointError(
                 f"the saved data position (epoch {epoch!r}, position {position!r}) is invalid for "
-                f"{len(self._tasks)} tasks; the checkpoint is damaged, resume from an older one"
+                f"{len(self.tasks)} tasks; the checkpoint is damaged, resume from an older one"
             )
-        self._epoch, self._position = epoch, position
+        self.epoch, self._position = epoch, position
         self._order = self._permutation(epoch)
 
     def _permutation(self, epoch: int) -> list[int]:
         import numpy as np
 
         if not self._shuffle:
-            return list(range(len(self._tasks)))
-        source = np.random.SeedSequence(self._seed, spawn_key=(epoch,))
-        order: list[int] = np.random.default_rng(source).permutation(len(self._tasks)).tolist()
-        return order
-
-
-def _fingerprint(tasks: Sequence[Task]) -> str:
-    ids = json.dumps([task.task_id for task in tasks])
-    return hashlib.sha256(ids.encode()).hexdigest()
+            return list(range(len(self.tasks)))
+        generator = np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=(epoch,)))
+        return list(map(int, generator.permutation(len(self.tasks))))

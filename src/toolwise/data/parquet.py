@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import UUID
 
-from toolwise.data.limits import MIN_CELL_BYTES, ReadBudget, one_line
+from toolwise.data.files import MIN_CELL_BYTES, ReadBudget, one_line
 from toolwise.errors import DataError
 
 _MAX_BATCH_ROWS = 1024
@@ -93,10 +94,9 @@ def _plain_type(arrow_type: Any) -> Any:
         return pa.time64("us")
     if pa.types.is_duration(arrow_type) and arrow_type.unit == "ns":
         return pa.duration("us")
-    if pa.types.is_list(arrow_type):
-        return pa.list_(arrow_type.value_field.with_type(_plain_type(arrow_type.value_type)))
-    if pa.types.is_large_list(arrow_type):
-        return pa.large_list(arrow_type.value_field.with_type(_plain_type(arrow_type.value_type)))
+    if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type):
+        make_list = pa.list_ if pa.types.is_list(arrow_type) else pa.large_list
+        return make_list(arrow_type.value_field.with_type(_plain_type(arrow_type.value_type)))
     if pa.types.is_struct(arrow_type):
         return pa.struct([field.with_type(_plain_type(field.type)) for field in arrow_type])
     return arrow_type
@@ -110,8 +110,11 @@ def _rows(path: Path, batch: Any) -> Iterator[dict[str, Any]]:
         except Exception as error:
             raise _unsupported_value(path, name, f"values that cannot be read ({one_line(error)})") from error
     for values in zip(*columns, strict=True):
-        row = zip(names, values, strict=True)
-        yield {name: _to_json_value(path, name, value) for name, value in row if value is not None}
+        yield {
+            name: _to_json_value(path, name, value)
+            for name, value in zip(names, values, strict=True)
+            if value is not None
+        }
 
 
 def _to_json_value(path: Path, column: str, value: Any) -> Any:
@@ -125,29 +128,32 @@ def _to_json_value(path: Path, column: str, value: Any) -> Any:
         return [_to_json_value(path, column, item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): _to_json_value(path, column, item) for key, item in value.items() if item is not None}
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, datetime.timedelta):
-        return value.total_seconds()
-    if isinstance(value, Decimal):
-        return _decimal_to_json(path, column, value)
-    if isinstance(value, bytes):
-        try:
-            return value.decode("utf-8")
-        except UnicodeDecodeError:
-            raise _unsupported_value(path, column, "bytes that are not UTF-8 text") from None
-    if isinstance(value, UUID):
-        return str(value)
+    for kind, convert, problem in _CONVERTERS:
+        if isinstance(value, kind):
+            try:
+                return convert(value)
+            except ValueError:
+                raise _unsupported_value(path, column, problem.format(value)) from None
     raise _unsupported_value(path, column, f"a {type(value).__name__}")
 
 
-def _decimal_to_json(path: Path, column: str, value: Decimal) -> int | float | str:
+def _decimal_to_json(value: Decimal) -> int | float | str:
     """An int or float, or text if a float would lose digits."""
-    if not value.is_finite() or not math.isfinite(float(value)):
-        raise _unsupported_value(path, column, f"the decimal {value}")
+    if not math.isfinite(float(value)):
+        raise ValueError
     if value == value.to_integral_value():
         return int(value)
     return float(value) if Decimal(repr(float(value))) == value else str(value)
+
+
+_CONVERTERS: tuple[tuple[Any, Callable[[Any], Any], str], ...] = (
+    (datetime.date | datetime.time, methodcaller("isoformat"), ""),
+    (datetime.timedelta, datetime.timedelta.total_seconds, ""),
+    (Decimal, _decimal_to_json, "the decimal {}"),
+    (UUID, str, ""),
+    (bytes, bytes.decode, "bytes that are not UTF-8 text"),
+)
+"""Type, conversion, and what a value is that cannot be converted (a ValueError)."""
 
 
 def _unsupported_value(path: Path, column: str, what: str) -> DataError:

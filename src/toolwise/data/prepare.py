@@ -173,8 +173,6 @@ def _check_tools(path: Path, number: int, field: str, instruction: str) -> None:
 def _required_text(path: Path, number: int, row: Row, field: str) -> str:
     value = row.get(field)
     if not isinstance(value, str) or not value.strip():
-        has = ", ".join(row) or "nothing"
-        raise row_error(
-            path, number, field, f"missing or empty (the row has {has}); check that this is the right dataset"
-        )
+        problem = f"missing or empty (the row has {', '.join(row) or 'nothing'}); check that this is the right dataset"
+        raise row_error(path, number, field, problem)
     return value

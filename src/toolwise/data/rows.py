@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from toolwise.data.files import Row, drop_nulls, read_rows, row_error
-from toolwise.data.tokens import read_prompt_ids
+from toolwise.data.prompts import first_error, read_message, read_prompt_ids
 from toolwise.errors import DataError
 from toolwise.messages import Message
 from toolwise.types import Task
@@ -54,11 +54,15 @@ _TASK_OPTIONS = frozenset({"tools", "tools_kwargs", "interaction_kwargs", "need_
 
 def load_tasks(path: str | Path, *, limit: int | None = None) -> list[Task]:
     """Loads the tasks of a Parquet, JSONL or JSON file in order; raises `DataError` for the first bad row."""
-    path = Path(path)
+    return tasks_from_rows(Path(path), read_rows(path, limit=limit))
+
+
+def tasks_from_rows(path: Path, rows: Iterable[Task | Mapping[str, Any]]) -> list[Task]:
+    """`path` is for ids and errors."""
+    tasks: list[Task] = []
     rows_by_id: dict[str, int] = {}
-    tasks = []
-    for number, row in enumerate(read_rows(path, limit=limit)):
-        task = read_task(path, number, row, rows_by_id)
+    for number, row in enumerate(rows):
+        task = row if isinstance(row, Task) else read_task(path, number, dict(row), rows_by_id)
         rows_by_id[task.task_id] = number
         tasks.append(task)
     return tasks
@@ -78,8 +82,11 @@ class _RowReader:
     def __init__(self, path: Path, number: int, row: Row) -> None:
         self.path = path
         self.number = number
-        without_nan = {key: self.without_nan(key, value) for key, value in row.items()}
-        self.row = {key: _without_nulls(key, value) for key, value in without_nan.items() if value is not None}
+        self.row = {
+            key: _without_nulls(key, value)
+            for key, value in ((key, self.without_nan(key, value)) for key, value in row.items())
+            if value is not None
+        }
         self.extra = drop_nulls(self.parse_object(self.row.get("extra_info"), "extra_info"))
         self.extra |= {name: self.row[name] for name in _LABEL_COLUMNS if name in self.row}
         if isinstance(self.extra.get("tool_families"), str):
@@ -120,7 +127,7 @@ class _RowReader:
                 termination_regex=self.termination_regex(),
             )
         except ValidationError as error:
-            raise self.error(*_first_error(error)) from error
+            raise self.error(*first_error(error)) from error
 
     def task_option(self, name: str) -> tuple[Any, str]:
         """A value from `extra_info` or from its own column, and the name of that field."""
@@ -141,8 +148,7 @@ class _RowReader:
         if isinstance(value, str):
             value = self.parse_json(value, field)
         if not isinstance(value, dict):
-            kind = type(value).__name__
-            raise self.error(field, f"a {kind}, not an object; write an object or its JSON text")
+            raise self.error(field, f"a {type(value).__name__}, not an object; write an object or its JSON text")
         return value
 
     def parse_json(self, text: str, field: str) -> Any:
@@ -156,30 +162,14 @@ class _RowReader:
         if value is None and not required:
             return []
         if value is None or value in ("", []):
-            hint = "give messages, a string or prompt_ids"
-            if "messages" in self.row:
-                hint = "rename the column `messages` to it"
+            misnamed = "messages" in self.row
+            hint = "rename the column `messages` to it" if misnamed else "give messages, a string or prompt_ids"
             raise self.error("prompt", f"missing or empty; {hint}")
         if isinstance(value, str):
             value = [{"role": "user", "content": value}]
         if not isinstance(value, list):
             raise self.error("prompt", f"a {type(value).__name__}; give a list of messages or a string")
-        return [self.message(item, f"prompt[{i}]") for i, item in enumerate(value)]
-
-    def message(self, value: Any, field: str) -> Message:
-        if not isinstance(value, dict):
-            raise self.error(field, f"a {type(value).__name__}, not a message; write {{role, content}}")
-        try:
-            message = Message.model_validate(value)
-            (message.content or "").encode()
-        except ValidationError as error:
-            inner, problem = _first_error(error)
-            raise self.error(f"{field}.{inner}".rstrip("."), problem) from error
-        except UnicodeEncodeError as error:
-            raise self.error(f"{field}.content", f"not valid Unicode ({error.reason}); correct the text") from error
-        if message.content is None and not message.tool_calls:
-            raise self.error(f"{field}.content", "missing; only an assistant message with tool_calls may leave it out")
-        return message
+        return [read_message(self.error, item, f"prompt[{i}]") for i, item in enumerate(value)]
 
     def ground_truth(self) -> Any:
         inner, column = self.reward_model.get("ground_truth"), self.row.get("ground_truth")
@@ -190,15 +180,13 @@ class _RowReader:
     def tools_kwargs(self) -> dict[str, dict[str, dict[str, Any]]]:
         value, field = self.task_option("tools_kwargs")
         result: dict[str, dict[str, dict[str, Any]]] = {}
-        for tool, settings in self.parse_object(value, field).items():
-            if settings is None:
-                continue
+        tools = self.parse_object(value, field)
+        for tool, settings in ((tool, settings) for tool, settings in tools.items() if settings is not None):
             phases = self.parse_object(settings, f"{field}.{tool}")
-            for phase in phases:
-                if phase not in TOOL_PHASES:
-                    matches = difflib.get_close_matches(phase, TOOL_PHASES, n=1)
-                    hint = f"did you mean {matches[0]}?" if matches else f"use one of {', '.join(TOOL_PHASES)}"
-                    raise self.error(f"{field}.{tool}.{phase}", f"not a phase of the tool life cycle; {hint}")
+            for phase in (name for name in phases if name not in TOOL_PHASES):
+                matches = difflib.get_close_matches(phase, TOOL_PHASES, n=1)
+                hint = f"did you mean {matches[0]}?" if matches else f"use one of {', '.join(TOOL_PHASES)}"
+                raise self.error(f"{field}.{tool}.{phase}", f"not a phase of the tool life cycle; {hint}")
             result[tool] = {name: self.parse_object(item, f"{field}.{tool}.{name}") for name, item in phases.items()}
         return result
 
@@ -226,19 +214,19 @@ class _RowReader:
         return list(tools_kwargs)
 
     def reward_kwargs(self) -> dict[str, Any]:
-        columns = {name: value for name, value in self.row.items() if name not in KNOWN_COLUMNS}
         criteria = self.parse_object(self.row.get("evaluation_criteria"), "evaluation_criteria")
-        model_fields = {
-            name: value for name, value in self.reward_model.items() if name not in ("ground_truth", "style")
-        }
         result: dict[str, Any] = {}
-        for prefix, fields in (("", columns), ("evaluation_criteria.", criteria), ("reward_model.", model_fields)):
-            for name, value in fields.items():
+        for prefix, fields, known in (
+            ("", self.row, KNOWN_COLUMNS),
+            ("evaluation_criteria.", criteria, ()),
+            ("reward_model.", self.reward_model, ("ground_truth", "style")),
+        ):
+            for name in (name for name in fields if name not in known):
                 if name in _RESERVED_ARGUMENTS:
                     raise self.error(prefix + name, f"rewards already have an argument `{name}`; rename it")
                 if name in result:
                     raise self.error(prefix + name, "the row has another value with this name; rename one of them")
-                result[name] = value
+                result[name] = fields[name]
         return result
 
     def termination_regex(self) -> str | None:
@@ -289,10 +277,3 @@ def _without_nulls(column: str, value: Any) -> Any:
     if column == "reward_model" and isinstance(value, dict):
         return {key: _without_nulls(key, item) for key, item in value.items() if item is not None}
     return drop_nulls(value)
-
-
-def _first_error(error: ValidationError) -> tuple[str, str]:
-    """The location and one-line message of the first validation error."""
-    fault = error.errors()[0]
-    got = f", got {fault['input']!r:.60}" if fault["type"] != "missing" else ""
-    return ".".join(str(part) for part in fault["loc"]), f"{fault['msg']}{got}; correct it"

@@ -27,7 +27,7 @@ def describe_tasks(path: str | Path) -> dict[str, Any]:
     """Statistics of a task file, as JSON-ready values. A bad row raises the same `DataError` as loading it."""
     path = Path(path)
     tasks = load_tasks(path)
-    tools = [_tool_names(path, number, task) for number, task in enumerate(tasks)]
+    tools = (_tool_names(path, number, task) for number, task in enumerate(tasks))
     listed = [names for names in tools if names is not None]
     return {
         "file": str(path),
@@ -57,7 +57,7 @@ def stats_table(description: dict[str, Any]) -> Table:
     table.add_column(overflow="fold")
     for name, value in description.items():
         if name != "file" and value not in (None, {}):
-            table.add_row(_field_label(name), Text(escape_controls(_cell(name, value))))
+            table.add_row(name.replace("_", " "), Text(escape_controls(_cell(name, value))))
     return table
 
 
@@ -66,11 +66,7 @@ def _cell(field: str, value: Any) -> str:
         return _number(field, value)
     if field in _COUNTS:
         return ", ".join(f"{name} ({count:,})" for name, count in value.items())
-    return " · ".join(f"{_field_label(name)} {_number(name, item)}" for name, item in value.items())
-
-
-def _field_label(name: str) -> str:
-    return name.replace("_", " ")
+    return " · ".join(f"{name.replace('_', ' ')} {_number(name, item)}" for name, item in value.items())
 
 
 def _number(name: str, value: Any) -> str:
@@ -135,6 +131,5 @@ def _quantiles(values: Sequence[int]) -> dict[str, float] | None:
     if not values:
         return None
     ordered = sorted(values)
-    last = len(ordered) - 1
-    quantiles: dict[str, float] = {name: ordered[round(share * last)] for name, share in _QUANTILES.items()}
-    return quantiles | {"mean": sum(ordered) / len(ordered)}
+    quantiles = {name: ordered[round(share * (len(ordered) - 1))] for name, share in _QUANTILES.items()}
+    return {**quantiles, "mean": sum(ordered) / len(ordered)}

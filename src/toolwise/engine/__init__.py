@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from toolwise.engine.engine import Engine
 from toolwise.engine.paged_attention import supports_paged_attention
+from toolwise.engine.paths import engine_path
 from toolwise.engine.request import ContinuationScores
 
-__all__ = ["ContinuationScores", "Engine", "supports_paged_attention"]
+__all__ = ["ContinuationScores", "Engine", "engine_path", "supports_paged_attention"]

@@ -1,67 +1,140 @@
-"""A lean forward pass of Llama, Qwen2 or Qwen3 on a CPU, one token per row.
+"""A lean forward pass of a described decoder (`models/decoder_layers.py`), one token per row.
 
 For a small model, the overhead of the stock forward takes several times as long as the computation.
-`supports_cpu_forward` tells which models are supported; all others use the stock forward.
+`cpu_forward_problem` tells which models are supported; all others use the stock forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Embedding, Linear
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import embedding, linear, rms_norm
 
-from toolwise.kernels.llama import unsupported_reason
+from toolwise.models.attention_layers import state_difference
+from toolwise.models.attention_probe import inference_copy
+from toolwise.models.decoder_layers import (
+    Decoder,
+    DecoderLayer,
+    RmsNorm,
+    UndescribedError,
+    describe_decoder,
+    max_context,
+)
+from toolwise.models.dense_attention import dense_attention
 
 AttentionFn = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, query [rows, heads, size], key, value, scale) -> [rows, heads * size]"""
 Rope = tuple[Tensor, Tensor]
 """cos and sin of each row's position, [rows, 1, size]; sin carries the sign of the rotation."""
+Ropes = Mapping[str, Rope]
+"""The rope of each layer that has one, by its name in the description."""
+PROBE_TOKENS, MAX_PROBED_POSITION = 6, 1 << 20
+_PROBLEMS: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+
+
+def cpu_forward_problem(model: Any) -> str | None:
+    """Why `CpuForward` does not support the model, in a few words; None if it does."""
+    weight = model.get_input_embeddings().weight
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return f"the fast path of the CPU computes in float32, not {str(weight.dtype).removeprefix('torch.')}"
+    return description_problem(model)
 
 
 def supports_cpu_forward(model: Any) -> bool:
-    """Whether `CpuForward` supports the model: fp32, rope that depends only on the position, linear projections with or
-    without adapters."""
-    weight = model.get_input_embeddings().weight
-    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return on_cpu and unsupported_reason(model, any_head_size=True) is None
+    return cpu_forward_problem(model) is None
 
 
-def rope_per_step(trunk: Any, starts: np.ndarray[Any, Any], steps: int) -> list[Rope]:
-    """Rope of each step, one position further per step."""
-    positions = torch.from_numpy(starts + np.arange(steps)[:, None])
-    cos, sin = trunk.rotary_emb(trunk.embed_tokens.weight, positions)
+def description_problem(model: Any) -> str | None:
+    """Why the model does not fit the description of a decoder; None if it does, also in the numbers that it gives."""
+    try:
+        decoder = describe_decoder(model)
+    except UndescribedError as problem:
+        return str(problem)
+    trunk = decoder.trunk
+    if trunk not in _PROBLEMS:
+        # Some models scale their queries far into a text.
+        last = min(max_context(trunk.config), MAX_PROBED_POSITION) - PROBE_TOKENS
+        differences = (_difference(decoder, first) for first in sorted({0, max(0, last)}))
+        difference = next((difference for difference in differences if difference is not None), None)
+        _PROBLEMS[trunk] = None if difference is None else f"its layers compute another formula ({difference})"
+    return _PROBLEMS[trunk]
+
+
+@torch.no_grad()
+def _difference(decoder: Decoder, first: int) -> str | None:
+    """How the hidden states of a short text, from position `first`, differ from those of the stock forward."""
+    trunk = inference_copy(decoder.trunk)
+    device = trunk.embed_tokens.weight.device
+    ids = torch.arange(3, 3 + 5 * PROBE_TOKENS, 5, device=device) % int(trunk.config.vocab_size)
+    positions = torch.arange(PROBE_TOKENS, device=device)
+    distance = positions[:, None] - positions
+
+    def attend(index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        layer = decoder.layers[index].attention
+        hidden = (distance < 0) | (distance >= (layer.window or PROBE_TOKENS))
+        mask = torch.zeros(hidden.shape, dtype=query.dtype, device=device).masked_fill_(hidden, -torch.inf)
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        return dense_attention(query, key, value, mask, scale=scale, softcap=layer.softcap).transpose(0, 1).flatten(1)
+
+    positions = positions[None] + first
+    with torch.autocast(device.type, enabled=False):
+        ropes = {name: _signed(cos[0], sin[0]) for name, (cos, sin) in decoder.ropes(positions).items()}
+        found = CpuForward(decoder).forward(ids, ropes, attend)
+        expected = trunk(input_ids=ids[None], position_ids=positions, use_cache=False).last_hidden_state[0]
+    return state_difference(found, expected)
+
+
+def _signed(cos: Tensor, sin: Tensor) -> Rope:
+    """The rope of [rows, size] angles."""
+    sin = sin.clone()
     sin[..., : sin.shape[-1] // 2].neg_()
-    return list(zip(cos.unsqueeze(2), sin.unsqueeze(2), strict=True))
+    return cos.unsqueeze(-2), sin.unsqueeze(-2)
+
+
+def ropes_per_step(decoder: Decoder, starts: np.ndarray[Any, Any], steps: int) -> list[Ropes]:
+    """Ropes of each step, one position further per step."""
+    positions = torch.from_numpy(starts + np.arange(steps)[:, None])
+    ropes = {name: _signed(cos, sin) for name, (cos, sin) in decoder.ropes(positions).items()}
+    return [{name: (cos[step], sin[step]) for name, (cos, sin) in ropes.items()} for step in range(steps)]
 
 
 class CpuForward:
     """The current parameters of a model, collected once per call: looking them up takes time too."""
 
-    def __init__(self, trunk: Any) -> None:
-        plain = type(trunk.embed_tokens) is Embedding
-        self.embed = partial(embedding, weight=trunk.embed_tokens.weight) if plain else trunk.embed_tokens
-        self.norm = _norm(trunk.norm)
-        self.layers = [_Layer.of(layer) for layer in trunk.layers]
+    def __init__(self, decoder: Decoder) -> None:
+        embed = decoder.trunk.embed_tokens
+        self.embed = partial(embedding, weight=embed.weight) if type(embed) is Embedding else embed
+        self.embed_scale = decoder.embed_scale
+        self.norm = decoder.norm.weight.to(embed.weight.dtype), decoder.norm.epsilon
+        self.layers = [_Layer.of(layer) for layer in decoder.layers]
 
-    def forward(self, ids: Tensor, rope: Rope, attend: AttentionFn) -> Tensor:
+    def forward(self, ids: Tensor, ropes: Ropes, attend: AttentionFn) -> Tensor:
         """Final hidden states [rows, width], from one token per row."""
         states = self.embed(ids)
+        if self.embed_scale != 1.0:
+            states = states * self.embed_scale
         for number, layer in enumerate(self.layers):
-            normed = _apply_norm(states, layer.before_attention)
-            query, key, value = (part(normed).view(len(ids), -1, layer.size) for part in layer.projections)
-            if layer.query_norm is not None and layer.key_norm is not None:
-                query, key = _apply_norm(query, layer.query_norm), _apply_norm(key, layer.key_norm)
-            mixed = attend(number, _apply_rope(query, rope), _apply_rope(key, rope), value, layer.scale)
-            states = states + layer.out(mixed)
-            normed = _apply_norm(states, layer.before_mlp)
-            states = states + layer.down(silu(layer.gate(normed)).mul_(layer.up(normed)))
+            normed = states if layer.before_attention is None else _apply_norm(states, layer.before_attention)
+            query, key, value = layer.heads(normed)
+            if layer.rope is not None:
+                rope = ropes[layer.rope]
+                query, key = _apply_rope(query, rope), _apply_rope(key, rope)
+            added = layer.out(attend(number, query, key, value, layer.scale))
+            if layer.changes_output:
+                added = layer.output(added, layer.after_attention)
+            states = states + added
+            added = layer.mlp(states if layer.before_mlp is None else _apply_norm(states, layer.before_mlp))
+            if layer.changes_output:
+                added = layer.output(added, layer.after_mlp)
+            states = states + added
         return _apply_norm(states, self.norm)
 
 
@@ -73,38 +146,80 @@ Projection = Callable[[Tensor], Tensor]
 class _Layer:
     size: int
     scale: float
-    projections: tuple[Projection, ...]
-    """Projections of queries, keys and values."""
+    qkv: tuple[Projection, ...]
+    widths: list[int]
+    """Widths of queries, keys and values."""
     query_norm: Norm | None
     key_norm: Norm | None
+    norms_heads: bool
+    """Whether these norms are of each head, not of all heads together."""
     out: Projection
-    before_attention: Norm
-    before_mlp: Norm
-    gate: Projection
-    up: Projection
+    before_attention: Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
+    gate_up: tuple[Projection, ...]
+    activation: Projection
     down: Projection
+    rope: str | None
+    residual_scale: float
+    changes_output: bool
+    """Whether the outputs of attention and MLP are normed or scaled before they are added."""
 
     @classmethod
-    def of(cls, layer: Any) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        headwise = hasattr(attention, "q_norm")
+    def of(cls, layer: DecoderLayer) -> _Layer:
+        shape, size = layer.attention, layer.attention.key_size
+        keys = shape.key_heads * size
         return cls(
-            size=attention.head_dim,
-            scale=attention.scaling,
-            projections=tuple(map(_projection, (attention.q_proj, attention.k_proj, attention.v_proj))),
-            query_norm=_norm(attention.q_norm) if headwise else None,
-            key_norm=_norm(attention.k_norm) if headwise else None,
-            out=_projection(attention.o_proj),
-            before_attention=_norm(layer.input_layernorm),
-            before_mlp=_norm(layer.post_attention_layernorm),
-            gate=_projection(mlp.gate_proj),
-            up=_projection(mlp.up_proj),
-            down=_projection(mlp.down_proj),
+            size=size,
+            scale=shape.scale,
+            qkv=tuple(map(_projection, layer.qkv)),
+            widths=[shape.heads * size, keys, keys],
+            query_norm=_norm(layer.q_norm),
+            key_norm=_norm(layer.k_norm),
+            norms_heads=layer.q_norm is None or len(layer.q_norm.module.weight) == size,
+            out=_projection(layer.out),
+            before_attention=_norm(layer.before_attention),
+            after_attention=_norm(layer.after_attention),
+            before_mlp=_norm(layer.before_mlp),
+            after_mlp=_norm(layer.after_mlp),
+            gate_up=tuple(map(_projection, layer.gate_up)),
+            activation=layer.activation,
+            down=_projection(layer.down),
+            rope=layer.rope,
+            residual_scale=layer.residual_scale,
+            changes_output=bool(layer.after_attention or layer.after_mlp or layer.residual_scale != 1.0),
         )
 
+    def heads(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values before rope, each [rows, heads, size]."""
+        if len(self.qkv) == 1:
+            query, key, value = torch.split(self.qkv[0](states), self.widths, -1)
+        else:
+            query, key, value = (part(states) for part in self.qkv)
+        norms = self.query_norm, self.key_norm
+        if norms[0] is not None and norms[1] is not None and not self.norms_heads:
+            query, key = _apply_norm(query, norms[0]), _apply_norm(key, norms[1])
+        query, key, value = (part.view(len(states), -1, self.size) for part in (query, key, value))
+        if norms[0] is not None and norms[1] is not None and self.norms_heads:
+            query, key = _apply_norm(query, norms[0]), _apply_norm(key, norms[1])
+        return query, key, value
 
-def _norm(module: Any) -> Norm:
-    return module.weight, module.variance_epsilon
+    def mlp(self, states: Tensor) -> Tensor:
+        if len(self.gate_up) == 1:
+            gate, up = self.gate_up[0](states).chunk(2, -1)
+            return self.down(self.activation(gate) * up)
+        to_gate, to_up = self.gate_up
+        return self.down(self.activation(to_gate(states)).mul_(to_up(states)))
+
+    def output(self, states: Tensor, norm: Norm | None) -> Tensor:
+        """What is added to the residual stream."""
+        states = states if norm is None else _apply_norm(states, norm)
+        return states if self.residual_scale == 1.0 else states * self.residual_scale
+
+
+def _norm(norm: RmsNorm | None) -> Norm | None:
+    return None if norm is None else (norm.weight.to(norm.module.weight.dtype), norm.epsilon)
 
 
 def _projection(module: Any) -> Projection:
@@ -120,4 +235,7 @@ def _apply_norm(states: Tensor, norm: Norm) -> Tensor:
 def _apply_rope(states: Tensor, rope: Rope) -> Tensor:
     """Swap the halves; the sign that stock code applies to one of them is already in sin."""
     cos, sin = rope
-    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
+    size = cos.shape[-1]
+    if size < states.shape[-1]:
+        return torch.cat([_apply_rope(states[..., :size], rope), states[..., size:]], -1)
+    return torch.addcmul(states * cos, states.roll(size // 2, -1), sin)

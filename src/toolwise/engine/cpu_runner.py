@@ -1,8 +1,9 @@
 """Decoding on a CPU: each request keeps its keys and values in a contiguous window from step to step.
 
-Small models are so fast that overhead dominates. So the parameters of a Llama or Qwen are called directly, many steps
-at a time, and keys and values are not gathered from blocks for each step: a window is filled once and grows by one
-token per step, and the new tokens are copied to their blocks when the steps are done. Prompts use the stock forward.
+Small models are so fast that overhead dominates. So the parameters of a described decoder are called directly, many
+steps at a time, and keys and values are not gathered from blocks for each step: a window is filled once and grows by
+one token per step, and the new tokens are copied to their blocks when the steps are done. Prompts use the stock
+forward.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from torch import Tensor
 
 from toolwise.engine import sampler
 from toolwise.engine.blocks import Lease
-from toolwise.engine.cpu_forward import AttentionFn, CpuForward, rope_per_step
+from toolwise.engine.cpu_forward import AttentionFn, CpuForward, ropes_per_step
 from toolwise.engine.request import Request
 from toolwise.engine.runner import Runner
+from toolwise.models.decoder_layers import Decoder, UndescribedError, describe_decoder
+from toolwise.models.dense_attention import dense_attention
 
 SPARE_TOKENS = 64
 """Spare room in a new window beyond the tokens held: moving to a larger one takes time."""
@@ -87,6 +90,24 @@ class WindowBatch:
             hidden = torch.arange(width) >= held[:, None]
             self.mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
+    def visible(self, step: int, window: int | None, queries: int) -> VisibleKeys:
+        """The keys that each request's next token sees, `step` steps after the first."""
+        longest, shortest = max(self.held) + step + 1, min(self.held) + step + 1
+        if window is None or window >= longest:
+            mask = None if self.mask is None else self.mask[:, None, None, :longest].expand(-1, 1, queries, -1)
+            return 0, longest, mask
+        first = max(0, shortest - window)
+        if shortest == longest:
+            return first, longest, None
+        distance = torch.tensor(self.held)[:, None] + step - torch.arange(first, longest)
+        hidden = (distance < 0) | (distance >= window)
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        return first, longest, mask[:, None, None].expand(-1, 1, queries, -1)
+
+
+VisibleKeys = tuple[int, int, Tensor | None]
+"""First and last key of a window that any row sees, and a mask if not all rows see all of them."""
+
 
 class CpuRunner(Runner):
     """A `Runner` that can also decode many steps at once."""
@@ -94,6 +115,7 @@ class CpuRunner(Runner):
     max_decode_steps = 32
 
     def __init__(self, model: Any, block_size: int, head: Callable[[Tensor], Tensor]) -> None:
+        self.decoder: Decoder | None = None
         super().__init__(model, block_size)
         self.head = head
         self._windows_by_width: dict[int, KVWindows] = {}
@@ -102,9 +124,15 @@ class CpuRunner(Runner):
         super().release()
         self._windows_by_width = {}
 
-    @staticmethod
-    def supports(request: Request) -> bool:
-        return request.decodes_freely and request.sampled > 0
+    def refresh(self) -> None:
+        super().refresh()
+        try:
+            self.decoder = describe_decoder(self.model, self.trunk)
+        except UndescribedError:  # adapters may have replaced a part that must be plain
+            self.decoder = None
+
+    def supports(self, request: Request) -> bool:
+        return self.decoder is not None and request.decodes_freely and request.sampled > 0
 
     def has_room(self, requests: Sequence[Request]) -> bool:
         """Whether windows for all requests fit into memory."""
@@ -128,8 +156,9 @@ class CpuRunner(Runner):
         ids = [request.tokens[-1] for request in batch_order]
         samplings, sampled = [request.sampling for request in batch_order], [request.sampled for request in batch_order]
         steps = min(steps, *(s.max_new_tokens - count for s, count in zip(samplings, sampled, strict=True)))
-        ropes = rope_per_step(self.trunk, np.concatenate([batch.held for batch in batches]), steps)
-        model = CpuForward(self.trunk)
+        assert self.decoder is not None
+        ropes = ropes_per_step(self.decoder, np.concatenate([batch.held for batch in batches]), steps)
+        model = CpuForward(self.decoder)
         for step in range(steps):
             states = model.forward(torch.tensor(ids), ropes[step], self._attend(batches, step))
             sampled_ids, step_logprobs = sampler.draw(self.head(states), samplings, [count + step for count in sampled])
@@ -149,23 +178,27 @@ class CpuRunner(Runner):
         queries_per_kv_head, width = self.heads // self.key_heads, self.key_heads * self.head_size
         views = []
         for batch in batches:
-            offsets, keys = batch.write_offsets + step, max(batch.held) + step + 1
-            mask = None
+            offsets = batch.write_offsets + step
             if batch.mask is not None:
                 batch.mask.view(-1)[offsets] = 0.0
-                mask = batch.mask[:, None, None, :keys].expand(-1, 1, queries_per_kv_head, -1)
-            views.append((batch, offsets, keys, mask))
+            visible = {window: batch.visible(step, window, queries_per_kv_head) for window in set(self.windows)}
+            views.append((batch, offsets, visible))
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             outs = []
-            for batch, offsets, keys, mask in views:
-                count = len(batch.held)
+            window, softcap = self.windows[layer], self.softcaps[layer]
+            for batch, offsets, visible in views:
+                count, (first, last, mask) = len(batch.held), visible[window]
                 pair = batch.kv_windows.windows[layer], batch.kv_windows.windows[self.layers + layer]
-                for window, new in zip(pair, (key, value), strict=True):
-                    window.view(-1, width).index_copy_(0, offsets, new[batch.rows].reshape(count, width))
-                k, v = (window[:count, :keys].transpose(1, 2) for window in pair)
+                for kv_window, new in zip(pair, (key, value), strict=True):
+                    kv_window.view(-1, width).index_copy_(0, offsets, new[batch.rows].reshape(count, width))
+                k, v = (kv_window[:count, first:last].transpose(1, 2) for kv_window in pair)
+                # Query heads that share a key head are laid out as additional queries.
                 q = query[batch.rows].view(count, self.key_heads, queries_per_kv_head, self.head_size)
-                outs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale))
+                if softcap is None:
+                    outs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale))
+                else:
+                    outs.append(dense_attention(q, k, v, mask, scale=scale, softcap=softcap))
             return (outs[0] if len(outs) == 1 else torch.cat(outs)).view(len(query), -1)
 
         return attend

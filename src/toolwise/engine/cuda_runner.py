@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolwise.engine.cpu_forward import description_problem
 from toolwise.engine.cuda_graphs import MAX_DECODE_STEPS, MultiStepDecoder, Shape
 from toolwise.engine.request import Request
 from toolwise.engine.runner import Inputs, Runner
@@ -15,9 +16,15 @@ from toolwise.kernels import available
 from toolwise.kernels.llama import FusedDecoder, PagedCache, unsupported_reason
 
 
+def fused_kernels_problem(model: Any) -> str | None:
+    """Why there are no fused kernels for this model on its device, in a few words; None if there are."""
+    if not available(next(model.parameters()).device):
+        return "there are no Triton kernels for its device"
+    return unsupported_reason(model) or description_problem(model)
+
+
 def supports_fused_kernels(model: Any) -> bool:
-    """Whether there are fused kernels for this model on its device."""
-    return unsupported_reason(model) is None and available(next(model.parameters()).device)
+    return fused_kernels_problem(model) is None
 
 
 class CudaRunner(Runner):

@@ -7,31 +7,34 @@ requests in progress; each token records the version of the weights that sampled
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from toolwise.engine.blocks import BlockManager
-from toolwise.engine.cpu_forward import supports_cpu_forward
 from toolwise.engine.cpu_runner import CpuRunner
 from toolwise.engine.cuda_runner import CudaRunner, supports_fused_kernels
-from toolwise.engine.paged_attention import supports_paged_attention
+from toolwise.engine.paths import FAST, TRANSFORMERS, engine_path
 from toolwise.engine.request import ContinuationScores, LogitsMask, Request
 from toolwise.engine.results import Decode, OutputProcessor
 from toolwise.engine.runner import Runner
 from toolwise.engine.sampler import NaNLogitsError
 from toolwise.engine.scheduler import Plan, Scheduler
 from toolwise.errors import ContextFullError, ModelError, PolicyError
+from toolwise.models.decoder_layers import max_context
 from toolwise.models.logits import logits_head
 from toolwise.protocols import Generation, GenerationEngine, Metrics, Sampling
 from toolwise.untrusted.user_code import describe
 
+log = logging.getLogger(__name__)
 CPU_BATCH_TOKENS, MAX_GPU_BATCH_TOKENS = 4096, 65_536
 MAX_STEPS_WHILE_QUEUED = 8
 """Decode steps per scheduling round while other requests wait for a slot, so that finished ones make room soon."""
@@ -61,15 +64,15 @@ class Engine(GenerationEngine):
         results bitwise identical whatever else runs. `decode` turns tokens into text, for stop strings. `fused`: True
         uses the fused kernels, None uses them if the GPU supports them for this model, False uses the model's stock
         forward throughout, without the multi-step decoding of the CPU runner."""
-        if not supports_paged_attention(model):
+        path, reason = engine_path(model)
+        if path == TRANSFORMERS:
             raise ModelError(
-                f"{type(model).__name__} does not attend through transformers' attention interface as plain causal "
-                'attention: set rollout.engine = "transformers"'
+                f'the engine cannot run {type(model).__name__}: {reason}; set rollout.engine = "transformers"'
             )
         config = model.get_decoder().config
         max_batch_tokens = max_batch_tokens or _batch_tokens(model)
         self.model = model
-        self.max_context = int(getattr(config, "max_position_embeddings", 0)) or 1 << 30
+        self.max_context = max_context(config)
         self.vocabulary = int(config.vocab_size)
         self.version = 0
         self._weights = self._weights_fingerprint()
@@ -79,12 +82,13 @@ class Engine(GenerationEngine):
         self.runner: Runner
         if deterministic or fused is False:
             self.runner = Runner(model, block_size, fixed_rows=fixed_rows)
-        elif fused or supports_fused_kernels(model):
+        elif fused or (path == FAST and supports_fused_kernels(model)):
             self.runner = CudaRunner(model, block_size, head, max_requests=max_requests, max_context=self.max_context)
+        elif path == FAST:
+            self.runner = CpuRunner(model, block_size, head)
         else:
-            self.runner = (
-                CpuRunner(model, block_size, head) if supports_cpu_forward(model) else Runner(model, block_size)
-            )
+            _log_general_path(type(model).__name__, reason)
+            self.runner = Runner(model, block_size)
         count = blocks or min(
             max(1, self.runner.blocks_for(memory_mb)), max_requests * -(-self.max_context // block_size)
         )
@@ -355,6 +359,11 @@ class Engine(GenerationEngine):
             raise PolicyError("a prefix and each of its continuations need at least one token")
         request.tokens.pop()
         return request
+
+
+@cache
+def _log_general_path(model: str, reason: str) -> None:
+    log.info("%s uses its stock forward over the paged cache, not the fast path: %s", model, reason)
 
 
 def _batch_tokens(model: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -35,6 +35,39 @@ class Group:
     mask: Tensor | None
     """[rows, 1, queries, keys], 0 where a query sees a key; None if all see all, or if attention is purely causal."""
     causal: bool
+    held: Tensor
+    """[rows]: keys before each row's first query."""
+    block_size: int
+    fixed_shapes: bool = False
+    _views: dict[int | None, KeyView] = field(default_factory=dict)
+
+    def view(self, window: int | None, dtype: torch.dtype) -> KeyView:
+        """The keys that the queries see within a sliding window, and a mask that says so; built once for all layers."""
+        if window not in self._views:
+            # With fixed shapes, the fewest keys that a row of as many blocks may hold: other rows must not matter.
+            held = self.keys - self.block_size + 1 - self.queries if self.fixed_shapes else int(self.held.min())
+            skipped = 0 if window is None else max(0, held + 1 - window) // self.block_size
+            blocks = self.blocks.view(self.rows, -1)[:, skipped:].reshape(-1)
+            keys = self.keys - skipped * self.block_size
+            positions = self.held[:, None] + torch.arange(self.queries, device=self.held.device)
+            distance = positions[:, :, None] - torch.arange(
+                skipped * self.block_size, self.keys, device=positions.device
+            )
+            hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            self._views[window] = KeyView(blocks, keys, mask[:, None])
+        return self._views[window]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyView:
+    """Keys of a group, with an explicit mask."""
+
+    blocks: Tensor
+    """[rows * columns]"""
+    keys: int
+    mask: Tensor
+    """[rows, 1, queries, keys]"""
 
 
 def chunk_order(chunks: Sequence[tuple[int, int]]) -> list[int]:
@@ -52,6 +85,7 @@ def group_chunks(
     dtype: torch.dtype,
     max_keys: int = 1 << 30,
     fixed_shapes: bool = False,
+    device: torch.device | None = None,
 ) -> list[Group]:
     """Group neighbouring chunks with little padding, up to `max_keys` per group of several. `queries_per_kv_head`:
     query heads per key head. With `fixed_shapes` the shape of a computation depends only on the chunk itself, so that
@@ -68,7 +102,7 @@ def group_chunks(
         tokens = slice(token, token + sum(lengths[members]))
         group = _group(tokens, held[members], lengths[members], tables[members], block_size, whole_blocks=fixed_shapes)
         group.mask = _mask(group, held[members], queries_per_kv_head, dtype, always=fixed_shapes)
-        groups.append(group)
+        groups.append(group if device is None or device.type == "cpu" else _on_device(group, device))
         first, token = last, tokens.stop
     return groups
 
@@ -125,7 +159,16 @@ def _group(
         real = torch.from_numpy(np.flatnonzero(index < counts[:, None]))
     causal = not starts.any() and queries > 1
     keys = columns * block_size if whole_blocks and not causal else keys
-    return Group(tokens, rows, queries, padded, real, torch.from_numpy(blocks.ravel()), keys, None, causal)
+    flat = torch.from_numpy(blocks.ravel())
+    first = torch.from_numpy(starts)
+    return Group(tokens, rows, queries, padded, real, flat, keys, None, causal, first, block_size, whole_blocks)
+
+
+def _on_device(group: Group, device: torch.device) -> Group:
+    for name in ("padded", "real", "blocks", "mask", "held"):
+        tensor = getattr(group, name)
+        setattr(group, name, None if tensor is None else tensor.to(device))
+    return group
 
 
 def _mask(

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from toolwise.engine.length_groups import MAX_GROUP_KEY_BYTES, chunk_order, group_chunks
-from toolwise.engine.paged_attention import ATTENTION_NAME, PagedContext, Scratch, attend
+from toolwise.engine.paged_attention import ATTENTION_NAME, PagedContext, Scratch, attend, fits_attention_kernels
 from toolwise.engine.request import Request
 from toolwise.engine.scheduler import Plan
 from toolwise.errors import ModelError
 from toolwise.kernels.host_to_device import to_device
+from toolwise.models.attention_layers import attention_layers
 from toolwise.models.weight_sharing import register_attention, shared_copy
 
 SplitChunks = Callable[[Request, int], Iterator[tuple[int, int]]]
@@ -40,7 +41,7 @@ class Inputs:
 
 
 class Runner:
-    """The model and its KV cache: per layer [blocks, block size, heads, head size]."""
+    """The model and its KV cache: per layer [blocks, block size, key heads, head size]."""
 
     def __init__(self, model: Any, block_size: int, *, fixed_rows: int | None = None) -> None:
         self.model = model
@@ -50,13 +51,14 @@ class Runner:
         """Pad each forward pass to this many rows: the rounding of a matrix product depends on its shape."""
         weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
-        self.uses_block_tables = self.device.type == "cuda"
+        self.attention = attention_layers(model).layers
+        self.uses_block_tables = self.device.type == "cuda" and all(map(fits_attention_kernels, self.attention))
         """Attention reads block tables directly, so nothing needs to be gathered for it."""
-        config = self.trunk.config
-        self.layers = int(config.num_hidden_layers)
-        self.heads = int(config.num_attention_heads)
-        self.key_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
-        self.head_size = int(getattr(config, "head_dim", None) or config.hidden_size // self.heads)
+        self.layers = len(self.attention)
+        self.windows = tuple(layer.window for layer in self.attention)
+        self.softcaps = tuple(layer.softcap for layer in self.attention)
+        first = self.attention[0]
+        self.heads, self.key_heads, self.head_size = first.heads, first.key_heads, first.key_size
         self._scratch = (Scratch(), Scratch())
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -67,7 +69,8 @@ class Runner:
 
     @property
     def block_bytes(self) -> int:
-        return 2 * self.layers * self.block_size * self.key_heads * self.head_size * int(self.dtype.itemsize)
+        numbers = sum(layer.key_heads * (layer.key_size + layer.value_size) for layer in self.attention)
+        return numbers * self.block_size * int(self.dtype.itemsize)
 
     def blocks_for(self, memory_mb: int | None) -> int:
         """Number of blocks that fit into `memory_mb`, by default a share of the free memory."""
@@ -80,8 +83,10 @@ class Runner:
 
     def allocate(self, blocks: int) -> None:
         """Zeros, not uninitialised memory: masked values are still multiplied, and 0 * NaN is NaN."""
-        shape = (blocks, self.block_size, self.key_heads, self.head_size)
-        self.keys, self.values = ([self._zeros(shape) for _ in range(self.layers)] for _ in range(2))
+        sizes = [(layer.key_heads, layer.key_size) for layer in self.attention]
+        self.keys = [self._zeros((blocks, self.block_size, *size)) for size in sizes]
+        sizes = [(layer.key_heads, layer.value_size) for layer in self.attention]
+        self.values = [self._zeros((blocks, self.block_size, *size)) for size in sizes]
 
     def release(self) -> None:
         self.keys, self.values = [], []
@@ -156,7 +161,7 @@ class Runner:
         return positions, blocks * size + positions % size
 
     def _context(self, parts: list[tuple[Request, int, int]], slots: Tensor) -> PagedContext:
-        context = PagedContext(self.keys, self.values, slots, scratch=self._scratch)
+        context = PagedContext(self.keys, self.values, slots, scratch=self._scratch, windows=self.windows)
         held, lengths = [start for _, start, _ in parts], [length for _, _, length in parts]
         tables = [request.lease.table for request, _, _ in parts]
         if not self.uses_block_tables:
@@ -169,6 +174,7 @@ class Runner:
                 dtype=self.dtype,
                 max_keys=MAX_GROUP_KEY_BYTES // (self.key_heads * self.head_size * int(self.dtype.itemsize)),
                 fixed_shapes=self.fixed_rows is not None,
+                device=self.device,
             )
             return context
         context.block_tables = self._tensor(padded_tables(tables))

@@ -32,16 +32,13 @@ class BlockingCalls:
         """Return the result of `work` or raise its exception; one that would end the program ends only the call."""
         if self.has_hung_call or self._closed:
             raise RuntimeError(f"{self.what} cannot go on: an earlier call did not come back, or it is closed")
-        returned = False
         try:
-            value = await self._run_off_loop(partial(self._run, work))
-            returned = True
+            return await self._run_off_loop(partial(self._run, work))
         except Exception:
-            returned = True
             raise
-        finally:
-            self.has_hung_call = self.has_hung_call or not returned
-        return value
+        except BaseException:  # the caller is gone, and the call goes on
+            self.has_hung_call = True
+            raise
 
     async def end(self, closing: Callable[[], object]) -> None:
         """Run `closing` once; if a call is still running, its thread does so when the call returns."""

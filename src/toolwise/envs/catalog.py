@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,13 +12,14 @@ from toolwise.config.imports import did_you_mean, load_reference
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.gsm8k import Gsm8kEnv
 from toolwise.envs.gymnasium import GymnasiumEnv, check_registered
-from toolwise.envs.interactions import BaseInteraction, FunctionInteraction, ScriptedInteraction
-from toolwise.envs.interactive_env import InteractiveEnv
+from toolwise.envs.interactions import BaseInteraction, FunctionInteraction, InteractiveEnv, ScriptedInteraction
 from toolwise.envs.methods_env import MethodsEnv, choose_methods
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import ConfigError, DataError
+from toolwise.serialization.json_text import load_json
 from toolwise.tools.base import BaseTool
 from toolwise.tools.builtin.gsm8k import Gsm8kTool
+from toolwise.tools.catalog import label_of
 from toolwise.types import Task
 
 EnvFactory = Callable[[Task], BaseEnv]
@@ -30,8 +30,8 @@ Options = dict[str, Any]
 ENVS: dict[str, Callable[..., BaseEnv]] = {"tools": ToolEnv, "gsm8k": Gsm8kEnv.from_task}
 INTERACTIONS: dict[str, Callable[..., BaseInteraction]] = {"scripted": ScriptedInteraction}
 GYMNASIUM_PREFIX = "gymnasium:"
+# Options that are functions, given by reference in a configuration.
 _FUNCTION_OPTIONS = ("format_observation", "parse_action", "state_of")
-"""Options that are functions, given by reference in a configuration."""
 
 
 def build_env_factory(
@@ -72,7 +72,7 @@ def build_interaction_factory(
     annotation), or a function of the messages.
     """
     options = dict(kwargs or {})
-    where = _label(interaction)
+    where = label_of(interaction)
     target = _resolve(interaction, INTERACTIONS, "interaction")
     if isinstance(target, BaseInteraction):
         raise ConfigError(f"interaction: {where} is an instance, but every episode needs a new one; give the class")
@@ -81,22 +81,22 @@ def build_interaction_factory(
         return functools.partial(target, **options)
     if not inspect.isroutine(target):
         raise ConfigError(f"interaction: {where} is neither a BaseInteraction nor a function of the messages")
-    bound = functools.partial(target, **options)
-    functools.update_wrapper(bound, target)
-    return lambda: FunctionInteraction(bound if options else target)
+    return functools.partial(FunctionInteraction, target, options)
 
 
 def _env_factory(
     env: str | Callable[..., Any], options: Options, tools: dict[str, BaseTool], defaults: Options
 ) -> EnvFactory:
-    where = _label(env)
+    where = label_of(env)
     if isinstance(env, str) and env.startswith(GYMNASIUM_PREFIX):
         world = env.removeprefix(GYMNASIUM_PREFIX)
         check_registered(world)
         target: Callable[..., Any] = functools.partial(GymnasiumEnv, world)
     else:
         target = _resolve(env, ENVS, "env")
-    options = {key: _load_function(key, value) for key, value in options.items()}
+    for key in _FUNCTION_OPTIONS:
+        if isinstance(options.get(key), str):
+            options[key] = load_reference(options[key], what=f"env: {key}")
     if isinstance(target, BaseEnv):
         raise ConfigError(f"env: {where} is an instance, but every episode needs a new one; give the class")
     if isinstance(target, type) and not issubclass(target, BaseEnv):
@@ -133,14 +133,11 @@ def _merge_options(options: Options, task_options: Options) -> Options:
 
 
 def _task_options(task: Task) -> Options:
-    options = task.extra_info.get("env_kwargs") or {}
-    if isinstance(options, str):  # JSON, for rows that do not fit one Parquet schema
-        try:
-            options = json.loads(options)
-        except (ValueError, RecursionError):
-            raise DataError(f"task {task.task_id}: extra_info.env_kwargs is not valid JSON: {options!r:.80}") from None
+    given = task.extra_info.get("env_kwargs") or {}
+    options = load_json(given) if isinstance(given, str) else given  # JSON: for rows that do not fit one Parquet schema
     if not isinstance(options, dict):
-        raise DataError(f"task {task.task_id}: extra_info.env_kwargs must be a table of options, got {options!r:.80}")
+        problem = "must be a table of options, or valid JSON of one"
+        raise DataError(f"task {task.task_id}: extra_info.env_kwargs {problem}, got {given!r:.80}")
     return options
 
 
@@ -164,11 +161,3 @@ def _is_interaction_factory(target: Any) -> bool:
         return issubclass(target, BaseInteraction)
     return_type = getattr(target, "__annotations__", {}).get("return")
     return "Interaction" in str(getattr(return_type, "__name__", return_type))
-
-
-def _load_function(key: str, value: Any) -> Any:
-    return load_reference(value, what=f"env: {key}") if key in _FUNCTION_OPTIONS and isinstance(value, str) else value
-
-
-def _label(source: Any) -> str:
-    return source if isinstance(source, str) else str(getattr(source, "__name__", source))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -10,13 +11,36 @@ from typing import Any, ClassVar, TypeVar
 from toolwise.concurrency.deadlines import run_with_deadline
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.blocking_calls import BlockingCalls
-from toolwise.envs.gymnasium_text import ActionReader, observation_text, rendered_text
 from toolwise.envs.state_keys import state_digest, to_jsonable
 from toolwise.errors import ConfigError, import_extra
+from toolwise.rewards.transcript import split_thought
 
 T = TypeVar("T")
 SEED_MODULUS = 2**31
 """Gymnasium accepts no negative seeds, and some environments none that do not fit in a C integer."""
+MAX_NUMBERS = 1000
+"""Observations with more numbers are images or the like, and are not turned into text."""
+MAX_LISTED = 50
+"""Maximum number of actions listed in a menu or an error."""
+
+_OPENING, _CLOSING = "<action>", "</action>"
+_HIGHLIGHT = re.compile(r"\x1b\[(?!0m)[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def observation_text(value: Any) -> str:
+    """An observation as text for the model: dictionaries one line per key, numbers with few digits."""
+    if isinstance(value, str):
+        return value
+    flat = to_jsonable(value)
+    if _count(flat) > MAX_NUMBERS:
+        raise ConfigError(
+            f"the observation has over {MAX_NUMBERS} numbers: set format_observation to turn it into text"
+        )
+    if isinstance(value, Mapping):
+        return "\n".join(f"{key}: {_format_value(item)}" for key, item in flat.items())
+    rows = flat if isinstance(flat, list) and flat and all(isinstance(row, list) for row in flat) else [flat]
+    return "\n".join(map(_format_value, rows))
 
 
 class GymnasiumEnv(BaseEnv):
@@ -46,7 +70,13 @@ class GymnasiumEnv(BaseEnv):
         seed: int | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        self._make = _world_factory(world, make_kwargs or {})
+        # ActionReader already checks that actions fit the space; the passive checker would print warnings every step.
+        make = (
+            world
+            if callable(world)
+            else partial(import_extra("gymnasium", "worlds").make, world, disable_env_checker=True)
+        )
+        self._make = partial(make, **(make_kwargs or {}))
         self._names = actions
         self._parse_action = parse_action
         self._format = format_observation
@@ -60,8 +90,7 @@ class GymnasiumEnv(BaseEnv):
         self._world: Any = None
         self._reader: ActionReader | None = None
         self._key: str | None = None
-        self._truncated_at_end: bool | None = None
-        """None while the episode runs; afterwards, whether it was truncated."""
+        self._truncated_at_end: bool | None = None  # None while the episode runs
 
     def set_seed(self, seed: int) -> None:
         self._group_seed = seed
@@ -102,8 +131,7 @@ class GymnasiumEnv(BaseEnv):
             self._truncated_at_end = truncated
         # Keep Gymnasium's info separate: its "cost" or "calls" do not mean ours.
         info: dict[str, Any] = {"is_action_valid": True, "truncated": truncated, "gymnasium": to_jsonable(env_info)}
-        success = env_info.get("is_success", env_info.get("success"))
-        if success is not None:
+        if (success := env_info.get("is_success", env_info.get("success"))) is not None:
             info["success"] = bool(success)
         return text, reward, terminated or truncated, info
 
@@ -151,8 +179,114 @@ def check_registered(world: str) -> None:
         raise ConfigError(f"env: gymnasium has no environment {world!r}: {reason}") from fault
 
 
-def _world_factory(world: str | Callable[[], Any], make_kwargs: Mapping[str, Any]) -> Callable[[], Any]:
-    if callable(world):
-        return partial(world, **make_kwargs)
-    # ActionReader already checks that actions fit the space; the passive checker would print warnings at every step.
-    return partial(import_extra("gymnasium", "worlds").make, world, disable_env_checker=True, **make_kwargs)
+def rendered_text(drawing: Any) -> str:
+    """The output of `render` in mode "ansi", with highlighted characters in brackets and without escape codes."""
+    if not isinstance(drawing, str):
+        raise ConfigError(
+            f"env: draw = true, but the environment renders {type(drawing).__name__}, not text; leave it out"
+        )
+    return _ESCAPE.sub("", _HIGHLIGHT.sub(r"[\1]", drawing)).strip("\n")
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(map(_count, value.values()))
+    return sum(map(_count, value)) if isinstance(value, list) else 1
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_format_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_format_value(item)}' for key, item in value.items())}}}"
+    return str(value)
+
+
+def extract_action(text: str) -> str:
+    """The action in the agent's text: its last `<action>` block, or everything after its thought."""
+    text = split_thought(text)[1]
+    action, position = text, 0
+    while (begin := text.find(_OPENING, position)) >= 0 and (end := text.find(_CLOSING, begin)) >= 0:
+        action, position = text[begin + len(_OPENING) : end], end + len(_CLOSING)
+    return action.strip()
+
+
+class ActionReader:
+    """Parses actions of one action space. `names` are the names of a discrete space's actions, in order."""
+
+    def __init__(self, space: Any, names: Sequence[str] | None = None) -> None:
+        from gymnasium import spaces
+
+        self.space = space
+        self._discrete = isinstance(space, spaces.Discrete)
+        self._text = isinstance(space, spaces.Text)
+        self._first, self._count = (int(space.start), int(space.n)) if isinstance(space, spaces.Discrete) else (0, 0)
+        self.names = [str(name) for name in names] if names is not None else None
+        self._numbers = {_normalize_name(name): self._first + i for i, name in enumerate(self.names or ())}
+        if self.names is not None and not self._discrete:
+            raise ConfigError(f"actions: only the actions of a Discrete space can be named, not those of {space}")
+        if self.names is not None and not len(self.names) == len(self._numbers) == self._count:
+            raise ConfigError(f"actions: {space} needs {self._count} different names, got {self.names}")
+
+    def read(self, text: str) -> Any:
+        """Parse the action in `text`; raises ValueError, with a message for the model, if there is none."""
+        written = extract_action(text)
+        if not written and not self._text:
+            raise ValueError(f"you wrote no action; {self.menu()}")
+        try:
+            action = self._parse(text, written)
+            fits = self.space.contains(action)
+        except Exception:  # spaces raise all kinds of exceptions for JSON of the wrong shape
+            fits = False
+        if not fits:
+            flat = " ".join(written.split())
+            quoted = repr(flat if len(flat) <= 80 else f"{flat[:79]}…")
+            raise ValueError(f"{quoted} is no action here; {self.menu()}")
+        return action
+
+    def _parse(self, text: str, written: str) -> Any:
+        if self._text:
+            return written if self.space.contains(written) else text
+        if not self._discrete:
+            return _from_json(self.space, json.loads(written))
+        number = self._numbers.get(_normalize_name(written))
+        return int(written) if number is None and re.fullmatch(r"[+-]?[0-9]{1,18}", written) else number
+
+    def menu(self) -> str:
+        """The valid actions, in one line for the model."""
+        if self.names is not None:
+            listed = ", ".join(f"{name} ({self._first + i})" for i, name in enumerate(self.names[:MAX_LISTED]))
+            return f"actions: {listed}{', …' if self._count > MAX_LISTED else ''}"
+        if self._discrete:
+            return f"actions: a number from {self._first} to {self._first + self._count - 1}"
+        if self._text:
+            return f"actions: text of {self.space.min_length} to {self.space.max_length} characters"
+        return f"actions: JSON that fits {self.space}"
+
+    def examples(self) -> list[str]:
+        """A few valid actions, as an agent would write them."""
+        if self._discrete:
+            numbers = range(self._first, self._first + min(self._count, MAX_LISTED))
+            return self.names[:MAX_LISTED] if self.names is not None else list(map(str, numbers))
+        self.space.seed(0)
+        samples = [self.space.sample() for _ in range(3)]
+        return [sample if self._text else json.dumps(to_jsonable(sample)) for sample in samples]
+
+
+def _from_json(space: Any, value: Any) -> Any:
+    """One sample from JSON; `Space.from_jsonable` expects tuples and dictionaries as columns of a batch."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Tuple):
+        return tuple(_from_json(inner, item) for inner, item in zip(space.spaces, value, strict=True))
+    if isinstance(space, spaces.Dict):
+        if value.keys() != space.spaces.keys():
+            raise ValueError("other keys")
+        return {key: _from_json(inner, value[key]) for key, inner in space.spaces.items()}
+    return space.from_jsonable([value])[0]
+
+
+def _normalize_name(name: str) -> str:
+    return " ".join(name.split()).casefold()

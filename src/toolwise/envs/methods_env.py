@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 from toolwise.concurrency.deadlines import gather_all
@@ -16,6 +16,7 @@ from toolwise.envs.state_keys import public_state, state_digest
 from toolwise.envs.tool_env import CallOutcome, ToolEnv, validate_reward
 from toolwise.errors import ConfigError
 from toolwise.messages import Message, ToolCall
+from toolwise.tools.base import ToolResult
 from toolwise.tools.function import FunctionTool
 from toolwise.types import Task
 from toolwise.untrusted import user_code
@@ -29,25 +30,20 @@ class MethodTool(FunctionTool[..., Any]):
     """One public method: the schema is built once per class, the method is bound to a new object per episode."""
 
     def __init__(self, name: str, method: FunctionType | staticmethod[..., Any]) -> None:
-        self._static_function = method.__func__ if isinstance(method, staticmethod) else None
-        self._method = method if isinstance(method, FunctionType) else None
+        self._method = method
         # Bound to a placeholder, so that `self` is not an argument.
-        super().__init__(self._static_function or MethodType(method, _UNBOUND), name=name, isolate=False)
+        super().__init__(method.__get__(_UNBOUND, object), name=name, isolate=False)
 
     def bind(self, target: object, calls: BlockingCalls) -> MethodTool:
         bound = copy.copy(self)
-        bound.function = self._static_function or MethodType(self._method, target)  # type: ignore[arg-type]
+        bound.function = self._method.__get__(target, type(target))
         bound._calls = calls
         return bound
 
     _calls: BlockingCalls
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[str, float | None, dict[str, Any]]:
-        work = partial(
-            self.function, **self._parse_arguments(parameters, {**self._create_kwargs.get(instance_id, {}), **kwargs})
-        )
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
+        work = self._bind(parameters, {**self._create_kwargs.get(instance_id, {}), **kwargs})
         if not inspect.iscoroutinefunction(self.function):
             # Convert the result in the same thread: it may be large, or run user code.
             return await self._calls.call(lambda: self._result(work()))
@@ -120,20 +116,27 @@ class MethodsEnv(ToolEnv):
     async def final_rewards(self) -> dict[str, float]:
         rewards = await super().final_rewards()
         for kind, target in zip(self.kinds, self._objects, strict=False):
-            reward = validate_reward(await self._hook_value(target, "reward"))
-            if reward is not None:
+            if (reward := validate_reward(await self._hook_value(target, "reward"))) is not None:
                 rewards[kind.__name__] = reward
         return rewards
 
     async def close(self) -> None:
-        closers = [] if self._closed else list(_closers(self._objects))
+        closers = [] if self._closed else _closers(self._objects)
         closing = [close() for close in closers if inspect.iscoroutinefunction(close)]
-        closing.append(self._calls.end(self._close_blocking))
-        await gather_all([super().close(), *map(self._with_timeout, closing)])
+        await gather_all([super().close(), *map(self._with_timeout, [*closing, self._calls.end(self._close_blocking)])])
 
     def _close_blocking(self) -> None:
-        """Collects objects only now: a constructor that timed out may have created one since."""
-        _run_all([close for close in _closers(self._objects) if not inspect.iscoroutinefunction(close)])
+        """Closes each object, even if one fails; the first exception is raised afterwards. Collects objects only now: a
+        constructor that timed out may have created one since."""
+        faults: list[Exception] = []
+        for close in _closers(self._objects):
+            try:
+                if not inspect.iscoroutinefunction(close):
+                    user_code.call_user_code(close)
+            except Exception as fault:
+                faults.append(fault)
+        if faults:
+            raise faults[0]
 
     @property
     def state_key(self) -> str | None:
@@ -226,20 +229,5 @@ def _state_key(target: object) -> str:
     return state_digest(public_state(target))
 
 
-def _closers(objects: Sequence[object]) -> Iterator[Callable[[], Any]]:
-    for target in objects:
-        close = _hook(target, "close")
-        if callable(close):
-            yield close
-
-
-def _run_all(functions: Sequence[Callable[[], object]]) -> None:
-    """Call each function, even if one fails; the first exception is raised afterwards."""
-    faults = []
-    for function in functions:
-        try:
-            user_code.call_user_code(function)
-        except Exception as fault:
-            faults.append(fault)
-    if faults:
-        raise faults[0]
+def _closers(objects: Sequence[object]) -> list[Callable[[], Any]]:
+    return [close for target in objects if callable(close := _hook(target, "close"))]

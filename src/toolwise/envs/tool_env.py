@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import weakref
+from collections import Counter
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
@@ -75,8 +76,7 @@ class ToolEnv(BaseEnv):
         self.gates = gates if gates is not None else {}
         self._instances: dict[str, str] = {}
         self._closed = False
-        self._episode = uuid4().hex
-        """Shared by all tools of the episode, so that they can share state."""
+        self._episode = uuid4().hex  # shared by all tools of the episode, so that they can share state
 
     def tool_specs(self) -> list[dict[str, Any]]:
         return [tool_spec(tool, self.task) for tool in self.tools.values()]
@@ -113,8 +113,7 @@ class ToolEnv(BaseEnv):
         }
         if any(o.queue_s for o in outcomes):
             info["queue_s"] = [o.queue_s for o in outcomes]
-        outages = [o.text for o in outcomes if o.infrastructure]
-        if outages:
+        if outages := [o.text for o in outcomes if o.infrastructure]:
             info["infrastructure_fault"] = outages[0]
         return messages, sum(rewards) if rewards else None, False, info
 
@@ -159,15 +158,12 @@ class ToolEnv(BaseEnv):
         if isinstance(call.arguments, str):
             return CallOutcome("error: the call is not a JSON object with name and arguments", failure="bad_json")
         if tool is None:
-            known = ", ".join(filter(self._may_call, self.tools)) or "none"
+            tools = f"tools: {', '.join(filter(self._may_call, self.tools)) or 'none'}"
             if call.name in self.tools:
-                text = f"error: {call.name} is not to be used for this request; tools: {known}"
-                return CallOutcome(self._shorten(text), failure="forbidden_tool")
-            text = f"error: there is no tool {call.name!r}; tools: {known}"
-            return CallOutcome(self._shorten(text), failure="unknown_tool")
-        problems = validate_arguments(schema_for(tool, self.task), call.arguments)
-        if problems:
-            return CallOutcome(self._shorten(f"error: {'; '.join(problems)}"), failure="bad_arguments")
+                return self._failure(f"{call.name} is not to be used for this request; {tools}", "forbidden_tool")
+            return self._failure(f"there is no tool {call.name!r}; {tools}", "unknown_tool")
+        if problems := validate_arguments(schema_for(tool, self.task), call.arguments):
+            return self._failure("; ".join(problems), "bad_arguments")
         clock = WorkClock()
         outcome = await self._execute(tool, call.arguments, clock)
         outcome.queue_s = clock.queue_s
@@ -188,14 +184,15 @@ class ToolEnv(BaseEnv):
                 gate.leave()
             failure = "tool_error" if info.get("ok") is False else None
             return CallOutcome(self._shorten(text), validate_reward(reward), failure, info)
+        except ToolCallError as fault:
+            return self._failure(str(fault), fault.failure, infrastructure=fault.infrastructure)
         except Exception as fault:  # the model reads a tool's error, and the metrics count it
-            if isinstance(fault, ToolCallError):
-                text = self._shorten(f"error: {fault}")
-                return CallOutcome(text, failure=fault.failure, infrastructure=fault.infrastructure)
             if fault is late:
                 return CallOutcome(f"error: {tool.name} {late}", failure="timeout")
-            text = f"error: {tool.name} failed: {user_code.describe(fault)}"
-            return CallOutcome(self._shorten(text), failure="exception")
+            return self._failure(f"{tool.name} failed: {user_code.describe(fault)}", "exception")
+
+    def _failure(self, problem: str, kind: str, *, infrastructure: bool = False) -> CallOutcome:
+        return CallOutcome(self._shorten(f"error: {problem}"), failure=kind, infrastructure=infrastructure)
 
     def _price(self, call: ToolCall) -> float:
         """A call costs its tool's price, executed or not. A call to an unknown tool costs as much as the most expensive
@@ -238,16 +235,12 @@ def tool_spec(tool: BaseTool, task: Task | None = None) -> dict[str, Any]:
     key = id(schema)
     cached = _specs.get(key)
     if cached is None or cached[0]() is not schema:
-        reference = weakref.ref(schema, lambda _: _specs.pop(key, None))
-        cached = _specs[key] = (reference, schema.model_dump())
+        cached = _specs[key] = (weakref.ref(schema, lambda _: _specs.pop(key, None)), schema.model_dump())
     return cached[1]
 
 
 def count_names(names: Iterable[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return counts
+    return dict(Counter(names))
 
 
 def add_counts(counts: dict[str, int], more: Mapping[str, int]) -> None:

@@ -1,4 +1,5 @@
-"""Classifiers that a learned router is compared with. They differ in where the labels of the training rows come from.
+"""Classifiers that a learned router is compared with: logistic regression from a prompt's features to its route label.
+They differ in where the labels of the training rows come from.
 
 classifier      labels that a labeller could provide: those of the rows, else the heuristic's. A labeller reads the
                 question and its tools, but does not know what the model has memorized
@@ -8,16 +9,23 @@ oracle labels   `extra_info.oracle_route`, set by the author of the rows, who do
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from toolwise.agent.inference import TrainedRouter
 from toolwise.errors import ConfigError
-from toolwise.frontier.classifier import fit_classifier
-from toolwise.frontier.comparison import RouteValues
-from toolwise.frontier.names import CLASSIFIER, ORACLE_LABELS
-from toolwise.routing.actions import MIXED, ROUTES, RouteAction, Target, parse_target
-from toolwise.routing.families import families_of_task, heuristic_target
+from toolwise.frontier.presentation import CLASSIFIER, ORACLE_LABELS
+from toolwise.frontier.router_comparison import RouteValues
+from toolwise.routing.families import (
+    MIXED,
+    ROUTES,
+    RouteAction,
+    Target,
+    families_of_task,
+    heuristic_target,
+    parse_target,
+)
 from toolwise.routing.learned_router import target_of
 from toolwise.routing.threshold import Floats
 from toolwise.tools.base import BaseTool
@@ -26,8 +34,6 @@ from toolwise.types import Task
 
 ORACLE_ROUTE_KEY = "oracle_route"
 """In `extra_info`: the best route for the row (or MIXED), where the author of the rows knows it."""
-PROMPT_BATCH_SIZE = 256
-"""Prompts encoded together."""
 
 
 def targets_by_labels(tasks: Sequence[Task], tools: Mapping[str, BaseTool] | None = None) -> list[Target | None]:
@@ -46,7 +52,7 @@ def targets_by_oracle(tasks: Sequence[Task]) -> list[Target | None]:
 
 def classifier_log_probs(train_features: Floats, targets: Sequence[Target | None], features: Floats) -> Floats:
     """Route log-probs [rows, routes] for `features`, from a classifier fitted to `targets`. MIXED rows are left out."""
-    labels = [None if target is None or target == MIXED else RouteAction.parse(target).index for target in targets]
+    labels = [target.index if isinstance(target, RouteAction) else None for target in targets]
     return fit_classifier(train_features, labels, len(ROUTES)).log_probs(features)
 
 
@@ -59,7 +65,7 @@ def baseline_routers(
     """
     try:
         if train is None:
-            train = attach_labels(routing.config, load_split(routing.config, "train", routing.config.data.limit))
+            train = attach_labels(routing.config, load_split(routing.config, "train"))
     except ConfigError as error:
         return {}, [f"no classifier: {error}"]
     targets = {CLASSIFIER: targets_by_labels(train, routing.tools), ORACLE_LABELS: targets_by_oracle(train)}
@@ -71,13 +77,68 @@ def baseline_routers(
     )
     if not usable:
         return {}, notes
-    train_features, features = batched_features(routing, train), batched_features(routing, tasks)
+    train_features, features = routing.features(train), routing.features(tasks)
     return {
         name: RouteValues(classifier_log_probs(train_features, each, features)) for name, each in usable.items()
     }, notes
 
 
-def batched_features(routing: TrainedRouter, tasks: Sequence[Task]) -> Floats:
-    return np.concatenate(
-        [routing.features(tasks[i : i + PROMPT_BATCH_SIZE]) for i in range(0, len(tasks), PROMPT_BATCH_SIZE)]
-    )
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """Linear weights over standardised features."""
+
+    weight: Floats
+    """[features, routes]"""
+    bias: Floats
+    mean: Floats
+    scale: Floats
+
+    def log_probs(self, features: Floats) -> Floats:
+        """[rows, routes]"""
+        return _log_softmax((features - self.mean) / self.scale @ self.weight + self.bias)
+
+
+def fit_classifier(
+    features: Floats, labels: Sequence[int | None], routes: int, *, l2: float = 1e-3, iterations: int = 2000
+) -> Classifier:
+    """Minimizes mean cross-entropy + l2/2·|w|²; rows without a label (None) are left out.
+
+    Uses Nesterov's accelerated gradient with a step size from the curvature bound, so nothing needs tuning, and stops
+    when the gradient is close to zero.
+    """
+    labelled = np.array([i for i, label in enumerate(labels) if label is not None], dtype=int)
+    if not len(labelled):
+        raise ConfigError("no labelled rows to fit the classifier to: label the training rows first")
+    x = np.asarray(features, dtype=np.float64)[labelled]
+    y = np.eye(routes)[[int(labels[i] or 0) for i in labelled]]
+    mean, scale = x.mean(axis=0), x.std(axis=0)
+    scale = np.where(scale > 1e-9, scale, 1.0)
+    x = np.concatenate([(x - mean) / scale, np.ones((len(x), 1))], axis=1)
+    shrink = np.append(np.full(x.shape[1] - 1, l2), 0.0)[:, None]
+    step = 1 / (0.5 * _largest_eigenvalue(x) / len(x) + l2)  # the curvature of softmax is at most 1/2
+    weight = lookahead = np.zeros((x.shape[1], routes))
+    momentum = 1.0
+    for _ in range(iterations):
+        gradient = x.T @ (np.exp(_log_softmax(x @ lookahead)) - y) / len(x) + shrink * lookahead
+        updated = lookahead - step * gradient
+        if ((updated - weight) * gradient).sum() > 0:  # restart when momentum points uphill
+            momentum = 1.0
+        next_momentum = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
+        lookahead = updated + (momentum - 1) / next_momentum * (updated - weight)
+        weight, momentum = updated, next_momentum
+        if np.abs(gradient).max() < 1e-7:
+            break
+    return Classifier(weight[:-1], weight[-1], mean, scale)
+
+
+def _largest_eigenvalue(x: Floats) -> float:
+    """An upper estimate of the largest eigenvalue of xᵀx, by power iteration."""
+    vector = np.asarray(np.random.default_rng(0).standard_normal(x.shape[1]))
+    for _ in range(100):
+        vector = np.asarray(x.T @ (x @ (vector / float(np.linalg.norm(vector)))))
+    return 1.05 * float(np.linalg.norm(vector))
+
+
+def _log_softmax(logits: Floats) -> Floats:
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
 
-from toolwise.agent.agent import RoutedAgent
-from toolwise.agent.calibration import Calibration
-from toolwise.agent.inference import TrainedRouter, values_of
-from toolwise.agent.time_saved import TimeSaved, time_saved
+from toolwise.agent.agent import RoutedAgent, TimeSaved, time_saved
+from toolwise.agent.inference import Calibration, TrainedRouter, values_of
 from toolwise.config.schema import RunConfig
-from toolwise.frontier.baselines import PROMPT_BATCH_SIZE, baseline_routers
-from toolwise.frontier.comparison import Frontier, RouteValues, calibrate, compute_frontier
-from toolwise.frontier.names import ALL_TOOLS, OTC
-from toolwise.frontier.outcomes import OutcomeTable
-from toolwise.frontier.report import as_json, plot_frontier
-from toolwise.frontier.rollout_pool import PoolPlan, fill_pool, read_cells
+from toolwise.frontier.baselines import baseline_routers
+from toolwise.frontier.presentation import as_json, plot_frontier
+from toolwise.frontier.rollout_pool import ALL_TOOLS, OTC, OutcomeTable, PoolPlan, fill_pool, read_cells
+from toolwise.frontier.router_comparison import Frontier, RouteValues, calibrate, compute_frontier
 from toolwise.frontier.shards import count_cells, merge_shards, run_in_processes, shard_path, shard_paths
-from toolwise.routing.actions import ROUTES, RouteAction
+from toolwise.routing.families import ROUTES
 from toolwise.serialization.json_text import json_text
 from toolwise.training import checkpoint
+from toolwise.training.evaluate import build_scoring
 from toolwise.training.rollout_setup import build_scheduler, local_policy
-from toolwise.training.scoring import build_scoring
 from toolwise.training.tasks import check_task_tools
-from toolwise.types import RouteDecision, Task
+from toolwise.types import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,6 @@ class FrontierEvaluation:
     """Why something is missing from the comparison."""
 
     def write(self, folder: Path, title: str) -> None:
-        """Writes frontier.json and frontier.png."""
         folder.mkdir(parents=True, exist_ok=True)
         record = as_json(self.frontier) | {"calibration": asdict(self.calibration), "notes": list(self.notes)}
         (folder / "frontier.json").write_text(json_text(record, indent=2) + "\n", encoding="utf-8")
@@ -71,7 +67,7 @@ async def evaluate_frontier(
     actor trained with the OTC reward. `train_tasks` are what the classifiers are fitted to, by default the run's
     training tasks. With `source`, where a process loads the router from, `jobs` processes fill the pools.
     """
-    levels = sorted(set(budgets))
+    levels, routes = sorted(set(budgets)), [route.value for route in ROUTES]
     request = _PoolRequest(tasks=list(tasks), folder=folder, otc=otc, draws=draws, metric=metric, seed=seed)
     if source is not None and jobs > 1:
         await _fill_in_processes(routing, request, source, jobs, on_done)
@@ -81,29 +77,32 @@ async def evaluate_frontier(
     baselines, notes = baseline_routers(routing, train_tasks, tasks)
     if otc is None:
         notes.append("no OTC actor: give one with --otc")
-    routes = [route.value for route in ROUTES]
     frontier = compute_frontier(
         outcomes, {"router": router_values} | baselines, levels, routes=routes, replicates=replicates, seed=seed
     )
     saved = await time_saved(RoutedAgent(routing), tasks)
     if saved is None:
         notes.append("no time saved: the router prefers the direct answer for no prompt")
-    return FrontierEvaluation(
-        frontier, _calibration(routing, outcomes, router_values, levels, saved), saved, tuple(notes)
+    routed = outcomes.select_routes(routes)
+    spent, scores = routed.mean_over_draws("costs"), routed.mean_over_draws("scores")
+    complete = np.flatnonzero(np.isfinite(scores).all(axis=1))
+    thresholds, means = calibrate(router_values.select_rows(complete), spent[complete], scores[complete], levels)
+    calibration = Calibration(
+        budgets=tuple(levels),
+        thresholds=tuple(thresholds),
+        route_costs=tuple(means.tolist()),
+        unit=routing.unit,
+        rows=len(complete),
+        direct_s=None if saved is None else saved.direct_s,
+        with_tools_s=None if saved is None else saved.with_tools_s,
     )
+    return FrontierEvaluation(frontier, calibration, saved, tuple(notes))
 
 
 def route_values(routing: TrainedRouter, tasks: Sequence[Task]) -> RouteValues:
-    """The head's predictions for every task."""
-    predictions = [
-        prediction
-        for i in range(0, len(tasks), PROMPT_BATCH_SIZE)
-        for prediction in routing.predict(tasks[i : i + PROMPT_BATCH_SIZE])
-    ]
-    pairs = [values_of(prediction) for prediction in predictions]
-    has_costs = pairs[0][1] is not None
-    costs = np.stack([cost for _, cost in pairs if cost is not None]) if has_costs else None
-    return RouteValues(np.stack([values for values, _ in pairs]), costs, samples=not has_costs)
+    values, costs = zip(*map(values_of, routing.predict(tasks)), strict=True)
+    samples = costs[0] is None
+    return RouteValues(np.stack(values), None if samples else np.stack(costs), samples)
 
 
 class _PoolRequest(BaseModel):
@@ -118,22 +117,14 @@ class _PoolRequest(BaseModel):
 
     def pools(self, routing: TrainedRouter) -> list[_PoolFile]:
         """Every row under every route and unrouted; and unrouted with the OTC actor, scored and charged alike."""
-
-        def decision(route: RouteAction | None) -> Callable[[Task, int], RouteDecision]:
-            return lambda task, seed: routing.decide(task, route, seed=seed)
-
-        def plan(routes: Mapping[str, RouteAction | None], provenance: Mapping[str, Any]) -> PoolPlan:
-            decisions = {name: decision(route) for name, route in routes.items()}
-            return PoolPlan(self.tasks, decisions, self.draws, self.metric, self.seed, provenance)
-
-        routes: dict[str, RouteAction | None] = {route.value: route for route in ROUTES}
-        provenance = _provenance(routing)
-        routed = plan(routes | {ALL_TOOLS: None}, provenance)
-        pools = [_PoolFile(routed, self.folder / "pool.jsonl", routing.config, lambda: routing.policy)]
+        routes = {route.value: partial(routing.decide, route=route) for route in ROUTES}
+        unrouted, provenance = partial(routing.decide, route=None), _provenance(routing)
+        plan = PoolPlan(self.tasks, {**routes, ALL_TOOLS: unrouted}, self.draws, self.metric, self.seed, provenance)
+        pools = [_PoolFile(plan, self.folder / "pool.jsonl", routing.config, lambda: routing.policy)]
         if self.otc is not None:
             config, model = self.otc
-            other = plan({OTC: None}, {**provenance, "model": str(model.resolve())})
-            pools.append(_PoolFile(other, self.folder / "otc.jsonl", config, lambda: local_policy(config, str(model))))
+            plan = replace(plan, routes={OTC: unrouted}, of={**provenance, "model": str(model.resolve())})
+            pools.append(_PoolFile(plan, self.folder / "otc.jsonl", config, lambda: local_policy(config, str(model))))
         return pools
 
 
@@ -149,8 +140,8 @@ class _PoolFile:
     @property
     def missing(self) -> list[Task]:
         """Tasks with at least one cell that is not in the file."""
-        cells, names = read_cells(self.path, self.plan), list(self.plan.routes)
-        return [task for task in self.plan.tasks if any((task.task_id, name) not in cells for name in names)]
+        cells = read_cells(self.path, self.plan)
+        return [t for t in self.plan.tasks if any((t.task_id, name) not in cells for name in self.plan.routes)]
 
     def shard(self, number: int, of: int) -> _PoolFile:
         """Every `of`-th missing task, in a separate file."""
@@ -227,25 +218,3 @@ def _provenance(routing: TrainedRouter) -> Mapping[str, Any]:
     settings = routing.config.model_dump(mode="json", exclude_none=True)
     relevant = {key: settings[key] for key in ("tools", "env", "rollout", "multi_turn", "reward", "router", "seed")}
     return {"model": str(fingerprint(routing.policy.model)), "settings": checkpoint.settings_digest(relevant)}
-
-
-def _calibration(
-    routing: TrainedRouter,
-    outcomes: OutcomeTable,
-    router_values: RouteValues,
-    budgets: Sequence[float],
-    saved: TimeSaved | None,
-) -> Calibration:
-    routed = outcomes.select_routes([route.value for route in ROUTES])
-    spent, scores = routed.mean_over_draws("costs"), routed.mean_over_draws("scores")
-    complete = np.flatnonzero(np.isfinite(scores).all(axis=1))
-    thresholds, means = calibrate(router_values.select_rows(complete), spent[complete], scores[complete], budgets)
-    return Calibration(
-        budgets=tuple(budgets),
-        thresholds=tuple(thresholds),
-        route_costs=tuple(means.tolist()),
-        unit=routing.unit,
-        rows=len(complete),
-        direct_s=None if saved is None else saved.direct_s,
-        with_tools_s=None if saved is None else saved.with_tools_s,
-    )

@@ -46,8 +46,10 @@ async def run_in_processes(
     sent as JSON; `on_poll` is called regularly while they run."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        start = {"path": sys.path, "work": work, "payload": payload, "of": count}
-        processes.extend(_start_process({**start, "number": number}) for number in range(count))
+        processes.extend(
+            _start_process({"path": sys.path, "work": work, "payload": payload, "of": count, "number": number})
+            for number in range(count)
+        )
         while any(process.poll() is None for process in processes):
             on_poll()
             await asyncio.sleep(0.2)

@@ -1,4 +1,4 @@
-"""The engine's fast path: a decoder forward with few kernel launches over a stock Llama, Qwen2 or Qwen3 model.
+"""The engine's fast path: a decoder forward with few kernel launches over a described decoder, such as Llama.
 
 Weights are not duplicated. `FusedDecoder(model)` moves each layer's q, k, v weights (and gate, up) into one tensor and
 makes the parameters views of it (`param.data = view`): one matmul does the work of three, while in-place optimisers,
@@ -21,10 +21,7 @@ from torch.nn import functional as F
 from toolwise.errors import PolicyError
 from toolwise.kernels import kernel
 from toolwise.kernels.new_tokens import NewTokens
-
-SUPPORTED_MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-"""Rope types whose angles depend on the position alone, so that one table serves every request."""
+from toolwise.models.decoder_layers import DecoderLayer, RmsNorm, UndescribedError, describe_decoder
 
 ProjectionFn = Callable[[torch.Tensor], torch.Tensor]
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
@@ -53,34 +50,45 @@ class PrefixGroups:
     max_members: int
 
 
-def unsupported_reason(model: Any, *, any_head_size: bool = False) -> str | None:
-    """Why this model needs its stock forward; None if it does not. The kernels need certain head sizes."""
-    config = model.config
-    if type(model).__name__ not in SUPPORTED_MODELS:
-        return f"{type(model).__name__} is not one of {', '.join(SUPPORTED_MODELS)}"
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act}, not silu"
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        return "some of its layers use sliding-window attention"
-    if model.model.rotary_emb.rope_type not in STATIC_ROPES:
-        return f"its rope ({model.model.rotary_emb.rope_type}) depends on the sequence length"
-    dim = model.model.layers[0].self_attn.head_dim
-    if not any_head_size and (dim < 16 or dim & (dim - 1)):
+def unsupported_reason(model: Any) -> str | None:
+    """Why this model needs its stock forward; None if it does not."""
+    try:
+        decoder = describe_decoder(model)
+    except UndescribedError as problem:
+        return str(problem)
+    dim = decoder.layers[0].attention.key_size
+    if dim < 16 or dim & (dim - 1):
         return f"its head size {dim} is not a power of two of at least 16"
-    for layer in model.model.layers:
-        parts = (*_attention_inputs(layer), layer.self_attn.o_proj, *_mlp_inputs(layer), layer.mlp.down_proj)
-        # peft's adapters have the plain layer as `base_layer`.
-        if any(type(getattr(part, "base_layer", part)) is not nn.Linear for part in parts):
-            return "its projections are not linear layers (with or without LoRA)"
+    norms = [norm for layer in decoder.layers for norm in layer.norms if norm is not None] + [decoder.norm]
+    if any(norm.plus_one for norm in norms) or len({norm.epsilon for norm in norms}) > 1:
+        return "the kernels do not compute its norms"
+    if decoder.embed_scale != 1.0:
+        return "the kernels do not scale its embeddings"
+    table = next(iter(decoder.ropes(torch.zeros(1, 1, dtype=torch.int64, device=_device(model))).values()), None)
+    if table is not None and table[0].shape[-1] != dim:
+        return "the kernels do not rotate a part of each head"
+    return next((reason for layer in decoder.layers if (reason := _unsupported_layer(layer)) is not None), None)
+
+
+def _unsupported_layer(layer: DecoderLayer) -> str | None:
+    if layer.attention.window is not None:
+        return "some of its layers use sliding-window attention"
+    if layer.attention.softcap is not None:
+        return "some of its layers cap their attention scores"
+    if layer.activation is not F.silu:
+        name = getattr(layer.activation, "__name__", type(layer.activation).__name__)
+        return f"its activation is {name.lower()}, not silu"
+    outer = layer.before_attention is None or layer.before_mlp is None
+    if outer or layer.after_attention is not None or layer.after_mlp is not None or layer.residual_scale != 1.0:
+        return "the kernels do not add its layers to the residual stream in this order"
+    if layer.q_norm is not None and len(layer.q_norm.module.weight) != layer.attention.key_size:
+        return "the kernels do not norm all heads together"
     return None
 
 
-def _attention_inputs(layer: Any) -> tuple[Any, ...]:
-    return layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj
-
-
-def _mlp_inputs(layer: Any) -> tuple[Any, ...]:
-    return layer.mlp.gate_proj, layer.mlp.up_proj
+def _device(model: Any) -> torch.device:
+    device: torch.device = next(model.parameters()).device
+    return device
 
 
 def _common_storage(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -125,6 +133,8 @@ class FusedLayer:
     mlp_norm: torch.Tensor
     gate_up: ProjectionFn
     down: ProjectionFn
+    rotates: bool = True
+    """Whether queries and keys are rotated by their positions."""
 
 
 class FusedDecoder:
@@ -134,12 +144,12 @@ class FusedDecoder:
         reason = unsupported_reason(model)
         if reason is not None:
             raise PolicyError(f"the fused forward does not support this model: {reason}; use its stock forward")
-        config = model.config
-        attention = model.model.layers[0].self_attn
-        self.model = model
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.dim, self.scale, self.eps = attention.head_dim, attention.scaling, config.rms_norm_eps
-        self.layers = [_fused_layer(layer) for layer in model.model.layers]
+        self.model, self.decoder = model, describe_decoder(model)
+        shape = self.decoder.layers[0].attention
+        self.heads, self.kv_heads, self.dim = shape.heads, shape.key_heads, shape.key_size
+        self.scales = [layer.attention.scale for layer in self.decoder.layers]
+        self.eps = self.decoder.norm.epsilon
+        self.layers = [_fused_layer(layer) for layer in self.decoder.layers]
         device = next(model.parameters()).device
         self.rms_norm, self.add_rms_norm = kernel("rms_norm", device), kernel("add_rms_norm", device)
         self.silu_mul, self.rope_and_store = kernel("silu_mul", device), kernel("rope_and_store", device)
@@ -153,9 +163,9 @@ class FusedDecoder:
 
     def forward(self, ids: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Token ids [T] to normed hidden states [T, W]; `attend` handles the cache."""
-        residual: torch.Tensor = self.model.model.embed_tokens(ids)
+        residual: torch.Tensor = self.decoder.trunk.embed_tokens(ids)
         hidden: torch.Tensor = self.rms_norm(residual, self.layers[0].input_norm, self.eps)
-        after = [layer.input_norm for layer in self.layers[1:]] + [self.model.model.norm.weight]
+        after = [layer.input_norm for layer in self.layers[1:]] + [self.decoder.norm.weight]
         for index, (layer, next_norm) in enumerate(zip(self.layers, after, strict=True)):
             qkv = layer.qkv(hidden).view(len(ids), -1, self.dim)
             mixed = layer.out(attend(index, qkv).flatten(1))
@@ -176,16 +186,16 @@ class FusedDecoder:
     ) -> torch.Tensor:
         """One new token per request: ids, positions, slots, lengths [B]. Lengths include the new token; with `prefixes`
         they are those of the tails."""
-        cos, sin = cache.cos[positions], cache.sin[positions]
+        angles = self._angles(cache, positions)
 
         def attend(index: int, qkv: torch.Tensor) -> torch.Tensor:
             kv_cache = cache.keys[index], cache.values[index]
-            q, new = qkv[:, : self.heads], self._new_tokens(index, qkv, cos, sin, slots)
+            q, new = qkv[:, : self.heads], self._new_tokens(index, qkv, *angles[index], slots)
             if prefixes is None:
-                return self.decode(q, *kv_cache, block_tables, lengths, self.scale, new=new)
+                return self.decode(q, *kv_cache, block_tables, lengths, self.scales[index], new=new)
             shared = (prefixes.tables, prefixes.lengths, prefixes.member_starts, prefixes.members)
             return self.shared_decode(
-                q, *kv_cache, *shared, prefixes.max_members, block_tables, lengths, self.scale, new=new
+                q, *kv_cache, *shared, prefixes.max_members, block_tables, lengths, self.scales[index], new=new
             )
 
         return self.forward(ids, attend)
@@ -202,13 +212,13 @@ class FusedDecoder:
         max_query_length: int,
     ) -> torch.Tensor:
         """Concatenated prompt chunks: ids, positions, slots [T]; see `paged_attention_prefill`."""
-        cos, sin = cache.cos[positions], cache.sin[positions]
+        angles = self._angles(cache, positions)
 
         def attend(index: int, qkv: torch.Tensor) -> torch.Tensor:
-            q = self._rope_and_store(index, qkv, cos, sin, cache, slots)
+            q = self._rope_and_store(index, qkv, *angles[index], cache, slots)
             return self.prefill(
-                q, cache.keys[index], cache.values[index], block_tables, query_starts, context_lengths, self.scale,
-                max_query_length,
+                q, cache.keys[index], cache.values[index], block_tables, query_starts, context_lengths,
+                self.scales[index], max_query_length,
             )  # fmt: skip
 
         return self.forward(ids, attend)
@@ -219,10 +229,17 @@ class FusedDecoder:
 
     def rope_table(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's cos and sin for every position, [positions, D], in its dtype."""
-        weight = self.model.model.embed_tokens.weight
-        ids = torch.arange(positions, device=weight.device)[None]
-        cos, sin = self.model.model.rotary_emb(weight, ids)
+        ids = torch.arange(positions, device=_device(self.model))[None]
+        cos, sin = next(iter(self.decoder.ropes(ids).values()))
         return cos[0].contiguous(), sin[0].contiguous()
+
+    def _angles(self, cache: PagedCache, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """cos and sin of each layer; layers without rope are rotated by nothing."""
+        rotated = cache.cos[positions], cache.sin[positions]
+        if all(layer.rotates for layer in self.layers):
+            return [rotated] * len(self.layers)
+        unrotated = torch.ones_like(rotated[0]), torch.zeros_like(rotated[1])
+        return [rotated if layer.rotates else unrotated for layer in self.layers]
 
     def _split_qkv(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         values_from = self.heads + self.kv_heads
@@ -253,17 +270,23 @@ class FusedDecoder:
         return NewTokens(k, v, cos, sin, slots, layer.q_norm, layer.k_norm, self.eps)
 
 
-def _fused_layer(layer: Any) -> FusedLayer:
-    attention = layer.self_attn
+def _fused_layer(layer: DecoderLayer) -> FusedLayer:
+    assert layer.before_attention is not None
+    assert layer.before_mlp is not None
+
+    def weight(norm: RmsNorm | None) -> torch.Tensor | None:
+        return None if norm is None else norm.weight
+
     return FusedLayer(
-        input_norm=layer.input_layernorm.weight,
-        qkv=_fused_projection(_attention_inputs(layer)),
-        q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
-        k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-        out=attention.o_proj,
-        mlp_norm=layer.post_attention_layernorm.weight,
-        gate_up=_fused_projection(_mlp_inputs(layer)),
-        down=layer.mlp.down_proj,
+        input_norm=layer.before_attention.weight,
+        qkv=_fused_projection(layer.qkv),
+        q_norm=weight(layer.q_norm),
+        k_norm=weight(layer.k_norm),
+        out=layer.out,
+        mlp_norm=layer.before_mlp.weight,
+        gate_up=_fused_projection(layer.gate_up),
+        down=layer.down,
+        rotates=layer.rope is not None,
     )
 
 

@@ -23,7 +23,7 @@ from toolwise.learner.kl import KlCoefficient, check_kl_loss, k3
 from toolwise.learner.lora import Adapters
 from toolwise.learner.loss_aggregation import token_weights
 from toolwise.learner.loss_terms import MetricSums, metric_names, policy_loss_terms
-from toolwise.learner.losses import PpoClip
+from toolwise.learner.losses import GradientCheck, PpoClip
 from toolwise.learner.mini_batches import mini_batches
 from toolwise.learner.mismatch import Evidence, check_logprobs
 from toolwise.learner.optimizer import Optimizer
@@ -68,6 +68,7 @@ class Actor:
         self.config = config
         self.critic = critic
         self.loss = loss or PpoClip(actor.clip_ratio_low, actor.clip_ratio_high, actor.dual_clip or None)
+        self._gradient_check = GradientCheck(self.loss)
         self.version = 0
         self.adapters = Adapters(model, actor.lora, config.seed) if actor.lora.rank else None
         self.optimizer = Optimizer(
@@ -129,22 +130,31 @@ class Actor:
         return columns
 
     def update(self, credited: Sequence[CreditedRollout]) -> Metrics:
-        """Update the critic, then the actor; return their metrics."""
+        """Update the critic, then the actor; return their metrics. If a loss fails before any weight has changed,
+        `version` has not changed either."""
         batch = build_batch(credited, self.device)
-        at_version, self.version = self.version, self.version + 1
         [tokens] = distributed.sum_over_ranks([float(len(batch.trainable_rows()))], self.device)
+        at_version, version = self.version, self.version + 1
         if not tokens:
+            self.version = version
             return {"actor/updates": 0.0}
         self._check(batch)
-        metrics = {} if self.critic is None else self.critic.update(batch, self.version)
+        metrics: Metrics = {}
+        if self.critic is not None:
+            self.version = version
+            metrics = self.critic.update(batch, version)
         sums: dict[str, float] = {}
         updates = 0
-        actor, seed = self.config.actor, f"{self.config.seed}/{self.version}"
+        actor, seed = self.config.actor, f"{self.config.seed}/{version}"
         # The model stays in the policy's mode: dropout would move the ratio off 1 before any weight has moved.
-        for rows in mini_batches(batch, count=actor.mini_batches, epochs=actor.ppo_epochs, seed=seed):
+        parts = list(mini_batches(batch, count=actor.mini_batches, epochs=actor.ppo_epochs, seed=seed))
+        for rows in parts:
             step = self._gradients(batch, rows)
             if not updates:
                 metrics |= self._check_mismatch(batch, rows, step.logprobs, at_version)
+            if updates == len(parts) - 1:
+                self._gradient_check.require(batch.advantages)
+            self.version = version
             norms = self.optimizer.step(self.version, partial(suspects, batch, rows, step.loss_share))
             for name, value in (step.metrics | norms).items():
                 sums[name] = sums.get(name, 0.0) + value
@@ -161,7 +171,9 @@ class Actor:
             return {}
         self._check(batch)
         try:
-            return self._check_mismatch(batch, rows, self._gradients(batch, rows).logprobs, self.version)
+            logprobs = self._gradients(batch, rows).logprobs
+            self._gradient_check.require(batch.advantages)
+            return self._check_mismatch(batch, rows, logprobs, self.version)
         finally:
             self.optimizer.zero_grad()
 
@@ -205,6 +217,7 @@ class Actor:
         for packed, columns in batch.packed(rows, self.model, actor):
             new_logprobs, entropy = self._forward(self.model, packed)
             terms = policy_loss_terms(self.config, self.loss, self.kl.value, batch, columns, new_logprobs, entropy)
+            self._gradient_check.observe(terms.policy, new_logprobs)
             weight = weights[columns]
             (terms.total * weight).sum().backward()  # type: ignore[no-untyped-call]
             self.optimizer.accumulate_gradients()

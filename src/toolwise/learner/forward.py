@@ -6,6 +6,7 @@ sampled one, a chunk at a time, and recomputed in the backward pass when they ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ from toolwise.learner.fused_modules import fuse
 from toolwise.learner.logits import logprobs_and_entropy
 from toolwise.learner.packed_attention import ATTENTION_NAME, Layout, attend
 from toolwise.learner.packing import Packed
+from toolwise.models.attention_layers import attention_layers, head_problem
+from toolwise.models.decoder_layers import longrope_limit
 from toolwise.models.logits import logits_head
 from toolwise.models.weight_sharing import register_attention, shared_copy
 
@@ -26,41 +29,42 @@ CHUNK_TOKENS, CHUNK_BYTES = 1024, 1 << 29
 bytes."""
 SMALL_BYTES = 1 << 24
 """Up to this size, the logits of a micro-batch are kept for the backward pass instead of recomputed."""
-KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def can_share_prefixes(model: Any) -> bool:
     """Whether our packed attention supports every layer of the model; if not, rows are computed padded."""
-    trunk = model.get_decoder()
-    plain = set(getattr(trunk.config, "layer_types", None) or ()) <= KNOWN_LAYERS
-    sinks = any(hasattr(module, "sinks") for module in trunk.modules())
-    return plain and not sinks and bool(getattr(trunk, "_supports_attention_backend", False))
+    return attention_layers(model).problem is None
 
 
 def prefers_node_layout(model: Any) -> bool:
     """Whether attention reads shared prefixes in place (`tree_attention`), for which rows are best laid out by node:
     full attention, half precision, on a GPU."""
-    config, weight = model.get_decoder().config, next(model.parameters())
-    full = "full_attention" in (getattr(config, "layer_types", None) or ("full_attention",))
-    plain = not getattr(config, "attn_logit_softcapping", None)
-    return bool(full and plain and weight.is_cuda and weight.dtype.itemsize == 2 and can_share_prefixes(model))
+    weight = next(model.parameters())
+    if not weight.is_cuda or weight.dtype.itemsize != 2:
+        return False
+    return any(layer.plain for layer in attention_layers(model).layers)
 
 
 def hidden_states(model: Any, packed: Packed) -> Tensor:
     """[T, d]: the last hidden state of each token, ready for the LM head."""
     trunk = model.get_decoder()
-    if not can_share_prefixes(model):
-        return _padded(trunk, packed)
+    report = attention_layers(model)
+    limit = longrope_limit(trunk.config)
+    beyond_limit = limit is not None and int(packed.positions.max()) >= limit
+    if report.problem is not None or beyond_limit:
+        return _padded(trunk, packed, limit)
     copied = shared_copy(trunk, attention=register_attention(ATTENTION_NAME, attend))
     fuse(copied, trunk)
-    layout = Layout.of(packed.segments, packed.ids.device, keep_gathered=_recompute_layers(copied))
+    layout = Layout.of(
+        packed.segments, packed.ids.device, keep_gathered=_recompute_layers(copied), windows=report.windows
+    )
     out = copied(
         input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False, toolwise_layout=layout
     )
-    if layout.calls != trunk.config.num_hidden_layers:  # the other layers used a different attention
+    if layout.calls != len(report.layers):  # the other layers used a different attention
         raise ModelError(
-            f"{type(trunk).__name__}: only {layout.calls} of {trunk.config.num_hidden_layers} layers used the packed "
-            "attention, so its results would be wrong: use another model"
+            f"{type(trunk).__name__}: only {layout.calls} of {len(report.layers)} layers used the packed attention, so "
+            "its results would be wrong: use another model"
         )
     states: Tensor = out.last_hidden_state.squeeze(0)  # the gradient of squeeze is a view, that of [0] a copy
     return states
@@ -82,21 +86,50 @@ def _recompute_layers(trunk: Any) -> bool:
     return bool(modules)
 
 
-def _padded(trunk: Any, packed: Packed) -> Tensor:
-    """Run each segment with its path as a separate padded row, for models that packed attention does not support."""
-    device = packed.ids.device
+def _padded(trunk: Any, packed: Packed, limit: int | None) -> Tensor:
+    """Run each segment with its path as a separate padded row, for models that packed attention does not support.
+
+    `limit`: rows up to this length and longer ones have other rope angles, so they are run apart (longrope).
+    """
     rows = [torch.cat([packed.ids[a:b] for a, b in (*s.path, (s.start, s.stop))]) for s in packed.segments]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
-    out = trunk(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
-    return torch.cat([out[i, s.depth : s.depth + len(s)] for i, s in enumerate(packed.segments)])
+    longer = [limit is not None and len(row) > limit for row in rows]
+    if any(longer) and any(segment.path for segment in packed.segments):
+        raise ModelError(
+            f"rows of more than {limit} tokens cannot share prefixes, because this model's rope (longrope) has other "
+            "angles for them: set actor.share_prefixes = false, or shorten the rows"
+        )
+    states: dict[int, Tensor] = {}
+    for kind in sorted(set(longer)):
+        members = [i for i, row_kind in enumerate(longer) if row_kind == kind]
+        states |= zip(members, _run_padded(trunk, [rows[i] for i in members]), strict=True)
+    return torch.cat([states[i][s.depth : s.depth + len(s)] for i, s in enumerate(packed.segments)])
+
+
+def _run_padded(trunk: Any, rows: Sequence[Tensor]) -> Tensor:
+    """[rows, longest, d]"""
+    ids = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows], device=ids.device)
+    mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    out = trunk(input_ids=ids, attention_mask=mask.long(), use_cache=False)
+    if not hasattr(out, "last_hidden_state"):
+        raise ModelError(
+            f"{type(trunk).__name__}.get_decoder() is not the part below the LM head, so its hidden states cannot be "
+            "read: train another model"
+        )
+    states: Tensor = out.last_hidden_state
+    return states
 
 
 def token_logprobs(
     model: Any, hidden: Tensor, packed: Packed, temperature: float, *, chunk_tokens: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """[S] log-prob of each sampled token and [S] entropy of its distribution; after temperature, in fp32."""
+    difference = head_problem(model)
+    if difference is not None:
+        raise ModelError(
+            f"{type(model).__name__} changes the logits of its head in a way that the learner does not know "
+            f"({difference}): train another model"
+        )
     head = logits_head(model)
 
     def of_chunk(states: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@ Patches a copy of the model's modules that shares its parameters and that only t
 and the rotary function that `forward` calls. A module is patched only if it computes the plain formula, which is
 checked on a few inputs rather than by class name.
 
-    norm     w · x / √(mean x² + ε), rounded once
-    MLP      down(silu(gate x) · up x)
+    norm     w · x / √(mean x² + ε), or with 1 + w, rounded once
+    MLP      down(silu(gate x) · up x), with gate and up apart or in one projection
     rotary   `RotateHalf`
 """
 
@@ -24,6 +24,7 @@ from torch.nn.functional import rms_norm, silu
 
 from toolwise.kernels import available, kernel
 from toolwise.kernels.torch_reference import rotate
+from toolwise.models.decoder_layers import RmsNorm, rms_norm_of, same_outputs
 
 Forward = Callable[[Tensor], Tensor]
 Rotate = Callable[..., tuple[Tensor, Tensor]]
@@ -31,6 +32,7 @@ ROTARY_FUNCTION = "apply_rotary_pos_emb"
 """Name of the rotary function in every transformers model file that has one."""
 _FORMULA_CHECKS: WeakKeyDictionary[Module, bool] = WeakKeyDictionary()
 """Modules already checked -> whether they compute the plain formula."""
+_NORMS: WeakKeyDictionary[Module, RmsNorm | None] = WeakKeyDictionary()
 
 
 def fuse(copied: Module, original: Module) -> None:
@@ -42,30 +44,53 @@ def fuse(copied: Module, original: Module) -> None:
         if "forward" in vars(module):
             continue  # already patched by someone else
         if can_fuse(source):
-            module.forward = _norm(module) if hasattr(module, "variance_epsilon") else _mlp(module, SiluMul.apply)
+            norm = _as_norm(source)
+            module.forward = _mlp(module, SiluMul.apply) if norm is None else _norm(module, norm)
         elif (rotary_forward := _with_fused_rotary(type(module).forward)) is not None:
             module.forward = MethodType(rotary_forward, module)
 
 
 def can_fuse(module: Any) -> bool:
     """Whether the module is a norm or MLP with the plain formula."""
-    if hasattr(module, "variance_epsilon"):
-        return _matches_formula(module, _norm(module), getattr(module, "weight", None))
-    if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
-        return _matches_formula(module, _mlp(module, _silu_mul_torch), getattr(module.gate_proj, "weight", None))
-    return False
+    if _as_norm(module) is not None:
+        return True
+    # A mixture of experts holds its weights as plain tensors under these names.
+    parts = (getattr(module, name, None) for name in ("gate_up_proj", "gate_proj"))
+    first = next((part for part in parts if isinstance(part, Module)), None)
+    if first is None or not hasattr(module, "down_proj") or _activation(module) is None:
+        return False
+    return _matches_formula(module, _mlp(module, _silu_mul_torch), getattr(first, "weight", None))
 
 
-def _norm(module: Any) -> Forward:
+def _as_norm(module: Any) -> RmsNorm | None:
+    """The module as an RMS norm, checked once."""
+    if not hasattr(module, "variance_epsilon") and not hasattr(module, "eps"):
+        return None
+    if module not in _NORMS:
+        _NORMS[module] = rms_norm_of(module)
+    return _NORMS[module]
+
+
+def _norm(module: Any, norm: RmsNorm) -> Forward:
     def forward(x: Tensor) -> Tensor:
-        return rms_norm(x, (x.shape[-1],), module.weight.to(x.dtype), module.variance_epsilon)
+        if norm.plus_one:  # computed in fp32 and rounded once
+            return rms_norm(x.float(), (x.shape[-1],), 1.0 + module.weight.float(), norm.epsilon).type_as(x)
+        return rms_norm(x, (x.shape[-1],), module.weight.to(x.dtype), norm.epsilon)
 
     return forward
 
 
+def _activation(module: Any) -> Any:
+    return getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+
+
 def _mlp(module: Any, product: Callable[..., Tensor]) -> Forward:
     def forward(x: Tensor) -> Tensor:
-        out: Tensor = module.down_proj(product(module.gate_proj(x), module.up_proj(x)))
+        if hasattr(module, "gate_up_proj"):
+            gate, up = module.gate_up_proj(x).chunk(2, dim=-1)
+        else:
+            gate, up = module.gate_proj(x), module.up_proj(x)
+        out: Tensor = module.down_proj(product(gate, up))
         return out
 
     return forward
@@ -79,23 +104,10 @@ def _matches_formula(module: Module, formula: Forward, weight: Any) -> bool:
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         return False
     if module not in _FORMULA_CHECKS:
-        _FORMULA_CHECKS[module] = _same_outputs(module, formula, weight) and _same_outputs(
-            getattr(module, "act_fn", silu), silu, weight
+        _FORMULA_CHECKS[module] = same_outputs(module, formula, weight) and same_outputs(
+            _activation(module), silu, weight
         )
     return _FORMULA_CHECKS[module]
-
-
-@torch.no_grad()
-def _same_outputs(theirs: Any, ours: Forward, weight: Tensor) -> bool:
-    """Whether both give the same output for a few hidden states, up to rounding relative to the output's size."""
-    inputs = torch.linspace(-3.0, 3.0, 2 * weight.shape[-1], device=weight.device).view(2, -1).to(weight.dtype)
-    try:
-        expected, actual = theirs(inputs).float(), ours(inputs).float()
-    except Exception:  # model code that may expect other inputs
-        return False
-    if expected.shape != actual.shape:
-        return False
-    return bool((expected - actual).abs().max() <= 4 * torch.finfo(weight.dtype).eps * expected.abs().max())
 
 
 class SiluMul(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from toolwise.errors import ToolwiseError
 from toolwise.protocols import PolicyLoss
-from toolwise.untrusted.user_code import call_user_code, describe, user_location
+from toolwise.untrusted.user_code import call_part, describe_at
 
 MAX_LOG_RATIO = 20.0
 """exp(20) = 5e8 is already meaningless as a ratio; unbounded it would overflow, and inf · 0 is NaN."""
@@ -81,16 +81,28 @@ def checked_policy_loss(
     """Calls a policy loss; whatever goes wrong in a user's is a one-line error."""
     if type(loss) is PpoClip:  # no checks: they would wait for the device
         return loss(logprobs, old_logprobs, advantages, sequences)
-    where = f"actor.policy_loss: {type(loss).__name__}"
+    where = _name(loss)
     try:
-        result: Any = call_user_code(loss, logprobs, old_logprobs, advantages, sequences)
+        result: Any = call_part(loss, logprobs, old_logprobs, advantages, sequences)
+        return _check_result(where, result, set(loss.metric_names), logprobs, old_logprobs, advantages)
+    except PolicyLossError:
+        raise
     except Exception as fault:
-        raise PolicyLossError(f"{where} failed: {' '.join(describe(fault).split())}{user_location(fault)}") from fault
+        raise PolicyLossError(f"{where} failed: {describe_at(fault)}") from fault
+
+
+def _name(loss: PolicyLoss) -> str:
+    return f"actor.policy_loss: {type(loss).__name__}"
+
+
+def _check_result(
+    where: str, result: Any, names: set[str], logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
         raise PolicyLossError(f"{where} returned a {type(result).__name__}; return a tuple (losses, metrics)")
     losses, metrics = result
-    if set(metrics) != set(loss.metric_names):
-        returned, declared = (", ".join(map(str, names)) or "none" for names in (metrics, loss.metric_names))
+    if set(metrics) != names:
+        returned, declared = (", ".join(sorted(map(str, some))) or "none" for some in (metrics, names))
         raise PolicyLossError(f"{where} returned the metrics {returned}, but metric_names are {declared}")
     for name, values in {"losses": losses, **metrics}.items():
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
@@ -98,6 +110,16 @@ def checked_policy_loss(
             raise PolicyLossError(
                 f"{where} returned {name} of shape {shape} for {len(logprobs)} tokens; return one value per token"
             )
+        if values.device != logprobs.device or values.is_complex():
+            raise PolicyLossError(
+                f"{where} returned {name} of {values.dtype} on {values.device}; return real numbers, on "
+                f"{logprobs.device}"
+            )
+    if losses.dtype != logprobs.dtype:
+        raise PolicyLossError(
+            f"{where} returned losses of {losses.dtype}, but logprobs are {logprobs.dtype}; return "
+            "losses.to(logprobs.dtype)"
+        )
     if logprobs.requires_grad and not losses.requires_grad:
         raise PolicyLossError(f"{where} returned losses without a gradient; compute them from logprobs")
     inputs = torch.stack([logprobs.detach(), old_logprobs, advantages])
@@ -110,6 +132,33 @@ def checked_policy_loss(
             f"log-prob {new:g}, old log-prob {old:g} and advantage {advantage:g}; bound the ratio"
         )
     return losses, {name: value.detach() for name, value in metrics.items()}
+
+
+class GradientCheck:
+    """Finds out at the first update whether a user's loss depends on the log-probs: if not, it trains nothing."""
+
+    def __init__(self, loss: PolicyLoss) -> None:
+        self._where = _name(loss)
+        self._pending = type(loss) is not PpoClip
+
+    def observe(self, losses: Tensor, logprobs: Tensor) -> None:
+        if not self._pending:
+            return
+        try:
+            [gradient] = torch.autograd.grad(losses.sum(), logprobs, retain_graph=True, allow_unused=True)
+        except Exception as fault:
+            raise PolicyLossError(f"{self._where}: its gradient failed: {describe_at(fault)}") from fault
+        if gradient is None:
+            raise PolicyLossError(f"{self._where}: its losses do not depend on logprobs; compute them from logprobs")
+        self._pending = not bool(gradient.any())
+
+    def require(self, advantages: Tensor) -> None:
+        """Raise if no gradient has been seen by the end of an update that had something to learn."""
+        if self._pending and bool(advantages.any()):
+            raise PolicyLossError(
+                f"{self._where}: the gradient of its losses by logprobs is 0 for every token, though there are "
+                "advantages, so nothing would be learned; compute the losses from logprobs, without detaching them"
+            )
 
 
 def clipped_value_loss(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import embedding, scaled_dot_product_attention, softmax
+from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from toolwise.errors import ModelError
 from toolwise.learner.row_trees import Segment
@@ -29,6 +29,7 @@ from toolwise.learner.tree_attention import (
     cu_seqlens,
     span_indices,
 )
+from toolwise.models.dense_attention import dense_attention
 
 ATTENTION_NAME = "toolwise_tree"
 QUERY_CHUNK = 512
@@ -52,12 +53,21 @@ class Layout:
     """The same for kernels that attend to shared paths without gathering them; None if no such kernel applies."""
     keep_gathered: bool = False
     """Whether to keep the gathered keys for the backward pass; otherwise it gathers them again."""
+    windows: Sequence[int | None] | None = None
+    """Sliding window of each layer; None to take what the layer passes to its attention."""
     calls: int = 0
     """Number of attention layers that used this layout; fewer than the model's layers means it was ignored."""
     _masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], device: Any, *, keep_gathered: bool = False) -> Layout:
+    def of(
+        cls,
+        segments: Sequence[Segment],
+        device: Any,
+        *,
+        keep_gathered: bool = False,
+        windows: Sequence[int | None] | None = None,
+    ) -> Layout:
         queries = [len(segment) for segment in segments]
         keys = [segment.depth + len(segment) for segment in segments]
         max_path = max((len(segment.path) for segment in segments), default=0)
@@ -71,6 +81,7 @@ class Layout:
             cu_seqlens(keys, device),
             attention_parts(segments, device) if in_parts else None,
             keep_gathered,
+            windows,
         )
 
     @cached_property
@@ -108,22 +119,23 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """[1, heads, T, size] in, [1, T, heads, size] out: the signature transformers expects of an attention function."""
     layout = toolwise_layout
-    if layout is None or options.get("s_aux") is not None or options.get("position_bias") is not None:
+    if layout is None or options.get("position_bias") is not None:
         raise ModelError(
-            f"{type(module).__name__} uses attention sinks, a position bias or no layout, which packed rows do not "
-            "support: use another model"
+            f"{type(module).__name__} uses a position bias or no layout, which packed rows do not support: use another "
+            "model"
         )
     layout.calls += 1
-    config = _AttentionOptions(
-        query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, sliding_window, softcap
-    )
+    window = sliding_window if layout.windows is None else layout.windows[module.layer_idx]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    config = _AttentionOptions(scale, dropout, window, softcap or None, s_aux)
     # Tokens first, so that gathering reads one contiguous piece per token.
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in _to_common_dtype(query, key, value))
-    fits = _fits_kernel(query, config)
+    fits = _fits_kernel(query, config) and query.shape[-1] == value.shape[-1]
     if fits and layout.parts is not None and config.window is None:
         return attend_in_parts(query, key, value, layout.parts, config.scale)[None], None
     with _gather_keys_values(key, value, layout) as (key, value):
@@ -139,6 +151,13 @@ class _AttentionOptions:
     window: int | None
     """Number of keys a query sees, including its own; None means all."""
     softcap: float | None
+    sinks: Tensor | None = None
+    """[heads]: logits of one more key, without a value."""
+
+    @property
+    def dense(self) -> bool:
+        """Whether torch's fused attention cannot compute this."""
+        return self.softcap is not None or self.sinks is not None
 
 
 def _to_common_dtype(*states: Tensor) -> tuple[Tensor, ...]:
@@ -162,12 +181,12 @@ def _gather_keys_values(key: Tensor, value: Tensor, layout: Layout) -> Iterator[
     # As an embedding: its backward sums in fp32, in a fixed order, and is the fastest option on a CPU.
     keys, values = (embedding(index, states.flatten(1)).view(-1, *states.shape[1:]) for states in (key, value))
     sources = {keys.untyped_storage().data_ptr(): key.detach(), values.untyped_storage().data_ptr(): value.detach()}
-    size = keys[0].numel()
 
     def pack(saved: Tensor) -> Any:
         states = sources.get(saved.untyped_storage().data_ptr())
         if states is None:
             return saved
+        size = states[0].numel()
         start, offset = divmod(int(saved.storage_offset()), size)
         rows = index[start : start + saved.numel() // size]
         return states, rows, (saved.shape, saved.stride(), offset)
@@ -194,7 +213,7 @@ def _varlen() -> tuple[Any, frozenset[str]] | None:
 
 
 def _fits_kernel(query: Tensor, config: _AttentionOptions) -> bool:
-    plain = config.softcap is None and not config.dropout
+    plain = not config.dense and not config.dropout
     sizes = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     return plain and sizes and query.is_cuda and query.dtype.itemsize == 2 and _varlen() is not None
 
@@ -224,7 +243,7 @@ def _attention_by_segment(
     for part in parts:
         q, k, v = (states.transpose(0, 1)[None] for states in part)
         length, depth = q.shape[2], k.shape[2] - q.shape[2]
-        plain = depth == 0 and config.softcap is None and (config.window is None or config.window >= length)
+        plain = depth == 0 and not config.dense and (config.window is None or config.window >= length)
         step = length if plain else QUERY_CHUNK
         for start in range(0, length, step):
             q_chunk = q[:, :, start : start + step]
@@ -238,7 +257,7 @@ def _attention_by_segment(
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, config: _AttentionOptions) -> Tensor:
     """Without a mask, causal attention over equally many keys and queries."""
-    if config.softcap is None or mask is None:
+    if not config.dense or mask is None:
         return scaled_dot_product_attention(
             q,
             k,
@@ -249,8 +268,6 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, confi
             dropout_p=config.dropout,
             enable_gqa=True,
         )
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = torch.tanh(q @ k.transpose(-1, -2) * (config.scale / config.softcap)) * config.softcap + mask
-    weights = softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-    return torch.dropout(weights, config.dropout, train=config.dropout > 0) @ v
+    return dense_attention(
+        q, k, v, mask, scale=config.scale, softcap=config.softcap, sinks=config.sinks, dropout=config.dropout
+    )

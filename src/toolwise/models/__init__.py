@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from toolwise.models.folder import BUILTIN, locate
-    from toolwise.models.loader import load_model
+    from toolwise.models.loader import load_chat, load_model
 
-_MODULE_OF = {"BUILTIN": "folder", "load_model": "loader", "locate": "folder"}
+_MODULE_OF = {"BUILTIN": "folder", "load_chat": "loader", "load_model": "loader", "locate": "folder"}
 
-__all__ = ["BUILTIN", "load_model", "locate"]
+__all__ = ["BUILTIN", "load_chat", "load_model", "locate"]
 
 
 def __getattr__(name: str) -> Any:

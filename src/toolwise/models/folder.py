@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from toolwise.errors import ModelError
+from toolwise.models.hub import download
 from toolwise.models.sizes import check_sizes
 
 BUILTIN = Path(__file__).parent
@@ -14,10 +16,13 @@ MAX_CONFIG_BYTES = 20_000_000
 """Limit for config.json and the small files beside it; the largest published ones have a hundredth of this."""
 MAX_TOKENIZER_BYTES = 500_000_000
 MAX_TEMPLATE_BYTES = 1_000_000
+OTHER_HEADS = ("MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice")
+"""Ends of the names of models that cannot generate."""
 
 
-def locate(path: str) -> str:
-    """The folder or hub name of a model. A path that looks like a folder must be one; anything else is a hub name."""
+def locate(path: str, revision: str = "") -> str:
+    """The checked folder of a model. A path that looks like a folder must be one; anything else is the name of a
+    repository on a hub, which is downloaded unless it is in the local cache."""
     if path.startswith("builtin:"):
         name = path.removeprefix("builtin:")
         folder = BUILTIN / name
@@ -27,13 +32,17 @@ def locate(path: str) -> str:
         return str(folder)
     folder = Path(path).expanduser()
     if folder.is_dir():
+        if revision:
+            raise ModelError(f"model.revision is {revision!r}, but {path} is a folder, which has none: remove it")
         check_folder(folder)
         return str(folder)
     if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
         raise ModelError(
             f"model.path: there is no folder {path!r}; give a folder, owner/name on a hub, or builtin:small"
         )
-    return path
+    folder = download(path, revision)
+    check_folder(folder)
+    return str(folder)
 
 
 def check_folder(folder: Path) -> None:
@@ -43,12 +52,32 @@ def check_folder(folder: Path) -> None:
     config = read_json_object(folder / "config.json")
     if not isinstance(config.get("model_type"), str) and "auto_map" not in config:
         raise ModelError(f"{folder / 'config.json'} has no model_type: it does not say what kind of model it is")
+    _check_kind(folder, config)
     if not [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]:
         raise ModelError(
             f"{folder} has no *.safetensors: save the model with save_pretrained (pickled weights are refused)"
         )
+    for index in folder.glob("*.safetensors.index.json"):
+        shards = read_json_object(index).get("weight_map")
+        files = {str(file) for file in shards.values()} if isinstance(shards, dict) else set()
+        odd = sorted(file for file in files if not re.fullmatch(r"[\w.-]{1,200}\.safetensors", file, re.ASCII))
+        if odd:
+            raise ModelError(f"{index} names {odd[0]!r:.80}, which is not a *.safetensors file in its folder")
+        missing = sorted(file for file in files if not (folder / file).is_file())
+        if missing:
+            raise ModelError(f"{folder} lacks {missing[0]}, which {index.name} names: copy the whole model again")
     check_sizes(config, folder / "config.json", _tensor_shapes(folder))
     _check_tokenizer(folder)
+
+
+def _check_kind(folder: Path, config: dict[str, Any]) -> None:
+    named = config.get("architectures")
+    architectures = [str(name) for name in (named if isinstance(named, list) else [named])]
+    kind = next((name for name in architectures if name.endswith(OTHER_HEADS)), "")
+    if config.get("is_encoder_decoder"):
+        kind = "an encoder-decoder model"
+    if kind:
+        raise ModelError(f"{folder} holds {kind}: Toolwise trains decoder-only language models (…ForCausalLM)")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -91,8 +120,34 @@ def _check_tokenizer(folder: Path) -> None:
         read_json_object(files[1])
 
 
+def read_eos_ids(folder: Path) -> list[int]:
+    """The tokens at which the model's own settings stop generation: one, a list, or none."""
+    for file in ("generation_config.json", "config.json"):
+        ids = read_json_object(folder / file).get("eos_token_id") if (folder / file).is_file() else None
+        if ids is not None:
+            return [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int) and 0 <= i < 1 << 31]
+    return []
+
+
+def read_template(path: Path) -> str:
+    """A chat template given by the user (`model.chat_template`)."""
+    if not path.is_file():
+        raise ModelError(f"model.chat_template: there is no file {path}; give a Jinja template, such as chat.jinja")
+    _check_file_size(path, MAX_TEMPLATE_BYTES)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as fault:
+        raise ModelError(f"model.chat_template: {path} is not UTF-8 text ({fault}): save it as UTF-8") from fault
+    if not text.strip():
+        raise ModelError(f"model.chat_template: {path} is empty: give a Jinja template")
+    return text
+
+
 def _check_file_size(path: Path, max_bytes: int) -> None:
-    size = path.stat().st_size
+    try:
+        size = path.stat().st_size
+    except OSError as fault:
+        raise ModelError(f"{path} cannot be read ({fault.strerror}): copy the model again") from fault
     if size > max_bytes:
         raise ModelError(f"{path} has {size} bytes, more than the limit of {max_bytes} for such a file: it is damaged")
 

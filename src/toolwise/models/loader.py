@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from toolwise.errors import ModelError
-from toolwise.models.folder import first_line, locate
+from toolwise.models.folder import first_line, locate, read_eos_ids, read_template
 from toolwise.models.remote_code import check_hub_kernels, remote_code_error, warn_remote_code
-from toolwise.models.sizes import check_sizes
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 
 
 def load_model(
-    path: str, *, device: str = "auto", dtype: str = "float32", trust_remote_code: bool = False
+    path: str,
+    *,
+    device: str = "auto",
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
+    revision: str = "",
+    chat_template: Path | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, ChatTokenizer]:
     """Load a model, ready for generation and training, and its tokenizer.
 
@@ -24,39 +31,74 @@ def load_model(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    location = locate(path)
+    location = locate(path, revision)
     if trust_remote_code:
         warn_remote_code(path, location)
-    elif Path(location).is_dir():
+    else:
         check_hub_kernels(path, location)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    with _explained(path, location):
         model, tokenizer, report = _load(location, getattr(torch, dtype), trust_remote_code)
         model = model.to(device)
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # others leave out the cap of Gemma 2, depending on the version
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would initialise them at random and continue
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"the model {path!r} lacks the weights {missing[0]}{more}: its folder is damaged")
+    return model.eval(), _chat(tokenizer, location, chat_template, template_kwargs)
+
+
+def load_chat(
+    path: str,
+    *,
+    trust_remote_code: bool = False,
+    revision: str = "",
+    chat_template: Path | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> ChatTokenizer:
+    """The tokenizer of a model, with its chat template, without its weights."""
+    location = locate(path, revision)
+    with _explained(path, location):
+        tokenizer = _load_tokenizer(location, trust_remote_code)
+    return _chat(tokenizer, location, chat_template, template_kwargs)
+
+
+def _chat(
+    tokenizer: Any, location: str, chat_template: Path | None, template_kwargs: Mapping[str, Any] | None
+) -> ChatTokenizer:
+    if chat_template is not None:
+        tokenizer.chat_template = read_template(chat_template)
+    return ChatTokenizer(tokenizer, template_kwargs=template_kwargs, eos_ids=read_eos_ids(Path(location)))
+
+
+@contextmanager
+def _explained(path: str, location: str) -> Iterator[None]:
+    """Turn the many exceptions of transformers into one that names the model and the reason."""
+    try:
+        yield
     except ModelError:
         raise
-    except BaseException as fault:  # transformers raises many types; the user needs the folder and the reason
+    except BaseException as fault:
         if not isinstance(fault, Exception) and type(fault).__name__ != "PanicException":  # raised by Rust libraries
             raise
         if "trust_remote_code" in str(fault):
             raise remote_code_error(path, location) from fault
         raise ModelError(f"the model {path!r} cannot be loaded: {first_line(fault)}") from fault
-    missing = sorted(report["missing_keys"])
-    if missing:  # transformers would initialise them at random and continue
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"the model {path!r} lacks the weights {missing[0]}{more}: its folder is damaged")
-    return model.eval(), ChatTokenizer(tokenizer)
+
+
+def _load_tokenizer(location: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code)
 
 
 def _load(location: str, dtype: Any, trust_remote_code: bool) -> tuple[Any, Any, dict[str, Any]]:
     """Always passes `trust_remote_code`: without it, transformers asks on standard input."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+    from transformers import AutoModelForCausalLM
 
-    if not Path(location).is_dir():
-        with suppress(OSError):  # missing, or adapters only: from_pretrained reports it, or finds their base model
-            check_sizes(PretrainedConfig.get_config_dict(location)[0], location, None)
-    tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code)
+    tokenizer = _load_tokenizer(location, trust_remote_code)
     model, report = AutoModelForCausalLM.from_pretrained(
         location, dtype=dtype, use_safetensors=True, output_loading_info=True, trust_remote_code=trust_remote_code
     )

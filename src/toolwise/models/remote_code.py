@@ -39,7 +39,7 @@ def check_hub_kernels(path: str, location: str) -> None:
 
 def warn_remote_code(path: str, location: str) -> None:
     """Logged every time, as a warning so that the default log level shows it."""
-    names = remote_code_files(location) if Path(location).is_dir() else ["any code the hub has for it"]
+    names = remote_code_files(location)
     if names:
         log.warning(
             "model.trust_remote_code is set: Python code of %s runs with all your permissions: %s",

@@ -1,4 +1,4 @@
-"""Checks that collected source reproduces the objects in the notebook.
+"""Plain data as Python literals, and a check that collected source reproduces the objects in the notebook.
 
 A cell's text shows how an object was created, not what it is now: a default may be bound to an older value, a decorator
 may have had another argument, a class may have been patched since. So the text is executed once and the results are
@@ -9,17 +9,62 @@ from __future__ import annotations
 
 import dis
 import inspect
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from toolwise.errors import ToolwiseError
-from toolwise.notebook.literals import literal
 
+NamedContainers = Mapping[int, str]
+"""`id` -> name of containers that are already bound: written as that name, so that they stay one object."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _IGNORED_OPCODES = ("PUSH_NULL", "EXTENDED_ARG", "NOP")
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _OPCODE_ALIASES = {"LOAD_METHOD": "LOAD_ATTR"}
+
+
+def literal(value: Any, known: NamedContainers | None = None, depth: int = 0) -> str | None:
+    """The value as a Python literal; None if it is not plain data."""
+    if depth > 50:
+        return None
+    kind = type(value)
+    if value is None or value is Ellipsis or kind in (bool, int, str, bytes):
+        return repr(value)
+    if kind is float:
+        return repr(value) if math.isfinite(value) else f'float("{value}")'
+    if known and id(value) in known:
+        return known[id(value)]
+    if kind not in (list, tuple, set, frozenset, dict):
+        return None
+    items = [literal(item, known, depth + 1) for item in value]
+    values = [literal(item, known, depth + 1) for item in value.values()] if kind is dict else []
+    if None in items or None in values:
+        return None
+    if kind is dict:
+        return "{" + ", ".join(f"{key}: {item}" for key, item in zip(items, values, strict=True)) + "}"
+    return _collection_literal(kind, [str(item) for item in items])
+
+
+def containers(value: Any, path: str) -> Iterator[tuple[int, str]]:
+    """The `id` of each list, dict and set in plain data, and the expression that reaches it."""
+    if isinstance(value, list | dict | set):
+        yield id(value), path
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from containers(item, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from containers(item, f"{path}[{literal(key)}]")
+
+
+def _collection_literal(kind: type, items: list[str]) -> str:
+    if kind is list:
+        return f"[{', '.join(items)}]"
+    if kind is tuple:
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+    return f"{kind.__name__}([{', '.join(sorted(items))}])"  # the same order in every process
 
 
 def check_equivalent(text: str, defined: Mapping[str, Any], module: str) -> None:
@@ -29,12 +74,11 @@ def check_equivalent(text: str, defined: Mapping[str, Any], module: str) -> None
         exec(compile(text, "<collected>", "exec", dont_inherit=True), space)
     except Exception as fault:
         reason = f"{type(fault).__name__}: {fault}".partition("\n")[0]
-        names = ", ".join(defined)
         raise ToolwiseError(
-            f"the cells that define {names} fail when they run again ({reason}); put the code in a file"
+            f"the cells that define {', '.join(defined)} fail when they run again ({reason}); put the code in a file"
         ) from fault
     for name, value in defined.items():
-        where = _Comparison().difference(value, space[name], name)
+        where = _difference(value, space[name], name, set())
         if where is not None:
             is_lambda = getattr(value, "__name__", "") == "<lambda>"
             fix = "write it as a def" if is_lambda else "run that cell again, or put it in a file"
@@ -44,42 +88,36 @@ def check_equivalent(text: str, defined: Mapping[str, Any], module: str) -> None
             )
 
 
-class _Comparison:
-    def __init__(self) -> None:
-        self._seen: set[tuple[int, int]] = set()
-
-    def difference(self, here: Any, there: Any, where: str) -> str | None:
-        """Describe where the two differ; None if they are equivalent."""
-        if here is there or (id(here), id(there)) in self._seen:
-            return None
-        self._seen.add((id(here), id(there)))
-        if isinstance(here, staticmethod | classmethod):
-            here, there = here.__func__, getattr(there, "__func__", None)
-        if isinstance(here, property):
-            here, there = ([getattr(each, name, None) for name in ("fget", "fset", "fdel")] for each in (here, there))
-        if isinstance(here, FunctionType) and isinstance(there, FunctionType):
-            if not _same_code(here.__code__, there.__code__):
-                return where
-            return self._parts(_function_parts(here), _function_parts(there), where)
-        if isinstance(here, type) and isinstance(there, type):
-            return self._parts(_class_parts(here), _class_parts(there), where)
-        if type(here).__qualname__ != type(there).__qualname__:
+def _difference(here: Any, there: Any, where: str, seen: set[tuple[int, int]]) -> str | None:
+    """Describe where the two differ; None if they are equivalent. `seen` are the ids of the pairs compared so far."""
+    if here is there or (id(here), id(there)) in seen:
+        return None
+    seen.add((id(here), id(there)))
+    if isinstance(here, staticmethod | classmethod):
+        here, there = here.__func__, getattr(there, "__func__", None)
+    if isinstance(here, property):
+        here, there = ([getattr(each, name, None) for name in ("fget", "fset", "fdel")] for each in (here, there))
+    if isinstance(here, FunctionType) and isinstance(there, FunctionType):
+        if not _same_code(here.__code__, there.__code__):
             return where
-        if isinstance(here, dict | list | tuple) and literal(here) is None:
-            return self._parts(_items(here), _items(there), where)
-        if hasattr(here, "__wrapped__"):
-            return self._parts(_wrapper_parts(here), _wrapper_parts(there), where)
+        parts: Callable[[Any], dict[str, Any]] = _function_parts
+    elif isinstance(here, type) and isinstance(there, type):
+        parts = _class_parts
+    elif type(here).__qualname__ != type(there).__qualname__:
+        return where
+    elif isinstance(here, dict | list | tuple) and literal(here) is None:
+        parts = _items
+    elif hasattr(here, "__wrapped__"):
+        parts = _wrapper_parts
+    else:
         return None if _text(here) == _text(there) else where
-
-    def _parts(self, here: Mapping[str, Any], there: Mapping[str, Any], where: str) -> str | None:
-        for key, value in here.items():
-            label = f"{where}{key}"
-            if key not in there:
-                return label
-            difference = self.difference(value, there[key], label)
-            if difference is not None:
-                return difference
-        return next((f"{where}{key}" for key in there if key not in here), None)
+    ours, theirs = parts(here), parts(there)
+    for key, value in ours.items():
+        label = f"{where}{key}"
+        difference = _difference(value, theirs[key], label, seen) if key in theirs else label
+        if difference is not None:
+            return difference
+    return next((f"{where}{key}" for key in theirs if key not in ours), None)
 
 
 def _function_parts(function: FunctionType) -> dict[str, Any]:
@@ -96,18 +134,23 @@ def _function_parts(function: FunctionType) -> dict[str, Any]:
 
 
 def _class_parts(cls: type) -> dict[str, Any]:
-    members = {
-        f".{name}": value
-        for name, value in vars(cls).items()
-        if isinstance(value, FunctionType) or not (name.startswith("__") or name == "_abc_impl")
+    return {
+        **{
+            f".{name}": value
+            for name, value in vars(cls).items()
+            if isinstance(value, FunctionType) or not (name.startswith("__") or name == "_abc_impl")
+        },
+        "'s base classes": tuple(base.__qualname__ for base in cls.__bases__),
     }
-    return {**members, "'s base classes": tuple(base.__qualname__ for base in cls.__bases__)}
 
 
 def _wrapper_parts(wrapper: Any) -> dict[str, Any]:
     """An object that wraps a function, such as a tool; private attributes may be state and are not compared."""
-    public = {f".{name}": value for name, value in getattr(wrapper, "__dict__", {}).items() if not name.startswith("_")}
-    plain = {name: value for name, value in public.items() if literal(value) is not None}
+    plain = {
+        f".{name}": value
+        for name, value in getattr(wrapper, "__dict__", {}).items()
+        if not name.startswith("_") and literal(value) is not None
+    }
     return {**plain, "'s inner function": wrapper.__wrapped__}
 
 
@@ -141,17 +184,15 @@ def _same_code(first: CodeType, second: CodeType) -> bool:
 
 def _code_signature(code: CodeType) -> tuple[Any, ...]:
     steps = [
-        (_OPCODE_ALIASES.get(step.opname, step.opname), _argument(step))
+        (
+            _OPCODE_ALIASES.get(step.opname, step.opname),
+            None if step.opcode in _JUMPS or isinstance(step.argval, CodeType) else _text(step.argval),
+        )
         for step in dis.get_instructions(code)
         if step.opname not in _IGNORED_OPCODES
     ]
     names = code.co_varnames, code.co_freevars, code.co_cellvars
     return steps, names, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount
-
-
-def _argument(step: dis.Instruction) -> str | None:
-    jumps = step.opcode in dis.hasjrel or step.opcode in dis.hasjabs
-    return None if jumps or isinstance(step.argval, CodeType) else _text(step.argval)
 
 
 def _doc(code: CodeType) -> str:

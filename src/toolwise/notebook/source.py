@@ -8,17 +8,23 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from types import FunctionType, ModuleType
 from typing import Any
 
 from toolwise.config.secret_names import find_secret
 from toolwise.errors import ToolwiseError
-from toolwise.notebook.comparison import check_equivalent
-from toolwise.notebook.literals import containers, literal
-from toolwise.notebook.names import attribute_chains, global_names
-from toolwise.notebook.text import Cell, find_cells, find_class, find_function, find_statement
+from toolwise.notebook.comparison import check_equivalent, containers, literal
+from toolwise.notebook.text import (
+    Cell,
+    attribute_chains,
+    find_cells,
+    find_class,
+    find_function,
+    find_statement,
+    global_names,
+)
 from toolwise.sandbox.targets import library_folders, package_folder
 
 MAX_LITERAL_CHARS = 1_000_000
@@ -76,8 +82,7 @@ class _Collector:
         """name -> object defined from cell text; executing the text again may give something else, so it is checked."""
 
     def text(self) -> str:
-        future = ["from __future__ import annotations"] if self._future else []
-        imports = "\n".join([*future, *sorted(self._imports)])
+        imports = "\n".join(["from __future__ import annotations"] * self._future + sorted(self._imports))
         return "\n\n\n".join(part for part in (HEADER + imports, *self._parts) if part).strip() + "\n"
 
     def add(self, name: str, value: Any, namespace: Mapping[str, Any], user: str) -> None:
@@ -114,10 +119,12 @@ class _Collector:
         if isinstance(inner, FunctionType):
             self._future |= bool(inner.__code__.co_flags & _FUTURE)
         self._add_references(source, inner_namespace, own_name)
-        attributes = _plain_attributes(inner) if not source.startswith("@") else {}
+        # Plain attributes, such as a reward's mode; a decorator in the source sets them again itself.
+        decorated = source.startswith("@") or not isinstance(inner, FunctionType)
+        attributes = {key: literal(value) for key, value in vars(inner).items() if not decorated}
         lines = [
             *([f"{name} = {own_name}"] if own_name != name else []),
-            *(f"{name}.{key} = {text}" for key, text in attributes.items()),
+            *(f"{name}.{key} = {text}" for key, text in attributes.items() if text is not None),
         ]
         self._parts.append("\n\n\n".join([source, *(["\n".join(lines)] if lines else [])]))
 
@@ -127,14 +134,10 @@ class _Collector:
             special = name.startswith("__") and name.endswith("__")
             if name in namespace and not special and not _is_wrapped_builtin(name, namespace[name]):
                 self.add(name, namespace[name], namespace, user)
-                if isinstance(namespace[name], ModuleType):
-                    self._submodules(namespace[name], source, name)
-
-    def _submodules(self, module: ModuleType, source: str, name: str) -> None:
-        """`import a.b` binds only `a`: import each submodule that the source reaches through it."""
-        for chain in attribute_chains(source, name) if module.__name__ == name else ():
-            if chain in sys.modules:
-                self._imports[f"import {chain}"] = None
+                if isinstance(namespace[name], ModuleType) and namespace[name].__name__ == name:
+                    # `import a.b` binds only `a`: import each submodule that the source reaches through it.
+                    chains = attribute_chains(source, name)
+                    self._imports |= {f"import {chain}": None for chain in chains if chain in sys.modules}
 
     def _import_line(self, name: str, value: Any, namespace: Mapping[str, Any]) -> str | None:
         if isinstance(value, ModuleType):
@@ -150,10 +153,16 @@ class _Collector:
                 return _import_from_line(module, own_name, name)
         if literal(value) is not None:
             return None
-        for node in _import_nodes(namespace):  # objects without a `__module__`
-            for alias in node.names:
-                if (alias.asname or alias.name) == name and _is_importable_as(node.module or "", alias.name, value):
-                    return _import_from_line(node.module or "", alias.name, name)
+        imports = [
+            node
+            for cell in find_cells(namespace)
+            for node in ast.walk(cell.tree)
+            if isinstance(node, ast.ImportFrom) and not node.level
+        ]
+        for module, alias in ((node.module or "", alias) for node in imports for alias in node.names):
+            # Objects without a `__module__`.
+            if (alias.asname or alias.name) == name and _is_importable_as(module, alias.name, value):
+                return _import_from_line(module, alias.name, name)
         return None
 
     def _definition(self, target: FunctionType | type, namespace: Mapping[str, Any], name: str) -> str:
@@ -219,12 +228,6 @@ def _namespace_of(target: FunctionType | type, default: Mapping[str, Any]) -> Ma
     return default or (vars(module) if module is not None else {})
 
 
-def _plain_attributes(target: FunctionType | type) -> dict[str, str]:
-    """Plain attributes set on a function, such as a reward's mode; a decorator in the source sets them again itself."""
-    literals = {key: literal(value) for key, value in vars(target).items()} if isinstance(target, FunctionType) else {}
-    return {key: text for key, text in literals.items() if text is not None}
-
-
 def _is_same_value(first: Any, second: Any) -> bool:
     try:
         return first is second or bool(type(first) is type(second) and first == second)
@@ -235,17 +238,14 @@ def _is_same_value(first: Any, second: Any) -> bool:
 def _methods(cls: type) -> list[FunctionType]:
     """Methods written in source; a dataclass generates others."""
     functions = [unwrap_target(getattr(value, "__func__", value)) for value in vars(cls).values()]
-    local = [f for f in functions if isinstance(f, FunctionType) and f.__module__ == cls.__module__]
     return [
-        f for f in local if f.__qualname__.startswith(f"{cls.__qualname__}.") and f.__code__.co_filename != "<string>"
+        f
+        for f in functions
+        if isinstance(f, FunctionType)
+        and f.__module__ == cls.__module__
+        and f.__qualname__.startswith(f"{cls.__qualname__}.")
+        and f.__code__.co_filename != "<string>"
     ]
-
-
-def _import_nodes(namespace: Mapping[str, Any]) -> Iterator[ast.ImportFrom]:
-    for cell in find_cells(namespace):
-        for node in ast.walk(cell.tree):
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                yield node
 
 
 def _import_from_line(module: str, attribute: str, name: str) -> str:

@@ -1,13 +1,15 @@
-"""Finds the text of notebook cells and extracts single definitions from it."""
+"""Finds the text of notebook cells, single definitions in it, and the names that they take from their module."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import linecache
+import symtable
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -44,26 +46,30 @@ class Cell:
             elif isinstance(node, ast.stmt | ast.ExceptHandler):
                 todo += [*ast.iter_child_nodes(node)]
 
+    def classes(self, name: str) -> list[ast.ClassDef]:
+        return [node for node in self.definitions() if isinstance(node, ast.ClassDef) and node.name == name]
+
     def extract(self, node: ast.stmt) -> str:
-        decorators = getattr(node, "decorator_list", [])
-        first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-        return textwrap.dedent("".join(self.lines[first - 1 : node.end_lineno])).rstrip()
+        return textwrap.dedent("".join(self.lines[_first_line(node) - 1 : node.end_lineno])).rstrip()
+
+
+def _first_line(node: ast.stmt) -> int:
+    return int(min(part.lineno for part in (node, *getattr(node, "decorator_list", []))))
 
 
 def find_function(function: FunctionType) -> str | None:
     """The `def` of a function, with decorators."""
-    cell = Cell.from_filename(function.__code__.co_filename)
+    code = function.__code__
+    cell = Cell.from_filename(code.co_filename)
     for node in cell.definitions():
-        if not isinstance(node, ast.ClassDef) and node.name == function.__code__.co_name:
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            if first == function.__code__.co_firstlineno:
-                return cell.extract(node)
+        if not isinstance(node, ast.ClassDef) and (node.name, _first_line(node)) == (code.co_name, code.co_firstlineno):
+            return cell.extract(node)
     try:  # some REPLs store their input where only `inspect` finds it
         source = textwrap.dedent(inspect.getsource(function)).rstrip()
         [statement] = ast.parse(source).body
     except (OSError, TypeError, ValueError, SyntaxError):
         return None
-    return source if isinstance(statement, Definition) and statement.name == function.__code__.co_name else None
+    return source if isinstance(statement, Definition) and statement.name == code.co_name else None
 
 
 def find_class(cls: type, cells: Sequence[Cell]) -> str | None:
@@ -72,25 +78,18 @@ def find_class(cls: type, cells: Sequence[Cell]) -> str | None:
         method = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)) or value)
         if isinstance(method, FunctionType) and method.__qualname__.startswith(f"{cls.__qualname__}."):
             cell, line = Cell.from_filename(method.__code__.co_filename), method.__code__.co_firstlineno
-            for node in cell.definitions():
-                within = node.lineno <= line <= (node.end_lineno or node.lineno)
-                if isinstance(node, ast.ClassDef) and node.name == cls.__name__ and within:
+            for node in cell.classes(cls.__name__):
+                if node.lineno <= line <= (node.end_lineno or node.lineno):
                     return cell.extract(node)
-    for cell in cells:
-        for node in cell.definitions():
-            if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
-                return cell.extract(node)
-    return None
+    return next((cell.extract(node) for cell in cells for node in cell.classes(cls.__name__)), None)
 
 
 def find_statement(name: str, cells: Sequence[Cell]) -> str | None:
     """The latest top-level `name = …` in the cells."""
     for cell in cells:
         for node in reversed(cell.tree.body):
-            if isinstance(node, ast.Assign) and len(node.targets) == 1:
-                [target] = node.targets
-                if isinstance(target, ast.Name) and target.id == name:
-                    return cell.extract(node)
+            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
+                return cell.extract(node)
     return None
 
 
@@ -102,3 +101,52 @@ def find_cells(namespace: Mapping[str, Any]) -> list[Cell]:
     filenames = [name for name, entry in linecache.cache.items() if len(entry) > 1 and entry[1] is None]
     file = getattr(sys.modules.get(str(namespace.get("__name__"))), "__file__", None)
     return [Cell.from_filename(name) for name in (*reversed(filenames), *([file] if file else []))]
+
+
+def global_names(source: str) -> list[str]:
+    """Global names that `source` (a definition or a statement) refers to, including those in quoted annotations."""
+    names = set(_table_names(symtable.symtable(source, "<cell>", "exec")))
+    for annotation in _quoted_annotations(ast.parse(source)):
+        names |= {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+    return sorted(names)
+
+
+def _table_names(table: symtable.SymbolTable) -> Iterator[str]:
+    top = table.get_type() == "module"
+    for symbol in table.get_symbols():
+        if (top and symbol.is_referenced()) or (not top and symbol.is_global()):
+            yield symbol.get_name()
+    for inner in table.get_children():
+        yield from _table_names(inner)
+
+
+def _quoted_annotations(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        for annotation in filter(None, [getattr(node, "annotation", None), getattr(node, "returns", None)]):
+            for part in _without_literals(annotation):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    with suppress(SyntaxError):  # free text, as in Annotated[int, "metres each"]
+                        yield ast.parse(part.value, mode="eval").body
+
+
+def _without_literals(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and its descendants, except inside `Literal[…]`."""
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("Literal"):
+        return
+    yield node
+    for inner in ast.iter_child_nodes(node):
+        yield from _without_literals(inner)
+
+
+def attribute_chains(source: str, name: str) -> list[str]:
+    """Every attribute access that starts at `name`, with its prefixes: `a.b` and `a.b.c` for `a.b.c`."""
+    chains: dict[str, None] = {}
+    for node in ast.walk(ast.parse(source)):
+        parts: list[str] = []
+        inner: ast.AST = node
+        while isinstance(inner, ast.Attribute):
+            parts.insert(0, inner.attr)
+            inner = inner.value
+        if parts and isinstance(inner, ast.Name) and inner.id == name:
+            chains |= dict.fromkeys(".".join([name, *parts[: count + 1]]) for count in range(len(parts)))
+    return list(chains)

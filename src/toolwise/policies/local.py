@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from toolwise.engine import Engine, supports_paged_attention
+from toolwise.engine import Engine, engine_path
 from toolwise.engine.grammar import Constraint, Grammar, Vocabulary
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.messages import Message
@@ -16,7 +16,7 @@ from toolwise.policies.transformers_generation import BatchGenerator
 from toolwise.protocols import Generation, GenerationEngine, Metrics, Sampling
 from toolwise.rollout.call_format import ParserSpec
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
-from toolwise.rollout.parsers import PARSERS, to_action
+from toolwise.rollout.parsers import PARSERS, parse_for_tools, reasoning_of, to_action
 from toolwise.rollout.tokens import OnChange, TokenBuffer
 from toolwise.rollout.tool_prompt import ToolPromptMode
 
@@ -47,10 +47,10 @@ class LocalPolicy:
         the available tools and their schemas."""
         self.model = model
         self.chat = chat
-        self.sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or (chat.end_id,))
-        call_format = chat.find_format(parser)
-        self.parse = call_format.parse
-        chat.set_tool_prompt(tool_prompt, call_format)
+        self.sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or chat.stop_ids)
+        self.call_format = chat.find_format(parser)
+        self.parse = self.call_format.parse
+        chat.set_tool_prompt(tool_prompt, self.call_format)
         self.on_change = on_change
         self.vocabulary = int(getattr(model.config, "vocab_size", 0)) or 1 << 30
         self.max_batch = max_batch
@@ -140,12 +140,15 @@ class LocalPolicy:
 def _build_engine(
     name: str, model: Any, chat: ChatTokenizer, max_batch: int, deterministic: bool, cache_mb: int | None
 ) -> Engine | BatchGenerator:
-    if name == "toolwise" and supports_paged_attention(model):
+    path, reason = engine_path(model) if name == "toolwise" else ("transformers", "")
+    if path != "transformers":
         return Engine(
             model, memory_mb=cache_mb, max_requests=max_batch, deterministic=deterministic, decode=chat.decode
         )
     if name == "toolwise":
-        log.warning("%s is not supported by the engine: generating with transformers", type(model).__name__)
+        log.warning(
+            "%s is not supported by the engine: generating with transformers (%s)", type(model).__name__, reason
+        )
     return BatchGenerator(model, chat.pad_id, max_batch)
 
 
@@ -171,7 +174,8 @@ class LocalSession:
         alignment = self.tokens.add(result.token_ids, closed=bool(result.token_ids) and result.token_ids[-1] in stops)
         self._turn += 1
         text = self.policy.chat.decode(result.token_ids, stops)
-        content, calls = self.policy.parse(text)
+        reply = parse_for_tools(self.policy.parse, text, available_tools_specs)
+        content, calls = reply
         logprobs = {
             "token_ids": result.token_ids,
             "logprobs": result.logprobs,
@@ -180,4 +184,4 @@ class LocalSession:
             "policy_version": result.policy_version,
             "alignment": alignment,
         }
-        return to_action(content, calls), text, logprobs, None
+        return to_action(content, calls, reasoning_of(reply)), text, logprobs, None

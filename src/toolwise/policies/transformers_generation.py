@@ -7,6 +7,7 @@ engine.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import threading
 import time
@@ -16,10 +17,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from toolwise.engine.sampler import draw
-from toolwise.errors import PolicyError
+from toolwise.errors import ContextFullError, PolicyError
+from toolwise.models.attention_layers import state_difference
+from toolwise.models.decoder_layers import longrope_limit
 from toolwise.protocols import Generation, GenerationEngine, Sampling
 from toolwise.untrusted.user_code import describe
 
@@ -32,6 +41,7 @@ class BatchGenerator(GenerationEngine):
 
     def __init__(self, model: Any, pad_id: int, max_batch: int) -> None:
         self.model, self.pad_id, self.max_batch = model, pad_id, max_batch
+        self.longest = longrope_limit(getattr(model, "config", None))
         self.version = 0
         self.batch_wait_s = 0.002
         self._waiting: list[_PendingRequest] = []
@@ -44,6 +54,13 @@ class BatchGenerator(GenerationEngine):
         self.version = version
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+        length = len(token_ids) + sampling.max_new_tokens
+        if self.longest is not None and length > self.longest:
+            raise ContextFullError(
+                f"a prompt of {len(token_ids)} tokens and {sampling.max_new_tokens} new ones are more than "
+                f"{self.longest}, beyond which this model's rope (longrope) has other angles: shorten the prompt or "
+                "lower rollout.max_new_tokens"
+            )
         future: Future[Generation] = Future()
         with self._lock:
             self._waiting.append((token_ids, sampling, future))
@@ -127,8 +144,105 @@ def generate_batch(
     pad_id: int,
     policy_version: int,
 ) -> list[Generation]:
-    """Continue every prompt until a stop token or its maximum length; finished rows leave the batch."""
-    cache, mask, logits = _prefill(model, prompts, pad_id)
+    """Continue every prompt until a stop token or its maximum length; finished rows leave the batch.
+
+    Prompts of different lengths are padded on the left; a model with recurrent layers, which would read the padding,
+    runs those of each length apart.
+    """
+    stock = StockForward(model)
+    check_cache(stock)
+    by_length: dict[int, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt) if stock.recurrent else 0, []).append(i)
+    results: dict[int, Generation] = {}
+    for members in by_length.values():
+        some, theirs = [prompts[i] for i in members], [samplings[i] for i in members]
+        results |= zip(members, _generate(stock, some, theirs, pad_id, policy_version), strict=True)
+    return [results[i] for i in range(len(prompts))]
+
+
+class StockForward:
+    """The model's own forward pass with a cache, called with the arguments that it has."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        names = inspect.signature(model.forward).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
+        known = [name for name in ("past_key_values", "cache_params") if name in names]
+        self.cache_name = known[0] if known else "past_key_values"
+        if not known and not takes_all:
+            raise PolicyError(
+                f"{type(model).__name__} does not use transformers' cache, so it cannot generate here: use another "
+                'model, or rollout.engine = "vllm"'
+            )
+        self.options = {name for name in ("position_ids", "logits_to_keep") if takes_all or name in names}
+        self.cache = DynamicCache(config=model.config)
+        self.recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.cache.layers)
+
+    def start(self) -> None:
+        self.cache = DynamicCache(config=self.model.config)
+        # A layer that keeps only its sliding window would need its mask cut to that window.
+        plain = (DynamicLayer, DynamicSlidingWindowLayer)
+        self.cache.layers = [PreallocatedLayer() if type(layer) in plain else layer for layer in self.cache.layers]
+
+    def select(self, rows: torch.Tensor) -> None:
+        for layer in self.cache.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                layer.reorder_cache(rows)
+            else:
+                layer.batch_select_indices(rows)
+
+    def logits(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """[rows, vocabulary] after the last of the new tokens [rows, tokens]; `mask` includes those in the cache."""
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        options = {"position_ids": positions, "logits_to_keep": 1}
+        out = self.model(
+            input_ids=ids,
+            attention_mask=None if self.recurrent else mask,  # without padding; recurrent layers expect none then
+            use_cache=True,
+            **{self.cache_name: self.cache},
+            **{name: options[name] for name in self.options},
+        )
+        logits: torch.Tensor = out.logits[:, -1]
+        return logits
+
+
+_CHECKED: Any = WeakIdKeyDictionary()
+"""First parameters of models whose cache was checked."""
+
+
+def check_cache(stock: StockForward) -> None:
+    """Raise if a few tokens, computed one by one over the cache, give other logits than the model's forward pass: some
+    models keep their state elsewhere. Checked once per model, by running it."""
+    first = next(stock.model.parameters())
+    if first in _CHECKED:
+        return
+    vocabulary = int(stock.model.config.get_text_config(decoder=True).vocab_size)
+    ids = torch.tensor([[(11 * i + 3) % vocabulary for i in range(6)]], device=stock.device)
+    stock.start()
+    lengths = range(3, ids.shape[1] + 1)
+    found = [stock.logits(ids[:, 0 if n == 3 else n - 1 : n], torch.ones_like(ids[:, :n])) for n in lengths]
+    expected = stock.model(input_ids=ids, use_cache=False).logits[0, 2:]
+    if not bool(expected.isfinite().all()):
+        return  # broken weights have an error of their own
+    difference = state_difference(torch.cat(found), expected)
+    if difference is not None:
+        raise PolicyError(
+            f"{type(stock.model).__name__} gives other logits over transformers' cache than without ({difference}), so "
+            'it cannot generate here: use another model, or rollout.engine = "vllm"'
+        )
+    _CHECKED[first] = True
+
+
+def _generate(
+    stock: StockForward,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+    pad_id: int,
+    policy_version: int,
+) -> list[Generation]:
+    mask, logits = _prefill(stock, prompts, pad_id)
     device = logits.device
     ids = [array("i") for _ in prompts]
     logprobs = [array("f") for _ in prompts]
@@ -153,46 +267,28 @@ def generate_batch(
             break
         if len(remaining) < len(active):
             index = torch.tensor(remaining, device=device)
-            cache.batch_select_indices(index)
+            stock.select(index)
             mask, tokens = mask[index], tokens[index]
             active = [active[row] for row in remaining]
         mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
-        out = model(
-            input_ids=tokens[:, None],
-            attention_mask=mask,
-            position_ids=mask.sum(1, keepdim=True) - 1,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        logits = out.logits[:, -1]
+        logits = stock.logits(tokens[:, None], mask)
     return [
         Generation(ids[i], logprobs[i], "stop" if stopped[i] else "length", policy_version) for i in range(len(prompts))
     ]
 
 
-def _prefill(
-    model: Any, prompts: Sequence[Sequence[int]], pad_id: int
-) -> tuple[DynamicCache, torch.Tensor, torch.Tensor]:
+def _prefill(stock: StockForward, prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Run each distinct prompt once, left-padded, and expand the result to one row per request."""
     distinct = list(dict.fromkeys(tuple(p) for p in prompts))
     width = max(map(len, distinct))
-    device = next(model.parameters()).device
+    device = stock.device
     padded = [[pad_id] * (width - len(p)) + list(p) for p in distinct]
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=device)
-    cache = DynamicCache()
-    cache.layers = [PreallocatedLayer() for _ in range(model.config.num_hidden_layers)]
-    out = model(
-        input_ids=torch.tensor(padded, device=device),
-        attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    logits = out.logits[:, -1]
+    stock.start()
+    logits = stock.logits(torch.tensor(padded, device=device), mask)
     if len(distinct) < len(prompts):
         row_of = {p: row for row, p in enumerate(distinct)}
         index = torch.tensor([row_of[tuple(p)] for p in prompts], device=device)
-        cache.batch_select_indices(index)
+        stock.select(index)
         mask, logits = mask[index], logits[index]
-    return cache, mask, logits
+    return mask, logits

@@ -68,8 +68,7 @@ class RLDataAligner:
         for rollout_id, result in zip(rollout_ids_in_order, results, strict=True):
             if rollout_id not in raw_rollout_step_data_map:
                 raise RewardError(f"there are no steps for rollout {rollout_id!r}")
-            raw = raw_rollout_step_data_map[rollout_id]
-            aligned, issues = align_steps(raw, result.step_outputs or (), rollout_id)
+            aligned, issues = align_steps(raw_rollout_step_data_map[rollout_id], result.step_outputs or (), rollout_id)
             scores.append(complete_score(result, aligned).score if result.has_valid_score else None)
             if rollout_id not in steps:
                 steps[rollout_id] = aligned
@@ -81,10 +80,10 @@ class RLDataAligner:
 
 def duplicate_rollouts(rollout_ids: Sequence[str]) -> list[AlignmentIssue]:
     """A warning for each id that occurs more than once."""
-    counts = Counter(rollout_ids)
-    duplicates = [(key, n) for key, n in counts.items() if n > 1]
     return [
-        AlignmentIssue.of("duplicate_rollout", "", f" ({n} times): ids must be unique", key) for key, n in duplicates
+        AlignmentIssue.of("duplicate_rollout", "", f" ({n} times): ids must be unique", key)
+        for key, n in Counter(rollout_ids).items()
+        if n > 1
     ]
 
 
@@ -92,12 +91,10 @@ def align_steps(
     steps: Sequence[StepData], outputs: Sequence[StepOutput], rollout_id: str = ""
 ) -> tuple[list[StepData], list[AlignmentIssue]]:
     """Copies of `steps` with their base rewards, and the problems found."""
+    counts = Counter(str(output.step_index) for output in outputs)
     rewards: dict[str, float] = {}
-    counts: Counter[str] = Counter()
     for output in outputs:
-        key = str(output.step_index)
-        counts[key] += 1
-        rewards.setdefault(key, output.base_reward)
+        rewards.setdefault(str(output.step_index), output.base_reward)
     warnings = [
         AlignmentIssue.of("non_finite", key, f": its base_reward is {reward} and is ignored", rollout_id)
         for key, reward in rewards.items()

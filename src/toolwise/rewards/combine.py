@@ -8,17 +8,22 @@ normalize   each sᵢ is first normalized within its group (GDPO, arXiv 2601.052
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import chain, count
+from pathlib import PurePath
+from typing import Any, Literal
 
+from toolwise.errors import ConfigError
 from toolwise.rewards.executor import Executor
-from toolwise.rewards.function import Reward, fault_result, read_result
+from toolwise.rewards.function import Reward
+from toolwise.rewards.results import fault_result, read_result
 from toolwise.types import EvaluateResult, MetricResult, Rollout, StepOutput
 from toolwise.untrusted.bounds import MAX_REASON_CHARS, MAX_SCORE, in_bounds, truncate_text
 
 CombineMode = Literal["sum", "normalize"]
+RewardSource = str | Callable[..., Any] | Reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,8 @@ def combine(
     scores = [[result.score if result.has_valid_score else None for result in results] for _, results in parts]
     scales = [[1.0] * len(groups) for _ in parts]
     if combine_mode == "normalize":
-        scales = [_scales(part, groups) for part in scores]
+        statistics = [_group_statistics(part, groups) for part in scores]
+        scales = [[part[group][1] for group in groups] for part in statistics]
         scores = [normalize_by_group(part, groups) for part in scores]
     combined = []
     for i in range(len(groups)):
@@ -56,32 +62,25 @@ def combine(
 
 def normalize_by_group(scores: Sequence[float | None], groups: Sequence[str]) -> list[float | None]:
     """(score − group mean) / sample standard deviation of the group, ignoring invalid scores (None)."""
-    by_group = _scores_by_group(scores, groups)
-    means = {group: sum(members) / len(members) for group, members in by_group.items()}
-    scales = _scales(scores, groups)
+    statistics = _group_statistics(scores, groups)
     return [
-        None if score is None else (score - means[group]) * scale if scale else 0.0
-        for score, group, scale in zip(scores, groups, scales, strict=True)
+        None if score is None else (score - mean) * scale if scale else 0.0
+        for score, (mean, scale) in zip(scores, (statistics[group] for group in groups), strict=True)
     ]
 
 
-def _scales(scores: Sequence[float | None], groups: Sequence[str]) -> list[float]:
-    """The factor for each rollout's score and step rewards; 0 if all scores of its group are equal."""
-    scales: dict[str, float] = defaultdict(float)
-    for group, members in _scores_by_group(scores, groups).items():
-        if min(members) < max(members):
-            mean = sum(members) / len(members)
-            std = (sum((x - mean) ** 2 for x in members) / (len(members) - 1)) ** 0.5
-            scales[group] = 1 / (std + 1e-6)
-    return [scales[group] for group in groups]
-
-
-def _scores_by_group(scores: Sequence[float | None], groups: Sequence[str]) -> dict[str, list[float]]:
-    by_group: dict[str, list[float]] = defaultdict(list)
+def _group_statistics(scores: Sequence[float | None], groups: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """The mean of each group, and the factor for its scores and step rewards; 0 if all its scores are equal."""
+    members: dict[str, list[float]] = {group: [] for group in groups}
     for score, group in zip(scores, groups, strict=True):
         if score is not None:
-            by_group[group].append(score)
-    return by_group
+            members[group].append(score)
+    statistics: dict[str, tuple[float, float]] = {}
+    for group, values in members.items():
+        mean = sum(values) / max(len(values), 1)
+        std = (sum((x - mean) ** 2 for x in values) / max(len(values) - 1, 1)) ** 0.5
+        statistics[group] = (mean, 1 / (std + 1e-6) if len(set(values)) > 1 else 0.0)
+    return statistics
 
 
 def _combine_step_outputs(parts: Sequence[tuple[float, EvaluateResult]]) -> list[StepOutput]:
@@ -149,3 +148,34 @@ class CompositeReward:
             return results[0]
         groups = [rollout.group_id for rollout in rollouts]
         return combine(list(zip(self.parts, results, strict=True)), groups, self.combine_mode)
+
+
+def part_names(sources: Sequence[RewardSource], given: Sequence[str] = ()) -> list[str]:
+    """One name per source, in order. `given` holds the configured names ("" means none).
+
+    A part without a name takes its function's name; if several share it, `module:function`, then numbered.
+    """
+    names = [*given, *[""] * (len(sources) - len(given))]
+    duplicates = [name for name, times in Counter(filter(None, names)).items() if times > 1]
+    if duplicates:
+        raise ConfigError(f"reward.parts: two parts have the name {duplicates[0]!r}; give each a different one")
+    origins = [_split_source(source) for source in sources]
+    shared = Counter(function or module for (module, function), name in zip(origins, names, strict=True) if not name)
+    for index, (module, function) in enumerate(origins):
+        if not names[index]:
+            short = function or module
+            name = f"{module}:{function}" if module and function and shared[short] > 1 else short
+            candidates = chain([name], (f"{name}-{number}" for number in count(2)))
+            names[index] = next(candidate for candidate in candidates if candidate not in names)
+    return names
+
+
+def _split_source(source: RewardSource) -> tuple[str, str]:
+    """The last component of the module or file, and the function name if the source has one."""
+    if isinstance(source, Reward):
+        source = source.reference or source.function or source.name
+    if not isinstance(source, str):
+        return source.__module__.rpartition(".")[2], str(getattr(source, "__name__", type(source).__name__))
+    module, _, function = ("", "", "") if source.endswith(".py") else source.rpartition(":")
+    home = module or source
+    return PurePath(home).stem if home.endswith(".py") else home.rpartition(".")[2], function if module else ""

@@ -1,4 +1,7 @@
-"""Runs reward functions in this process. Anything they raise becomes a typed fault, so the run continues."""
+"""Runs reward functions in this process, and reads the rewards that an episode itself produced.
+
+Anything a function raises becomes a typed fault, so the run continues.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,15 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any, Protocol
 
 from toolwise.concurrency.deadlines import run_with_deadline
 from toolwise.concurrency.tasks import spawn
-from toolwise.messages import Message
-from toolwise.rewards.function import Reward, fault_result, read_result, read_results
-from toolwise.rewards.printed_output import PrintCallback, capture_prints, tee_output
-from toolwise.rewards.result_bounds import truncate_result
-from toolwise.rewards.signature import TASK_FIELDS
-from toolwise.types import EvaluateResult, Rollout, Task
+from toolwise.rewards.function import TASK_FIELDS, Reward, Signature
+from toolwise.rewards.printed_output import PrintCallback, capture_prints
+from toolwise.rewards.results import fault_result, read_result, read_results, truncate_result
+from toolwise.types import EvaluateResult, MetricResult, Rollout, Task
 from toolwise.untrusted import user_code
 
 MAX_CONCURRENT_CALLS = 256
@@ -40,36 +40,27 @@ class InProcessExecutor:
         self._on_print = on_print
 
     async def evaluate(self, reward: Reward, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
-        with tee_output() if self._on_print is not None else nullcontext():
-            if reward.mode == "batch":
-                return await self._evaluate_many(reward, rollouts, step)
-            if reward.mode == "group":
-                return await evaluate_groups(
-                    rollouts, lambda group: self._evaluate_many(reward, [rollouts[i] for i in group], step)
-                )
-            slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-            return list(await asyncio.gather(*(spawn(self._evaluate_one(reward, r, step, slots)) for r in rollouts)))
+        slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
-    async def _evaluate_one(
-        self, reward: Reward, rollout: Rollout, step: int, slots: asyncio.Semaphore
-    ) -> EvaluateResult:
-        async with slots:
-            with capture_prints(f"step {step}, {rollout.rollout_id}", self._on_print):
-                try:
-                    columns = deepcopy(task_kwargs(reward, rollout.task))
-                    kwargs = {**run_kwargs(reward, step, rollout.prompt_length), **columns, **reward.kwargs}
-                    value = reward(*_copy_inputs(rollout), **kwargs)
-                    return read_result(await _within_timeout(reward, value))
-                except BaseException as fault:  # user code may raise anything
-                    return _exception_result(fault)
+        async def call(indices: list[int]) -> list[EvaluateResult]:
+            async with slots:
+                return await self._call(reward, [rollouts[index] for index in indices], step)
 
-    async def _evaluate_many(self, reward: Reward, rollouts: Sequence[Rollout], step: int) -> list[EvaluateResult]:
-        """One call for all of `rollouts`, or for those of one task; if it fails, it fails for all of them."""
+        if reward.mode == "batch":
+            return await call(list(range(len(rollouts))))
+        if reward.mode == "group":
+            return await evaluate_groups(rollouts, call)
+        results = await asyncio.gather(*(spawn(call([index])) for index in range(len(rollouts))))
+        return [result for (result,) in results]
+
+    async def _call(self, reward: Reward, rollouts: Sequence[Rollout], step: int) -> list[EvaluateResult]:
+        """One call for one rollout, those of a task, or all of them; if it fails, it fails for all of them."""
         others = f" and {len(rollouts) - 1} more" if len(rollouts) > 1 else ""
         with capture_prints(f"step {step}, {rollouts[0].rollout_id if rollouts else 'none'}{others}", self._on_print):
             try:
-                inputs = [_copy_inputs(rollout) for rollout in rollouts]
-                messages, truths = [conversation for conversation, _ in inputs], [truth for _, truth in inputs]
+                # Copies that a function may modify: the rollouts of a group share one ground truth, and are kept.
+                messages = [[m.model_copy(deep=True) for m in rollout.messages] for rollout in rollouts]
+                truths = [deepcopy(rollout.task.ground_truth) for rollout in rollouts]
                 if reward.mode == "batch":
                     kwargs = run_kwargs(reward, step, [rollout.prompt_length for rollout in rollouts])
                     for name, values in batch_task_kwargs(reward, rollouts).items():
@@ -77,10 +68,11 @@ class InProcessExecutor:
                 else:  # the rollouts of a task share its ground truth and columns
                     columns = deepcopy(task_kwargs(reward, rollouts[0].task))
                     kwargs = {**run_kwargs(reward, step, rollouts[0].prompt_length), **columns}
+                conversations = messages[0] if reward.mode == "pointwise" else messages
                 truth = truths if reward.mode == "batch" else truths[0]
-                value = reward(messages, truth, **{**kwargs, **reward.kwargs})
-                return read_results(await _within_timeout(reward, value), len(rollouts))
-            except BaseException as fault:  # also from a value's own __deepcopy__
+                value = await _within_timeout(reward, reward(conversations, truth, **{**kwargs, **reward.kwargs}))
+                return [read_result(value)] if reward.mode == "pointwise" else read_results(value, len(rollouts))
+            except BaseException as fault:  # user code may raise anything, also from a value's own __deepcopy__
                 return [_exception_result(fault)] * len(rollouts)
 
 
@@ -135,15 +127,9 @@ def batch_task_kwargs(reward: Reward, rollouts: Sequence[Rollout]) -> dict[str, 
     return {name: [row.get(name) for row in columns] for name in sorted(set().union(*columns))}
 
 
-def _copy_inputs(rollout: Rollout) -> tuple[list[Message], Any]:
-    """Copies that a function may modify: the rollouts of a group share one ground truth, and rollouts are kept."""
-    return [message.model_copy(deep=True) for message in rollout.messages], deepcopy(rollout.task.ground_truth)
-
-
 def _exception_result(fault: BaseException) -> EvaluateResult:
     """Re-raises a real cancellation and the user's Ctrl-C."""
-    task = asyncio.current_task()
-    if isinstance(fault, asyncio.CancelledError) and task is not None and task.cancelling():
+    if isinstance(fault, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
         raise fault
     if isinstance(fault, _DeadlineError):
         return fault_result("timeout", str(fault))
@@ -151,3 +137,33 @@ def _exception_result(fault: BaseException) -> EvaluateResult:
     lines = "".join(traceback.format_tb(fault.__traceback__)[-5:])
     text = user_code.describe(exception)
     return truncate_result(fault_result("exception", text, f"Traceback (most recent call last):\n{lines}{text}\n"))
+
+
+# Rewards that the episode itself produced. They need no function and no sandbox, since the rollout already holds the
+# numbers. `reward.function = "env"` scores by the environment alone; as `reward.parts` they are weighted against
+# functions over messages.
+
+
+def _tools_result(rollout: Rollout) -> EvaluateResult:
+    """The sum of the tools' `calc_reward` values; 0 if there are none."""
+    metrics = {f"tool/{name}": MetricResult(score=reward) for name, reward in rollout.tool_rewards.items()}
+    return EvaluateResult(score=sum(rollout.tool_rewards.values()), metrics=metrics)
+
+
+def _env_result(rollout: Rollout) -> EvaluateResult:
+    """The sum of the step rewards from the environment or from tool calls. A rollout that met a fault gets no score."""
+    if not rollout.trainable:
+        return fault_result("env_fault", rollout.fault or f"the episode ended with {rollout.stop_reason.value}")
+    return EvaluateResult(score=sum(step.base_reward or 0.0 for step in rollout.steps))
+
+
+EPISODE_REWARDS: dict[str, Callable[[Rollout], EvaluateResult]] = {"tools": _tools_result, "env": _env_result}
+
+
+def episode_reward(name: str) -> Reward:
+    """A `Reward` identified by its name; it has no function."""
+    return Reward(name, Signature("pointwise", ("messages", "ground_truth")), reference=name)
+
+
+def score_episodes(name: str, rollouts: Sequence[Rollout]) -> list[EvaluateResult]:
+    return [EPISODE_REWARDS[name](rollout) for rollout in rollouts]

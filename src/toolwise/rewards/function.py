@@ -1,4 +1,4 @@
-"""The `@reward_function` decorator: finds reward functions, checks their signatures and parses what they return.
+"""The `@reward_function` decorator, the signature of a reward function as plain data, and the reward as a run sees it.
 
 pointwise   f(messages, ground_truth, **kwargs) -> EvaluateResult | float | dict
 batch       f(rollouts_messages, ground_truths, **kwargs) -> list of the same
@@ -7,24 +7,130 @@ group       f(group_messages, ground_truth, **kwargs) -> list of the same: all r
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
-from numbers import Real
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter
 
-from toolwise.config.imports import did_you_mean, load_module, load_reference
+from toolwise.config.imports import load_module, load_reference
 from toolwise.errors import ConfigError, RewardError
-from toolwise.rewards.result_bounds import find_excess, truncate_result
-from toolwise.rewards.signature import Mode, Signature, infer_mode
-from toolwise.types import EvaluateResult, EvaluationFault
-from toolwise.types.results import MetricResult, StepOutput, unwrap_scalar
-from toolwise.untrusted.bounds import in_bounds
 
 F = TypeVar("F", bound=Callable[..., Any])
+Mode = Literal["pointwise", "batch", "group"]
+MODE_BY_FIRST_PARAMETER: dict[str, Mode] = {"rollouts_messages": "batch", "group_messages": "group"}
+SIGNATURE_FORMS = "(messages, ground_truth), (rollouts_messages, ground_truths) or (group_messages, ground_truth)"
+OTHER_LIBRARY_PARAMETERS = {
+    "completions": "TRL",
+    "completion": "TRL",
+    "prompts": "TRL",
+    "prompt": "TRL",
+    "completion_ids": "TRL",
+    "completions_ids": "TRL",
+    "data_source": "verl",
+    "solution_str": "verl",
+    "data_sources": "verl",
+    "solution_strs": "verl",
+    "response": "other libraries",
+    "responses": "other libraries",
+    "output": "other libraries",
+    "outputs": "other libraries",
+    "generations": "other libraries",
+    "predictions": "other libraries",
+}
+"""First parameters of reward functions in other libraries, which receive texts where ours receive conversations."""
+_GROUND_TRUTH_NAMES = ("ground_truth", "ground_truths", "labels")
+TASK_FIELDS = ("extra_info", "data_source")
+"""Task fields passed to a function that names them; a batch function gets a list."""
+# verl's names for `TASK_FIELDS` in batch rewards.
+_VERL_BATCH_FIELDS = {"extra_infos": "extra_info", "data_sources": "data_source"}
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A function's mode and its parameters beyond the conversation and the ground truth."""
+
+    mode: Mode
+    first: tuple[str, ...]
+    """Names of the two positional parameters."""
+    names: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    """The entries of `names` without a default."""
+    takes_any: bool = False
+    """Whether it accepts **kwargs."""
+    is_async: bool = False
+    """Whether calls can overlap in one event loop."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], name: str) -> Signature:
+        parameters = _parameters(function, name)
+        mode = getattr(function, "__toolwise_reward_mode__", None) or infer_mode(function, name)
+        first, rest = parameters[:2], parameters[2:]
+        if [p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in first] != [True, True]:
+            raise RewardError(f"reward {name}: it must take {SIGNATURE_FORMS}")
+        keywords = [p for p in rest if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return cls(
+            mode=mode,
+            first=tuple(p.name for p in first),
+            names=tuple(p.name for p in keywords),
+            required=tuple(p.name for p in keywords if p.default is p.empty),
+            takes_any=any(p.kind is p.VAR_KEYWORD for p in rest),
+            is_async=any(map(inspect.iscoroutinefunction, (function, type(function).__call__))),
+        )
+
+    def accepted_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The `kwargs` that match a parameter after the first two; all of them if the function has **kwargs."""
+        names = set(kwargs).difference(self.first) if self.takes_any else self.names
+        return {key: value for key, value in kwargs.items() if key in names}
+
+    def missing_arguments(self, given: Collection[str]) -> list[str]:
+        """Required parameters that are not in `given`."""
+        return [name for name in self.required if name not in given]
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Signature:
+        """Reads untrusted JSON; raises ValueError if it is not a signature."""
+        return TypeAdapter(cls).validate_python(value)
+
+
+def infer_mode(function: Callable[..., Any], name: str) -> Mode:
+    """The mode implied by the first parameter's name.
+
+    A name used by another library raises an error that shows how to port the function.
+    """
+    parameters = _parameters(function, name)
+    first = parameters[0].name if parameters else ""
+    if first in OTHER_LIBRARY_PARAMETERS:
+        raise RewardError(_porting_hint(parameters, name))
+    return MODE_BY_FIRST_PARAMETER.get(first, "pointwise")
+
+
+def _porting_hint(parameters: list[inspect.Parameter], name: str) -> str:
+    first = parameters[0].name
+    dropped = {*OTHER_LIBRARY_PARAMETERS, *_GROUND_TRUTH_NAMES}.difference(TASK_FIELDS)
+    renamed = [p.replace(name=_VERL_BATCH_FIELDS.get(p.name, p.name), annotation=p.empty) for p in parameters]
+    extra = [str(p) for p in renamed if p.name not in dropped and p.kind != p.VAR_POSITIONAL]
+    function_name = name.rpartition(":")[2]
+    forms = [
+        f"def {function_name}({', '.join([*pair, *extra])})"
+        for pair in (("messages", "ground_truth"), ("rollouts_messages", "ground_truths"))
+    ]
+    return (
+        f"reward {name}: its first parameter is {first!r}, as in rewards for {OTHER_LIBRARY_PARAMETERS[first]}; "
+        f'Toolwise passes conversations: write {forms[0]} for one rollout (its reply is messages[-1]["content"]), '
+        f"or {forms[1]} for all rollouts of a step, returning a list"
+    )
+
+
+def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:  # some built-ins have no introspectable signature
+        raise RewardError(f"reward {name}: its signature cannot be inspected; wrap it in a def") from None
 
 
 @overload
@@ -103,103 +209,3 @@ def find_reward(reference: str) -> Any:
         problem = f"it has {', '.join(sorted(marked))}: choose one as {reference}:NAME" if marked else "it has none"
         raise ConfigError(f"reward: {reference} must have exactly one function marked @reward_function; {problem}")
     return next(iter(marked.values()))
-
-
-def read_result(value: Any) -> EvaluateResult:
-    """Converts a return value to an `EvaluateResult`; an invalid value becomes a typed fault, never a silent 0."""
-    if isinstance(value, EvaluateResult):
-        return _check_result(value)
-    try:
-        if not isinstance(value, dict):
-            score = _number(value)
-            if score is None:
-                return fault_result(
-                    "bad_type", f"a reward must return a number or an EvaluateResult, not {_describe_type(value)}"
-                )
-            return _check_result(EvaluateResult(score=score)) if math.isfinite(score) else _non_finite_result(score)
-        fields = dict(value)
-        score = _number(fields.get("score"))
-        if score is not None and not math.isfinite(score):
-            return _non_finite_result(score)
-        return _check_result(EvaluateResult.model_validate(fields))
-    except OverflowError:
-        return fault_result("non_finite", "the score is too large for a float")
-    except ValidationError as fault:
-        return fault_result("bad_type", _describe_error(fault.errors()[0]))
-
-
-def _number(value: Any) -> float | None:
-    """`value` as a float, or None if it is not a number. Bools and NumPy or torch scalars count as numbers."""
-    scalar = unwrap_scalar(value)
-    if isinstance(scalar, complex) or not isinstance(scalar, Real | Decimal):
-        return None
-    return float(scalar)
-
-
-def _non_finite_result(score: float) -> EvaluateResult:
-    return fault_result("non_finite", f"the score is {score}")
-
-
-_NESTED_MODELS: dict[str, type[BaseModel]] = {
-    "step_outputs": StepOutput,
-    "metrics": MetricResult,
-    "error": EvaluationFault,
-}
-
-
-def _describe_error(reason: Any) -> str:
-    """One line about a validation error in a returned dictionary."""
-    *path, name = map(str, reason["loc"] or ("result",))
-    if reason["type"] != "extra_forbidden":
-        return f"{'.'.join((*path, name))}: {reason['msg']}"
-    known = list((_NESTED_MODELS[path[0]] if path else EvaluateResult).model_fields)
-    hint = did_you_mean(name, known) or f"; known keys: {', '.join(known)}"
-    return f"{'.'.join(path) or 'the result'} has an unknown key {name!r}{hint}"
-
-
-def _check_result(result: EvaluateResult) -> EvaluateResult:
-    """Rejects results beyond the size limits, and valid results without a finite score.
-
-    If there is a score, a bad step reward is left to the aligner, which reports and ignores it.
-    """
-    if (excess := find_excess(result)) is not None:
-        return fault_result(*excess)
-    result = truncate_result(result)
-    if not result.is_score_valid or result.error is not None:
-        return result
-    for name, metric in result.metrics.items():
-        if not math.isfinite(metric.score):
-            return fault_result("non_finite", f"the metric {name!r} is {metric.score}")
-    if result.score is None:
-        for output in result.step_outputs or ():
-            if not in_bounds(output.base_reward):
-                message = f"the base_reward of step {output.step_index} is {output.base_reward}, and there is no score"
-                return fault_result("out_of_range" if math.isfinite(output.base_reward) else "non_finite", message)
-        return fault_result("bad_type", "the result has no score: set one, or set is_score_valid=False")
-    return result if math.isfinite(result.score) else _non_finite_result(result.score)
-
-
-def _describe_type(value: Any) -> str:
-    if value is None:
-        return "None"
-    shape = getattr(value, "shape", None)
-    return f"a {type(value).__name__}{f' of shape {tuple(shape)}' if isinstance(shape, tuple) else ''}"
-
-
-def fault_result(kind: str, message: str, traceback: str = "") -> EvaluateResult:
-    """An invalid result that carries the reason."""
-    fault = EvaluationFault(kind=kind, message=message, traceback=traceback)
-    return EvaluateResult(score=None, is_score_valid=False, reason=message, error=fault)
-
-
-def read_results(values: Any, count: int) -> list[EvaluateResult]:
-    """Converts what a batch function returned for `count` rollouts: a list, array or tensor of that length."""
-    if not isinstance(values, Sequence) and hasattr(type(values), "tolist") and getattr(values, "ndim", 0) > 0:
-        values = values.tolist()  # NumPy or torch, without importing either
-    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        return [fault_result("bad_type", f"a batch reward must return a list, not {_describe_type(values)}")] * count
-    if len(values) != count:
-        return [
-            fault_result("wrong_length", f"a batch reward returned {len(values)} results for {count} rollouts")
-        ] * count
-    return [read_result(value) for value in values]

@@ -30,33 +30,22 @@ def format_lines(label: str, text: str) -> list[str]:
     return [escape_controls(f"{prefix}{line}") for line in text.rstrip("\n").split("\n")]
 
 
-class PrintLog:
+class PrintLog(RotatingFileHandler):
     """Appends to a file, created at the first print. If the disk is full, log lines are lost but the run continues."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = threading.Lock()
-        self._file: RotatingFileHandler | None = None
+        super().__init__(path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8", delay=True)
+        self._printing = threading.Lock()
 
     def __call__(self, label: str, text: str) -> None:
-        with self._lock:
-            try:
-                if self._file is None:
-                    self.path.parent.mkdir(parents=True, exist_ok=True)
-                    self._file = _QuietFileHandler(self.path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8")
-            except OSError:
-                return
+        with self._printing:
             for line in format_lines(label, text):
-                self._file.handle(logging.makeLogRecord({"msg": line}))
+                self.handle(logging.makeLogRecord({"msg": line}))
 
-    def close(self) -> None:
-        with self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+    def _open(self) -> io.TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
 
-
-class _QuietFileHandler(RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
         pass
 
@@ -78,21 +67,19 @@ class PrintPreview:
             self.omitted += len(lines[room:])
 
 
-class _CallOutput:
+class _CallOutput(io.StringIO):
     """The output of one call in this process so far."""
 
-    def __init__(self) -> None:
-        self.text = io.StringIO()
-        self.dropped = 0
+    dropped = 0
 
-    def add(self, text: str) -> None:
-        room = max(CALL_CHARS - self.text.tell(), 0)
-        self.text.write(text[:room])
+    def write(self, text: str) -> int:
+        room = max(CALL_CHARS - self.tell(), 0)
         self.dropped += len(text[room:])
+        return super().write(text[:room])
 
     def __str__(self) -> str:
         suffix = f"\n… and {self.dropped:,} more characters" if self.dropped else ""
-        return f"{self.text.getvalue()}{suffix}"
+        return f"{self.getvalue()}{suffix}"
 
 
 _current: ContextVar[_CallOutput | None] = ContextVar("printed_by", default=None)
@@ -105,9 +92,8 @@ class _TeeStream:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        call = _current.get()
-        if call is not None:
-            call.add(text)
+        if (call := _current.get()) is not None:
+            call.write(text)
         return self.stream.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -122,39 +108,33 @@ _tee_count = 0
 _streams_lock = threading.Lock()
 
 
-@contextmanager
-def tee_output() -> Iterator[None]:
-    """While rewards run in this process, records their prints besides writing them to the terminal.
-
-    Overlapping uses share one wrapper per stream; the last to exit removes it.
-    """
+def _wrap_streams(change: int) -> None:
+    """Overlapping uses share one wrapper per stream; the last to exit removes it."""
     global _tee_count
     with _streams_lock:
-        _tee_count += 1
+        _tee_count += change
         for name in ("stdout", "stderr"):
-            if not isinstance(stream := getattr(sys, name), _TeeStream):
-                setattr(sys, name, _TeeStream(stream))
-    try:
-        yield
-    finally:
-        with _streams_lock:
-            _tee_count -= 1
-            for name in ("stdout", "stderr"):
-                if not _tee_count and isinstance(stream := getattr(sys, name), _TeeStream):
-                    setattr(sys, name, stream.stream)
+            stream = getattr(sys, name)
+            if isinstance(stream, _TeeStream) != (_tee_count > 0):
+                setattr(sys, name, _TeeStream(stream) if _tee_count else stream.stream)
 
 
 @contextmanager
 def capture_prints(label: str, on_print: PrintCallback | None) -> Iterator[None]:
-    """Passes what the enclosed code prints to `on_print`. Concurrent async calls are kept apart."""
+    """Passes what the enclosed code prints to `on_print`, besides writing it to the terminal.
+
+    Concurrent async calls are kept apart.
+    """
     if on_print is None:
         yield
         return
     call = _CallOutput()
     token = _current.set(call)
+    _wrap_streams(+1)
     try:
         yield
     finally:
+        _wrap_streams(-1)
         _current.reset(token)
         if text := str(call):
             on_print(label, text)

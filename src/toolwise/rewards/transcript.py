@@ -29,8 +29,7 @@ def top_level_blocks(text: str) -> list[Block]:
         tag, position = opening[1], opening.end()
         if tag in unclosed:
             continue
-        end = text.find(f"</{tag}>", position)
-        if end < 0:
+        if (end := text.find(f"</{tag}>", position)) < 0:
             unclosed.add(tag)
             continue
         blocks.append(Block(tag, text[position:end]))
@@ -78,8 +77,8 @@ def read_tool_calls(message: Message) -> list[ToolCall]:
     if message.tool_calls:
         return message.tool_calls
     text = message.content or ""
-    blocks = [block.inner.strip() for block in top_level_blocks(text) if block.tag == "tool_call"]
-    calls = [call for block in blocks for call in _read_block(block)]
+    blocks = [block.inner for block in top_level_blocks(text) if block.tag == "tool_call"]
+    calls = [call for block in blocks for call in _read_block(block.strip())]
     _, opened, rest = split_thought(text)[1].rpartition("<tool_call>")
     if opened and "</tool_call>" not in rest:  # cut off: an unreadable call still counts as a call
         calls.append(ToolCall(name="", arguments=rest.strip()))
@@ -88,8 +87,7 @@ def read_tool_calls(message: Message) -> list[ToolCall]:
 
 def _read_block(block: str) -> list[ToolCall]:
     """One JSON object over any number of lines, or one per line. An unreadable call keeps its text as arguments."""
-    call = _read_call(block)
-    if call is not None:
+    if (call := _read_call(block)) is not None:
         return [call]
     lines = [line for line in block.split("\n") if line.strip()] or [""]  # an empty block counts as one call
     return [_read_call(line) or ToolCall(name="", arguments=line) for line in lines]

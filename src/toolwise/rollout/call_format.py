@@ -11,7 +11,10 @@ from toolwise.config.imports import did_you_mean, load_reference
 from toolwise.errors import ConfigError, PolicyError
 from toolwise.messages import ToolCall
 from toolwise.protocols import ToolCallParser
-from toolwise.rollout.parsers import PARSERS, RENDERERS, ParsedReply
+from toolwise.rollout.parsers import PARSERS, RENDERERS, ParsedReply, open_stream, parse_for_tools
+from toolwise.rollout.parsers.stream import CallStream
+from toolwise.rollout.parsers.xml_calls import Tools
+from toolwise.untrusted.bounds import MAX_CALLS
 from toolwise.untrusted.user_code import call_user_code, describe
 
 EXAMPLE_CALL = ToolCall(id="call_0", name="function-name", arguments={"argument-name": "value"})
@@ -26,6 +29,16 @@ class CallFormat:
     name: str
     parse: Callable[[str], ParsedReply]
     render: Callable[[str, Sequence[ToolCall]], str] | None = None
+
+    def stream(self, thought_open: bool | None = None, tools: Tools = None) -> CallStream:
+        """Reads a reply piece by piece; a user's parser reads it at its end."""
+        if PARSERS.get(self.name) is self.parse:
+            return open_stream(self.name, thought_open, tools)
+        return CallStream(self.parse)
+
+    def parse_for(self, text: str, tools: Tools) -> ParsedReply:
+        """`parse`, with the types in the tools' schemas where the format writes none."""
+        return parse_for_tools(self.parse, text, tools)
 
 
 ParserSpec = str | ToolCallParser | Callable[..., Any] | CallFormat
@@ -76,6 +89,8 @@ def _parse(where: str, parse: Callable[[str], Any], text: str) -> ParsedReply:
         or not all(isinstance(call, ToolCall) for call in calls)
     ):
         raise PolicyError(f"{where} returned {reply!r:.80}: return the text and a list of toolwise.ToolCall")
+    if len(calls) > MAX_CALLS:
+        raise PolicyError(f"{where} returned {len(calls):,} calls for one reply: return at most {MAX_CALLS:,}")
     if text.strip() and not content.strip() and not calls:
         raise PolicyError(f"{where} lost a reply: it returned neither text nor calls for {text!r:.80}")
     return content, calls

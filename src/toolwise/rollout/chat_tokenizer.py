@@ -8,74 +8,96 @@ combines them turn by turn.
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from toolwise.errors import ModelError, TemplateLimitError
-from toolwise.messages import Message, ToolCall
+from toolwise.messages import Message
 from toolwise.rollout.call_format import CallFormat, ParserSpec, find_format
 from toolwise.rollout.control_tokens import ControlTokens, strip_guard_marks
-from toolwise.rollout.parsers import detect_parser
-from toolwise.rollout.template_limits import bound_template, budget
-from toolwise.rollout.tool_prompt import ToolPrompt, ToolPromptMode, UserToolResult, choose_tool_prompt
+from toolwise.rollout.parsers import Detection, explain_parser
+from toolwise.rollout.template_limits import MAX_TEMPLATE_CHARS, bound_template, budget
+from toolwise.rollout.template_messages import MessageStyle, choose_style
+from toolwise.rollout.tool_prompt import ToolPrompt, ToolPromptMode, choose_tool_prompt, shows_system
+from toolwise.rollout.turn_ends import CALL, QUESTION, REPLY, after_reply, find_turn_ends, mark_reply
 
 Tools = Sequence[dict[str, Any]] | None
 
-# Random per process, so the author of a message cannot know it; it never becomes a token.
-_REPLY_MARKER = f"reply{secrets.token_hex(16)}"
-_PROBE = [Message(role="user", content="question"), Message(role="assistant", content=_REPLY_MARKER)]
-_TOOL_CALL_PROBE = [
-    _PROBE[0],
-    Message(role="assistant", content="", tool_calls=[ToolCall(id="call_0", name="tool", arguments={"x": 1})]),
-    Message(role="tool", content="result", tool_call_id="call_0", name="tool"),
-]
 ENCODE_CACHE_SIZE = 64
 _STRFTIME_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 
 class ChatTokenizer:
-    """A tokenizer with its chat template. `end_id` ends an assistant turn.
+    """A tokenizer with its chat template. A reply ends with any of `stop_ids`; `end_id` is the one to write.
 
     `template_kwargs` are passed to the template (`enable_thinking`, `date_string`, …). A template that reads the clock
-    sees the time at which this object was created (`now`): a prompt must not change at midnight.
+    sees the time at which this object was created (`now`): a prompt must not change at midnight. `eos_ids` are stop
+    tokens that the model's settings name (`generation_config.json`), besides the tokenizer's `eos_token`.
     """
 
     def __init__(
-        self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None, now: datetime | None = None
+        self,
+        tokenizer: Any,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
+        eos_ids: Sequence[int] = (),
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
-            raise ModelError("the tokenizer has no chat template: add chat_template.jinja to the model's folder")
-        if tokenizer.eos_token_id is None:
-            raise ModelError("the tokenizer has no eos_token: set it to the token that ends an assistant turn")
+            raise ModelError(
+                "the tokenizer has no chat template: give one with model.chat_template = FILE.jinja, or add "
+                "chat_template.jinja to the model's folder"
+            )
         self.tokenizer = tokenizer
         self.name: str = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         self.template_kwargs = dict(template_kwargs or {})
+        self._check_template_kwargs()
         self.controls = ControlTokens(tokenizer)
-        self.end_id: int = tokenizer.eos_token_id
-        self.end_text: str = tokenizer.eos_token
-        self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end_id
         self._now = now or datetime.now()
         self._templates: dict[str, Any] = {}
         self._encode_cache: dict[str, list[int]] = {}
         """The last few texts: all rollouts of a group start with the same one."""
-        self._nine_letter_ids = False
         self.tool_prompt = ToolPrompt()
-        self._check()
+        self.style = choose_style(self._render_styled)
+        stops = [token for i in (tokenizer.eos_token_id, *eos_ids) if (token := self._control_text(i)) is not None]
+        self.turn_ends = find_turn_ends(
+            lambda messages, opened: self.render(messages, generation_prompt=opened),
+            self.controls.texts,
+            stops,
+            name=self.name,
+        )
+        end_text = (*self.turn_ends.ends, *self.turn_ends.stops)[0]
+        for token in (end_text, *self.turn_ends.stops):
+            if len(self.controls.encode(token, "")) != 1:
+                raise ModelError(f"the tokenizer does not read its own control token {token!r} as one token")
+        stop_ids: list[int] = tokenizer.convert_tokens_to_ids(list(self.turn_ends.stops))
+        # The model's settings may also name ordinary tokens.
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*stop_ids, *(i for i in eos_ids if self._is_token(i))]))
+        self.end_id: int = tokenizer.convert_tokens_to_ids(end_text)
+        self.end_text: str = end_text
+        self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end_id
+        self._closer_ids = frozenset(tokenizer.convert_tokens_to_ids(list(self.turn_ends.closers)))
         self.set_tool_prompt()
 
     def find_format(self, parser: ParserSpec) -> CallFormat:
         """The format of a parser; "auto" detects it from the chat template."""
-        auto = parser == "auto"
-        return find_format(detect_parser(self.tokenizer.chat_template, self.controls.texts) if auto else parser)
+        return find_format(self.detect_format().name if parser == "auto" else parser)
+
+    def detect_format(self) -> Detection:
+        """The format in which the model calls tools, by its chat template and control tokens, and the reason."""
+        return explain_parser(self.tokenizer.chat_template, self.controls.texts)
 
     def set_tool_prompt(self, mode: ToolPromptMode = "auto", parser: ParserSpec = "auto") -> ToolPrompt:
         """Choose how the model sees its tools (`rollout.tool_prompt`) for the given parser."""
         self.tool_prompt = ToolPrompt()  # the bare template
-        self.tool_prompt = choose_tool_prompt(
-            lambda m, t: strip_guard_marks(self.render(m, t)), mode, self.find_format(parser)
-        )
+
+        def render(messages: Sequence[Message], tools: Tools) -> str:
+            return strip_guard_marks(self.render(messages, tools))
+
+        chosen = choose_tool_prompt(render, mode, self.find_format(parser))
+        self.tool_prompt = replace(chosen, system_in_user=not shows_system(render))
         return self.tool_prompt
 
     def start(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
@@ -83,34 +105,45 @@ class ChatTokenizer:
         return self.encode(self.render(messages, tools))
 
     def encode_continuation(
-        self, messages: Sequence[Message], tools: Tools = None, *, after: Sequence[Message] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        *,
+        after: Sequence[Message] = (),
+        closed: bool = True,
+        stop_id: int | None = None,
     ) -> list[int]:
-        """Tokens after an assistant's end-of-turn token: `messages` and the start of the next reply.
+        """Tokens after an assistant's turn: `messages` and the start of the next reply.
 
-        `after` is the conversation up to and including that assistant turn. The content of the turn itself does not
-        matter.
+        `after` is the conversation up to and including that assistant turn, whose content does not matter. `closed`:
+        the turn has been ended, by `stop_id` or as the template ends it; otherwise its end is part of the result.
         """
+        stop = None if stop_id is None else self._control_text(stop_id)
         first_error: ModelError | None = None
         for context in self._contexts(after):
             try:
-                rest = self._after_reply(self.render([*context, *messages], tools))
+                end, rest = self.turn_ends.split(after_reply(self.render([*context, *messages], tools)), stop)
             except ModelError as fault:
                 first_error = first_error or fault
             else:
-                # The end-of-turn token is encoded too and then removed: it may absorb the white space after it, and
-                # some tokenizers put a space before the first token.
-                return self.encode(self.end_text + rest)[1:]
+                # The token before the rest is encoded too: it may absorb the white space after it, and some
+                # tokenizers put a space before the first token.
+                before = (stop or end) if closed else end
+                return self.encode((before or self.end_text) + rest)[0 if end and not closed else 1 :]
         assert first_error is not None
         raise first_error
 
     def reply(self, message: Message, tools: Tools = None) -> list[int]:
         """An assistant turn as the template writes it, including its end-of-turn token (for SFT)."""
-        before = self.render(_PROBE[:1], tools)
-        rendered = self.render([_PROBE[0], message], tools, generation_prompt=False)
-        end = rendered.rfind(self.end_text) + len(self.end_text)
-        if not rendered.startswith(before) or end < len(before):
-            raise ModelError("the chat template does not put an assistant turn between its opening and the eos token")
-        return self.encode(rendered[len(before) : end])
+        before = self.render([QUESTION], tools)
+        rendered = self.render([QUESTION, message], tools, generation_prompt=False)
+        ends = [rendered.rfind(token) + len(token) for token in self.turn_ends.stops if token in rendered]
+        if not self.turn_ends.ends:  # the model writes the opening of the next message
+            rendered += self.turn_ends.openings[-1 if message.tool_calls else 0]
+            ends = [len(rendered)]
+        if not rendered.startswith(before) or max(ends, default=0) < len(before):
+            raise ModelError("the chat template does not put an assistant turn between its opening and its end")
+        return self.encode(rendered[len(before) : max(ends)])
 
     def render(self, messages: Sequence[Message], tools: Tools = None, *, generation_prompt: bool = True) -> str:
         """The rendered text, with the marks of `ControlTokens`: for `encode` and for comparisons."""
@@ -118,8 +151,8 @@ class ChatTokenizer:
         if self.tool_prompt.where != "template":
             tools = None
         try:
-            template_messages = [self._to_template_dict(m) for m in arranged]
-            with budget(sum(len(message["content"]) for message in template_messages)):
+            template_messages = [self.style.convert(message, self.controls) for message in arranged]
+            with budget(sum(len(message.content or "") for message in arranged)):
                 text: str = self.tokenizer.apply_chat_template(
                     template_messages,
                     tools=self.controls.guard_all(list(tools)) if tools else None,
@@ -141,43 +174,53 @@ class ChatTokenizer:
     def encode(self, text: str) -> list[int]:
         ids = self._encode_cache.get(text)
         if ids is None:
-            ids = self.controls.encode(text, self.end_text)
+            ids = self.controls.encode(text, self.controls.texts[0])
             if len(self._encode_cache) >= ENCODE_CACHE_SIZE:
                 self._encode_cache.clear()
             self._encode_cache[text] = ids
         return ids.copy()
 
     def decode(self, token_ids: Sequence[int], stop_ids: Sequence[int] = ()) -> str:
-        """The text of sampled tokens, tags included, without the token that ended the turn."""
+        """The text of sampled tokens, tags included, without the tokens that ended the turn."""
         ids = list(token_ids)
-        if ids and (ids[-1] == self.end_id or ids[-1] in stop_ids):
+        if ids and (ids[-1] in self.stop_ids or ids[-1] in stop_ids):
             ids.pop()
+            while ids and ids[-1] in self._closer_ids:
+                ids.pop()
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
     def tail(self, text: str) -> str:
         """Rendered text from its last control token on: its encoding does not depend on what comes before."""
-        return text[max(0, *(text.rfind(control) for control in (self.end_text, *self._boundary_tokens))) :]
+        return text[max(0, *(text.rfind(control) for control in self.controls.texts)) :]
 
-    def _check(self) -> None:
-        """Fail now, not in the middle of a rollout, if the template cannot hold a conversation."""
-        if self.encode(self.end_text) != [self.end_id]:
-            raise ModelError(f"the tokenizer does not read its own eos token {self.end_text!r} as one token")
-        self._boundary_tokens = self.controls.texts
-        text = self.render(_PROBE, generation_prompt=False)
-        self._after_reply(text)
-        # From here on a reply may hold control tokens around its calls, but none that starts another turn.
-        self._boundary_tokens = tuple(c for c in self.controls.texts if c in text and c != self.end_text)
-        if not self._can_render(_TOOL_CALL_PROBE):
-            self._nine_letter_ids = True
-            self._nine_letter_ids = self._can_render(_TOOL_CALL_PROBE)
+    def _render_styled(self, style: MessageStyle, messages: Sequence[Message]) -> str:
+        self.style = style
+        return self.render(messages)
 
-    def _can_render(self, messages: Sequence[Message]) -> bool:
-        try:
-            self.render(messages)
-        except ModelError:
-            return False
-        return True
+    def _control_text(self, token_id: int | None) -> str | None:
+        """The text of a control token; None for any other id."""
+        if token_id is None or not self._is_token(token_id):
+            return None
+        text: str = self.tokenizer.convert_ids_to_tokens(token_id)
+        return text if text in self.controls.texts else None
+
+    def _is_token(self, token_id: int) -> bool:
+        return 0 <= token_id < len(self.tokenizer)
+
+    def _check_template_kwargs(self) -> None:
+        """A misspelt name would be ignored by the template without a word."""
+        templates = self.tokenizer.chat_template
+        texts = list(templates.values()) if isinstance(templates, dict) else [templates]
+        if not all(isinstance(text, str) for text in texts):
+            raise ModelError(f"the chat template of {self.name} is not text: {templates!r:.80}")
+        source = "\n".join(texts)
+        unknown = [name for name in self.template_kwargs if not re.search(rf"\b{re.escape(name)}\b", source)]
+        if unknown:
+            raise ModelError(
+                f"model.template_kwargs: the chat template of {self.name} does not read {', '.join(unknown)}: check "
+                "the spelling, or remove it"
+            )
 
     def _contexts(self, after: Sequence[Message]) -> Iterator[list[Message]]:
         """Conversations that end in a reply marked so that it can be found again, most similar to `after` first.
@@ -186,62 +229,18 @@ class ChatTokenizer:
         arguments that are not an object). Neither may end an episode: only the text after the reply is needed.
         """
         if after:
-            before, reply = list(after[:-1]) or _PROBE[:1], after[-1]
-            yield [*before, _with_reply_marker(reply)]
+            before, reply = list(after[:-1]) or [QUESTION], after[-1]
+            yield [*before, mark_reply(reply)]
             if reply.tool_calls:
-                yield [*before, _PROBE[1]]
-                yield [_TOOL_CALL_PROBE[0], _with_reply_marker(_TOOL_CALL_PROBE[1])]
-        yield _PROBE
-
-    def _after_reply(self, text: str) -> str:
-        """What a template writes after the marked reply and its end-of-turn token."""
-        _, marker, after = text.rpartition(_REPLY_MARKER)
-        between, end, rest = after.partition(self.end_text)
-        if not marker or not end or any(token in between for token in self._boundary_tokens):
-            raise ModelError(
-                f"the chat template of {self.name} does not end an assistant turn with the eos token "
-                f"{self.end_text!r}: set eos_token to the token that does, or use a template that ends turns with it"
-            )
-        return rest
+                yield [*before, REPLY]
+                yield [QUESTION, mark_reply(CALL)]
+        yield [QUESTION, REPLY]
 
     def _template(self, tools: Tools) -> Any:
         """The template in use, with the clock frozen and limits on what it may compute."""
         source: str = self.tokenizer.get_chat_template(tools=list(tools) if tools else None)
         if source not in self._templates:
-            frozen = _STRFTIME_CALL.sub(lambda m: f'"{self._now.strftime(m.group(2))}"', source)
+            short = len(source) <= MAX_TEMPLATE_CHARS  # a longer one is refused below, before it is searched
+            frozen = _STRFTIME_CALL.sub(lambda m: f'"{self._now.strftime(m.group(2))}"', source) if short else source
             self._templates[source] = bound_template(frozen)
         return self._templates[source]
-
-    def _to_template_dict(self, message: Message) -> dict[str, Any]:
-        """The dictionary that templates expect: arguments as objects, and no text that could become a control token."""
-        guard, from_tool = self.controls.guard, message.role == "tool" or isinstance(message, UserToolResult)
-        converted: dict[str, Any] = {"role": message.role, "content": guard(message.content or "", tags=from_tool)}
-        if message.tool_calls:
-            converted["tool_calls"] = [
-                {
-                    "id": self._call_id(c.id),
-                    "type": "function",
-                    "function": {"name": guard(c.name), "arguments": self.controls.guard_all(c.arguments)},
-                }
-                for c in message.tool_calls
-            ]
-        if message.reasoning_content is not None:
-            converted["reasoning_content"] = guard(message.reasoning_content)
-        if message.tool_call_id is not None:
-            converted["tool_call_id"] = self._call_id(message.tool_call_id)
-        if message.name is not None:
-            converted["name"] = guard(message.name)
-        return converted
-
-    def _call_id(self, call_id: str) -> str:
-        """Mistral's templates require nine letters and digits; others accept any id."""
-        if self._nine_letter_ids:
-            return "".join(c for c in call_id if c.isascii() and c.isalnum())[-9:].rjust(9, "0")
-        return self.controls.guard(call_id)
-
-
-def _with_reply_marker(reply: Message) -> Message:
-    """The reply with the marker as its text and as the name of its last call: every template writes one of the two."""
-    calls = list(reply.tool_calls or ())
-    calls[-1:] = [call.model_copy(update={"name": _REPLY_MARKER}) for call in calls[-1:]]
-    return reply.model_copy(update={"content": _REPLY_MARKER, "tool_calls": calls or None})

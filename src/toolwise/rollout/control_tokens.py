@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from toolwise.errors import ModelError
+
 GUARD_MARK = "\ufdd0"
 """A Unicode noncharacter, never used in text. If a message contains it anyway, it becomes U+FFFD."""
 
@@ -24,6 +26,8 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        if "\ufffd" in tokenizer.get_added_vocab():
+            raise ModelError("the tokenizer has U+FFFD as a token: text that cannot be shown is written as U+FFFD")
         added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         special = [token.content for token in added.values() if token.special]
         self.texts: tuple[str, ...] = tuple(dict.fromkeys([*tokenizer.all_special_tokens, *special]))

@@ -103,10 +103,13 @@ class TokenBuffer:
             return _TurnPrompt(self._extend_ids(new_ids), text, len(messages), tools, "clean")
         if self._history_changed(last, text, messages, tools):
             return self._start_row(messages, tools, "forked")
-        after = self.chat.encode_continuation(
-            messages[last.message_count + 1 :], tools, after=messages[: last.message_count + 1]
+        new_ids = self.chat.encode_continuation(
+            messages[last.message_count + 1 :],
+            tools,
+            after=messages[: last.message_count + 1],
+            closed=self._closed,
+            stop_id=self._sampled[-1] if self._closed else None,
         )
-        new_ids = after if self._closed else [self.chat.end_id, *after]
         return _TurnPrompt(self._extend_ids(new_ids), text, len(messages), tools, "realigned")
 
     def _continuation(self, last: _TurnPrompt, text: str | None) -> list[int] | None:

@@ -42,6 +42,8 @@ class ToolPrompt:
     """The template drops calls: they are written into the assistant's text."""
     results_from_user: bool = False
     """The template drops or rejects tool results: they are written as user messages."""
+    system_in_user: bool = False
+    """The template has no system role: a system message is written at the start of the first user message."""
     reason: str = ""
     """What the template gets wrong, worded to follow "the chat template …"; "" if it just takes the tools."""
     usable: bool = True
@@ -67,6 +69,7 @@ class ToolPrompt:
     def arrange(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[Message]:
         """The conversation as the template should get it; it starts the same in every turn."""
         arranged: list[Message] = []
+        messages = _merge_system(messages) if self.system_in_user else messages
         for previous, message in zip([None, *messages], messages, strict=False):
             after_result = self.results_from_user and previous is not None and previous.role == "tool"
             if after_result and message.role in ("tool", "user"):  # a template may require alternating roles
@@ -94,6 +97,24 @@ class ToolPrompt:
         if self.results_from_user and message.role == "tool":
             return UserToolResult(role="user", content=_result(message))
         return message
+
+
+def _merge_system(messages: Sequence[Message]) -> Sequence[Message]:
+    """The conversation without its leading system message, whose text starts the first user message instead."""
+    if not messages or messages[0].role not in ("system", "developer"):
+        return messages
+    system, *rest = messages
+    first = next((i for i, message in enumerate(rest) if message.role == "user"), None)
+    if first is None:
+        return [Message(role="user", content=system.content), *rest]
+    combined = "\n\n".join(text for text in (system.content, rest[first].content) if text)
+    rest[first] = rest[first].model_copy(update={"content": combined})
+    return rest
+
+
+def shows_system(render: Render) -> bool:
+    """Whether the template writes a system message."""
+    return _find_missing(render, [_SYSTEM, _QUESTION], [_SYSTEM.content or ""]) is None
 
 
 def _result(message: Message) -> str:
@@ -140,9 +161,7 @@ def choose_tool_prompt(render: Render, mode: ToolPromptMode, parser: CallFormat)
         style = _choose_call_style(render, ToolPrompt("template", form))
         if style.usable:
             return style
-    where: Literal["system", "user"] = (
-        "system" if _find_missing(render, [_SYSTEM, _QUESTION], [_SYSTEM.content or ""]) is None else "user"
-    )
+    where: Literal["system", "user"] = "system" if shows_system(render) else "user"
     return _choose_call_style(render, ToolPrompt(where, form, reason=hidden))
 
 

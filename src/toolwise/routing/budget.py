@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from toolwise.config.router import BudgetConfig
@@ -21,6 +22,9 @@ from toolwise.errors import ConfigError
 from toolwise.protocols import Metrics
 
 log = logging.getLogger("toolwise")
+
+TOLERANCE = 0.05
+"""A mean cost up to 5 % above a budget counts as within it."""
 
 
 class Multiplier:
@@ -148,9 +152,18 @@ class Budgets:
             multiplier.observe(costs[unit])
 
     def step(self) -> None:
-        """Ends a training step."""
         for multiplier in self.multipliers.values():
             multiplier.step()
+
+    def overspend(self, costs: Sequence[Mapping[str, float]]) -> float:
+        """The largest excess of the mean cost over a budget, relative to that budget (for a budget of 0: the mean
+        cost); 0 if all are met. `costs` are those of each rollout, by unit."""
+        excess = [0.0]
+        for unit, multiplier in self.multipliers.items():
+            mean, limit = fmean(cost[unit] for cost in costs), multiplier.budget.limit
+            if mean > limit * (1 + TOLERANCE):
+                excess.append((mean - limit) / limit if limit else mean)
+        return max(excess)
 
     def metrics(self, prefix: str = "router") -> Metrics:
         return {name: value for m in self.multipliers.values() for name, value in m.metrics(prefix).items()}

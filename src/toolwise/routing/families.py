@@ -1,24 +1,76 @@
-"""The family of a tool: from the configuration, the tool's declaration, a label file, or the rules in families.toml."""
+"""The routes a router chooses from, and the families of tools that they stand for.
+
+The family of a tool comes from the configuration, the tool's declaration, a label file, or the rules in families.toml.
+"""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from toolwise.data.rlla_rows import TOOL_ENTRY, gold_calls, gold_kind
-from toolwise.errors import ConfigError, DataError
-from toolwise.rewards.library.call_syntax import expected_calls
-from toolwise.routing.actions import MIXED, RouteAction, Target
+from toolwise.errors import ConfigError, DataError, ToolwiseError
+from toolwise.rewards.library.calls import expected_calls
 from toolwise.tools.base import BaseTool
 from toolwise.types import Task
 
 RULES_FILE = Path(__file__).with_name("families.toml")
+
+
+class RouteAction(StrEnum):
+    """A route. Values are the names in files and prompts; the order is that of the head's logits."""
+
+    ANSWER = "ANSWER"
+    SEARCH_FAMILY = "SEARCH-FAMILY"
+    CALCULATE_FAMILY = "CALCULATE-FAMILY"
+
+    @property
+    def index(self) -> int:  # type: ignore[override]  # hides str.index, which no route needs
+        return ROUTES.index(self)
+
+    @classmethod
+    def parse(cls, written: str | int) -> RouteAction:
+        """From the value, the member's name, the short form (`search`), or the index among the logits."""
+        if isinstance(written, int) and not isinstance(written, bool) and 0 <= written < len(ROUTES):
+            return ROUTES[written]
+        route = _SPELLINGS.get(_normalize_spelling(str(written)))
+        if route is None:
+            raise ToolwiseError(f"unknown route {written!r}; use one of {', '.join(ROUTES)}")
+        return route
+
+
+ROUTES: tuple[RouteAction, ...] = tuple(RouteAction)
+
+MIXED: Literal["MIXED"] = "MIXED"
+"""The label of a row that no single route serves: it needs tools of both families, or of neither."""
+
+Target = RouteAction | Literal["MIXED"]
+
+
+def parse_target(written: str | int) -> Target:
+    """A row's label: a route, or MIXED."""
+    if isinstance(written, str) and _normalize_spelling(written) == "mixed":
+        return MIXED
+    try:
+        return RouteAction.parse(written)
+    except ToolwiseError:
+        raise ToolwiseError(f"unknown target action {written!r}; use one of {', '.join(ROUTES)} or {MIXED}") from None
+
+
+def _normalize_spelling(written: str) -> str:
+    return written.strip().lower().replace("_", "-")
+
+
+_SPELLINGS = {
+    spelling: route
+    for route in RouteAction
+    for spelling in (_normalize_spelling(route.value), _normalize_spelling(route.value).removesuffix("-family"))
+}
 
 
 class Family(StrEnum):
@@ -36,39 +88,31 @@ class Family(StrEnum):
             raise ConfigError(f"unknown family {written!r}; use one of {', '.join(cls)}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One rule of families.toml; its header explains the fields."""
-
-    family: Family
-    name: re.Pattern[str] | None = None
-    verb: re.Pattern[str] | None = None
-    description: re.Pattern[str] | None = None
-
-    def matches(self, name: str, verb: str, description: str) -> bool:
-        pairs = ((self.name, name), (self.verb, verb), (self.description, description))
-        return any(pattern is not None and pattern.search(text) for pattern, text in pairs)
+ROUTE_FAMILIES: Mapping[RouteAction, Family] = {
+    RouteAction.SEARCH_FAMILY: Family.SEARCH,
+    RouteAction.CALCULATE_FAMILY: Family.CALCULATE,
+}
 
 
 @cache
-def _rules() -> tuple[list[Rule], frozenset[str]]:
-    """The rules, of which the first match decides, and the words to skip before a description's verb: "This API
-    returns …"."""
+def _rules() -> tuple[list[tuple[Family, dict[str, re.Pattern[str]]]], frozenset[str]]:
+    """The rules of families.toml, whose header explains them: a family, and a pattern for each field; the first match
+    decides. And the words to skip before a description's verb: "This API returns …"."""
     tables = tomllib.loads(RULES_FILE.read_text(encoding="utf-8"))
     rules = [
-        Rule(
+        (
             Family.parse(table["family"]),
-            _words_pattern(table.get("name"), verbs=False),
-            _words_pattern(table.get("verb"), verbs=True),
-            _words_pattern(table.get("description"), verbs=False),
+            {
+                field: re.compile(
+                    rf"(?<!\w)(?:{'|'.join(_word_pattern(w, field == 'verb') for w in table[field])})(?!\w)"
+                )
+                for field in ("name", "verb", "description")
+                if table.get(field)
+            },
         )
         for table in tables["rule"]
     ]
     return rules, frozenset(tables["skip"])
-
-
-def _words_pattern(words: list[str] | None, *, verbs: bool) -> re.Pattern[str] | None:
-    return re.compile(rf"(?<!\w)(?:{'|'.join(_word_pattern(w, verbs) for w in words)})(?!\w)") if words else None
 
 
 def _word_pattern(word: str, verb: bool) -> str:
@@ -86,14 +130,18 @@ def _word_pattern(word: str, verb: bool) -> str:
 def family_of(name: str, description: str = "") -> Family:
     """The family according to the rules alone."""
     rules, skip = _rules()
-    words = " ".join(_WORDS.findall(name)).lower()
     text = " ".join(description.split()).lower()
-    verb = next((word for word in _LETTERS.findall(text) if word not in skip), "")
-    return next((rule.family for rule in rules if rule.matches(words, verb, text)), Family.OTHER)
+    texts = {
+        "name": " ".join(_WORDS.findall(name)).lower(),
+        "verb": next((word for word in re.findall("[a-z]+", text) if word not in skip), ""),
+        "description": text,
+    }
+    return next(
+        (family for family, rule in rules if any(rule[field].search(texts[field]) for field in rule)), Family.OTHER
+    )
 
 
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
-_LETTERS = re.compile(r"[a-z]+")
 
 
 def declared_family(tool: BaseTool) -> Family | None:
@@ -116,26 +164,24 @@ def families_of_task(
 
     Precedence: `overrides` (the configuration), the tool's declaration, `labels`, the rules.
     """
-    families: dict[str, Family] = {}
-    for name, tool in offered_tools(task, tools or {}).items():
-        declared = declared_family(tool)
-        family = _lookup_family(name, overrides) or declared or _lookup_family(name, labels)
-        families[name] = family or family_of(name, tool.tool_schema.function.description)
-    for name, description in described_tools(task).items():
-        if name not in families:
-            family = _lookup_family(name, overrides) or _lookup_family(name, labels)
-            families[name] = family or family_of(name, description)
-    return families
+    declared = {name: declared_family(tool) for name, tool in offered_tools(task, tools or {}).items()}
+    return {
+        name: _lookup_family(name, overrides)
+        or declared.get(name)
+        or _lookup_family(name, labels)
+        or family_of(name, description)
+        for name, description in tool_descriptions(task, tools or {}).items()
+    }
 
 
 def offered_tools(task: Task, tools: Mapping[str, BaseTool]) -> dict[str, BaseTool]:
-    names = list(tools) if task.tools is None else task.tools
-    return {name: tools[name] for name in names if name in tools}
+    return {name: tools[name] for name in (tools if task.tools is None else task.tools) if name in tools}
 
 
-def described_tools(task: Task) -> dict[str, str]:
-    """name -> description of the tools in RLLA's text blocks; the first description if a name occurs twice."""
-    descriptions: dict[str, str] = {}
+def tool_descriptions(task: Task, tools: Mapping[str, BaseTool]) -> dict[str, str]:
+    """name -> description of a task's tools: real ones, then those in RLLA's text blocks; the first description if a
+    name occurs twice."""
+    descriptions = {name: tool.tool_schema.function.description for name, tool in offered_tools(task, tools).items()}
     for message in task.prompt:
         if message.role in ("system", "developer"):
             for name, description, _ in TOOL_ENTRY.findall(message.content or ""):
@@ -167,13 +213,11 @@ def heuristic_target(task: Task, families: Mapping[str, Family] | None = None) -
     names = planned_call_names(task.extra_info.get("plan")) if names is None else names
     if names is None:
         return None
-    known_families = families if families is not None else families_of_task(task)
-    called_families = {family_of_call(name, known_families) for name in names} - {Family.OTHER}
     if not names:
         return RouteAction.ANSWER
-    if len(called_families) != 1:
-        return MIXED
-    return RouteAction.SEARCH_FAMILY if called_families == {Family.SEARCH} else RouteAction.CALCULATE_FAMILY
+    known_families = families_of_task(task) if families is None else families
+    called = {family_of_call(name, known_families) for name in names} - {Family.OTHER}
+    return next((route for route, family in ROUTE_FAMILIES.items() if called == {family}), MIXED)
 
 
 def gold_call_names(ground_truth: Any) -> list[str] | None:
@@ -189,7 +233,6 @@ def gold_call_names(ground_truth: Any) -> list[str] | None:
 def planned_call_names(plan: Any) -> list[str] | None:
     """Names of the tools in `extra_info.plan`, a list of [tool, argument]: the calls that solve a task whose ground
     truth is an answer. None if there is no such plan."""
-    if not isinstance(plan, list) or not plan:
-        return None
-    well_formed = all(isinstance(call, list) and call and isinstance(call[0], str) for call in plan)
-    return [call[0] for call in plan] if well_formed else None
+    calls = plan if isinstance(plan, list) else []
+    well_formed = all(isinstance(call, list) and call and isinstance(call[0], str) for call in calls)
+    return [call[0] for call in calls] if calls and well_formed else None

@@ -15,11 +15,9 @@ from random import Random
 from typing import Any
 
 from toolwise.protocols import Metrics
-from toolwise.routing.actions import MIXED, ROUTES, RouteAction, Target, parse_target
-from toolwise.routing.inference_router import InferenceRouter, PredictedPrompt
-from toolwise.routing.outcomes import RouteOutcome, credit_routes, policy_weights
-from toolwise.routing.reward_baselines import KindStandardizer, RunningBaseline
-from toolwise.routing.route_advantages import mixed_share
+from toolwise.routing.families import MIXED, ROUTES, RouteAction, Target, parse_target
+from toolwise.routing.inference_router import UNIFORM, InferenceRouter, PredictedPrompt
+from toolwise.routing.outcomes import KindStandardizer, RouteOutcome, RunningBaseline, credit_routes, policy_weights
 from toolwise.routing.samples import RoutePrediction, RouterExample, RouterModel, RouteSample
 from toolwise.types import RouteDecision, ScoredRollout, Task
 
@@ -39,9 +37,7 @@ class LearnedRouter(InferenceRouter):
     scale: KindStandardizer = field(default_factory=KindStandardizer, init=False)
     _warm_started: bool = field(default=False, init=False)
     _pending: dict[str, PredictedPrompt] = field(default_factory=dict, init=False)
-    """prompt id -> prompt whose rollouts are in progress"""
-    _route_of_group: dict[str, tuple[str, int]] = field(default_factory=dict, init=False)
-    """group id -> prompt id, route"""
+    """group id -> prompt whose rollouts are in progress"""
 
     def decide(
         self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step", explore: bool = True
@@ -54,21 +50,18 @@ class LearnedRouter(InferenceRouter):
             return super().decide(tasks, n, step, label=label, explore=False)
         decisions: list[RouteDecision] = []
         for prompt in self._prompts(tasks, step, label, averaged=False):
-            counts = self._route_counts(prompt.prediction, n, prompt.rng)
-            prompt_decisions = [self._decision(prompt, route, count) for route, count in sorted(counts.items())]
-            if prompt.fits:
-                self._pending[prompt.prompt_id] = prompt
-                self._route_of_group |= {
-                    d.group_id: (prompt.prompt_id, RouteAction.parse(d.route or "").index) for d in prompt_decisions
-                }
+            counts = sorted(self._route_counts(prompt.prediction, n, prompt.rng).items())
+            prompt_decisions = [self._decision(prompt, route, count) for route, count in counts]
+            if prompt.prediction is not UNIFORM:
+                self._pending |= {decision.group_id: prompt for decision in prompt_decisions}
             decisions += prompt_decisions
         return decisions
 
     def _route_counts(self, prediction: RoutePrediction, n: int, rng: Random) -> Counter[int]:
         """route -> rollouts"""
-        if self.training.routes == "one":
+        if self.config.routes == "one":
             return Counter({prediction.sample(rng): n})
-        if self.training.routes == "independent":
+        if self.config.routes == "independent":
             return Counter(prediction.sample(rng) for _ in range(n))
         # A remainder goes to routes in random order, so that no route is always sampled less.
         order = rng.sample(range(len(ROUTES)), len(ROUTES))
@@ -76,94 +69,90 @@ class LearnedRouter(InferenceRouter):
 
     def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
         """Learns from all finished rollouts, including groups of one, which the actor learns nothing from."""
-        pending, route_of_group = self._pending, self._route_of_group
-        self._pending, self._route_of_group = {}, {}
-        usable = [
-            s
-            for s in scored
-            if s.rollout.group_id in route_of_group and s.result.has_valid_score and s.rollout.trainable
-        ]
+        groups, self._pending = self._pending, {}
+        pending = {prompt.prompt_id: prompt for prompt in groups.values()}
         outcomes = [
-            RouteOutcome(prompt_id, route, s.score, self._costs(s.rollout, ROUTES[route]))
-            for s in usable
-            for prompt_id, route in [route_of_group[s.rollout.group_id]]
+            RouteOutcome(
+                groups[s.rollout.group_id].prompt_id,
+                RouteAction.parse(s.rollout.route or "").index,
+                s.score,
+                self.cost(self.conditioning.usage_of(s.rollout)),
+            )
+            for s in scored
+            if s.rollout.group_id in groups and s.result.has_valid_score and s.rollout.trainable
         ]
         examples, metrics = self._examples(pending, outcomes)
         metrics |= self._report(pending, outcomes, lost=len(scored) - len(outcomes))
-        model_metrics = self.model.learn(examples, self.multipliers)
+        metrics = self.model.learn(examples, self.multipliers) | metrics
         self.budgets.step()  # last: the examples use the λ that the routes were sampled with
-        return model_metrics | metrics | self.budgets.metrics("router")
+        return metrics | self.budgets.metrics()
 
     def _examples(
         self, pending: Mapping[str, PredictedPrompt], outcomes: Sequence[RouteOutcome]
     ) -> tuple[list[RouterExample], Metrics]:
         """One example per prompt with a finished rollout; and the policy's mean reward and costs."""
-        training, lambdas = self.training, self.budgets.lambdas
+        lambdas = self.budgets.lambdas
         probs = {c.prompt_id: pending[c.prompt_id].prediction.probs for c in outcomes}
-        standardized = self._standardized(pending, outcomes)
-        credit = credit_routes(standardized, probs, lambdas, training, self.baseline, self.cost.units)
+        standardized = outcomes
+        if self.config.standardize_by_kind:
+            tasks = [pending[c.prompt_id].task for c in outcomes]
+            kinds = [str(task.extra_info.get("kind") or task.data_source) for task in tasks]
+            rewards = self.scale([c.reward for c in outcomes], kinds).tolist()
+            standardized = [replace(c, reward=reward) for c, reward in zip(outcomes, rewards, strict=True)]
+        credit = credit_routes(standardized, probs, lambdas, self.config, self.baseline, self.cost.units)
         self.budgets.observe(credit.spent)
         members: dict[str, list[RouteSample]] = {prompt_id: [] for prompt_id in probs}
         for c, advantage in zip(standardized, credit.rollout_advantages, strict=True):
-            costs = tuple(c.costs[unit] for unit in lambdas)
-            members[c.prompt_id].append(RouteSample(c.route, c.reward, costs, advantage))
+            members[c.prompt_id].append(
+                RouteSample(c.route, c.reward, tuple(c.costs[unit] for unit in lambdas), advantage)
+            )
         examples = [
             RouterExample(
-                pending[p].prediction,
-                tuple(members[p]),
-                credit.route_advantages.get(p),
-                _label(target_of(pending[p].task)),
+                pending[p].prediction, tuple(members[p]), credit.route_advantages.get(p), _label(pending[p].task)
             )
             for p in probs
         ]
-        weights = policy_weights(outcomes, probs, training.routes)
-        metrics = {"router/r_task": _mean([c.reward for c in outcomes], weights)}
-        return examples, metrics | {f"router/{unit}/mean": _mean(each) for unit, each in credit.spent.items()}
-
-    def _standardized(
-        self, pending: Mapping[str, PredictedPrompt], outcomes: Sequence[RouteOutcome]
-    ) -> Sequence[RouteOutcome]:
-        if not self.training.standardize_by_kind:
-            return outcomes
-        rewards = self.scale(
-            [c.reward for c in outcomes], [kind_of(pending[c.prompt_id].task) for c in outcomes]
-        ).tolist()
-        return [replace(c, reward=reward) for c, reward in zip(outcomes, rewards, strict=True)]
+        weights = policy_weights(outcomes, probs, self.config.routes)
+        r_task = sum(c.reward * w for c, w in zip(outcomes, weights, strict=True)) / sum(weights) if weights else 0.0
+        return examples, {"router/r_task": r_task} | {
+            f"router/{unit}/mean": _mean(each) for unit, each in credit.spent.items()
+        }
 
     def _report(
         self, pending: Mapping[str, PredictedPrompt], outcomes: Sequence[RouteOutcome], *, lost: int
     ) -> Metrics:
         probs = [a.prediction.probs for a in pending.values()]
         targets = [target_of(a.task) for a in pending.values()]
-        metrics = {f"router/share/{route}": _mean([p[i] for p in probs]) for i, route in enumerate(ROUTES)}
-        metrics |= {"router/prompts": float(len(pending)), "router/rollouts_lost": float(lost)}
-        for i, route in enumerate(ROUTES):
-            metrics[f"router/rollouts/{route}"] = float(sum(c.route == i for c in outcomes))
-        if any(target is not None for target in targets):
+        labelled = [target for target in targets if target is not None]
+        metrics = {
+            **{f"router/share/{route}": _mean([p[i] for p in probs]) for i, route in enumerate(ROUTES)},
+            "router/prompts": float(len(pending)),
+            "router/rollouts_lost": float(lost),
+            **{f"router/rollouts/{r}": float(sum(c.route == i for c in outcomes)) for i, r in enumerate(ROUTES)},
+        }
+        if labelled:
             agreement = [p[t.index] for p, t in zip(probs, targets, strict=True) if isinstance(t, RouteAction)]
-            metrics |= {"router/mixed_share": mixed_share(targets), "router/label_agreement": _mean(agreement)}
+            metrics["router/mixed_share"] = _mean([float(target == MIXED) for target in labelled])
+            metrics["router/label_agreement"] = _mean(agreement)
         return metrics
 
     def warm_start(self) -> None:
         """Trains the head on the labels, once, before the first route is sampled."""
-        if self._warm_started or not self.training.warm_start_epochs:
+        if self._warm_started or not self.config.warm_start_epochs:
             return
         self._warm_started = True
-        size = WARM_START_BATCH
-        labelled = [(task, label) for task in self.tasks if (label := _label(target_of(task))) is not None]
+        labelled = [(task, label) for task in self.tasks if (label := _label(task)) is not None]
         examples: list[tuple[RoutePrediction, int]] = []
-        for start in range(0, len(labelled), size):  # one forward pass per prompt, for all epochs
-            part = labelled[start : start + size]
+        for part in _batches(labelled):  # one forward pass per prompt, for all epochs
             predictions = self._predict([self.prompt_of(task) for task, _ in part])
             examples += [
                 (prediction, label)
                 for prediction, (_, label) in zip(predictions, part, strict=True)
                 if prediction is not None
             ]
-        for epoch in range(self.training.warm_start_epochs):
+        for epoch in range(self.config.warm_start_epochs):
             Random(f"warm start/{self.seed}/{epoch}").shuffle(examples)
-            for start in range(0, len(examples), size):
-                batch = examples[start : start + size]
+            for batch in _batches(examples):
                 self.model.supervised_step([prediction for prediction, _ in batch], [label for _, label in batch])
 
     def save(self, folder: Any) -> None:
@@ -171,7 +160,6 @@ class LearnedRouter(InferenceRouter):
         self.model.save(folder, {**self.metadata, "multipliers": self.budgets.lambdas})
 
     def load(self, folder: Any) -> None:
-        """Loads what `save` wrote."""
         super().load(folder)
         self._warm_started = True
 
@@ -190,7 +178,7 @@ class LearnedRouter(InferenceRouter):
         self.baseline.load_state_dict(state["baseline"])
         self.scale.load_state_dict(state["scale"])
         self._warm_started = state["warmed"]
-        self._pending, self._route_of_group = {}, {}
+        self._pending = {}
 
 
 def target_of(task: Task) -> Target | None:
@@ -199,15 +187,14 @@ def target_of(task: Task) -> Target | None:
     return None if written is None else parse_target(written)
 
 
-def kind_of(task: Task) -> str:
-    return str(task.extra_info.get("kind") or task.data_source)
+def _label(task: Task) -> int | None:
+    target = target_of(task)
+    return target.index if isinstance(target, RouteAction) else None
 
 
-def _label(target: Target | None) -> int | None:
-    return None if target is None or target == MIXED else RouteAction.parse(target).index
+def _batches(items: Sequence[Any]) -> list[Any]:
+    return [items[start : start + WARM_START_BATCH] for start in range(0, len(items), WARM_START_BATCH)]
 
 
-def _mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
-    if weights is not None:
-        return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights) if weights else 0.0
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0

@@ -1,17 +1,29 @@
-"""The router's advantages for one step, from the rewards and costs of its rollouts."""
+"""The router's advantages for one step, from the rewards and costs of its rollouts, and the running means they need.
+
+r_task and each cost have separate running means: λ changes, and one of r_task − λ·cost would contain old values of λ.
+
+    A = (r_task − b_task) − Σ_u λ_u (cost_u − b_u)        b: running means over earlier batches
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from toolwise.config.router import RouterConfig
-from toolwise.routing.actions import ROUTES
-from toolwise.routing.reward_baselines import RunningBaseline
-from toolwise.routing.route_advantages import independent_advantages, router_rewards, stratified_credit
+from toolwise.routing.families import ROUTES
+from toolwise.routing.route_advantages import (
+    Doubles,
+    finite_array,
+    independent_advantages,
+    router_rewards,
+    stratified_credit,
+)
 
 RouteProbs = Mapping[str, Sequence[float]]
 """prompt id -> probability of each route"""
@@ -19,8 +31,6 @@ RouteProbs = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class RouteOutcome:
-    """A finished rollout."""
-
     prompt_id: str
     route: int
     reward: float
@@ -30,8 +40,6 @@ class RouteOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RouterAdvantages:
-    """The credit of one step."""
-
     route_advantages: Mapping[str, tuple[float | None, ...]]
     """For stratified routes: prompt id -> advantage of every route, None for a route without a rollout"""
     rollout_advantages: Sequence[float]
@@ -55,34 +63,23 @@ def credit_routes(
     net_rewards = router_rewards(rewards, costs, lambdas)
     control = training.divide_by_std
     if training.routes == "stratified":
-        result = _stratified(net_rewards, costs, routes, groups, probs, control)
-    elif training.routes == "one" or len(set(groups)) == len(groups):
-        result = RouterAdvantages({}, baseline.advantages(rewards, costs, lambdas).tolist(), costs)
+        prompt_ids = list(dict.fromkeys(groups))
+        table = np.array([probs[p] for p in prompt_ids], dtype=np.float64).reshape(len(prompt_ids), len(ROUTES))
+        credit = stratified_credit(net_rewards, costs, routes, groups, table, divide_by_std_as_a_control=control)
+        route_advantages = {
+            prompt_id: tuple(float(a) if seen else None for a, seen in zip(row, seen_routes, strict=True))
+            for prompt_id, row, seen_routes in zip(prompt_ids, credit.advantages, credit.seen, strict=True)
+        }
+        policy_costs = {unit: c.tolist() for unit, c in credit.policy_costs.items()}
+        result = RouterAdvantages(route_advantages, [0.0] * len(routes), policy_costs)
     else:
-        rollout_advantages = independent_advantages(net_rewards, groups, divide_by_std_as_a_control=control)
-        result = RouterAdvantages({}, rollout_advantages.tolist(), costs)
+        if training.routes == "one" or len(set(groups)) == len(groups):
+            advantages = baseline.advantages(rewards, costs, lambdas)
+        else:
+            advantages = independent_advantages(net_rewards, groups, divide_by_std_as_a_control=control)
+        result = RouterAdvantages({}, advantages.tolist(), costs)
     baseline.update(rewards, costs)
     return result
-
-
-def _stratified(
-    net_rewards: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
-    costs: Mapping[str, Sequence[float]],
-    routes: Sequence[int],
-    groups: Sequence[str],
-    probs: RouteProbs,
-    control: bool,
-) -> RouterAdvantages:
-    prompt_ids = list(dict.fromkeys(groups))
-    table = np.array([probs[p] for p in prompt_ids], dtype=np.float64).reshape(len(prompt_ids), len(ROUTES))
-    credit = stratified_credit(net_rewards, costs, routes, groups, table, divide_by_std_as_a_control=control)
-    route_advantages = {
-        prompt_id: tuple(float(a) if seen else None for a, seen in zip(row, seen_routes, strict=True))
-        for prompt_id, row, seen_routes in zip(prompt_ids, credit.advantages, credit.seen, strict=True)
-    }
-    return RouterAdvantages(
-        route_advantages, [0.0] * len(routes), {unit: c.tolist() for unit, c in credit.policy_costs.items()}
-    )
 
 
 def policy_weights(outcomes: Sequence[RouteOutcome], probs: RouteProbs, routes: str) -> list[float]:
@@ -90,8 +87,81 @@ def policy_weights(outcomes: Sequence[RouteOutcome], probs: RouteProbs, routes: 
     if routes != "stratified":
         return [1.0] * len(outcomes)
     counts = Counter((c.prompt_id, c.route) for c in outcomes)
-    seen: dict[str, float] = {}
+    seen = dict.fromkeys(probs, 0.0)
     for prompt_id, route in counts:
-        seen[prompt_id] = seen.get(prompt_id, 0.0) + probs[prompt_id][route]
+        seen[prompt_id] += probs[prompt_id][route]
     tiny = float(np.finfo(float).tiny)
     return [probs[c.prompt_id][c.route] / counts[c.prompt_id, c.route] / max(seen[c.prompt_id], tiny) for c in outcomes]
+
+
+class RunningBaseline:
+    """Exponential moving averages of r_task and of each cost, bias-corrected; saved in checkpoints."""
+
+    def __init__(self, decay: float = 0.9) -> None:
+        self.decay = decay
+        self._means: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def advantages(
+        self,
+        task_rewards: Sequence[float] | Doubles,
+        costs: Mapping[str, Sequence[float] | Doubles],
+        lambdas: Mapping[str, float],
+    ) -> Doubles:
+        """Advantages against the current means, without this batch (`update` adds it later), so that no sample is in
+        its own baseline. Before the first update, uses the batch's mean."""
+        rewards = finite_array(task_rewards, "r_task")
+        result = rewards - self._mean("task", rewards)
+        for unit, lambda_ in lambdas.items():
+            unit_costs = finite_array(costs[unit], f"cost in {unit!r}", len(rewards))
+            result = result - lambda_ * (unit_costs - self._mean(f"cost/{unit}", unit_costs))
+        return result
+
+    def update(self, task_rewards: Sequence[float] | Doubles, costs: Mapping[str, Sequence[float] | Doubles]) -> None:
+        for name, values in {"task": task_rewards, **{f"cost/{unit}": c for unit, c in costs.items()}}.items():
+            batch = finite_array(values, name)
+            if len(batch):
+                self._means[name] = self.decay * self._means.get(name, 0.0) + (1 - self.decay) * float(batch.mean())
+                self._weights[name] = self.decay * self._weights.get(name, 0.0) + (1 - self.decay)
+
+    def _mean(self, name: str, batch: Doubles) -> float:
+        if name in self._means:
+            return self._means[name] / self._weights[name]
+        return float(batch.mean()) if len(batch) else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"means": dict(self._means), "weights": dict(self._weights)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._means, self._weights = dict(state["means"]), dict(state["weights"])
+
+
+class KindStandardizer:
+    """Standardizes r_task within each kind of row, over everything seen of that kind; saved in checkpoints.
+
+    It changes which rows a tight budget sacrifices: leave it off for frontiers.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[float]] = {}
+        """kind -> [count, mean, sum of squared deviations]"""
+
+    def __call__(self, task_rewards: Sequence[float] | Doubles, kinds: Sequence[str]) -> Doubles:
+        """Adds the batch to the statistics, then standardizes it; 0 for a kind that has not varied yet."""
+        rewards = finite_array(task_rewards, "r_task", len(kinds))
+        for kind, reward in zip(kinds, rewards.tolist(), strict=True):
+            count, old_mean, squares = self._seen.get(kind, [0.0, 0.0, 0.0])
+            mean = old_mean + (reward - old_mean) / (count + 1)
+            self._seen[kind] = [count + 1, mean, squares + (reward - old_mean) * (reward - mean)]
+        return np.array([self._standardize(r, kind) for r, kind in zip(rewards.tolist(), kinds, strict=True)])
+
+    def _standardize(self, reward: float, kind: str) -> float:
+        count, mean, squares = self._seen[kind]
+        deviation = math.sqrt(squares / (count - 1)) if count > 1 else 0.0
+        return (reward - mean) / deviation if deviation > 1e-9 else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {kind: list(seen) for kind, seen in self._seen.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._seen = {kind: list(seen) for kind, seen in state.items()}

@@ -1,34 +1,111 @@
-"""Conditions a prompt on a route: which tools it shows, and what it says about them. Pure functions.
+"""Conditions a prompt on a route: which tools it shows, and what it says about them.
 
 Two styles: RLLA's system messages describe their tools in a text block, which is rewritten; chat templates render the
 tools' schemas themselves, so it is enough to pass fewer of them. With mode="append" the original prompt is kept and
-text is only added after it, so that its KV cache can be reused.
+text is only added after it, so that its KV cache can be reused. The texts are Jinja templates in a TOML file that users
+can replace.
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import PrivateAttr
 
+from toolwise.config.imports import did_you_mean
 from toolwise.data.rlla_rows import TOOL_ENTRY
+from toolwise.errors import ConfigError
 from toolwise.messages import Message
-from toolwise.routing.actions import RouteAction
-from toolwise.routing.families import Family, family_of_call
-from toolwise.routing.prompt_templates import Style, Wording, load_wording
+from toolwise.routing.families import ROUTE_FAMILIES, ROUTES, Family, RouteAction, family_of_call
 
+WORDING_FILE = Path(__file__).with_name("wording.toml")
+
+Style = Literal["rlla", "chat"]
+Part = Literal["block", "note", "append"]
+PARTS: Mapping[str, tuple[Part, ...]] = {"rlla": ("block", "note", "append"), "chat": ("note", "append")}
 ConditioningMode = Literal["rewrite", "append"]
 _HEADING = re.compile(r"^\*\*Available Tools\*\*\n(?:.*\n)?\Z", re.MULTILINE)
 _NUMBER = re.compile(r"\A\d+\. ")
 _SYSTEM = ("system", "developer")
 
-ROUTE_FAMILIES: Mapping[RouteAction, Family] = {
-    RouteAction.SEARCH_FAMILY: Family.SEARCH,
-    RouteAction.CALCULATE_FAMILY: Family.CALCULATE,
-}
+
+@dataclass(frozen=True)
+class Wording:
+    """Templates by (style, route, part); a missing one renders to nothing."""
+
+    templates: Mapping[tuple[str, RouteAction, str], str]
+
+    def render(self, style: Style, route: RouteAction, part: Part, values: Mapping[str, Any]) -> str:
+        text = self.templates.get((style, route, part), "")
+        return _compile(text).render(**values) if text else ""
+
+
+EMPTY_WORDING = Wording({})
+"""Adds no text: tool blocks are removed and schemas hidden, nothing else."""
+
+
+def load_wording(path: str | Path | None = None) -> Wording:
+    """The shipped wording, overridden by the templates in `path`; "silent" is the empty wording."""
+    if path == "silent":
+        return EMPTY_WORDING
+    return Wording(_shipped_templates() | ({} if path is None else _read_templates(Path(path))))
+
+
+@cache
+def _shipped_templates() -> dict[tuple[str, RouteAction, str], str]:
+    return _read_templates(WORDING_FILE)
+
+
+def _read_templates(path: Path) -> dict[tuple[str, RouteAction, str], str]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as fault:
+        raise ConfigError(f"{path}: {fault}; copy {WORDING_FILE.name} from the package and edit the copy") from fault
+    templates = {}
+    for style, routes in tables.items():
+        _check_known(path, style, PARTS, routes)
+        for name, parts in routes.items():
+            where = f"{style}.{name}"
+            _check_known(path, name, ROUTES, parts, where)
+            for part, text in parts.items():
+                _check_known(path, part, PARTS[style], {}, f"{where}.{part}")
+                if not isinstance(text, str):
+                    raise ConfigError(f"{path}: {where}.{part} is {text!r}; write a string")
+                _check_template(path, f"{where}.{part}", text)
+                templates[style, RouteAction.parse(name), part] = text
+    return templates
+
+
+def _check_known(path: Path, name: str, known: Any, table: Any, where: str | None = None) -> None:
+    names = [str(item) for item in known]
+    if name not in names:
+        raise ConfigError(f"{path}: unknown name {where or name}{did_you_mean(name, names)}; use {', '.join(names)}")
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: {where or name} is {table!r}; write a table")
+
+
+def _check_template(path: Path, where: str, text: str) -> None:
+    from jinja2 import TemplateError
+
+    try:
+        _compile(text).render(entries="", avoided="", first=[], others=[], avoid=[], hard=True)
+    except TemplateError as fault:
+        raise ConfigError(f"{path}: {where}: {' '.join(str(fault).split())}") from fault
+
+
+@cache
+def _compile(text: str) -> Any:
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    # The file may come from someone other than the user who runs it: sandboxed, so templates can only render text.
+    return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True).from_string(text)
 
 
 class RoutedMessage(Message):
@@ -37,10 +114,10 @@ class RoutedMessage(Message):
     _original: Message | None = PrivateAttr(default=None)
 
     @classmethod
-    def replacing(cls, original: Message | None, content: str, role: Any = "system") -> RoutedMessage:
-        fields = (
-            {name: getattr(original, name) for name in cls.model_fields} if original is not None else {"role": role}
-        )
+    def replacing(cls, original: Message | None, content: str) -> RoutedMessage:
+        fields: dict[str, Any] = {"role": "system"}
+        if original is not None:
+            fields = {name: getattr(original, name) for name in cls.model_fields}
         message = cls(**{**fields, "content": content})
         message._original = original
         return message
@@ -48,8 +125,6 @@ class RoutedMessage(Message):
 
 @dataclass(frozen=True, slots=True)
 class ConditionedPrompt:
-    """A prompt conditioned on a route."""
-
     messages: Sequence[Message]
     tools: tuple[str, ...] | None = None
     """Names of the tools to show and execute, those of the route's family first; None: all tools of the task."""
@@ -76,11 +151,9 @@ def sort_tools(route: RouteAction, families: Mapping[str, Family]) -> ToolPartit
     """Splits tools into the route's family, neither family, and the other family."""
     if route is RouteAction.ANSWER:
         return ToolPartition((), (), tuple(families))
-    route_family = ROUTE_FAMILIES[route]
-    groups: dict[bool | None, list[str]] = {True: [], None: [], False: []}
-    for name, family in families.items():
-        groups[None if family is Family.OTHER else family is route_family].append(name)
-    return ToolPartition(tuple(groups[True]), tuple(groups[None]), tuple(groups[False]))
+    wanted = (ROUTE_FAMILIES[route], Family.OTHER)
+    first, others = (tuple(name for name, family in families.items() if family is each) for each in wanted)
+    return ToolPartition(first, others, tuple(name for name, family in families.items() if family not in wanted))
 
 
 def allowed_tools(route: RouteAction, families: Mapping[str, Family], *, hard: bool = True) -> tuple[str, ...]:
@@ -102,19 +175,20 @@ def condition(
     route = RouteAction.parse(route)
     original = unconditioned(messages)
     wording = load_wording() if templates is None else templates
-    described = style == "rlla" or (style == "auto" and prompt_style(original) == "rlla")
-    kind: Style = "rlla" if described else "chat"
+    kind = prompt_style(original) if style == "auto" else style
     tools = sort_tools(route, families)
     hard = hard or route is RouteAction.ANSWER
     if mode == "append":
         text = wording.render(kind, route, "append", _template_values(tools, hard, named=True))
-        return ConditionedPrompt(_append_to_last(original, text), None, tools.rest if hard else ())
-    if described:
-        return ConditionedPrompt(
-            _rewrite_tool_blocks(original, route, families, hard, wording), tools.offered(hard=hard)
-        )
-    text = wording.render(kind, route, "note", _template_values(tools, hard))
-    return ConditionedPrompt(_with_note(original, text), tools.offered(hard=hard))
+        if text and original:  # everything before the text keeps its tokens
+            *before, last = original
+            original = [*before, RoutedMessage.replacing(last, f"{last.content or ''}{text}")]
+        return ConditionedPrompt(original, None, tools.rest if hard else ())
+    if kind == "rlla":
+        rewritten: Sequence[Message] = _rewrite_tool_blocks(original, route, families, hard, wording)
+    else:
+        rewritten = _with_note(original, wording.render(kind, route, "note", _template_values(tools, hard)))
+    return ConditionedPrompt(rewritten, tools.offered(hard=hard))
 
 
 def unconditioned(messages: Sequence[Message]) -> Sequence[Message]:
@@ -126,9 +200,7 @@ def unconditioned(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def prompt_style(messages: Sequence[Message]) -> Style:
-    """How a prompt describes its tools."""
-    described = any(m.role in _SYSTEM and TOOL_ENTRY.search(m.content or "") for m in messages)
-    return "rlla" if described else "chat"
+    return "rlla" if any(m.role in _SYSTEM and TOOL_ENTRY.search(m.content or "") for m in messages) else "chat"
 
 
 def _template_values(
@@ -148,7 +220,6 @@ def _template_values(
 def _rewrite_tool_blocks(
     messages: Sequence[Message], route: RouteAction, families: Mapping[str, Family], hard: bool, wording: Wording
 ) -> list[Message]:
-    """Rewrites the tool block of every system message that describes tools."""
     out: list[Message] = []
     for message in messages:
         text = message.content or ""
@@ -157,9 +228,11 @@ def _rewrite_tool_blocks(
             out.append(message)
             continue
         values = _block_values(entries, route, families, hard)
-        begin, first, end = _block_bounds(text, entries)
+        first, end = entries[0].start(), entries[-1].end()
+        heading = _HEADING.search(text[:first])
+        begin = heading.start() if heading else first
         block = wording.render("rlla", route, "block", values).strip("\n")
-        if not wording.has_template("rlla", route, "block") and values["entries"] + values["avoided"]:
+        if ("rlla", route, "block") not in wording.templates and values["entries"] + values["avoided"]:
             block = text[begin:first] + "\n".join(filter(None, (values["entries"], values["avoided"])))
         head, tail = text[:begin], text[end:]
         if not block:  # also drop the empty lines around it
@@ -177,24 +250,13 @@ def _block_values(
     partition = sort_tools(
         route, {str(index): family_of_call(entry[1].strip(), families) for index, entry in enumerate(entries)}
     )
-    offered = partition.offered(hard=True)
+    offered, parts = partition.offered(hard=True), (partition.first, partition.others, partition.rest)
     return _template_values(
-        ToolPartition(*(_entry_names(entries, part) for part in (partition.first, partition.others, partition.rest))),
+        ToolPartition(*(tuple(dict.fromkeys(entries[int(i)][1].strip() for i in part)) for part in parts)),
         hard,
         entries=_renumbered(entries, offered, 1),
         avoided="" if hard else _renumbered(entries, partition.rest, 1 + len(offered)),
     )
-
-
-def _block_bounds(text: str, entries: Sequence[re.Match[str]]) -> tuple[int, int, int]:
-    """Start of the block (with its heading, if any), start of its first entry, end of its last entry."""
-    first = entries[0].start()
-    heading = _HEADING.search(text[:first])
-    return heading.start() if heading else first, first, entries[-1].end()
-
-
-def _entry_names(entries: Sequence[re.Match[str]], indices: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(entries[int(index)][1].strip() for index in indices))
 
 
 def _renumbered(entries: Sequence[re.Match[str]], indices: Sequence[str], start: int) -> str:
@@ -207,18 +269,9 @@ def _with_note(messages: Sequence[Message], note: str) -> Sequence[Message]:
     note = note.strip("\n")
     if not note:
         return messages
-    out = list(messages)
-    index = next((i for i, message in enumerate(out) if message.role in _SYSTEM), None)
+    index = next((i for i, message in enumerate(messages) if message.role in _SYSTEM), None)
     if index is None:
-        return [RoutedMessage.replacing(None, note), *out]
-    text = (out[index].content or "").rstrip()
-    out[index] = RoutedMessage.replacing(out[index], f"{text}\n\n{note}" if text else note)
-    return out
-
-
-def _append_to_last(messages: Sequence[Message], text: str) -> Sequence[Message]:
-    """Appends `text` to the last message, so that everything before it keeps its tokens."""
-    if not text or not messages:
-        return messages
-    *before, last = messages
-    return [*before, RoutedMessage.replacing(last, f"{last.content or ''}{text}")]
+        return [RoutedMessage.replacing(None, note), *messages]
+    text = (messages[index].content or "").rstrip()
+    changed = RoutedMessage.replacing(messages[index], f"{text}\n\n{note}" if text else note)
+    return [*messages[:index], changed, *messages[index + 1 :]]

@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolwise.errors import ToolwiseError
-from toolwise.routing.actions import MIXED, ROUTES
+from toolwise.routing.families import ROUTES
 
 Doubles = NDArray[np.float64]
-Ints = NDArray[np.intp]
 
 
 class RouterCreditError(ToolwiseError, ValueError):
@@ -71,12 +70,8 @@ def independent_advantages(
     advantages = np.zeros(len(r))
     for members in _group_indices(groups).values():
         x = r[members]
-        if len(x) < 2 or bool((x == x[0]).all()):
-            continue
-        centred = x - x.mean()
-        if divide_by_std_as_a_control:
-            centred /= x.std(ddof=1) + 1e-6
-        advantages[members] = centred
+        if len(x) > 1 and not bool((x == x[0]).all()):
+            advantages[members] = (x - x.mean()) / (x.std(ddof=1) + 1e-6 if divide_by_std_as_a_control else 1.0)
     return advantages
 
 
@@ -95,7 +90,7 @@ class RouteCredit:
 def stratified_credit(
     rewards: Sequence[float] | Doubles,
     costs: Mapping[str, Sequence[float] | Doubles],
-    routes: Sequence[int] | Ints,
+    routes: Sequence[int] | NDArray[np.intp],
     groups: Sequence[Hashable],
     probs: Any,
     *,
@@ -136,12 +131,6 @@ def stratified_credit(
         for unit, c in costs.items()
     }
     return RouteCredit(seen, advantages, policy_costs)
-
-
-def mixed_share(targets: Sequence[Any]) -> float:
-    """The share of MIXED among labelled rows."""
-    labelled = [target for target in targets if target is not None]
-    return sum(target == MIXED for target in labelled) / len(labelled) if labelled else 0.0
 
 
 def _group_indices(groups: Sequence[Hashable]) -> dict[Hashable, list[int]]:

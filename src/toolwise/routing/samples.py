@@ -29,7 +29,6 @@ class RoutePrediction:
         return tuple(math.exp(x) for x in self.logprobs)
 
     def sample(self, rng: Random) -> int:
-        """A route, sampled from `probs`."""
         return rng.choices(range(len(self.logprobs)), self.probs)[0]
 
     def argmax(self) -> int:
@@ -70,11 +69,9 @@ class RoutePredictor(Protocol):
     ) -> list[RoutePrediction]:
         """One forward pass per prompt, for all its rollouts. `averaged`: use the averaged head that will be saved, if
         there is one, instead of the one being trained."""
-        ...
 
     def load(self, folder: Any) -> dict[str, Any]:
         """Replaces the head with the one in `folder`; returns the metadata saved with it."""
-        ...
 
 
 class RouterModel(RoutePredictor, Stateful, Protocol):
@@ -84,8 +81,6 @@ class RouterModel(RoutePredictor, Stateful, Protocol):
 
     def supervised_step(self, predictions: Sequence[RoutePrediction], labels: Sequence[int]) -> Metrics:
         """One supervised step of the warm start."""
-        ...
 
     def save(self, folder: Any, metadata: dict[str, Any]) -> None:
         """Saves the head next to a model's weights."""
-        ...

@@ -134,16 +134,14 @@ def find_threshold(
     spending = running_mean(spent)
     over = np.flatnonzero(spending > budget + 1e-12)
     taken = int(over[0]) - 1 if len(over) else len(ends)
-    if taken < 0:
-        return Threshold(_offset_after(slopes, 0), _offset_after(slopes, 0), 0.0)
-    if scores is not None:
-        best = int(np.argmax(running_mean(scores)[: taken + 1]))
-        if best < taken:
-            return Threshold(_offset_after(slopes, best), _offset_after(slopes, best), 0.0)
-    tight = _offset_after(slopes, taken)
-    if taken == len(ends):
-        return Threshold(tight, tight, 0.0)
-    if scores is not None and running_mean(scores)[taken + 1] <= running_mean(scores)[taken]:
+    mixes = 0 <= taken < len(ends)
+    if scores is not None and taken >= 0:
+        means = running_mean(scores)
+        best = int(np.argmax(means[: taken + 1]))
+        mixes = mixes and best == taken and bool(means[taken + 1] > means[taken])
+        taken = best
+    tight = _offset_after(slopes, max(taken, 0))
+    if not mixes:
         return Threshold(tight, tight, 0.0)
     share = (budget - spending[taken]) / (spending[taken + 1] - spending[taken])
     return Threshold(tight, _offset_after(slopes, taken + 1), float(np.clip(share, 0.0, 1.0)))

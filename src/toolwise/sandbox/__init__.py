@@ -9,20 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolwise.sandbox.executor import RewardExecutor, SandboxExecutor
     from toolwise.sandbox.faults import KINDS, SandboxError
     from toolwise.sandbox.programs.program_sandbox import ProgramSandbox
     from toolwise.sandbox.programs.run import ProgramResult
-    from toolwise.sandbox.sandbox import Sandbox
+    from toolwise.sandbox.sandbox import RewardExecutor, Sandbox, SandboxExecutor
 
 _MODULE_OF = {
     "KINDS": "faults",
     "ProgramResult": "programs.run",
     "ProgramSandbox": "programs.program_sandbox",
-    "RewardExecutor": "executor",
+    "RewardExecutor": "sandbox",
     "Sandbox": "sandbox",
     "SandboxError": "faults",
-    "SandboxExecutor": "executor",
+    "SandboxExecutor": "sandbox",
 }
 
 __all__ = ["KINDS", "ProgramResult", "ProgramSandbox", "RewardExecutor", "Sandbox", "SandboxError", "SandboxExecutor"]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from toolwise.sandbox.layers.disk import MAX_FILES
 from toolwise.sandbox.layers.hardening import MEBIBYTE
+from toolwise.sandbox.layers.kernel import closing_fd
 from toolwise.sandbox.scratch import EMPTY_S, FOLDER_FLAGS, EmptyFolderCache, empty_folder, open_subfolder
 
 MAX_FOLDER_DEPTH = 64
@@ -62,17 +63,14 @@ class Disk:
         """
         if self.limited:
             return not self._is_filesystem_empty()
-        written = self._bytes_written(proc_folder) if self._counts_writes else None
+        if self._counts_writes and self._io is None:
+            with suppress(OSError):
+                self._io = os.open(f"{proc_folder}/io", os.O_RDONLY | os.O_CLOEXEC)
+        written = None if self._io is None else _read_written(self._io)
         grown = written is None or written != self._written
         self._written = written
         self._touched |= grown
         return grown
-
-    def _bytes_written(self, proc_folder: str) -> int | None:
-        if self._io is None:
-            with suppress(OSError):
-                self._io = os.open(f"{proc_folder}/io", os.O_RDONLY | os.O_CLOEXEC)
-        return None if self._io is None else _read_written(self._io)
 
     def is_untouched(self) -> bool:
         """A conservative guess at `is_empty`, right after `may_have_grown`: for one process, in microseconds."""
@@ -218,14 +216,11 @@ def _try_writing(folder: int) -> bool:
     try:
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)
-        with open("/proc/thread-self/io", "rb") as io:
-            descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
-            try:
-                before = _read_written(io.fileno())
-                os.write(descriptor, b"x")
-                return before is not None and _read_written(io.fileno()) != before
-            finally:
-                os.close(descriptor)
-                os.unlink(name, dir_fd=folder)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with open("/proc/thread-self/io", "rb") as io, closing_fd(os.open(name, flags, 0o600, dir_fd=folder)) as file:
+            os.unlink(name, dir_fd=folder)
+            before = _read_written(io.fileno())
+            os.write(file, b"x")
+            return before is not None and _read_written(io.fileno()) != before
     except OSError:
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolwise.errors import ToolwiseError
-from toolwise.rewards.function import fault_result
+from toolwise.rewards.results import fault_result
 from toolwise.types import EvaluateResult
 
 KINDS = frozenset(

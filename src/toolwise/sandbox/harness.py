@@ -18,7 +18,8 @@ from typing import Any
 from toolwise.config.sibling_imports import siblings_of
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.messages import Message
-from toolwise.rewards.function import Reward, read_result, read_results
+from toolwise.rewards.function import Reward
+from toolwise.rewards.results import read_result, read_results
 from toolwise.sandbox.faults import MAX_MESSAGE_CHARS, MAX_TRACEBACK_CHARS, sanitize_text
 from toolwise.sandbox.layers.denial_hints import DISK_FULL_ERRNOS, explain
 from toolwise.types import EvaluateResult
@@ -30,6 +31,7 @@ _is_sum: Callable[[EvaluateResult], bool] = EvaluateResult.is_sum_of_steps.fget 
 _format = tracebacks.format_exception
 _message = Message.model_validate
 _SHOWN_FRAMES = 8
+MEMORY_FAULT = {"kind": "memory", "message": "it asked for more memory than memory_mb allows"}
 
 
 @dataclass(slots=True)
@@ -53,7 +55,7 @@ class Harness:
                 {"calls": [call], "kwargs": call.get("kwargs") or {}, "lenient": call.get("lenient")}
             )[0]
         try:
-            value = _run_awaitable(self._start_call(call), self.timeout_s)
+            value = _run_awaitable(self._call(_messages(call), call["ground_truth"], call), self.timeout_s)
         except BaseException as fault:  # user code may raise anything, SystemExit included
             return plain_fault(fault, self.allowed)
         return _read_answers(value, 1)[0]
@@ -61,7 +63,7 @@ class Harness:
     async def call_one_async(self, call: JsonDict) -> JsonDict:
         """Like `call_one`, in a shared event loop."""
         try:
-            value = self._start_call(call)
+            value = self._call(_messages(call), call["ground_truth"], call)
             if inspect.isawaitable(value):
                 value = await value
         except BaseException as fault:  # as above
@@ -72,23 +74,22 @@ class Harness:
         """Call a batch or group function: one answer per rollout. A fault is repeated for all of them."""
         calls = batch["calls"]
         try:
-            messages = [[_message(m) for m in call["messages"]] for call in calls]
             truths = [call["ground_truth"] for call in calls]
             truth = truths if self.reward.mode == "batch" else truths[0]  # the rollouts of a task share one
-            value = self._call_function(messages, truth, batch.get("kwargs") or {}, bool(batch.get("lenient")))
-            value = _run_awaitable(value, self.timeout_s)
+            value = _run_awaitable(self._call([_messages(call) for call in calls], truth, batch), self.timeout_s)
         except BaseException as fault:  # as above
             return [plain_fault(fault, self.allowed)] * len(calls)
         return _read_answers(value, len(calls), batch=True)
 
-    def _start_call(self, call: JsonDict) -> Any:
-        messages = [_message(m) for m in call["messages"]]
-        return self._call_function(messages, call["ground_truth"], call.get("kwargs") or {}, bool(call.get("lenient")))
-
-    def _call_function(self, messages: Any, truth: Any, kwargs: JsonDict, lenient: bool) -> Any:
-        accepted = self.reward.signature.accepted_kwargs(kwargs) if lenient else kwargs
+    def _call(self, messages: Any, truth: Any, request: JsonDict) -> Any:
+        kwargs = request.get("kwargs") or {}
+        accepted = self.reward.signature.accepted_kwargs(kwargs) if request.get("lenient") else kwargs
         assert self.reward.function is not None  # it was loaded here
         return self.reward.function(messages, truth, **accepted)
+
+
+def _messages(call: JsonDict) -> list[Message]:
+    return [_message(m) for m in call["messages"]]
 
 
 class _CallTimeoutError(Exception):
@@ -135,12 +136,8 @@ def plain_result(result: EvaluateResult) -> JsonDict:
             return {"result": _dump(result, exclude=exclude_fields)}
         return {"result": _dump_base(result, exclude=exclude_fields).decode()}
     except Exception as fault:
-        return {
-            "fault": {
-                "kind": "bad_type",
-                "message": sanitize_text(f"the result cannot be written as JSON: {describe_exception(fault)}", 500),
-            }
-        }
+        message = f"the result cannot be written as JSON: {describe_exception(fault)}"
+        return {"fault": {"kind": "bad_type", "message": sanitize_text(message, 500)}}
 
 
 def describe_exception(fault: BaseException) -> str:
@@ -167,12 +164,12 @@ def plain_fault(fault: BaseException, allowed: tuple[str, ...], loading: bool = 
     if loading and isinstance(fault, ConfigError) and isinstance(fault.__cause__, MemoryError):
         fault = fault.__cause__
     kind = fault_kind(fault, allowed)
-    message = str(fault) if loading and isinstance(fault, ToolwiseError) else describe_exception(fault)
     if kind == "memory":
         fault.__traceback__ = None  # frees whatever filled the memory
-        return {"fault": {"kind": kind, "message": "it asked for more memory than memory_mb allows"}}
+        return {"fault": MEMORY_FAULT}
     if kind == "timeout":
         return {"fault": {"kind": kind, "message": str(fault)}}
+    message = str(fault) if loading and isinstance(fault, ToolwiseError) else describe_exception(fault)
     if kind == "died":
         message = f"it called sys.exit ({message})"
     if kind == "denied":

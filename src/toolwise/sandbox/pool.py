@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import stat
 import sys
-import tempfile
 import threading
 import time
 from collections import OrderedDict
@@ -19,34 +16,32 @@ from pathlib import Path
 from toolwise.rewards.printed_output import PrintCallback
 from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.layers.bubblewrap import MountView, host_namespaces, worker_view
-from toolwise.sandbox.layers.descriptors import closing_fd
 from toolwise.sandbox.layers.hardening import Plan
 from toolwise.sandbox.processes import Process, start_process
-from toolwise.sandbox.scratch import FOLDER_FLAGS, remove_folder, remove_root
+from toolwise.sandbox.scratch_root import ScratchRoot
 from toolwise.sandbox.targets import Target, readable_folders, within
 from toolwise.sandbox.worker import Worker
 
-PREFIX = "toolwise-sandbox-"
-UNLOCKED_GRACE_S = 3600.0
-STALE_ROOT_SWEEP_S = 2.0
-LOCK = ".lock"
-LOCK_ATTEMPTS = 20
-log = logging.getLogger("toolwise.sandbox")
-
-
 MAX_PENDING_PRINTS = 8
 """Printed texts that are kept until `on_print` is set."""
+log = logging.getLogger("toolwise.sandbox")
 
 
 class Pool:
     """Lends each worker to one caller at a time."""
 
-    def __init__(self, plan: Plan, *, workers: int, max_calls: int, timeout_s: float, require: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        workers: int,
+        max_calls: int,
+        timeout_s: float,
+        require: bool,
+        on_print: PrintCallback | None = None,
+    ) -> None:
         self._plan, self._max_calls, self._timeout_s, self._require = plan, max_calls, timeout_s, require
-        self.workers = workers
-        self._on_print: PrintCallback | None = None
-        self._pending_prints: list[tuple[str, str]] = []
-        self._print_lock = threading.Lock()
+        self.workers, self._on_print = workers, on_print
         self.left_running = 0
         """Number of processes that calls left running; they were killed."""
         self._reset()
@@ -57,9 +52,7 @@ class Pool:
         self._idle: OrderedDict[str, list[Worker]] = OrderedDict()
         self._busy: set[Worker] = set()
         self._spare: Process | None = None
-        self._root: Path | None = None
-        self._lock_fd: int | None = None
-        self._count = 0
+        self.scratch_root = ScratchRoot()
         self.closed = closed
         """Once closed, workers die because we killed them, so calls are not retried."""
         self.pid = os.getpid()
@@ -71,7 +64,7 @@ class Pool:
         `fresh`: start a new one. An idle worker may have been killed or stopped in the meantime.
         """
         with self._slots:
-            worker = (None if fresh else self._take_idle(target)) or self._new_worker(target, with_spare=not fresh)
+            worker = (None if fresh else self._take_idle(target)) or self._new_worker(target, fresh)
             try:
                 yield worker
             except BaseException:
@@ -92,14 +85,14 @@ class Pool:
                 return worker
             self._end(worker)
 
-    def _new_worker(self, target: Target, *, with_spare: bool = True) -> Worker:
-        """Start a worker, from the spare process if there is one.
+    def _new_worker(self, target: Target, fresh: bool) -> Worker:
+        """Start a worker; if not `fresh`, from the spare process if there is one.
 
         A worker that dies or is stopped before it starts loading user code is replaced once: the function is not to
         blame.
         """
         try:
-            return self._start_worker(target, self._take_spare(target) if with_spare else None)
+            return self._start_worker(target, None if fresh else self._take_spare(target))
         except WorkerFault as fault:
             if not fault.not_received or self.closed:
                 raise
@@ -125,7 +118,7 @@ class Pool:
                 process = self._process(target)
         outside = host_namespaces(process.view)
         plan = replace(self._plan, read=self._readable(target), scratch=str(process.scratch), outside=outside)
-        worker = Worker(process, plan, self._forward_print, target.reference)
+        worker = Worker(process, plan, self._on_print, target.reference)
         with self._lock:
             self._busy.add(worker)
         try:
@@ -143,29 +136,10 @@ class Pool:
             self._end(worker)
             raise
         finally:
-            self._ensure_spare(target)
+            with self._lock, suppress(SandboxError):  # start the next process while this worker is busy
+                if self._spare is None and not self.closed:
+                    self._spare = self._process(target)
         return worker
-
-    @property
-    def on_print(self) -> PrintCallback | None:
-        """Callback for what user code prints. Output from before it was set (on import) is delivered first."""
-        return self._on_print
-
-    @on_print.setter
-    def on_print(self, on_print: PrintCallback | None) -> None:
-        with self._print_lock:
-            self._on_print = on_print
-            pending, self._pending_prints = self._pending_prints, []
-        for label, text in pending:
-            self._forward_print(label, text)
-
-    def _forward_print(self, label: str, text: str) -> None:
-        with self._print_lock:
-            on_print = self._on_print
-            if on_print is None and len(self._pending_prints) < MAX_PENDING_PRINTS:
-                self._pending_prints.append((label, text))
-        if on_print is not None:
-            on_print(label, text)
 
     def _fits(self, process: Process, target: Target) -> bool:
         """Whether a started process can serve `target`: in namespaces it sees the files of one function only."""
@@ -173,13 +147,6 @@ class Pool:
             return True
         wanted = self._view(target, process.scratch)
         return wanted is not None and wanted.read == process.view.read
-
-    def _ensure_spare(self, target: Target) -> None:
-        """Start the next process while this worker is busy."""
-        with self._lock:
-            if self._spare is None and not self.closed:
-                with suppress(SandboxError, RuntimeError):
-                    self._spare = self._process(target)
 
     def _readable(self, target: Target) -> tuple[str, ...]:
         return (*readable_folders(), *target.read, *self._plan.read)
@@ -189,11 +156,7 @@ class Pool:
         return worker_view(self._plan.layers, self._readable(target), str(scratch), self._plan.permissions, file_mb)
 
     def _process(self, target: Target) -> Process:
-        if self._root is None:
-            self._root, self._lock_fd = make_root()
-        self._count += 1
-        scratch = self._root / str(self._count)
-        scratch.mkdir(mode=0o700)
+        scratch = self.scratch_root.new_folder()
         return start_process(scratch, self._view(target, scratch), supervised=self._plan.may_have_children)
 
     def _put_back(self, target: Target, worker: Worker) -> None:
@@ -206,7 +169,7 @@ class Pool:
             self._busy.discard(worker)
             self._idle.setdefault(target.reference, []).append(worker)
             self._idle.move_to_end(target.reference)
-            while sum(map(len, self._idle.values())) > self.workers:
+            while len(self._all_idle()) > self.workers:
                 oldest = next(key for key, idle in self._idle.items() if idle)
                 surplus.append(self._idle[oldest].pop(0))
         for old in surplus:
@@ -228,11 +191,12 @@ class Pool:
             )
 
     def pids(self) -> list[int]:
-        """The processes running now."""
         with self._lock:
-            up = [*self._busy, *(worker for idle in self._idle.values() for worker in idle)]
             spare = [self._spare.pid] if self._spare is not None else []
-            return [worker.process.pid for worker in up] + spare
+            return [worker.process.pid for worker in (*self._busy, *self._all_idle())] + spare
+
+    def _all_idle(self) -> list[Worker]:
+        return [worker for workers in self._idle.values() for worker in workers]
 
     def close(self) -> None:
         """End every worker, even during a call; the caller then gets a `died` fault."""
@@ -240,12 +204,11 @@ class Pool:
             if self.closed:
                 return
             self.closed = True
-            idle = [worker for workers in self._idle.values() for worker in workers]
+            idle, busy = self._all_idle(), list(self._busy)
             spare, self._spare = self._spare, None
             self._idle.clear()
-            busy = list(self._busy)
         for worker in busy:  # its caller's thread cleans up
-            worker.process.kill()
+            worker.process.popen.kill()
         for worker in idle:
             worker.end()
         if spare is not None:
@@ -253,64 +216,37 @@ class Pool:
         end = time.monotonic() + 2.0
         while self._busy and time.monotonic() < end:
             time.sleep(0.005)
-        if self._root is not None:
-            remove_root(self._root)
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        self.scratch_root.close()
 
     def abandon(self) -> None:
         """In a forked child: close our copies of the descriptors (the workers belong to the parent) and start empty."""
-        idle = [worker for workers in self._idle.values() for worker in workers]
-        for worker in [*idle, *self._busy]:
+        for worker in (*self._all_idle(), *self._busy):
             worker.close_fds()
         if self._spare is not None:
             self._spare.close_fds()
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
+        self.scratch_root.close()
         self._reset(closed=self.closed)
 
 
-def make_root() -> tuple[Path, int]:
-    """Create a root for scratch folders, locked while this process lives. Removes the roots of dead processes first."""
-    sweep_roots()
-    for _ in range(LOCK_ATTEMPTS):
-        root = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
-        try:
-            lock_fd = _lock(root)
-        except BlockingIOError:  # another process is sweeping it right now
-            continue
-        if (root / LOCK).exists():
-            return root, lock_fd
-        os.close(lock_fd)  # it was swept between mkdtemp and the lock
-    raise SandboxError(f"{tempfile.gettempdir()}: other processes remove scratch folders as soon as they are created")
+class PrintForwarder:
+    """Passes on what user code prints. Output from before the callback was set (on import) is delivered first."""
 
+    def __init__(self) -> None:
+        self.on_print: PrintCallback | None = None
+        self._pending: list[tuple[str, str]] = []
+        self._lock = threading.Lock()
 
-def _lock(root: Path) -> int:
-    with closing_fd(os.open(root, FOLDER_FLAGS)) as folder:
-        if os.fstat(folder).st_uid != os.geteuid():
-            raise PermissionError(f"{root} belongs to another user")
-        lock_fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # its owner is alive
-        os.close(lock_fd)
-        raise
-    return lock_fd
+    def set(self, on_print: PrintCallback | None) -> None:
+        with self._lock:
+            self.on_print = on_print
+            pending, self._pending = self._pending, []
+        for label, text in pending:
+            self(label, text)
 
-
-def sweep_roots() -> None:
-    """Remove the roots of killed trainers, within `STALE_ROOT_SWEEP_S`."""
-    end = time.monotonic() + STALE_ROOT_SWEEP_S
-    for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            status = root.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-                continue
-            if not (root / LOCK).exists() and time.time() - status.st_mtime < UNLOCKED_GRACE_S:
-                continue  # its owner may be about to lock it
-            lock_fd = _lock(root)
-            try:
-                remove_folder(root, max(end - time.monotonic(), 0.01))
-            finally:
-                os.close(lock_fd)
+    def __call__(self, label: str, text: str) -> None:
+        with self._lock:
+            on_print = self.on_print
+            if on_print is None and len(self._pending) < MAX_PENDING_PRINTS:
+                self._pending.append((label, text))
+        if on_print is not None:
+            on_print(label, text)

@@ -1,4 +1,4 @@
-"""Starts worker processes and ends them together with everything they started, even if it tries to survive."""
+"""Starts the processes that run other people's code: reward workers, programs and tool workers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import struct
 import subprocess
 import sys
 import termios
-import time
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -22,25 +22,19 @@ from typing import Any
 
 from toolwise.config.imports import WORKER_ENV_VAR
 from toolwise.sandbox.faults import SandboxError
-from toolwise.sandbox.layers.bubblewrap import INIT, BwrapProcess, MountView, bwrap_command
-from toolwise.sandbox.layers.descriptors import closing_fd
-from toolwise.sandbox.layers.process_info import is_stopped, list_pids, read_proc_stat
-from toolwise.sandbox.scratch import remove_in_background
-from toolwise.sandbox.supervisor_client import (
+from toolwise.sandbox.layers.bubblewrap import INIT, MountView, bwrap_command
+from toolwise.sandbox.layers.kernel import is_stopped
+from toolwise.sandbox.process_tree import (
+    MARK_VARIABLE,
     SUPERVISION_AVAILABLE,
-    ProcessHandle,
+    NamespacedTree,
+    ProcessTree,
     ReportPipe,
-    SupervisedProcess,
+    SupervisedTree,
 )
+from toolwise.sandbox.scratch import remove_in_background
 from toolwise.sandbox.targets import library_folders, package_folder
 
-_BOOT = (
-    "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
-    "from toolwise.sandbox.layers.supervisor import start_supervisor; start_supervisor(start); "
-    "from toolwise.sandbox.worker_main import main; main(start)"
-)
-MARK_VARIABLE = "TOOLWISE_SANDBOX"
-"""Marks descendants for `sweep_leftovers`: even a daemon inherits the environment."""
 _INHERITED_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")
 _LIBRARY_VARIABLES = {
     # Libraries that start their own threads: a worker with leftover threads is replaced.
@@ -54,20 +48,42 @@ _LIBRARY_VARIABLES = {
     # Plugin discovery takes a fifth of a worker's start-up time.
     "PYDANTIC_DISABLE_PLUGINS": "__all__",
 }
-_SWEEPS = 40
 _INT = struct.Struct("i")
+_closing = threading.Lock()
 
 
 @dataclass(slots=True)
-class Process:
-    """The operating-system process of a worker."""
+class WorkerPipes:
+    """Our ends of the pipes to a worker process."""
 
-    popen: ProcessHandle
     channel: socket.socket
     output: int
-    liveness_fd: int
+    lifeline: int
+    """Write end of a pipe that is never written to: when it closes, the process ends."""
+
+    def close_lifeline(self) -> None:
+        with _closing:
+            lifeline, self.lifeline = self.lifeline, -1
+        if lifeline >= 0:
+            os.close(lifeline)
+
+    def close_pipes(self) -> None:
+        self.close_lifeline()
+        with suppress(OSError):
+            os.close(self.output)
+
+    def close_fds(self) -> None:
+        """Close our descriptors but leave the process alone: after a fork it belongs to the parent."""
+        self.channel.close()
+        self.close_pipes()
+
+
+@dataclass(slots=True)
+class Process(WorkerPipes):
+    """The operating-system process of a reward's worker."""
+
+    popen: ProcessTree
     scratch: Path
-    mark: str
     view: MountView | None = None
     """Its file system view, if it runs in its own namespaces."""
     supervised_pid: int | None = None
@@ -78,72 +94,31 @@ class Process:
         return self.supervised_pid or self.popen.pid
 
     @property
-    def leftover_count(self) -> int:
-        """Number of processes it left running when it ended."""
-        return (self.popen.leftover_count or 0) if isinstance(self.popen, SupervisedProcess) else 0
+    def worker(self) -> int:
+        """Pid of the worker itself, also in namespaces; 0 if unknown."""
+        return self.popen.first() if isinstance(self.popen, NamespacedTree) else self.pid
 
     def is_stopped(self) -> bool:
         """Whether it, or a process it needs to start up, was stopped (SIGSTOP)."""
-        inside = [self.popen.init or 0] if isinstance(self.popen, BwrapProcess) else []
-        return any(is_stopped(pid) for pid in (self.popen.pid, self.worker, *inside))
-
-    def kill(self) -> None:
-        """Kill it without waiting; `end` cleans up."""
-        if isinstance(self.popen, SupervisedProcess):
-            self.popen.ask_to_end()
-        elif self.popen.returncode is None:
-            with suppress(OSError):
-                os.killpg(self.popen.pid, signal.SIGKILL)
-
-    @property
-    def worker(self) -> int:
-        """Pid of the worker itself, also in namespaces; 0 if unknown."""
-        return (self.popen.first() or 0) if isinstance(self.popen, BwrapProcess) else self.pid
+        return any(map(is_stopped, (*self.popen.own_pids(), self.worker)))
 
     def threads(self) -> int | None:
         """Number of threads as reported by the kernel, not by the worker; None if unknown."""
-        try:
+        with suppress(OSError):
             return len(os.listdir(f"/proc/{self.worker}/task"))
-        except OSError:
-            return None
+        return None
 
     def close_fds(self) -> None:
-        """Close our descriptors but leave the process alone: after a fork it belongs to the parent."""
-        self.channel.close()
-        if isinstance(self.popen, BwrapProcess | SupervisedProcess):
-            self.popen.close_fds()
-        for descriptor in (self.output, self.liveness_fd):
-            with suppress(OSError):
-                os.close(descriptor)
+        WorkerPipes.close_fds(self)
+        self.popen.close_fds()
 
     def end(self, *, sweep: bool) -> int:
         """Kill it and everything it started, and remove its folder. Returns the exit code."""
-        liveness_fd, self.liveness_fd = self.liveness_fd, -1
-        with suppress(OSError):
-            os.close(liveness_fd)
-        code = end_tree(self.popen, self.mark, sweep=sweep)
+        self.close_lifeline()
+        code = self.popen.end(sweep=sweep)
         self.close_fds()
         remove_in_background(self.scratch)  # the caller need not wait until a hostile folder is removed
         return code
-
-
-def end_tree(popen: ProcessHandle, mark: str, *, sweep: bool) -> int:
-    """Kill a process and everything it started, and wait until they are gone. Returns the exit code."""
-    if isinstance(popen, SupervisedProcess):
-        code = popen.end()
-        if popen.leftover_count is None:  # the supervisor itself was killed, so its orphans are no longer below it
-            sweep_leftovers(popen.pid, mark)
-        return code
-    if popen.returncode is None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(popen.pid, signal.SIGKILL)
-        with suppress(ProcessLookupError):
-            os.kill(popen.pid, signal.SIGKILL)
-    if isinstance(popen, BwrapProcess):
-        popen.kill()
-    elif sweep:  # before wait(): until then its pid, and so its session id, cannot be reused
-        sweep_leftovers(popen.pid, mark)
-    return popen.wait()
 
 
 _spawner: ThreadPoolExecutor
@@ -160,45 +135,123 @@ os.register_at_fork(after_in_child=_make_spawner)  # the thread does not survive
 
 
 def start_process(scratch: Path, view: MountView | None = None, *, supervised: bool = False) -> Process:
-    """Start a worker, in its own namespaces if there is a `view`.
+    """Start a reward's worker, in its own namespaces if there is a `view`.
 
     `supervised`: it may start processes, which must end with it.
     """
-    require_interpreter()
-    mark, keep = secrets.token_hex(16), library_folders()
     with ExitStack() as ours, ExitStack() as theirs:
-        ends, (channel, liveness_fd, output) = open_pipes(ours, theirs)
-        report = ReportPipe(ours, theirs) if supervised and SUPERVISION_AVAILABLE and view is None else None
-        start = {
-            "channel": channel,
-            "life": liveness_fd,
-            "parent": os.getpid() if view is None else INIT,
-            "path": [*keep, str(package_folder().parent)],
-            "keep": keep,
-            "report": None if report is None else report.theirs,
-        }
-        try:
-            popen = launch(
-                [sys.executable, "-I", "-S", "-B", "-c", _BOOT, json.dumps(start)],
-                _environment(scratch, mark),
-                scratch,
-                view=view,
-                report=report,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(channel, liveness_fd, *([] if report is None else [report.theirs])),
-            )
-        except OSError as fault:
-            raise SandboxError(f"cannot start a worker process: {fault}") from None
+        ends, (channel, lifeline, output) = open_pipes(ours, theirs)
+        popen = launch_isolated(
+            "toolwise.sandbox.worker_main",
+            {"channel": channel, "life": lifeline},
+            ["-I", "-S", "-B"],
+            clean_environment(scratch, scratch),
+            scratch,
+            view=view,
+            report=ReportPipe(ours, theirs) if supervised and SUPERVISION_AVAILABLE and view is None else None,
+            stdout=output,
+            stderr=output,
+        )
         ours.pop_all()
-        return Process(popen, *ends, scratch, mark, view)
+        return Process(*ends, popen, scratch, view)
+
+
+def launch_isolated(
+    main: str,
+    descriptors: Mapping[str, int | None],
+    flags: Iterable[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    *,
+    view: MountView | None,
+    report: ReportPipe | None,
+    **popen: Any,
+) -> ProcessTree:
+    """Start `main` of a module that hardens itself; its path has the installed packages only.
+
+    `descriptors` are passed on, by name, and so is `report`, if a supervisor is to be above it.
+    """
+    keep = library_folders()
+    passed = {**descriptors, "report": None if report is None else report.theirs}
+    start = {
+        **passed,
+        "supervised": report is not None,
+        "parent": os.getpid() if view is None else INIT,
+        "path": [*keep, str(package_folder().parent)],
+        "keep": keep,
+    }
+    pass_fds = tuple(number for number in passed.values() if number is not None)
+    try:
+        command_line = python_command(main, start, flags)
+        return launch(command_line, environment, folder, view=view, report=report, pass_fds=pass_fds, **popen)
+    except OSError as fault:
+        raise SandboxError(f"cannot start a process in a sandbox: {fault}") from None
+
+
+def python_command(main: str, start: Mapping[str, Any], flags: Iterable[str] = ()) -> list[str]:
+    """Calls `main` of a module with `start`, in a fresh interpreter, below a supervisor if `start` says so.
+
+    Never in a fork of this process: it has threads, and a fork would inherit their locks.
+    """
+    if not sys.executable:
+        raise OSError("sys.executable is empty, so the Python interpreter is unknown")
+    boot = (
+        "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
+        "from toolwise.sandbox.layers.supervisor import start_supervisor; start_supervisor(start); "
+        f"from {main} import main; main(start)"
+    )
+    return [sys.executable, *flags, "-c", boot, json.dumps(start)]
+
+
+def launch(
+    command_line: list[str],
+    environment: Mapping[str, str],
+    folder: Path | None = None,
+    *,
+    view: MountView | None = None,
+    report: ReportPipe | None = None,
+    pass_fds: tuple[int, ...] = (),
+    **popen: Any,
+) -> ProcessTree:
+    """Start a program in its own session, from the spawner thread.
+
+    `report`: the pipe of the supervisor that the program puts above itself.
+    """
+    mark = secrets.token_hex(16)
+    settings: dict[str, Any] = {
+        "env": {**environment, WORKER_ENV_VAR: "1", MARK_VARIABLE: mark},
+        "cwd": folder,
+        "stdin": subprocess.DEVNULL,
+        "start_new_session": True,
+        **popen,
+    }
+
+    def spawn(command_line: list[str], *info: int) -> subprocess.Popen[bytes]:
+        try:
+            settings["pass_fds"] = (*pass_fds, *info)
+            return _spawner.submit(lambda: subprocess.Popen(command_line, **settings)).result()
+        except RuntimeError as fault:  # this interpreter is exiting
+            raise OSError(str(fault)) from None
+
+    if view is None:
+        return (ProcessTree if report is None else SupervisedTree)(spawn(command_line), mark, report)
+    with ExitStack() as ours, ExitStack() as theirs:
+        info_read, info_write = open_pipe(ours, theirs)
+        bwrap = spawn([*bwrap_command(view, info_write), *command_line], info_write)
+        theirs.close()
+        return NamespacedTree(bwrap, mark, report, info_read)
+
+
+def clean_environment(home: Path | str, temporary: Path | str) -> dict[str, str]:
+    passed = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
+    own = {"HOME": str(home), "TMPDIR": str(temporary), "LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin"}
+    return {**passed, **own, **_LIBRARY_VARIABLES}
 
 
 def open_pipes(ours: ExitStack, theirs: ExitStack) -> tuple[tuple[socket.socket, int, int], tuple[int, int, int]]:
     """The pipes between us and a new process: our channel, output and lifeline, and its channel, lifeline and output.
 
-    The process ends when the lifeline closes, which is never written to. The stacks close the ends.
+    The stacks close the ends.
     """
     channel, child_channel = open_channel(ours, theirs)
     child_lifeline, lifeline = open_pipe(theirs, ours)
@@ -214,6 +267,14 @@ def open_channel(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, int
     return ours.enter_context(own_end), theirs.enter_context(child_end).fileno()
 
 
+def open_pipe(read_end: ExitStack, write_end: ExitStack) -> tuple[int, int]:
+    """A pipe whose ends are closed by the given stacks."""
+    read, write = os.pipe()
+    read_end.callback(os.close, read)
+    write_end.callback(os.close, write)
+    return read, write
+
+
 def receive_descriptors(channel: socket.socket, max_bytes: int, count: int) -> tuple[bytes, list[int]]:
     """Data and the descriptors that come with it. Other processes started from here do not inherit these, which
     `recv_fds` cannot do."""
@@ -227,40 +288,6 @@ def has_unread_bytes(channel: socket.socket) -> bool:
     return any(fcntl.ioctl(channel, termios.TIOCOUTQ, bytes(4)))
 
 
-def open_pipe(read_end: ExitStack, write_end: ExitStack) -> tuple[int, int]:
-    """A pipe whose ends are closed by the given stacks."""
-    read, write = os.pipe()
-    read_end.callback(os.close, read)
-    write_end.callback(os.close, write)
-    return read, write
-
-
-def launch(
-    command_line: list[str],
-    environment: Mapping[str, str],
-    folder: Path,
-    *,
-    view: MountView | None,
-    report: ReportPipe | None = None,
-    **popen: Any,
-) -> ProcessHandle:
-    """Start a program from the spawner thread; `pass_fds` and other options go to Popen.
-
-    `report`: the pipe of the supervisor that the program puts above itself.
-    """
-    settings: dict[str, Any] = {"env": environment, "cwd": folder, "start_new_session": True, **popen}
-    if view is None:
-        process = _spawner.submit(lambda: subprocess.Popen(command_line, **settings)).result()
-        return process if report is None else SupervisedProcess(process, report)
-    with ExitStack() as ours, ExitStack() as theirs:
-        info_read, info_write = open_pipe(ours, theirs)
-        settings["pass_fds"] = (*settings.get("pass_fds", ()), info_write)
-        command_line = [*bwrap_command(view, info_write), *command_line]
-        bwrap = _spawner.submit(lambda: subprocess.Popen(command_line, **settings)).result()
-        theirs.close()
-        return BwrapProcess(bwrap, info_read)
-
-
 def describe_exit(code: int) -> str:
     if code >= 0:
         return f"exited with status {code}"
@@ -268,52 +295,3 @@ def describe_exit(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
-
-
-def program_environment(home: str, temporary: str, mark: str) -> dict[str, str]:
-    """Environment of a program. A fixed hash seed gives sets the same order in every run."""
-    return {**_environment(Path(home), mark), "TMPDIR": temporary, "PYTHONHASHSEED": "0"}
-
-
-def require_interpreter() -> None:
-    if not sys.executable:
-        raise SandboxError("cannot start a sandbox: sys.executable is empty, so the Python interpreter is unknown")
-
-
-def _environment(scratch: Path, mark: str) -> dict[str, str]:
-    passed = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
-    home = {"HOME": str(scratch), "TMPDIR": str(scratch), "LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin"}
-    return {**passed, **home, **_LIBRARY_VARIABLES, WORKER_ENV_VAR: "1", MARK_VARIABLE: mark}
-
-
-def sweep_leftovers(session: int, mark: str) -> None:
-    """Kill whatever still runs in a session or carries its mark, an inherited environment variable.
-
-    Used where no supervisor keeps track of the processes.
-    """
-    if sys.platform != "linux":
-        return
-    for _ in range(_SWEEPS):
-        others = [pid for pid in sorted(list_pids(), reverse=True) if pid != os.getpid()]
-        pids = [pid for pid in others if _belongs(pid, session, mark)]
-        for pid in pids:
-            _kill_checked(pid, session, mark)
-        if not pids:
-            return
-        time.sleep(0.005)
-
-
-def _belongs(pid: int, session: int, mark: str) -> bool:
-    stat = read_proc_stat(pid)
-    if stat.ended or stat.session == session:
-        return not stat.ended
-    with suppress(OSError):
-        return f"{MARK_VARIABLE}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    return False
-
-
-def _kill_checked(pid: int, session: int, mark: str) -> None:
-    """Kill through a pidfd and check again: the pid may have been reused."""
-    with suppress(OSError), closing_fd(os.pidfd_open(pid)) as handle:
-        if _belongs(pid, session, mark):
-            signal.pidfd_send_signal(handle, signal.SIGKILL)

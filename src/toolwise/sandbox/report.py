@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.layers.bubblewrap import host_namespaces, unavailable_reason, worker_view
 from toolwise.sandbox.layers.hardening import LAYER_REQUIREMENTS, LAYERS, OWN_DISK, Plan, Tier
-from toolwise.sandbox.pool import make_root
 from toolwise.sandbox.processes import start_process
-from toolwise.sandbox.scratch import remove_root
+from toolwise.sandbox.scratch_root import ScratchRoot
 from toolwise.sandbox.targets import Target, readable_folders
 from toolwise.sandbox.worker import Worker
 
 FILE_MB = 16
+PERMISSIONS = ("network", "subprocess")
 _cache: dict[tuple[Tier, tuple[str, ...]], Report] = {}
 
 
@@ -44,33 +44,37 @@ class Report:
             return "sandbox: off, as requested: user code runs in this process with all your permissions"
         got = ", ".join(f"{name} ({how})" for name, how in self.layers.items()) or "a separate process"
         allowed = f"; allowed: {', '.join(self.permissions)}" if self.permissions else ""
-        if self.complete:
-            return f"sandbox: requested {self.requested}, got {self.got}: {got}{allowed}; missing: nothing"
         gaps = "; ".join(f"{name} ({why}; it needs {LAYER_REQUIREMENTS[name]})" for name, why in self.missing.items())
-        return f"sandbox: requested {self.requested}, got {self.got}: {got}{allowed}; missing: {gaps}"
+        return f"sandbox: requested {self.requested}, got {self.got}: {got}{allowed}; missing: {gaps or 'nothing'}"
 
 
-def probe(tier: Tier, permissions: tuple[str, ...] = ()) -> Report:
-    """Start a throwaway worker that hardens itself and then tries to break out. Cached per tier and permissions."""
+def probe(tier: Tier, permissions: Iterable[str] = (), *, require: bool = False) -> Report:
+    """Start a throwaway worker that hardens itself and then tries to break out. Cached per tier and permissions.
+
+    With `require`, a missing layer is a `SandboxError`.
+    """
+    names = tuple(sorted(set(permissions)))
+    unknown = [name for name in names if name not in PERMISSIONS]
+    if unknown:
+        raise SandboxError(f"unknown permission {unknown[0]!r}: use {' or '.join(PERMISSIONS)}")
     if tier == "off":
-        return Report("off", "off")
+        return Report("off", "off", permissions=names)
     if tier not in LAYERS:
         raise SandboxError(f"unknown sandbox tier {tier!r}: use 'standard', 'namespaced', 'basic' or 'off'")
-    key = (tier, permissions)
-    if key not in _cache:
-        _cache[key] = _probe(tier, permissions)
-    return _cache[key]
+    if (tier, names) not in _cache:
+        _cache[tier, names] = _probe(tier, names)
+    if require and not _cache[tier, names].complete:
+        raise SandboxError(f"{_cache[tier, names]} (require=True)")
+    return _cache[tier, names]
 
 
 def _probe(tier: Tier, permissions: tuple[str, ...]) -> Report:
     layers = LAYERS[tier] if platform.system() == "Linux" else LAYERS["basic"]
     missing = {layer: f"this is {platform.system()}" for layer in LAYERS[tier] if layer not in layers}
     no_namespaces = unavailable_reason("network" in permissions) if "namespaces" in layers else ""
-    root, lock_fd = make_root()
-    try:
-        scratch = root / "1"
-        scratch.mkdir()
-        read = tuple(readable_folders())
+    read = tuple(readable_folders())
+    with closing(ScratchRoot()) as root:
+        scratch = root.new_folder()
         process = start_process(scratch, worker_view(layers, read, str(scratch), permissions, FILE_MB))
         outside = host_namespaces(process.view)
         plan = Plan(layers, str(scratch), read, 256, FILE_MB, permissions=permissions, outside=outside)
@@ -82,9 +86,6 @@ def _probe(tier: Tier, permissions: tuple[str, ...]) -> Report:
             raise SandboxError(f"the sandbox cannot be probed: {fault}{fault.traceback}") from None
         finally:
             worker.end()
-    finally:
-        remove_root(root)
-        os.close(lock_fd)
     broken = {layer: str(why) for layer, why in probed.items() if why and layer in worker.layers}
     missing |= worker.missing | broken | ({"namespaces": no_namespaces} if no_namespaces else {})
     got = {layer: how for layer, how in worker.layers.items() if layer not in broken}

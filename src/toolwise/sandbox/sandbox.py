@@ -1,45 +1,52 @@
-"""`Sandbox`: calls reward functions in worker processes, so that none of them can harm or end a run."""
+"""`Sandbox`: calls reward functions in worker processes, so that none of them can harm or end a run. And the executors
+that score rollouts in it, with the same arguments for reward functions as `InProcessExecutor`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import json
 import logging
 import os
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from toolwise.concurrency import deadlines
 from toolwise.errors import RewardError
+from toolwise.rewards.executor import (
+    EPISODE_REWARDS,
+    InProcessExecutor,
+    batch_task_kwargs,
+    evaluate_groups,
+    run_kwargs,
+    score_episodes,
+    task_kwargs,
+)
+from toolwise.rewards.function import Reward, Signature
 from toolwise.rewards.printed_output import PrintCallback
-from toolwise.rewards.signature import Signature
-from toolwise.sandbox.answers import encode_request, pack, read_answer
 from toolwise.sandbox.async_calls import run_overlapping
-from toolwise.sandbox.calls import MAX_OVERLAPPING_CALLS, run_batch, run_pointwise
+from toolwise.sandbox.base_sandbox import LIVE_SANDBOXES, BaseSandbox
+from toolwise.sandbox.dispatch import MAX_OVERLAPPING_CALLS, run_batch, run_pointwise
 from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.harness import Harness, JsonDict, plain_fault
 from toolwise.sandbox.layers.denial_hints import ALL_ALLOWED
-from toolwise.sandbox.layers.hardening import LAYERS, Plan, Tier
-from toolwise.sandbox.pool import Pool
-from toolwise.sandbox.report import Report, probe
+from toolwise.sandbox.layers.hardening import LAYERS, Tier
+from toolwise.sandbox.pool import Pool, PrintForwarder
+from toolwise.sandbox.report import probe
 from toolwise.sandbox.targets import Target, reference_of, resolve
-from toolwise.types import EvaluateResult
+from toolwise.sandbox.wire import encode_request, pack, read_answer
+from toolwise.types import EvaluateResult, Rollout
 
 log = logging.getLogger("toolwise.sandbox")
-PERMISSIONS = ("network", "subprocess")
 MAX_CPU_S = 24 * 3600
 T = TypeVar("T")
-LIVE_SANDBOXES: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Reward and program sandboxes: closed when the interpreter exits, and reset in a forked child."""
 
 
-class Sandbox(AbstractContextManager["Sandbox"]):
+class Sandbox(BaseSandbox, AbstractContextManager["Sandbox"]):
     """Runs untrusted reward functions. One sandbox per run; thread-safe.
 
     `timeout_s` limits one call of the function, including its import; `memory_mb` is what it may allocate on top of the
@@ -60,38 +67,37 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         file_mb: int = 64,
         score_range: tuple[float, float] | None = None,
     ) -> None:
-        self.tier, self.timeout_s, self.require, self.score_range = tier, timeout_s, require, score_range
-        self.permissions = checked_permissions(permissions)
+        report = probe(tier, permissions, require=require)
         if timeout_s <= 0 or memory_mb <= 0 or max_calls <= 0:
             raise SandboxError("a sandbox's timeout_s, memory_mb and max_calls must be greater than 0")
-        self._workers = workers or max(1, min(8, os.cpu_count() or 1))
         cpu_s = int(min(MAX_CPU_S, timeout_s * max_calls + 60))
-        readable = tuple(str(Path(path).expanduser().resolve()) for path in read)
-        report = self.report()
-        plan = Plan(LAYERS[tier], "", readable, memory_mb, file_mb, cpu_s, self.permissions, own_disk=report.own_disk)
-        self._pool = Pool(plan, workers=self._workers, max_calls=max_calls, timeout_s=timeout_s, require=require)
+        super().__init__(report, LAYERS[tier], read, memory_mb=memory_mb, file_mb=file_mb, cpu_s=cpu_s)
+        self.timeout_s, self.require, self.score_range = timeout_s, require, score_range
+        self._prints = PrintForwarder()
+        self._pool = Pool(
+            self._plan,
+            workers=workers or max(1, min(8, os.cpu_count() or 1)),
+            max_calls=max_calls,
+            timeout_s=timeout_s,
+            require=require,
+            on_print=self._prints,
+        )
         self._start_threads()
         self._targets: dict[tuple[str, str], Target] = {}
         self._signatures: dict[str, Signature] = {}
         self._loaded: dict[str, Harness] = {}
         if tier == "off" or not report.complete:
             log.warning("%s", report)
-        if require and not report.complete:
-            raise SandboxError(f"{report} (require=True)")
         LIVE_SANDBOXES.add(self)
 
     @property
     def on_print(self) -> PrintCallback | None:
         """Callback for what functions print: a label and a text per call, from the thread that ran it."""
-        return self._pool.on_print
+        return self._prints.on_print
 
     @on_print.setter
     def on_print(self, on_print: PrintCallback | None) -> None:
-        self._pool.on_print = on_print
-
-    def report(self) -> Report:
-        """Requested and active layers."""
-        return probe(self.tier, self.permissions)
+        self._prints.set(on_print)
 
     def describe(self) -> str:
         """The report in one line."""
@@ -206,7 +212,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         return answers
 
     def _start_threads(self) -> None:
-        self._threads = ThreadPoolExecutor(2 * self._workers, thread_name_prefix="toolwise-sandbox")
+        self._threads = ThreadPoolExecutor(2 * self._pool.workers, thread_name_prefix="toolwise-sandbox")
 
     @property
     def left_running(self) -> int:
@@ -232,28 +238,48 @@ class Sandbox(AbstractContextManager["Sandbox"]):
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        with suppress(Exception):
-            self.close()
+
+class RewardExecutor:
+    """Runs rewards that are loaded in this process here and all others in the sandbox; looks up episode rewards."""
+
+    def __init__(self, sandbox: Sandbox | None) -> None:
+        self.sandbox = sandbox
+
+    async def evaluate(self, reward: Reward, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
+        if reward.reference in EPISODE_REWARDS:
+            return score_episodes(reward.reference, rollouts)
+        if reward.function is not None:
+            on_print = self.sandbox.on_print if self.sandbox is not None else None
+            return await InProcessExecutor(on_print).evaluate(reward, rollouts, step=step)
+        assert self.sandbox is not None  # a reward given only by reference needs a sandbox
+        return await SandboxExecutor(self.sandbox).evaluate(reward, rollouts, step=step)
 
 
-def checked_permissions(permissions: Iterable[str]) -> tuple[str, ...]:
-    names = tuple(sorted(set(permissions)))
-    unknown = [name for name in names if name not in PERMISSIONS]
-    if unknown:
-        raise SandboxError(f"unknown permission {unknown[0]!r}: use {' or '.join(PERMISSIONS)}")
-    return names
+class SandboxExecutor:
+    """A `protocols.Executor` over a sandbox. A function object is located by its file."""
 
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
 
-def _close_all() -> None:
-    for sandbox in list(LIVE_SANDBOXES):
-        sandbox.close()
+    async def evaluate(self, reward: Reward, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
+        calls = []
+        for r in rollouts:
+            kwargs = {**run_kwargs(reward, step, r.prompt_length), **task_kwargs(reward, r.task), **reward.kwargs}
+            label = f"step {step}, {r.rollout_id}"
+            calls.append({**pack(r.messages, r.task.ground_truth, kwargs), "label": label})
+        if reward.mode == "group":
+            return await evaluate_groups(
+                rollouts, lambda group: self._run(reward, [calls[i] for i in group], calls[group[0]]["kwargs"])
+            )
+        batch: dict[str, Any] | None = None
+        if reward.mode == "batch":
+            kwargs_of_run = run_kwargs(reward, step, [r.prompt_length for r in rollouts])
+            batch = {**kwargs_of_run, **batch_task_kwargs(reward, rollouts), **reward.kwargs}
+        return await self._run(reward, calls, batch)
 
-
-def _reset_all_after_fork() -> None:
-    for sandbox in list(LIVE_SANDBOXES):
-        sandbox._after_fork()
-
-
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_reset_all_after_fork)
+    async def _run(
+        self, reward: Reward, calls: list[dict[str, Any]], batch: dict[str, Any] | None
+    ) -> list[EvaluateResult]:
+        source = reward.reference if reward.reference is not None else reward.function
+        assert source is not None  # a reward has a reference or a function
+        return await self.sandbox.run_in_thread(lambda: self.sandbox.run_calls(source, calls, batch, lenient=True))

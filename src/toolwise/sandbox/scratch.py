@@ -17,6 +17,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from toolwise.sandbox.layers.kernel import closing_fd
+
 EMPTY_S = 1.0
 """How long emptying a folder may take while a caller waits."""
 REMOVE_S = 10.0
@@ -72,21 +74,12 @@ def empty_folder(folder: int, seconds: float = EMPTY_S) -> bool:
 
 def remove_folder(folder: Path, seconds: float = REMOVE_S) -> bool:
     """Remove a folder and everything in it. Returns False if something is left."""
-    parent = -1
-    try:
-        parent = _open(folder.parent, _HANDLE & ~os.O_NOFOLLOW)
-        with suppress(NotADirectoryError, OSError):
-            descriptor = _open(folder.name, FOLDER_FLAGS, dir_fd=parent)
-            try:
-                empty_folder(descriptor, seconds)
-            finally:
-                _close(descriptor)
-        return _remove_name(parent, folder.name) or not os.path.lexists(folder)
-    except OSError:
-        return not os.path.lexists(folder)
-    finally:
-        if parent >= 0:
-            _close(parent)
+    with suppress(OSError), closing_fd(_open(folder.parent, _HANDLE & ~os.O_NOFOLLOW)) as parent:
+        with suppress(OSError), closing_fd(_open(folder.name, FOLDER_FLAGS, dir_fd=parent)) as descriptor:
+            empty_folder(descriptor, seconds)
+        if _remove_name(parent, folder.name):
+            return True
+    return not os.path.lexists(folder)
 
 
 def remove_in_background(folder: Path, foreground_s: float | None = None) -> None:
@@ -137,7 +130,7 @@ class _FolderEmptier:
         if folder is None:
             return
         try:
-            with _scandir(folder) as entries:
+            with closing_fd(folder), _scandir(folder) as entries:
                 for entry in entries:
                     if _monotonic() > self._until:
                         return
@@ -145,8 +138,6 @@ class _FolderEmptier:
                         self._move_up(folder, entry.name)
         except OSError:
             return
-        finally:
-            _close(folder)
         self._changed += _remove_name(self._top, name, True)
 
     def _move_up(self, folder: int, name: str) -> None:
@@ -185,18 +176,14 @@ def open_subfolder(folder: int, name: str, device: int) -> int | None:
 
 def _open_closed(folder: int, name: str, device: int) -> int:
     """Open a folder whose mode forbids reading to its owner."""
-    handle = _open(name, _HANDLE, dir_fd=folder)
-    try:
+    with closing_fd(_open(name, _HANDLE, dir_fd=folder)) as handle:
         status = _fstat(handle)
         if stat.S_ISDIR(status.st_mode) and status.st_dev == device and status.st_uid == _geteuid():
             _chmod(f"/proc/self/fd/{handle}", 0o700)  # this very folder, even if its name now refers to another
         return _open(".", FOLDER_FLAGS, dir_fd=handle)
-    finally:
-        _close(handle)
 
 
 def _grant_owner_access(folder: int, status: os.stat_result) -> None:
-    """Give the owner of a folder full access."""
     if status.st_mode & 0o700 != 0o700 and status.st_uid == _geteuid():
         with suppress(OSError):
             _fchmod(folder, 0o700)

@@ -114,7 +114,6 @@ def library_folders() -> list[str]:
 
 
 def package_folder() -> Path:
-    """The folder of this package."""
     return Path(str(toolwise.__file__)).resolve().parent
 
 

@@ -11,15 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from toolwise.rewards.function import Signature
 from toolwise.rewards.printed_output import PrintCallback
-from toolwise.rewards.signature import Signature
-from toolwise.sandbox import frames
-from toolwise.sandbox.answers import encode_request, is_result, protocol_fault, split_labels
+from toolwise.sandbox import wire
 from toolwise.sandbox.disk_usage import Disk
 from toolwise.sandbox.faults import SandboxError, WorkerFault, read_fault
-from toolwise.sandbox.layers.bubblewrap import BwrapProcess
-from toolwise.sandbox.layers.descriptors import wait_ready
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
+from toolwise.sandbox.layers.kernel import wait_ready
 from toolwise.sandbox.output import Output
 from toolwise.sandbox.process_limits import (
     CHECK_INTERVAL_S,
@@ -28,11 +26,11 @@ from toolwise.sandbox.process_limits import (
     check_processes,
     count_leftovers,
     oom_kills,
-    proc_folders_of,
 )
+from toolwise.sandbox.process_tree import NamespacedTree, SupervisedTree, last_pid
 from toolwise.sandbox.processes import Process, describe_exit, has_unread_bytes, receive_descriptors
-from toolwise.sandbox.supervisor_client import SupervisedProcess, last_pid
 from toolwise.sandbox.targets import Target
+from toolwise.sandbox.wire import encode_request, protocol_fault, split_labels
 
 MAX_RESULT_BYTES = 8 * MEBIBYTE
 ANSWER_GRACE_S = 0.5
@@ -50,8 +48,7 @@ class Worker:
     def __init__(self, process: Process, plan: Plan, on_print: PrintCallback | None = None, target: str = "") -> None:
         self.process, self.plan, self.target, self._on_print = process, plan, target, on_print
         self.calls = 0
-        self.signature: Signature | None = None
-        """The function's signature, once it is loaded."""
+        self.signature: Signature | None = None  # once it is loaded
         self.layers: dict[str, str] = {}
         self.missing: dict[str, str] = {}
         self.clean = True
@@ -62,7 +59,7 @@ class Worker:
         self._oom_kills, self._last_pid = oom_kills(), last_pid()
         self._disk: Disk | None = None
         self._next_folder_check = 0.0
-        self._frame_reader = frames.FrameReader(MAX_RESULT_BYTES)
+        self._frame_reader = wire.FrameReader(MAX_RESULT_BYTES)
         self._output = Output()
         self._output.begin(["on import"])  # the import may start before `load` is called
         self._poll = select.poll()
@@ -80,7 +77,7 @@ class Worker:
     def may_have_children(self) -> bool:
         """Whether there may be more than one process; under bubblewrap the worker itself is a child."""
         alone = "seccomp" in self.layers and "subprocess" not in self.plan.permissions
-        return not alone or isinstance(self.process.popen, BwrapProcess)
+        return not alone or isinstance(self.process.popen, NamespacedTree)
 
     def seal(self, target: Target, path: Sequence[str] = (), *, probe: bool = False) -> None:
         """Wait for the interpreter to start and make it harden itself."""
@@ -88,7 +85,7 @@ class Worker:
         ready = self._next(deadline, "start")
         if ready.get("ready") is not True:
             raise SandboxError("a worker did not start correctly")
-        if isinstance(self.process.popen, SupervisedProcess):
+        if isinstance(self.process.popen, SupervisedTree):
             self.process.supervised_pid = int(ready["pid"])
         order = {
             "plan": self.plan.to_json(),
@@ -97,7 +94,7 @@ class Worker:
             "top": target.top,
             "probe": probe,
         }
-        self._send(frames.encode(order), deadline)
+        self._send(wire.encode(order), deadline)
         self._next(deadline, "send its folder")
         reply = self._next(deadline, "harden itself")
         self.layers, self.missing = dict(reply.get("layers") or {}), dict(reply.get("missing") or {})
@@ -195,7 +192,8 @@ class Worker:
         if reply.get("id") != number or not isinstance(answers, list):
             raise protocol_fault()
         self.calls += 1
-        if reply.get("state_changed") is not False or any(not is_result(answer) for answer in answers):
+        all_results = all(isinstance(answer, dict) and "result" in answer for answer in answers)
+        if reply.get("state_changed") is not False or not all_results:
             self.clean = False
             self._drain()
         return [self._with_output(answer, position) for answer in answers]
@@ -212,20 +210,18 @@ class Worker:
         """After the last answer, check for leftover threads, processes, unexpected bytes and files."""
         if self._frame_reader.torn:
             self.clean = False
-        threads = self.process.threads()
-        if threads is not None and threads > 1:
+        if (self.process.threads() or 1) > 1:
             time.sleep(0.001)  # a joined thread may take a moment to disappear
             self.clean &= self.process.threads() == 1
         if self.may_have_children:
             self.leftover_count, self._last_pid = count_leftovers(self.process, self._last_pid)
             self.clean &= not self.leftover_count
-        if self.clean and not self._has_empty_folder():
+        quick_check_is_enough = self.disk.limited or not self.may_have_children
+        if self.clean and not (
+            (quick_check_is_enough and self.disk.is_untouched()) or self.disk.is_empty(self._proc_folders)
+        ):
             self.disk.empty()
             self.clean &= self.disk.is_empty(self._proc_folders)  # else an unlinked file is left
-
-    def _has_empty_folder(self) -> bool:
-        quick_check_is_enough = self.disk.limited or not self.may_have_children
-        return (quick_check_is_enough and self.disk.is_untouched()) or self.disk.is_empty(self._proc_folders)
 
     def is_ready(self) -> bool:
         """Whether it still waits for a call: alive, and without unexpected output."""
@@ -233,14 +229,12 @@ class Worker:
 
     def end(self) -> int:
         try:
-            code = self.process.end(sweep=self.may_have_children)
+            return self.process.end(sweep=self.may_have_children)
         finally:
             self._close_disk()
-        self.leftover_count = max(self.leftover_count, self.process.leftover_count)
-        return code
+            self.leftover_count = max(self.leftover_count, self.process.popen.leftover_count or 0)
 
     def close_fds(self) -> None:
-        """Close our descriptors; after a fork the worker belongs to the parent."""
         self.process.close_fds()
         self._close_disk()
 
@@ -249,7 +243,7 @@ class Worker:
             self._disk.close()
 
     def _send(self, payload: bytes, deadline: float) -> None:
-        view = memoryview(frames.to_frame(payload))
+        view = memoryview(wire.to_frame(payload))
         channel = self.process.channel
         while view:
             try:
@@ -264,7 +258,6 @@ class Worker:
                 raise self._death_fault(not_received=True) from None
 
     def _next(self, deadline: float, what: str) -> dict[str, Any]:
-        """The next message from the worker."""
         next_check = time.monotonic() + CHECK_INTERVAL_S
         while True:
             message = self._frame_reader.next()
@@ -291,7 +284,12 @@ class Worker:
 
     def _receive(self) -> None:
         try:
-            data = self.process.channel.recv(1 << 18) if self._disk is not None else self._receive_with_folder()
+            if self._disk is not None:
+                data = self.process.channel.recv(1 << 18)
+            else:  # before user code runs, a descriptor of the worker's folder may come with the data
+                data, folders = receive_descriptors(self.process.channel, 1 << 18, 1)
+                if folders:
+                    self._disk = Disk([self.process.scratch], self.plan.file_mb, folders)
         except BlockingIOError:
             return
         except ConnectionResetError:  # it ended with unread data
@@ -314,16 +312,8 @@ class Worker:
         self._output.feed(data)
         return bool(data)
 
-    def _receive_with_folder(self) -> bytes:
-        """Receive data before user code runs; a descriptor of the worker's folder may come with it."""
-        data, folders = receive_descriptors(self.process.channel, 1 << 18, 1)
-        if folders:
-            self._disk = Disk([self.process.scratch], self.plan.file_mb, folders)
-        return data
-
     def _check_folder(self) -> None:
-        disk = self.disk
-        if (self.may_have_children and not disk.limited) or disk.may_have_grown(self._proc_folder):
+        if (self.may_have_children and not self.disk.limited) or self.disk.may_have_grown(self._proc_folder):
             reason = self.disk.overflow_reason(self._proc_folders)
             if reason:
                 raise WorkerFault("too_big", reason)
@@ -333,7 +323,7 @@ class Worker:
         return f"/proc/{self.process.pid}"
 
     def _proc_folders(self) -> Iterable[str]:
-        return proc_folders_of(self.process.popen) if self.may_have_children else [self._proc_folder]
+        return self.process.popen.proc_folders() if self.may_have_children else [self._proc_folder]
 
     def _check_processes(self) -> None:
         if self.process.is_stopped() and (not self.layers or has_unread_bytes(self.process.channel)):

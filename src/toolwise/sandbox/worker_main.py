@@ -5,31 +5,44 @@ Started by `processes.py` as `python -I -S -B -c …` in its own session, folder
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import gc
 import json
 import os
+import signal
 import sys
+import threading
+from contextlib import suppress
+from types import ModuleType
 from typing import Any, NoReturn
 
 from pydantic_core import to_json
 
-from toolwise.sandbox import frames
-from toolwise.sandbox.harness import Harness, JsonDict, plain_fault, preload_package
+from toolwise.sandbox import wire
+from toolwise.sandbox.harness import MEMORY_FAULT, Harness, JsonDict, plain_fault, preload_package
 from toolwise.sandbox.layers.disk import send_folders
 from toolwise.sandbox.layers.hardening import HardeningResult, Plan, harden
-from toolwise.sandbox.layers.kernel import die_with_trainer
+from toolwise.sandbox.layers.kernel import closing_fd, die_with_trainer
 from toolwise.sandbox.output import MarkedStream, current_call
 from toolwise.sandbox.scratch import FOLDER_FLAGS, EmptyFolderCache, empty_folder
-from toolwise.sandbox.worker_state import Snapshot
 
 # Saved here, as compiled functions where possible, so that later patches by user code do not affect them.
-_getpid, _exit, _write = os.getpid, os._exit, frames.write_all
-_open, _close = os.open, os.close
-_encode, _framed, _read, _header = to_json, frames.to_frame, frames.read_exactly, frames.HEADER
+_exit, _open, _encode = os._exit, os.open, to_json
 _decode = json.JSONDecoder().raw_decode
 CALL_EMPTY_S = 0.2
 """Time for a worker to empty its folder after a call; a worker that fails is replaced."""
-_memory_fault = {"kind": "memory", "message": "it asked for more memory than memory_mb allows"}
+_WATCHED = """
+    builtins json json.encoder json.decoder math re os posixpath sys time random string statistics collections
+    itertools functools operator datetime decimal copy
+    toolwise.messages toolwise.types.results toolwise.types toolwise.rewards.function toolwise.sandbox.harness
+"""
+WATCHED = tuple(_WATCHED.split())  # those that are loaded when the function is
+_SIGNALS = [
+    int(number) for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP) and number < 32
+]
+# The C functions: signal.getsignal wraps each result in an enum, which is too slow for every call.
+_clear_timer, _handler, _threads = _signal.setitimer, _signal.getsignal, threading.active_count
+_collect, _cwd, _limit, _trace, _profile = gc.collect, os.getcwd, sys.getrecursionlimit, sys.gettrace, sys.getprofile
 
 
 def main(start: dict[str, Any]) -> NoReturn:
@@ -66,29 +79,24 @@ def _needs_fresh_worker(answer: JsonDict) -> bool:
 
 class _Worker:
     def __init__(self, channel: int) -> None:
-        self._channel, self._pid = channel, _getpid()
-        self._snapshot: Snapshot | None = None
+        self._channel = wire.WorkerChannel(channel)
+        self._send_bytes, self._receive_bytes = self._channel.send, self._channel.receive
+        self._snapshot: Snapshot
         self._scratch, self._empty_since = "", EmptyFolderCache()
 
     def _send(self, message: JsonDict) -> None:
-        if _getpid() != self._pid:  # a process forked by user code has returned into our code
-            _exit(0)
-        _write(self._channel, _framed(_encode(message)))
+        self._send_bytes(_encode(message))
 
     def _receive(self) -> Any:
-        head = _read(self._channel, _header.size)
-        if len(head) < _header.size:
-            _exit(0)
-        payload = _read(self._channel, _header.unpack(head)[0])
-        return _decode(payload.decode("ascii"))[0]
+        return _decode(self._receive_bytes().decode("ascii"))[0]
 
     def serve(self) -> None:
-        self._send({"ready": True, "pid": self._pid})
+        self._send({"ready": True, "pid": os.getpid()})
         order = self._receive()
         plan = Plan.from_json(order["plan"])
         sys.path += order["path"]
-        self._scratch, folder_message = plan.scratch, _framed(_encode({"folder": True}))
-        result = harden(plan, lambda: send_folders(self._channel, plan.folders, folder_message))
+        self._scratch, message = plan.scratch, wire.to_frame(_encode({"folder": True}))
+        result = harden(plan, lambda: send_folders(self._channel.descriptor, plan.folders, message))
         self._send({"layers": result.layers, "missing": result.missing})
         if order.get("probe"):
             from toolwise.sandbox.layers.probes import probe_layers
@@ -130,7 +138,6 @@ class _Worker:
         answers that reports the worker's state after all calls."""
         from toolwise.sandbox.async_calls import run_overlapping
 
-        assert self._snapshot is not None
         flush, patched, needs_fresh = self._snapshot.flush, self._snapshot.patched, False
 
         def on_answer(position: int, answer: JsonDict) -> None:
@@ -147,16 +154,17 @@ class _Worker:
         self, request: JsonDict, answers: list[JsonDict], position: int, *, state_changed: bool = False
     ) -> bool:
         """Send a call's answers. False if the call changed the worker's state: the rest goes to a fresh worker."""
-        assert self._snapshot is not None
         try:
             self._snapshot.tidy()
             state_changed = (
-                state_changed or self._snapshot.changed() or any(_needs_fresh_worker(answer) for answer in answers)
+                state_changed
+                or self._snapshot.changed()
+                or any(_needs_fresh_worker(answer) for answer in answers)
+                or not self._empty_folder()
             )
-            state_changed = state_changed or not self._empty_folder()
         except MemoryError:
             gc.collect()
-            state_changed, answers = True, [{"fault": _memory_fault}]
+            state_changed, answers = True, [{"fault": MEMORY_FAULT}]
         return self._send_answers(request, answers, position, state_changed=state_changed)
 
     def _empty_folder(self) -> bool:
@@ -164,29 +172,78 @@ class _Worker:
         try:
             if self._empty_since.is_empty(self._scratch):
                 return True
-            folder = _open(self._scratch, FOLDER_FLAGS)
-            try:
+            with closing_fd(_open(self._scratch, FOLDER_FLAGS)) as folder:
                 return empty_folder(folder, CALL_EMPTY_S)
-            finally:
-                _close(folder)
         except OSError:
             return False
 
     def _send_answers(self, request: JsonDict, answers: list[JsonDict], position: int, *, state_changed: bool) -> bool:
+        message = {"id": request["id"], "at": position, "answers": answers, "state_changed": state_changed}
         max_bytes = request["largest"]
         try:
-            payload = _encode({"id": request["id"], "at": position, "answers": answers, "state_changed": state_changed})
+            payload = _encode(message)
         except MemoryError:
             gc.collect()
             state_changed = True
-            payload = _encode(
-                {"id": request["id"], "at": position, "answers": [{"fault": _memory_fault}], "state_changed": True}
-            )
+            payload = _encode({**message, "answers": [{"fault": MEMORY_FAULT}], "state_changed": True})
         if len(payload) > max_bytes:
             fault = {"kind": "too_big", "message": f"the result has {len(payload):,} bytes; the limit is {max_bytes:,}"}
-            faults = [{"fault": fault}] * len(answers)
-            payload = _encode({"id": request["id"], "at": position, "answers": faults, "state_changed": state_changed})
-        if _getpid() != self._pid:
-            _exit(0)
-        _write(self._channel, _framed(payload))
+            payload = _encode({**message, "answers": [{"fault": fault}] * len(answers)})
+        self._send_bytes(payload)
         return not state_changed
+
+
+class Snapshot:
+    """The state of the worker before the first call."""
+
+    def __init__(self) -> None:
+        namespaces = [vars(module) for name in WATCHED if isinstance(module := sys.modules.get(name), ModuleType)]
+        own_modules = {name for name in WATCHED if name.startswith(("toolwise", "json", "random"))}
+        classes = {
+            value
+            for namespace in namespaces
+            for value in list(namespace.values())
+            if isinstance(value, type) and value.__module__ in own_modules
+        }
+        self._spaces: list[Any] = [*namespaces, *(vars(cls) for cls in classes)]
+        self._values = [list(namespace.values()) for namespace in self._spaces]
+        self._process_state, self._handlers = self._observe(), _handlers()
+        self._flush = [stream.flush for stream in (sys.stdout, sys.stderr)]
+        gc.collect()
+        gc.freeze()
+
+    def _observe(self) -> tuple[Any, ...]:
+        environment = os.environ._data if hasattr(os.environ, "_data") else dict(os.environ)
+        streams = (sys.stdout, sys.stderr, sys.stdin)
+        modules = (os.path, len(sys.meta_path), len(sys.path), len(sys.path_hooks))
+        return (_cwd(), _limit(), _trace(), _profile(), dict(environment), streams, modules)
+
+    def tidy(self) -> None:
+        """Clean up what can be cleaned up: timers, and garbage whose finalizers belong to this call."""
+        _clear_timer(_signal.ITIMER_REAL, 0)
+        _clear_timer(_signal.ITIMER_VIRTUAL, 0)
+        _clear_timer(_signal.ITIMER_PROF, 0)
+        _collect()
+        self.flush()
+
+    def flush(self) -> None:
+        for flush in self._flush:
+            with suppress(Exception):
+                flush()
+
+    def changed(self) -> bool:
+        return _threads() != 1 or self.patched() or _handlers() != self._handlers
+
+    def patched(self) -> bool:
+        """The part of `changed` that works while calls overlap: they may use threads, their loop a signal handler."""
+        try:
+            # Lists compare by identity first, item by item in C: fast enough for every call.
+            return [
+                list(space.values()) for space in self._spaces
+            ] != self._values or self._observe() != self._process_state
+        except Exception:  # a deleted working directory, an object that cannot be compared
+            return True
+
+
+def _handlers() -> list[Any]:
+    return [_handler(number) for number in _SIGNALS]

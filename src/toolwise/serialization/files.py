@@ -55,25 +55,19 @@ def write_atomic(path: Path, data: bytes, *, private: bool = False) -> None:
 
 def make_folder(path: Path) -> None:
     """Create `path` and its missing parents, syncing each name before anything is created below it."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    for folder in reversed(missing):
+    for folder in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
         folder.mkdir(exist_ok=True)
         sync(folder.parent)
 
 
 def remove(paths: Iterable[Path]) -> None:
     """Remove checkpoint folders. A half-removed one never has a checkpoint's name, even after a power cut."""
-    to_remove = []
-    parents = set()
-    for path in paths:
-        if _kind(path) != "tmp":
-            path = path.rename(sibling_path(path, "tmp"))
-            parents.add(path.parent)
-        to_remove.append(path)
-    for parent in parents:
+    to_remove = list(paths)
+    renamed = {path: path.rename(sibling_path(path, "tmp")) for path in to_remove if _kind(path) != "tmp"}
+    for parent in {path.parent for path in renamed}:
         sync(parent)
     for path in to_remove:
-        shutil.rmtree(path)
+        shutil.rmtree(renamed.get(path, path))
 
 
 def sibling_path(path: Path, suffix: str) -> Path:
@@ -98,14 +92,12 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 
 def newest_first(folder: Path) -> list[Path]:
     """The folders that may hold a checkpoint. A replaced (`.old-…`) one follows the one that replaced it."""
-    candidates = [path for path in checkpoint_folders(folder) if _kind(path) != "tmp"]
+    candidates = (path for path in checkpoint_folders(folder) if _kind(path) != "tmp")
     return sorted(candidates, key=lambda path: (step_of(path), is_final(path), path), reverse=True)
 
 
 def step_of(path: Path) -> int:
-    match = STEP_FOLDER.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    return int(final_path(path).name.removeprefix("step-"))
 
 
 def _kind(path: Path) -> str | None:

@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping, Set
 from typing import Any
 
+from toolwise.untrusted.bounds import truncate_text
+
 MAX_DEPTH = 200
 """Nesting limit of lists and objects; JSON readers, including Python's, give up at about a thousand levels."""
 INT_LIMIT = 1 << 4096
@@ -65,11 +67,6 @@ def _key(key: Any) -> str:
 
 def _object_text(value: Any) -> str:
     try:
-        text = str(value)
+        return truncate_text(str(value), _MAX_SHOWN_CHARS)
     except Exception:  # __str__ is user code
         return f"a {type(value).__name__}"
-    return (
-        text
-        if len(text) <= _MAX_SHOWN_CHARS
-        else f"{text[:_MAX_SHOWN_CHARS]} … cut, {len(text) - _MAX_SHOWN_CHARS:,} characters"
-    )

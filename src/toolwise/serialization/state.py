@@ -42,8 +42,7 @@ class TensorCollector:
             if not (array.dtype.isnative and array.dtype.name in _SAFETENSORS_DTYPES):
                 array = np.frombuffer(bytearray(array.tobytes()), np.uint8)
             tag = "$array" if isinstance(value, np.ndarray) else "$scalar"
-            name = self._keep(torch.from_numpy(array), path)
-            return {tag: name, "dtype": dtype, "shape": list(value.shape)}
+            return {tag: self._keep(torch.from_numpy(array), path), "dtype": dtype, "shape": list(value.shape)}
         return None
 
     def _keep(self, tensor: torch.Tensor, path: str) -> str:
@@ -51,8 +50,8 @@ class TensorCollector:
         while name in self.by_name:
             name += "'"
         storage = tensor.untyped_storage().data_ptr()
-        shared = storage in self._storages  # safetensors rejects tensors that share memory
-        self.by_name[name] = tensor.clone() if shared else tensor
+        # safetensors rejects tensors that share memory
+        self.by_name[name] = tensor.clone() if storage in self._storages else tensor
         self._storages.add(storage)
         return name
 
@@ -117,8 +116,8 @@ def _unpack(tag: str, stored: torch.Tensor, dtype: str, shape: tuple[int, ...]) 
 
     owned = stored.clone()  # the loaded tensor is a view into a file that is pruned later
     if tag == "$tensor":
-        target_dtype = getattr(torch, dtype)
-        return owned if owned.dtype == target_dtype else owned.view(target_dtype).reshape(shape)
+        wanted = getattr(torch, dtype)
+        return owned if owned.dtype == wanted else owned.view(wanted).reshape(shape)
     array = owned.numpy()
     if array.dtype != np.dtype(dtype):
         array = np.frombuffer(bytearray(array.tobytes()), dtype).reshape(shape)

@@ -1,11 +1,12 @@
-"""One chat completion: messages to tokens, generation, and tokens to an OpenAI response."""
+"""One chat completion: messages to tokens, generation, and tokens to an OpenAI response or stream events."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,20 +17,41 @@ from toolwise.errors import ContextFullError, PolicyError
 from toolwise.protocols import Generation, Sampling, TokenGenerator
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.rollout.parsers import PARSERS
-from toolwise.serve.limits import MAX_CONTEXT_TOKENS, TextLimits
-from toolwise.serve.request import BadRequestError, ChatRequest, read_request
+from toolwise.serve.request import BadRequestError, ChatRequest, error_body, read_request
 
 if TYPE_CHECKING:
     from toolwise.policies.local import LocalPolicy
 
 T = TypeVar("T")
 MAX_MESSAGE_CHARS = 1_000
+MAX_REQUEST_BODY_BYTES = 32_000_000
+MIN_REQUEST_BODY_BYTES = 1_000_000
+MAX_CONTEXT_TOKENS = 1 << 20
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="toolwise-serve-text")
 """For parsing, rendering and tokenising, which would block the event loop for other requests."""
 
 
 async def _run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(_THREADS, work, *arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """Upper bounds on text that can fit the context, without tokenising it."""
+
+    prompt_chars: int
+    """For the rendered prompt: no token covers more characters than the longest entry of the vocabulary."""
+    body_bytes: int
+
+    @classmethod
+    def of(cls, tokenizer: Any, max_context: int) -> TextLimits:
+        longest = max((len(text) for text in tokenizer.get_vocab()), default=1)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        # A normaliser may merge characters before the lookup: at most three (Hangul), so a factor of four is safe.
+        joined = 4 if backend is None or backend.normalizer is not None else 1
+        chars = min(max_context, MAX_CONTEXT_TOKENS) * max(longest, 16) * joined
+        # JSON may escape a character as six bytes, and templates drop some of their input.
+        return cls(chars, min(MIN_REQUEST_BODY_BYTES + 6 * chars, MAX_REQUEST_BODY_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +97,7 @@ class ServedModel:
 
     def _answer(self, request: ChatRequest, prompt: list[int], results: Sequence[Generation]) -> dict[str, Any]:
         sampled = sum(len(result.token_ids) for result in results)
-        answer: dict[str, Any] = {
+        return {
             "id": f"chatcmpl-{uuid4().hex}",
             "object": "chat.completion",
             "created": int(time.time()),
@@ -87,10 +109,8 @@ class ServedModel:
                 "total_tokens": len(prompt) + sampled,
             },
             "policy_version": min(result.policy_version for result in results),
+            **({"prompt_token_ids": prompt} if request.return_token_ids else {}),
         }
-        if request.return_token_ids:
-            answer["prompt_token_ids"] = prompt
-        return answer
 
     def _prompt(self, request: ChatRequest) -> list[int]:
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
@@ -125,7 +145,7 @@ class ServedModel:
                 max_new_tokens=request.max_completion_tokens or request.max_tokens or self.sampling.max_new_tokens,
                 do_sample=do_sample,
                 seed=(seed + index * 0x9E37_79B9_7F4A_7C15) & 0x7FFF_FFFF_FFFF_FFFF,
-                stop_token_ids=(self.chat.end_id, *(request.stop_token_ids or ())),
+                stop_token_ids=(*self.chat.stop_ids, *(request.stop_token_ids or ())),
             )
             for index in range(request.n)
         ]
@@ -134,18 +154,14 @@ class ServedModel:
         text = self.chat.decode(result.token_ids)
         parses = bool(request.tools) and request.tool_choice != "none"
         content, calls = PARSERS[self.parser](text) if parses else (text, [])
-        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
-        if calls:
-            message["tool_calls"] = [call.to_openai() for call in calls]
-        choice: dict[str, Any] = {
+        tool_calls = {"tool_calls": [call.to_openai() for call in calls]} if calls else {}
+        return {
             "index": index,
-            "message": message,
+            "message": {"role": "assistant", "content": content if content or not calls else None, **tool_calls},
             "finish_reason": "tool_calls" if calls and result.finish_reason == "stop" else result.finish_reason,
             "logprobs": {"content": self._logprobs(request, result)} if request.logprobs else None,
+            **({"token_ids": list(result.token_ids)} if request.return_token_ids else {}),
         }
-        if request.return_token_ids:
-            choice["token_ids"] = list(result.token_ids)
-        return choice
 
     def _logprobs(self, request: ChatRequest, result: Generation) -> list[dict[str, Any]]:
         if request.return_tokens_as_token_ids:
@@ -160,11 +176,30 @@ class ServedModel:
 
 def error_response(fault: Exception) -> tuple[int, dict[str, Any]]:
     """Status and body in the OpenAI error format."""
-    if isinstance(fault, BadRequestError):
-        kind, param, code, status = "invalid_request_error", fault.param, fault.code, fault.status
-    elif isinstance(fault, PolicyError):
-        kind, param, code, status = "server_error", None, None, 500
-    else:  # a bug in the server: reveal no details to the client
-        return 500, {"error": {"message": "internal error", "type": "server_error", "param": None, "code": None}}
     message = " ".join(str(fault).split())[:MAX_MESSAGE_CHARS]
-    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    if isinstance(fault, BadRequestError):
+        return fault.status, error_body(message, param=fault.param, code=fault.code)
+    known = isinstance(fault, PolicyError)  # any other is a bug in the server: reveal no details to the client
+    return 500, error_body(message if known else "internal error", "server_error")
+
+
+def completion_events(answer: dict[str, Any]) -> Iterator[str]:
+    """Server-sent events, for clients that require streaming: each choice's message in one piece (tokens are not sent
+    one by one), then its end, then usage, then [DONE]."""
+    head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    for choice in answer["choices"]:
+        delta = {key: value for key, value in choice["message"].items() if value is not None}
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+        rest = {key: value for key, value in choice.items() if key not in ("message", "finish_reason")}
+        yield _event({**head, "choices": [{**rest, "delta": delta, "finish_reason": None}]})
+        yield _event(
+            {**head, "choices": [{"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}]}
+        )
+    extra = ("usage", "prompt_token_ids", "policy_version")
+    yield _event({**head, "choices": [], **{key: answer[key] for key in extra if key in answer}})
+    yield "data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"

@@ -10,7 +10,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from toolwise.serve.limits import ServerLimits
+from toolwise.serve.app import ServerLimits
+from toolwise.serve.request import INVALID_REQUEST, error_body
 
 
 def limited_protocol(limits: ServerLimits) -> type[H11Protocol]:
@@ -76,19 +77,17 @@ class LimitedProtocol(H11Protocol):
     def _set_deadline(self) -> None:
         """Set the deadline of the current phase, unless it is already running."""
         name = self._phase_name()
-        phase = (name, id(self.cycle))
-        if phase == self._phase:
+        if (name, id(self.cycle)) == self._phase:
             return
-        self._phase = phase
+        self._phase = (name, id(self.cycle))
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        limits = self.limits
         seconds = {
-            "head": limits.head_s,
-            "body": limits.body_s + limits.drain_s,  # the application answers with 408 after body_s
-            "drain": limits.drain_s,
-            "closing": limits.write_s,
+            "head": self.limits.head_s,
+            "body": self.limits.body_s + self.limits.drain_s,  # the application answers with 408 after body_s
+            "drain": self.limits.drain_s,
+            "closing": self.limits.write_s,
         }.get(name)
         if seconds is not None:
             self._deadline = self.loop.call_later(seconds, self._expire, name)
@@ -107,22 +106,23 @@ class LimitedProtocol(H11Protocol):
         else:
             self.transport.abort()
 
-    def _refuse(
-        self, status: int, message: str, kind: str = "invalid_request_error", *more_headers: tuple[str, str]
-    ) -> None:
+    def _refuse(self, status: int, message: str, kind: str = INVALID_REQUEST, *more_headers: tuple[str, str]) -> None:
         if self.cycle is not None:  # cancel the running request: the client will not read its response
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        error = {"message": message, "type": kind, "param": None, "code": None}
-        body = json.dumps({"error": error}).encode()
-        headers = [("content-type", "application/json"), ("connection", "close"), ("content-length", str(len(body)))]
-        headers += more_headers
+        body = json.dumps(error_body(message, kind)).encode()
+        head = h11.Response(
+            status_code=status,
+            headers=[
+                ("content-type", "application/json"),
+                ("connection", "close"),
+                ("content-length", str(len(body))),
+                *more_headers,
+            ],
+            reason=HTTPStatus(status).phrase.encode(),
+        )
         try:
-            answer = self.conn.send(
-                h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode())
-            )
-            answer = (answer or b"") + (self.conn.send(h11.Data(data=body)) or b"")
-            self.conn.send(h11.EndOfMessage())
+            answer = b"".join(self.conn.send(event) or b"" for event in (head, h11.Data(data=body), h11.EndOfMessage()))
         except h11.LocalProtocolError:  # a response has already started
             self.transport.abort()
             return

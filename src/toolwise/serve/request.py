@@ -1,17 +1,27 @@
-"""Parses and validates chat requests. Options that would change the answer are applied or rejected, never ignored."""
+"""Parses and validates chat requests: depth and size of the JSON are checked before any object is created, options
+that would change the answer are applied or rejected, never ignored."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import re
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from toolwise.errors import ToolwiseError
 from toolwise.messages import Message
-from toolwise.serve.json_body import read_json
 
+MAX_JSON_TOKENS = 250_000
+"""Strings, brackets and commas per body. A string counts as one, whatever its length."""
+MAX_DEPTH = 64
+
+# The closing quote is optional: a failed match would be retried from every quote inside the string.
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+|[][{},]', re.DOTALL)
+
+INVALID_REQUEST = "invalid_request_error"
 MAX_CHOICES = 128
 MAX_MESSAGES = 20_000
 MAX_TOOLS = 1_000
@@ -53,6 +63,13 @@ class BadRequestError(ToolwiseError):
         self.close_connection = close_connection
 
 
+def error_body(
+    message: str, kind: str = INVALID_REQUEST, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The body of an error in the OpenAI format."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
 class FunctionSpec(BaseModel):
     model_config = ConfigDict(extra="allow")
 
@@ -79,13 +96,10 @@ def _unwrap_arguments(value: Any) -> Any:
 
 def _unwrap_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not str(function.get("arguments")).startswith('"'):
-        return call
-    try:
-        text = json.loads(function["arguments"])
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": text}}
+    if isinstance(function, dict) and str(function.get("arguments")).startswith('"'):
+        with suppress(ValueError):
+            return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    return call
 
 
 class ChatRequest(BaseModel):
@@ -122,7 +136,10 @@ def read_request(raw: bytes) -> ChatRequest:
         raise BadRequestError(f"cannot read the JSON body: {fault}") from None
     if not isinstance(value, dict):
         raise BadRequestError("the body must be a JSON object with model and messages")
-    _check_unsupported(value)
+    for name, neutral in _NEUTRAL_VALUES.items():
+        if value.get(name) is not None and value[name] not in neutral:
+            hint = f"omit it, or use {json.dumps(neutral[0])}"
+            raise BadRequestError(f"{name} is not supported: {hint}", param=name, code="unsupported_parameter")
     try:
         return ChatRequest.model_validate({name: field for name, field in value.items() if field is not None})
     except ValidationError as fault:
@@ -133,12 +150,41 @@ def read_request(raw: bytes) -> ChatRequest:
         raise BadRequestError("the body is nested too deeply") from None
 
 
-def _check_unsupported(value: Mapping[str, Any]) -> None:
-    for name, neutral in _NEUTRAL_VALUES.items():
-        option = value.get(name)
-        if option is not None and option not in neutral:
-            raise BadRequestError(
-                f"{name} is not supported: omit it, or use {json.dumps(neutral[0])}",
-                param=name,
-                code="unsupported_parameter",
-            )
+def read_json(raw: bytes) -> Any:
+    """Parse `raw`. Raises a one-line ValueError if it is not JSON, too deep or too large."""
+    _check_structure(raw)
+    try:
+        text = raw.decode("utf-8")
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_read_float)
+        if "\\u" in text:  # a lone surrogate, possible only as an escape, cannot be tokenised
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except ValueError as fault:
+        raise ValueError((str(fault).splitlines() or [type(fault).__name__])[0]) from None
+    return value
+
+
+def _check_structure(raw: bytes) -> None:
+    depth = 0
+    for count, token in enumerate(_TOKEN.finditer(raw), 1):
+        if count > MAX_JSON_TOKENS:
+            raise ValueError(f"more than {MAX_JSON_TOKENS} strings, brackets and commas")
+        first = raw[token.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ValueError(f"nested too deeply: at most {MAX_DEPTH} levels are allowed")
+        elif first in b"]}":
+            depth -= 1
+
+
+def _read_float(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits:.20} is too large for a number")
+    return number
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

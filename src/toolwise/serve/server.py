@@ -5,11 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import MissingExtraError, ToolwiseError
-from toolwise.serve.limits import ServerLimits
+from toolwise.serve.app import ServerLimits
 
 if TYPE_CHECKING:
     import uvicorn
@@ -91,7 +90,5 @@ class Server:
     def __enter__(self) -> Server:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *fault: object) -> None:
         self.stop()

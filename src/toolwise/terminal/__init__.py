@@ -1,10 +1,16 @@
 """All terminal output. Control characters in text from data, models, tools and exceptions are escaped.
 
-`text` escapes control characters, `streams` prints lines and guards the standard streams, `display` holds rich's
-console with the same rule. Nothing else in the package prints (tests/test_architecture.py).
+`streams` escapes control characters, prints lines and guards the standard streams, `display` holds rich's console with
+the same rule. Nothing else in the package prints (tests/test_architecture.py).
 """
 
-from toolwise.terminal.streams import guard_streams, print_error, print_json, print_line, write_line
-from toolwise.terminal.text import escape_controls
+from toolwise.terminal.streams import (
+    escape_controls,
+    guard_streams,
+    print_error,
+    print_json,
+    print_line,
+    write_line,
+)
 
 __all__ = ["escape_controls", "guard_streams", "print_error", "print_json", "print_line", "write_line"]

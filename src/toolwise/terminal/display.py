@@ -13,8 +13,7 @@ from rich.segment import Segment
 from rich.spinner import Spinner
 from rich.text import Text
 
-from toolwise.terminal.streams import StreamProxy
-from toolwise.terminal.text import escape_controls
+from toolwise.terminal.streams import StreamProxy, escape_controls
 
 T = TypeVar("T")
 
@@ -36,13 +35,11 @@ class Console(rich.console.Console):
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None
     ) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
-            if segment.control:  # rich's own: cursor movements of a live display
-                yield segment
-                continue
             style = segment.style
             if style is not None and style.link:
                 style = style.update_link(None)
-            yield Segment(escape_controls(segment.text), style)
+            # A control segment is rich's own: cursor movements of a live display.
+            yield segment if segment.control else Segment(escape_controls(segment.text), style)
 
 
 class Live(rich.live.Live):
@@ -59,9 +56,8 @@ class Live(rich.live.Live):
         super().start(refresh)
         if self.console.is_terminal and not self._streams:
             for name in ("stdout", "stderr"):
-                stream = _AboveLiveStream(self.console, getattr(sys, name))
-                self._streams[name] = stream
-                setattr(sys, name, stream)
+                self._streams[name] = _AboveLiveStream(self.console, getattr(sys, name))
+                setattr(sys, name, self._streams[name])
 
     def stop(self) -> None:
         for name, stream in self._streams.items():
@@ -84,7 +80,6 @@ class Status(Live):
 
 
 def track(items: Iterable[T], description: str, *, total: int, disable: bool = False) -> Iterator[T]:
-    """Iterate over items with a progress bar."""
     with Progress(console=Console(), redirect_stdout=False, redirect_stderr=False, disable=disable) as progress:
         yield from progress.track(items, total=total, description=description)
 
@@ -105,5 +100,4 @@ class _AboveLiveStream(StreamProxy):
 
     def flush(self) -> None:
         if self._partial_line:
-            line, self._partial_line = self._partial_line, ""
-            self.console.print(Text(escape_controls(line)))
+            self.write("\n")

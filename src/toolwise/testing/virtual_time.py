@@ -55,19 +55,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> asyncio.TimerHandle:
-        late_s = self._jitter_rng.uniform(0.0, self.jitter_s) if self.jitter_s else 0.0
-        return super().call_at(when + late_s, callback, *args, **kwargs)
+        if self.jitter_s:
+            when += self._jitter_rng.uniform(0.0, self.jitter_s)
+        return super().call_at(when, callback, *args, **kwargs)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> NoReturn:  # type: ignore[override]
         raise RuntimeError("threads cannot run in virtual time: use async code in the simulation")
 
     # Hooks that BaseEventLoop leaves to socket-based loops, and a replacement of its single iteration.
 
-    def _process_events(self, event_list: Any) -> None:
+    def _ignore(self, *arguments: Any) -> None:
         return
 
-    def _write_to_self(self) -> None:
-        return
+    _process_events = _write_to_self = _timer_handle_cancelled = _ignore
 
     def _run_once(self) -> None:
         ready: Any = self._ready  # type: ignore[attr-defined]
@@ -87,14 +87,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if self._order_rng is not None:
             self._order_rng.shuffle(due)
         ready.extend(due)
-        self._shuffle_tasks(ready)
+        if self._order_rng is not None:
+            indices = [index for index, handle in enumerate(ready) if _is_task(handle)]
+            handles = [ready[index] for index in indices]
+            self._order_rng.shuffle(handles)
+            for index, handle in zip(indices, handles, strict=True):
+                ready[index] = handle
         for _ in range(len(ready)):
             handle = ready.popleft()
             if not handle._cancelled:
                 handle._run()
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        return
 
     def _advance_time(self, timers: list[Any]) -> None:
         if not timers:
@@ -103,18 +105,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._virtual_now = timers[0]._when
             self._rounds = 0
 
-    def _shuffle_tasks(self, ready: Any) -> None:
-        if self._order_rng is None:
-            return
-        indices = [index for index, handle in enumerate(ready) if _is_task(handle)]
-        handles = [ready[index] for index in indices]
-        self._order_rng.shuffle(handles)
-        for index, handle in zip(indices, handles, strict=True):
-            ready[index] = handle
-
     def _waiting_tasks(self) -> str:
-        names = sorted(f"{_task_location(task)} ({task.get_name()})" for task in all_tasks(self))
-        return "; ".join(names) or "no tasks"
+        return "; ".join(sorted(f"{_task_location(t)} ({t.get_name()})" for t in all_tasks(self))) or "no tasks"
 
 
 def simulate(work: Coroutine[Any, Any, T], *, seed: int | None = None, jitter_s: float = 0.0) -> T:

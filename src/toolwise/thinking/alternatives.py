@@ -15,18 +15,15 @@ from typing import Protocol
 from toolwise.errors import ContextFullError, PolicyError, ToolwiseError
 from toolwise.protocols import Generation, Sampling
 from toolwise.thinking.levels import END_THINK, Level, Levels
-from toolwise.thinking.parsed_step import ParsedStep
+from toolwise.thinking.parsed_step import ParsedStep, token_spans
 from toolwise.thinking.reply import FormatFault, parse_reply
 from toolwise.thinking.thinking_model import ThinkingModel
-from toolwise.thinking.token_spans import token_spans
 from toolwise.types import Alternative
 
-FAILURE_OF_FAULT = {
+FAILURE_OF_FAULT: dict[FormatFault | None, str] = {
     FormatFault.UNCLOSED_THOUGHT: "unclosed",
     FormatFault.EMPTY_THOUGHT: "empty",
 }
-
-
 _CLOSING = re.compile(re.escape(END_THINK), re.IGNORECASE | re.ASCII)
 _WORD = re.compile(r"\w", re.ASCII)
 
@@ -34,11 +31,16 @@ _WORD = re.compile(r"\w", re.ASCII)
 class Codec(Protocol):
     """Converts text to tokens and back, as `ChatTokenizer` does."""
 
-    end_id: int
+    stop_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], stop_ids: Sequence[int] = ()) -> str: ...
+
+
+def without_end(ids: Sequence[int], codec: Codec) -> list[int]:
+    """The tokens before the one that ends a turn."""
+    return list(ids[:-1] if len(ids) and ids[-1] in codec.stop_ids else ids)
 
 
 class LeakError(PolicyError):
@@ -56,7 +58,6 @@ class AlternativeWriter:
     """`max_new_tokens` limits the thought; `seed` is the run's."""
 
     def other_levels(self, step: ParsedStep) -> list[Level]:
-        """The levels the step did not use."""
         return [level for level in self.levels if level.number != step.reply.level]
 
     def max_tokens_for(self, step: ParsedStep) -> int:
@@ -65,8 +66,8 @@ class AlternativeWriter:
 
     async def write(self, steps: Sequence[ParsedStep], *, training_step: int = 0) -> list[tuple[Alternative, ...]]:
         """For each step, one alternative per level it did not use, including failed ones."""
-        requests = [(step, level) for step in steps for level in self.other_levels(step)]
-        written = iter(await asyncio.gather(*(self._write(step, level, training_step) for step, level in requests)))
+        requests = (self._write(step, level, training_step) for step in steps for level in self.other_levels(step))
+        written = iter(await asyncio.gather(*requests))
         return [tuple(next(written) for _ in self.other_levels(step)) for step in steps]
 
     async def _write(self, step: ParsedStep, level: Level, training_step: int) -> Alternative:
@@ -78,7 +79,7 @@ class AlternativeWriter:
         sampling = replace(
             self.sampling,
             seed=_seed(self.sampling.seed, training_step, step, level),
-            stop_token_ids=(self.codec.end_id, *(closing if len(closing) == 1 else ())),
+            stop_token_ids=(*self.codec.stop_ids, *(closing if len(closing) == 1 else ())),
         )
         try:
             generation = await self.model.generate(prompt, sampling)
@@ -91,10 +92,7 @@ class AlternativeWriter:
     def _parse_thought(
         self, level: Level, prompt: list[int], opening: list[int], generation: Generation
     ) -> Alternative:
-        """Parse the generated text up to the end of the thought."""
-        ids = [*opening, *generation.token_ids]
-        if ids[-1] == self.codec.end_id:
-            ids.pop()
+        ids = without_end([*opening, *generation.token_ids], self.codec)
         alternative = Alternative(
             level.number,
             prompt,
@@ -106,14 +104,11 @@ class AlternativeWriter:
         closing = _CLOSING.search(text, len(level.opening))
         end = closing.end() if closing else len(text)
         reply = parse_reply(text[:end])
-        faults = [fault for fault in reply.faults if fault is not FormatFault.NO_ACTION]
-        if faults:
-            too_long = faults[0] is FormatFault.UNCLOSED_THOUGHT and generation.finish_reason == "length"
-            return replace(
-                alternative, failure="too_long" if too_long else FAILURE_OF_FAULT.get(faults[0], "malformed")
-            )
-        if reply.level != level.number or reply.thought is None:
-            return replace(alternative, failure="malformed")
+        fault = next((fault for fault in reply.faults if fault is not FormatFault.NO_ACTION), None)
+        if fault is FormatFault.UNCLOSED_THOUGHT and generation.finish_reason == "length":
+            return replace(alternative, failure="too_long")
+        if fault is not None or reply.level != level.number or reply.thought is None:
+            return replace(alternative, failure=FAILURE_OF_FAULT.get(fault, "malformed"))
         spans = token_spans(ids, self.codec.decode, reply)
         head = ids[: len(spans.head)]
         return replace(
@@ -141,23 +136,23 @@ def _occurrences(phrase: str, text: str) -> Iterator[int]:
     """Start of every occurrence of `phrase` in `text`, overlaps included, in linear time (Knuth–Morris–Pratt)."""
     if not phrase or phrase not in text:
         return
-    borders, length = [0], 0
-    for character in phrase[1:]:
-        while length and character != phrase[length]:
+    borders = [0]
+
+    def advance(length: int, character: str) -> int:
+        """The length of the longest beginning of `phrase` that ends with `character`, after one of `length`."""
+        while length and character != phrase[length : length + 1]:
             length = borders[length - 1]
-        length += character == phrase[length]
-        borders.append(length)
+        return length + (character == phrase[length])
+
+    for character in phrase[1:]:
+        borders.append(advance(borders[-1], character))
     length = 0
     for index, character in enumerate(text):
-        while length and character != phrase[length]:
-            length = borders[length - 1]
-        length += character == phrase[length]
+        length = advance(length, character)
         if length == len(phrase):
             yield index + 1 - length
-            length = borders[length - 1]
 
 
 def _seed(seed: int, training_step: int, step: ParsedStep, level: Level) -> int:
-    """A separate, reproducible seed per alternative."""
     name = f"{seed}/{training_step}/{step.rollout_id}/{step.index}/{level.number}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1

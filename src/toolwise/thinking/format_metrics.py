@@ -17,14 +17,17 @@ def format_metrics(replies: Sequence[ParsedReply]) -> Metrics:
     """Share of valid replies, share of each level among replies that have one, and share of each format fault."""
     if not replies:
         return {}
-    levels = Counter(reply.level for reply in replies if reply.level is not None)
     faults = Counter(fault for reply in replies for fault in reply.faults)
-    with_level = max(1, levels.total())
     return {
         "thinking/format_valid": sum(reply.valid for reply in replies) / len(replies),
-        **{f"thinking/level_{number}_share": levels[number] / with_level for number in range(1, LEVEL_COUNT + 1)},
+        **level_shares(replies, "thinking"),
         **{f"thinking/fault/{fault}": faults[fault] / len(replies) for fault in FormatFault if faults[fault]},
     }
+
+
+def level_shares(replies: Sequence[ParsedReply], prefix: str) -> Metrics:
+    levels = Counter(reply.level for reply in replies if reply.level is not None)
+    return {f"{prefix}/level_{k}_share": levels[k] / max(1, levels.total()) for k in range(1, LEVEL_COUNT + 1)}
 
 
 @reward_function
@@ -39,7 +42,12 @@ def format_reward(messages: Sequence[Message], ground_truth: Any = None, prompt_
     `rollout.tool_parser = "action"` the tags are removed from the text, so use "none" and let the environment parse
     them.
     """
-    replies = [_read_message(message) for message in messages[prompt_length:] if message.role == "assistant"]
+    # Of tool calls only the presence matters here; their content is for the tool to judge.
+    replies = [
+        parse_reply((message.content or "") + ("<tool_call></tool_call>" if message.tool_calls else ""))
+        for message in messages[prompt_length:]
+        if message.role == "assistant"
+    ]
     if not replies:
         return EvaluateResult(score=0.0, reason="there is no assistant message")
     share = sum(reply.valid for reply in replies) / len(replies)
@@ -52,9 +60,3 @@ def format_reward(messages: Sequence[Message], ground_truth: Any = None, prompt_
             StepOutput(step_index=index, base_reward=reply.valid / len(replies)) for index, reply in enumerate(replies)
         ],
     )
-
-
-def _read_message(message: Message) -> ParsedReply:
-    text = message.content or ""
-    # Only the presence of calls matters here; their content is for the tool to judge.
-    return parse_reply(f"{text}<tool_call></tool_call>" if message.tool_calls else text)

@@ -8,6 +8,7 @@ thoughts were generated from nothing but the history and the level.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,26 +57,21 @@ async def score_levels(
     leak_nats: float = LEAK_NATS,
 ) -> LevelScores:
     """Score all contexts of all steps in one pass."""
-    failures: dict[str, int] = {}
+    failures: Counter[str] = Counter()
     step_contexts: list[list[_Context]] = []
     for step, step_alternatives in zip(steps, alternatives, strict=True):
-        contexts = [_Context(list(step.token_ids[: step.spans.action.stop]), len(step.spans.head), None)]
-        for alternative in step_alternatives:
-            context = _context(step, alternative, codec)
-            if isinstance(context, str):
-                failures[context] = failures.get(context, 0) + 1
-            else:
-                contexts.append(context)
-        step_contexts.append(contexts)
+        contexts = [_context(step, alternative, codec) for alternative in step_alternatives]
+        failures.update(context for context in contexts if isinstance(context, str))
+        used = _Context(list(step.token_ids[: step.spans.action.stop]), len(step.spans.head), None)
+        step_contexts.append([used, *(context for context in contexts if not isinstance(context, str))])
     scorable = [index for index, contexts in enumerate(step_contexts) if len(contexts) >= 2]
     requests = [ScoringRequest(steps[i].history, tuple(c.ids for c in step_contexts[i])) for i in scorable]
-    scores_of_step = dict(zip(scorable, await model.score(requests, temperature) if requests else [], strict=True))
+    scores = await model.score(requests, temperature) if requests else []
     thought_gaps: list[float] = []
     action_gaps: list[float] = []
-    groups = [
-        _group(step, contexts, scores_of_step[i], thought_gaps, action_gaps, failures) if i in scores_of_step else None
-        for i, (step, contexts) in enumerate(zip(steps, step_contexts, strict=True))
-    ]
+    groups: list[ThinkingGroup | None] = [None] * len(steps)
+    for i, token_scores in zip(scorable, scores, strict=True):
+        groups[i] = _group(steps[i], step_contexts[i], token_scores, thought_gaps, action_gaps, failures)
     thought_gap, action_gap = (float(np.mean(gaps)) if gaps else 0.0 for gaps in (thought_gaps, action_gaps))
     # If the actions differ as well, it is a train–inference mismatch, which the learner checks (learner.mismatch).
     if thought_gap > leak_nats and thought_gap > 2 * action_gap:
@@ -98,11 +94,8 @@ def _context(step: ParsedStep, alternative: Alternative, codec: Codec) -> _Conte
     if codec.decode(ids)[: len(expected)] != expected:
         # A token spans the border in one of the two but not in the other: re-tokenise the text between them.
         head_text, action_text = codec.decode(alternative.head_ids), codec.decode(action)
-        ids = [
-            *alternative.head_ids,
-            *codec.encode(expected[len(head_text) : len(expected) - len(action_text)]),
-            *action,
-        ]
+        between = expected[len(head_text) : len(expected) - len(action_text)]
+        ids = [*alternative.head_ids, *codec.encode(between), *action]
         if not expected.startswith(head_text) or codec.decode(ids) != expected:
             return "border"
     return _Context(ids, len(alternative.head_ids), alternative)
@@ -114,31 +107,30 @@ def _group(
     scores: Sequence[TokenScores],
     thought_gaps: list[float],
     action_gaps: list[float],
-    failures: dict[str, int],
+    failures: Counter[str],
 ) -> ThinkingGroup | None:
     """Appends the absolute differences between the log-probs at sampling and at scoring time to the two lists."""
-    count = len(step.spans.action)
+    count, used = len(step.spans.action), step.reply.level
+    assert used is not None  # steps without a level are not comparable
     level_scores = []
     for context, token_scores in zip(contexts, scores, strict=True):
         alternative, cut = context.alternative, len(context.ids) - count
         logprobs, entropies = token_scores.logprobs[cut:], token_scores.entropies[cut:]
         if not (np.isfinite(logprobs).all() and np.isfinite(entropies).all()):
-            failures["not_a_number"] = failures.get("not_a_number", 0) + 1
+            failures["not_a_number"] += 1
             if alternative is None:
                 return None
             continue
         if alternative is None:
+            level, tokens = used, step.thinking_tokens
             sampled = np.asarray(step.logprobs)[step.spans.action.start : step.spans.action.stop]
             action_gaps += np.abs(sampled - logprobs).tolist()
         else:
+            level, tokens = alternative.level, alternative.thinking_tokens
             scored = token_scores.logprobs[alternative.forced_tokens : context.head]
             thought_gaps += np.abs(np.asarray(alternative.logprobs) - scored).tolist()
-        level = alternative.level if alternative else step.reply.level
-        assert level is not None  # steps without a level are not comparable
-        tokens = alternative.thinking_tokens if alternative else step.thinking_tokens
         between = context.ids[context.head : cut]
         level_scores.append(LevelScore(level, tokens, logprobs, entropies, alternative, between))
-    used = step.reply.level
-    if used is None or len(level_scores) < 2:
+    if len(level_scores) < 2:
         return None
     return ThinkingGroup(used, tuple(sorted(level_scores, key=lambda score: score.level)), step.action_ids)

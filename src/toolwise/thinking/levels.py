@@ -46,8 +46,7 @@ class Level:
     @property
     def opening(self) -> str:
         """Prefix that forces the level: the reply up to the start of its thought or, without one, up to the action."""
-        mark = THINK if self.thinks else ACTION
-        before, _, _ = self.skeleton.partition(mark)
+        before, _, _ = self.skeleton.partition(THINK if self.thinks else ACTION)
         return before + THINK if self.thinks else before
 
     def head(self, thought: str = "") -> str:
@@ -56,10 +55,10 @@ class Level:
 
     def thought(self, parts: Mapping[str, str]) -> str:
         """Fill the skeleton's thought with `parts`; parts it does not name are ignored."""
+        for name in self.parts:
+            if name not in parts:
+                raise ConfigError(f"level {self.number} ({self.name}) needs the part {name!r} in its thought: add it")
         inside = self.skeleton.partition(THINK)[2].partition(END_THINK)[0]
-        missing = [name for name in self.parts if name not in parts]
-        if missing:
-            raise ConfigError(f"level {self.number} ({self.name}) needs the part {missing[0]!r} in its thought: add it")
         return _PART.sub(lambda match: parts[match.group(1)], inside)
 
     def write(self, action: str, parts: Mapping[str, str] | None = None) -> str:
@@ -104,8 +103,7 @@ def load_levels(path: str | Path = LEVELS_FILE) -> Levels:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"levels: cannot read {file}: {error}") from None
-    unknown = sorted(set(table) - {"prompt", "level"})
-    if unknown:
+    if unknown := sorted(set(table) - {"prompt", "level"}):
         raise ConfigError(
             f"levels: {file} has an unknown key {unknown[0]!r}; only prompt and four [[level]] tables are allowed"
         )
@@ -123,14 +121,11 @@ def _read_level(file: Path, number: int, row: object) -> Level:
     prefix = f"levels: {file}, level {number}"
     if not isinstance(row, dict) or sorted(row) != sorted(_KEYS):
         raise ConfigError(f"{prefix}: must have exactly {', '.join(_KEYS)}")
-    empty = [key for key in _KEYS if not isinstance(row[key], str) or not row[key].strip()]
-    if empty:
+    if empty := [key for key in _KEYS if not isinstance(row[key], str) or not row[key].strip()]:
         raise ConfigError(f"{prefix}: {empty[0]} must be a non-empty string")
     level = Level(number, *(row[key].strip() for key in _KEYS))
-    thought = rf"{THINK}(?:(?!</?\w+>).)*{END_THINK}" if number > 1 else ""
-    pattern = rf"<level>{number}</level>{thought}{ACTION}\{{action\}}{END_ACTION}"
-    if not re.fullmatch(pattern, level.skeleton, re.DOTALL):
-        shape = f"<level>{number}</level>{f'{THINK}…{END_THINK}' if number > 1 else ''}{ACTION}{{action}}{END_ACTION}"
+    shape = f"<level>{number}</level>{f'{THINK}…{END_THINK}' if number > 1 else ''}{ACTION}{{action}}{END_ACTION}"
+    if not re.fullmatch(re.escape(shape).replace("…", r"(?:(?!</?\w+>).)*"), level.skeleton, re.DOTALL):
         raise ConfigError(f"{prefix}: the skeleton must be {shape}, got {level.skeleton!r:.80}")
     if level.skeleton.count("{action}") > 1:
         raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from toolwise.types import LEVEL_COUNT
 
@@ -88,8 +88,7 @@ _CALL_TAG = re.compile(r"<(?P<end>/?)tool_call>", re.IGNORECASE | re.ASCII)
 _NUMBER = re.compile(rf"[1-{LEVEL_COUNT}]", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tag:
+class _Tag(NamedTuple):
     name: str
     """level, think or action; with a leading slash for a closing tag."""
     start: int
@@ -104,6 +103,9 @@ class _Block:
     inside: Span
     end: int
 
+    def contains(self, tag: _Tag) -> bool:
+        return self.inside[0] <= tag.start and tag.end <= self.inside[1]
+
 
 def parse_reply(text: str) -> ParsedReply:
     """Find the level, the thought and the action in `text`, and all format faults."""
@@ -112,14 +114,23 @@ def parse_reply(text: str) -> ParsedReply:
     thought = _find_thought(text, tags, faults)
     level = _find_level(text, tags, thought, faults)
     action, kind = _find_action(text, tags, level, thought, faults)
-    if thought is not None and FormatFault.UNCLOSED_THOUGHT in faults:
-        thought = _end_before_action(thought, action)
-    number = _parse_level(text, level, faults)
-    _check_thought(text, number, thought, faults)
+    if thought is not None and FormatFault.UNCLOSED_THOUGHT in faults:  # it ends where the action begins
+        end = max(thought.inside[0], min(thought.end, action.start if action else thought.end))
+        thought = _Block(thought.start, (thought.inside[0], end), end)
+    digits = text[slice(*level.inside)].strip() if level else ""
+    number = int(digits) if _NUMBER.fullmatch(digits) else None
+    thought_text = text[slice(*thought.inside)].strip() if thought else None
+    checks = {
+        FormatFault.BAD_LEVEL: level is not None and number is None,
+        FormatFault.NO_THOUGHT: thought is None and number != 1,
+        FormatFault.NEEDLESS_THOUGHT: thought is not None and number == 1,
+        FormatFault.EMPTY_THOUGHT: thought_text == "" and number != 1,
+    }
+    faults.update(fault for fault, is_found in checks.items() if is_found)
     _check_between_parts(text, tags, [b for b in (level, thought, action) if b is not None], faults)
     return ParsedReply(
         level=number,
-        thought=text[slice(*thought.inside)].strip() if thought else None,
+        thought=thought_text,
         action=text[slice(*action.inside)] if action else None,
         kind=kind,
         faults=tuple(fault for fault in FormatFault if fault in faults),
@@ -157,9 +168,7 @@ def _find_thought(text: str, tags: list[_Tag], faults: set[FormatFault]) -> _Blo
 
 
 def _find_level(text: str, tags: list[_Tag], thought: _Block | None, faults: set[FormatFault]) -> _Block | None:
-    """The first level tag outside the thought."""
-    outside = [tag for tag in tags if not _is_inside(tag, thought)]
-    openings = [tag for tag in outside if tag.name == "level"]
+    openings = [tag for tag in tags if tag.name == "level" and not (thought and thought.contains(tag))]
     if not openings:
         faults.add(FormatFault.NO_LEVEL)
         return None
@@ -205,37 +214,14 @@ def _find_action(
 
 
 def _find_untagged_action(text: str, start: int, faults: set[FormatFault]) -> tuple[_Block | None, ActionKind | None]:
-    """A tool call or an answer after the thought."""
     inside = _strip_span(text, start, len(text))
     if inside[0] == inside[1] or FormatFault.UNCLOSED_THOUGHT in faults:
         faults.add(FormatFault.NO_ACTION)
         return None, None
     call = _CALL.search(text, *inside)
-    kind: ActionKind = "tool_call" if call else "answer"
     if call and call[0].lower() == "<tool_call>" and not [*_CALL_TAG.finditer(text, *inside)][-1]["end"]:
         faults.add(FormatFault.UNCLOSED_ACTION)
-    return _Block(inside[0], inside, inside[1]), kind
-
-
-def _parse_level(text: str, level: _Block | None, faults: set[FormatFault]) -> int | None:
-    if level is None:
-        return None
-    digits = text[slice(*level.inside)].strip()
-    if not _NUMBER.fullmatch(digits):
-        faults.add(FormatFault.BAD_LEVEL)
-        return None
-    return int(digits)
-
-
-def _check_thought(text: str, level: int | None, thought: _Block | None, faults: set[FormatFault]) -> None:
-    if thought is None:
-        if level is None or level > 1:
-            faults.add(FormatFault.NO_THOUGHT)
-        return
-    if level == 1:
-        faults.add(FormatFault.NEEDLESS_THOUGHT)
-    elif not text[slice(*thought.inside)].strip():
-        faults.add(FormatFault.EMPTY_THOUGHT)
+    return _Block(inside[0], inside, inside[1]), "tool_call" if call else "answer"
 
 
 def _check_between_parts(text: str, tags: list[_Tag], blocks: list[_Block], faults: set[FormatFault]) -> None:
@@ -246,23 +232,12 @@ def _check_between_parts(text: str, tags: list[_Tag], blocks: list[_Block], faul
             faults.add(FormatFault.STRAY_TEXT)
         if any(tag.name == "think" and position <= tag.start < block.start for tag in tags):
             faults.add(FormatFault.REPEATED_THOUGHT)
-        if any(block.inside[0] <= tag.start and tag.end <= block.inside[1] for tag in tags):
+        if any(block.contains(tag) for tag in tags):
             faults.add(FormatFault.NESTED_TAG)
         position = max(position, block.end)
 
 
-def _is_inside(tag: _Tag, block: _Block | None) -> bool:
-    return block is not None and block.inside[0] <= tag.start and tag.end <= block.inside[1]
-
-
-def _end_before_action(thought: _Block, action: _Block | None) -> _Block:
-    """End an unclosed thought where the action begins."""
-    end = max(thought.inside[0], min(thought.end, action.start if action else thought.end))
-    return _Block(thought.start, (thought.inside[0], end), end)
-
-
 def _strip_span(text: str, start: int, end: int) -> Span:
-    """The span without leading and trailing white space."""
     inside = text[start:end]
     left = start + len(inside) - len(inside.lstrip())
     return left, max(left, start + len(inside.rstrip()))

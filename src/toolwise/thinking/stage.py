@@ -7,18 +7,18 @@ at the other levels, scores the actions under all levels, and returns one `Rollo
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from toolwise.config.algorithm import RlvcrConfig
 from toolwise.protocols import Metrics, Stateful
-from toolwise.thinking.alternatives import AlternativeWriter
-from toolwise.thinking.level_scores import score_levels
-from toolwise.thinking.metrics import alternative_metrics, level_usage_metrics
+from toolwise.thinking.alternatives import AlternativeWriter, mentions_action
+from toolwise.thinking.format_metrics import format_metrics, level_shares
+from toolwise.thinking.level_scores import LevelScores, score_levels
 from toolwise.thinking.parsed_step import ParsedStep
 from toolwise.thinking.step_selection import choose_steps, parse_steps, write_within_budget
 from toolwise.types import (
+    Alternative,
     RolloutThinking,
     ScoredRollout,
     ThinkingByRollout,
@@ -70,9 +70,8 @@ class ThinkingStage:
         start, counters_before = time.perf_counter(), self.writer.model.counters()
         config, codec = self.config, self.writer.codec
         steps = parse_steps(scored, codec)
-        usable_ids = {u.rollout.rollout_id for u in usable}
         candidates = choose_steps(
-            [step for step in steps if step.rollout_id in usable_ids],
+            steps,
             usable,
             selection=config.steps,
             share=config.share,
@@ -89,8 +88,8 @@ class ThinkingStage:
             self.writer.model, codec, chosen, alternatives, temperature=self.writer.sampling.temperature
         )
         groups = {(step.rollout_id, step.index): group for step, group in zip(chosen, level_scores.groups, strict=True)}
-        times = {"time/alternatives_s": written_at - start, "time/level_scores_s": time.perf_counter() - written_at}
-        metrics = level_usage_metrics(steps) | alternative_metrics(chosen, alternatives, level_scores, sampled) | times
+        metrics = level_usage_metrics(steps) | alternative_metrics(chosen, alternatives, level_scores, sampled)
+        metrics |= {"time/alternatives_s": written_at - start, "time/level_scores_s": time.perf_counter() - written_at}
         metrics |= {f"thinking/{k}": v - counters_before.get(k, 0.0) for k, v in self.writer.model.counters().items()}
         metrics |= self._observe_cost(steps)
         return self._thinking_by_rollout(usable, steps, groups, training_step), metrics
@@ -115,25 +114,15 @@ class ThinkingStage:
         groups: dict[tuple[str, int], ThinkingGroup | None],
         training_step: int,
     ) -> ThinkingByRollout:
-        steps_by_rollout: dict[str, dict[int, ParsedStep]] = defaultdict(dict)
-        for step in steps:
-            steps_by_rollout[step.rollout_id][step.index] = step
+        parsed = {(step.rollout_id, step.index): step for step in steps}
         anneal = max(0.0, 1.0 - training_step / max(1, self.total_steps))
-        price = self.current_lambda
-        return {
-            u.rollout.rollout_id: RolloutThinking(
-                tuple(
-                    _thinking_step(
-                        steps_by_rollout[u.rollout.rollout_id].get(index), groups.get((u.rollout.rollout_id, index))
-                    )
-                    for index in range(len(u.steps))
-                ),
-                price,
-                anneal,
-                self.config.subtract_thinking_cost,
-            )
-            for u in usable
-        }
+        by_rollout = {}
+        for name, count in ((u.rollout.rollout_id, len(u.steps)) for u in usable):
+            keys = [(name, index) for index in range(count)]
+            thinking = tuple(_thinking_step(parsed.get(key), groups.get(key)) for key in keys)
+            charged = self.config.subtract_thinking_cost
+            by_rollout[name] = RolloutThinking(thinking, self.current_lambda, anneal, charged)
+        return by_rollout
 
     def end_step(self) -> None:
         """End a training step: update λ from the tokens spent."""
@@ -153,3 +142,53 @@ def _thinking_step(step: ParsedStep | None, group: ThinkingGroup | None) -> Thin
         return ThinkingStep(None, 0, 0)
     level_end = step.spans.level.stop if step.spans.level else None
     return ThinkingStep(step.reply.level, step.thinking_tokens, len(step.spans.head), group, level_end)
+
+
+def level_usage_metrics(steps: Sequence[ParsedStep]) -> Metrics:
+    """Level usage over all steps, and per kind of step if the environment reports kinds."""
+    if not steps:
+        return {}
+    metrics = format_metrics([step.reply for step in steps])
+    metrics["thinking/tokens_per_step"] = _mean([step.thinking_tokens for step in steps])
+    metrics["thinking/names_action"] = _mention_rate([(step.reply.thought, step.reply.action) for step in steps])
+    for kind in sorted({step.kind for step in steps if step.kind is not None}):
+        of_kind = [step for step in steps if step.kind == kind]
+        metrics |= level_shares([step.reply for step in of_kind], f"thinking/{kind}")
+        metrics[f"thinking/{kind}/tokens_per_step"] = _mean([step.thinking_tokens for step in of_kind])
+        metrics[f"thinking/{kind}/steps"] = float(len(of_kind))
+    return metrics
+
+
+def alternative_metrics(
+    chosen: Sequence[ParsedStep], alternatives: Sequence[Sequence[Alternative]], scored: LevelScores, sampled: int
+) -> Metrics:
+    """`sampled` is the number of tokens sampled in the rollouts themselves."""
+    pairs = [
+        (step, alternative)
+        for step, step_alternatives in zip(chosen, alternatives, strict=True)
+        for alternative in step_alternatives
+    ]
+    generated_tokens = sum(alternative.generated_tokens for _, alternative in pairs)
+    return {
+        "thinking/steps_compared": float(len(chosen)),
+        "thinking/groups": float(sum(group is not None for group in scored.groups)),
+        "thinking/alternatives": float(len(pairs)),
+        "thinking/failed_alternatives": float(sum(scored.failures.values())),
+        **{f"thinking/failed/{why}": float(count) for why, count in sorted(scored.failures.items())},
+        "thinking/alternatives_name_action": _mention_rate(
+            [(alternative.thought, step.reply.action) for step, alternative in pairs if alternative.failure is None]
+        ),
+        "thinking/added_tokens": float(generated_tokens),
+        "thinking/added_tokens_ratio": generated_tokens / max(1, sampled),
+        "thinking/scored_tokens": float(scored.scored_tokens),
+        "thinking/thought_gap": scored.thought_gap,
+        "thinking/own_gap": scored.action_gap,
+    }
+
+
+def _mention_rate(pairs: Sequence[tuple[str | None, str | None]]) -> float:
+    return _mean([float(mentions_action(thought, action)) for thought, action in pairs if thought is not None])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

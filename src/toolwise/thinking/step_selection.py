@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from random import Random
 from typing import Literal
 
-from toolwise.thinking.alternatives import AlternativeWriter, Codec
-from toolwise.thinking.parsed_step import ParsedStep
+from toolwise.thinking.alternatives import AlternativeWriter, Codec, without_end
+from toolwise.thinking.parsed_step import ParsedStep, token_spans
 from toolwise.thinking.reply import parse_reply
 from toolwise.thinking.thinking_model import NoLogprobsError
-from toolwise.thinking.token_spans import token_spans
 from toolwise.types import Alternative, ScoredRollout, StepData
 
 log = logging.getLogger("toolwise.thinking")
@@ -45,12 +44,9 @@ def parse_step(rollout_id: str, group_id: str, index: int, step: StepData, codec
             f"rollout {rollout_id}, step {index}: the policy returned no token ids, so its thoughts cannot be "
             "compared: use the local policy, or set algorithm.rlvcr.enable = false"
         )
-    ids = list(tokens.token_ids)
-    if ids and ids[-1] == codec.end_id:
-        ids.pop()
+    ids = without_end(tokens.token_ids, codec)
     text = codec.decode(ids)
-    reply = parse_reply(text)
-    kind = step.step_info.get("step_kind")
+    reply, kind = parse_reply(text), step.step_info.get("step_kind")
     return ParsedStep(
         rollout_id,
         group_id,
@@ -75,8 +71,8 @@ def choose_steps(
     seed: str = "0",
 ) -> list[ParsedStep]:
     """A random share of the steps that may be compared, in random order."""
-    rollouts = _eligible_rollouts(scored, selection, success_score)
-    eligible = [step for step in steps if step.comparable and step.rollout_id in rollouts]
+    rollout_ids = _eligible_rollouts(scored, selection, success_score)
+    eligible = [step for step in steps if step.comparable and step.rollout_id in rollout_ids]
     Random(seed).shuffle(eligible)
     return eligible[: math.ceil(share * len(eligible))]
 
@@ -84,7 +80,6 @@ def choose_steps(
 def _eligible_rollouts(
     scored: Sequence[ScoredRollout], selection: StepSelection, success_score: float | None
 ) -> set[str]:
-    """Ids of the rollouts whose steps may be chosen."""
     if selection == "all":
         return {s.rollout.rollout_id for s in scored}
     groups: dict[str, list[ScoredRollout]] = defaultdict(list)
@@ -121,9 +116,7 @@ async def write_within_budget(
         if not wave:
             break
         alternatives = await writer.write(wave, training_step=training_step)
-        budget -= sum(
-            alternative.generated_tokens for step_alternatives in alternatives for alternative in step_alternatives
-        )
+        budget -= sum(alternative.generated_tokens for of_step in alternatives for alternative in of_step)
         done += wave
         written += alternatives
     if steps and not done:

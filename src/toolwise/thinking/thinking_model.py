@@ -50,7 +50,6 @@ class ThinkingModel(Protocol):
 
     def counters(self) -> Metrics:
         """Cumulative counts of prefilled and reused tokens; empty if not counted."""
-        ...
 
 
 ScoreFn = Callable[[Sequence[ScoringRequest], float], list[tuple[TokenScores, ...]]]

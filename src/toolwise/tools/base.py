@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from pydantic import BaseModel, Field
+
+ToolResult = tuple[str, float | None, dict[str, Any]]
+"""Text for the model, step reward or None, info."""
 
 
 class FunctionSchema(BaseModel):
@@ -51,15 +54,12 @@ class BaseTool(ABC):
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return self.tool_schema
 
-    @abstractmethod
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Create an instance for one rollout and return its id."""
         return instance_id or str(uuid4())
 
     @abstractmethod
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[str, float | None, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
         """Run one call and return (text for the model, step reward or None, info). `parameters` are the model's
         arguments, `kwargs` the task's `execute_kwargs`; the two are never mixed."""
 
@@ -67,6 +67,39 @@ class BaseTool(ABC):
         """The tool's reward for the whole rollout, called once at its end; None for no reward."""
         return None
 
-    @abstractmethod
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Free the resources of the instance. Called exactly once, however the rollout ended."""
+        return
+
+
+class BuiltinTool(BaseTool):
+    """A tool with one argument, a string, and a default schema, which a configuration may replace."""
+
+    default_schema: ClassVar[OpenAIFunctionToolSchema]
+
+    def __init__(
+        self, config: dict[str, Any] | None = None, tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        super().__init__(config or {}, tool_schema or self.default_schema)
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
+        (argument,) = self.default_schema.function.parameters["required"]
+        if not isinstance(parameters.get(argument), str):
+            return f"error: {argument} must be a string", None, {"ok": False}
+        return await self.run(instance_id, parameters[argument])
+
+    async def run(self, instance_id: str, text: str) -> ToolResult:
+        """One call with the argument `text`."""
+        raise NotImplementedError
+
+
+def one_argument_schema(
+    name: str, description: str, argument: str, argument_description: str
+) -> OpenAIFunctionToolSchema:
+    """The schema of a tool with one argument, a string."""
+    parameters = {
+        "type": "object",
+        "properties": {argument: {"type": "string", "description": argument_description}},
+        "required": [argument],
+    }
+    return OpenAIFunctionToolSchema(function=FunctionSchema(name=name, description=description, parameters=parameters))

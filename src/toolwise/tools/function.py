@@ -9,10 +9,10 @@ import logging
 import re
 import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from math import inf, nextafter
-from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
+from contextlib import suppress
+from typing import Annotated, Any, Generic, Literal, ParamSpec, TypeVar, cast, get_args, overload
 
-from pydantic import ValidationError
+from pydantic import Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from toolwise.concurrency.deadlines import call_in_thread, in_virtual_time
@@ -20,21 +20,21 @@ from toolwise.config.imports import Registration, did_you_mean, in_worker, regis
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.notebook import lacks_file
 from toolwise.tools import isolation
-from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
+from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema, ToolResult
 from toolwise.tools.isolation.code_location import ObjectRef
-from toolwise.tools.isolation.worker import LoadFault
-from toolwise.tools.signature import build_tool_schema, make_adapter, read_annotations, returns_reward
+from toolwise.tools.isolation.tool_worker import LoadFault
+from toolwise.tools.schema import build_tool_schema, make_adapter, read_annotations, returns_reward
 
 log = logging.getLogger("toolwise.tools")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-FAMILIES = ("SEARCH", "CALCULATE", "OTHER")
-ABOVE_0 = nextafter(0.0, 1.0)
+FamilyName = Literal["SEARCH", "CALCULATE", "OTHER"]
+FAMILIES = get_args(FamilyName)
+PositiveNumber = Annotated[FiniteFloat, Field(gt=0)]
+NonNegativeNumber = Annotated[FiniteFloat, Field(ge=0)]
 
-Result = tuple[str, float | None, dict[str, Any]]
-_TUPLE_KEY = "unannotated_tuple"
-"""Key in the info of a result that marks it on its way from a worker process."""
+_TUPLE_KEY = "unannotated_tuple"  # in the info of a result, marks it on its way from a worker process
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -76,8 +76,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
         super().__init__(config, build_tool_schema(function, name, description, self._adapters))
         functools.update_wrapper(self, function)
         self.isolate = isolate
-        self._create_kwargs: dict[str, dict[str, Any]] = {}
-        """instance id -> the task's `create_kwargs`"""
+        self._create_kwargs: dict[str, dict[str, Any]] = {}  # instance id -> the task's `create_kwargs`
         self._warned_of_tuple = False
         self._schemas: dict[frozenset[str], OpenAIFunctionToolSchema] = {}
         self._lacks_file = lacks_file(function)  # a notebook function: each run writes a file for it
@@ -92,8 +91,9 @@ class FunctionTool(BaseTool, Generic[P, R]):
         current = {"description": self.tool_schema.function.description, "isolate": self.isolate, **self.config}
         return FunctionTool(self.function, name=self.name, **{**current, **options})
 
-    def check_task_arguments(self, kwargs: Mapping[str, Any]) -> None:
-        """Reject arguments of a task that the function does not accept."""
+    def check_task_arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert arguments of a task to the annotated types; rejects those that the function does not accept."""
+        arguments: dict[str, Any] = {}
         for key, value in kwargs.items():
             if key not in self._adapters:
                 takes = ", ".join(self._adapters) or "no arguments"
@@ -101,17 +101,16 @@ class FunctionTool(BaseTool, Generic[P, R]):
             if key in ("instance_id", "parameters"):
                 raise ToolwiseError(f"tool {self.name}: a task cannot pass an argument named {key}: rename it")
             try:
-                self._adapters[key].validate_python(value)
+                arguments[key] = self._adapters[key].validate_python(value)
             except ValidationError as error:
                 problem = error.errors()[0]["msg"]
                 raise ToolwiseError(f"tool {self.name}, argument {key!r}: {problem}, got {value!r:.60}") from None
+        return arguments
 
     def schema_without(self, names: Collection[str]) -> OpenAIFunctionToolSchema:
         """The schema shown to the model when the task supplies the arguments `names`."""
-        if not names:
-            return self.tool_schema
         key = frozenset(names)
-        if key not in self._schemas:
+        if key and key not in self._schemas:
             parameters = self.tool_schema.function.parameters
             remaining = {
                 **parameters,
@@ -120,7 +119,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
             }
             function = self.tool_schema.function.model_copy(update={"parameters": remaining})
             self._schemas[key] = self.tool_schema.model_copy(update={"function": function})
-        return self._schemas[key]
+        return self._schemas[key] if key else self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
         instance_id = await super().create(instance_id)
@@ -129,9 +128,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
             self._create_kwargs[instance_id] = kwargs
         return instance_id
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[str, float | None, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
         if self._lacks_file and self._registration != (registration := registration_of(self.function)):
             self._target, self._registration = self._find_target(), registration
         kwargs = {**self._create_kwargs.get(instance_id, {}), **kwargs}
@@ -143,27 +140,26 @@ class FunctionTool(BaseTool, Generic[P, R]):
                 if self._target is not None:  # of several concurrent calls only the first reports it
                     self._disable_isolation(str(fault))
         try:
-            arguments = self._parse_arguments(parameters, kwargs)
+            call = self._bind(parameters, kwargs)
         except ValueError as error:
             return f"error: {error}", None, {"ok": False}
-        function = cast("Callable[..., Any]", self.function)
-        if inspect.iscoroutinefunction(function) or in_virtual_time():
-            value = function(**arguments)
+        if inspect.iscoroutinefunction(self.function) or in_virtual_time():
+            value = call()
         else:
-            value = await call_in_thread(functools.partial(function, **arguments), name=f"tool {self.name}")
+            value = await call_in_thread(call, name=f"tool {self.name}")
         if inspect.isawaitable(value):
             value = await value
         return self._warn_of_tuple(self._result(value))
 
     def call_sync(
         self, parameters: Mapping[str, Any], wait: Callable[[Awaitable[Any]], Any], kwargs: Mapping[str, Any]
-    ) -> tuple[str, float | None, dict[str, Any]]:
+    ) -> ToolResult:
         """One call in the current thread, as in a worker process; `wait` runs an awaitable to completion."""
         try:
-            arguments = self._parse_arguments(parameters, kwargs)
+            call = self._bind(parameters, kwargs)
         except ValueError as error:
             return f"error: {error}", None, {"ok": False}
-        value: Any = cast("Callable[..., Any]", self.function)(**arguments)
+        value = call()
         return self._result(wait(value) if inspect.isawaitable(value) else value)
 
     def _find_target(self) -> ObjectRef | None:
@@ -181,11 +177,9 @@ class FunctionTool(BaseTool, Generic[P, R]):
         """Whether the reference resolves to this function. Checked late: a decorator runs before the name is bound."""
         if registered_reference(self.function) is not None:  # its file was generated from this function
             return True
-        module = sys.modules.get(self.function.__module__)
-        try:
-            resolved = target.find(module) if module is not None else None
-        except AttributeError:
-            resolved = None
+        resolved = None
+        with suppress(KeyError, AttributeError):
+            resolved = target.find(sys.modules[self.function.__module__])
         if resolved is self or resolved is self.function or getattr(resolved, "function", None) is self.function:
             return True
         self._disable_isolation(f"{target.name} in {target.module_ref} is another function")
@@ -201,11 +195,11 @@ class FunctionTool(BaseTool, Generic[P, R]):
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         self._create_kwargs.pop(instance_id, None)
 
-    def _parse_arguments(self, parameters: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert the model's and the task's arguments to the annotated types: an enum's value becomes a member, 3
-        becomes 3.0. Raises `ValueError` for a mistake of the model, `ToolwiseError` for one in the task."""
-        self.check_task_arguments(kwargs)
-        arguments = {key: self._adapters[key].validate_python(value) for key, value in kwargs.items()}
+    def _bind(self, parameters: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+        """The function with the model's and the task's arguments, converted to the annotated types: an enum's value
+        becomes a member, 3 becomes 3.0. Raises `ValueError` for a mistake of the model, `ToolwiseError` for one in the
+        task."""
+        arguments = self.check_task_arguments(kwargs)
         for key in self.tool_schema.function.parameters["required"]:
             if key not in parameters and key not in kwargs:
                 raise ValueError(f"missing argument {key!r}")
@@ -216,9 +210,9 @@ class FunctionTool(BaseTool, Generic[P, R]):
                 arguments[key] = self._adapters[key].validate_python(value)
             except ValidationError as error:
                 raise ValueError(f"argument {key!r}: {error.errors()[0]['msg']}") from None
-        return arguments
+        return functools.partial(cast("Callable[..., Any]", self.function), **arguments)
 
-    def _result(self, value: Any) -> tuple[str, float | None, dict[str, Any]]:
+    def _result(self, value: Any) -> ToolResult:
         if not self._returns_reward:
             info = {"ok": True, _TUPLE_KEY: True} if _looks_like_reward(value) else {"ok": True}
             return self._text(value), None, info
@@ -231,7 +225,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
             raise ToolwiseError(f"tool {self.name} returned the info {info!r:.80}: return a dictionary")
         return self._text(text), None if reward is None else float(reward), {"ok": True, **info}
 
-    def _warn_of_tuple(self, result: Result) -> Result:
+    def _warn_of_tuple(self, result: ToolResult) -> ToolResult:
         """Warn about a tuple without annotation. Workers mark such results, so that the trainer warns only once."""
         if result[2].pop(_TUPLE_KEY, False) and not self._warned_of_tuple:
             self._warned_of_tuple = True
@@ -270,35 +264,13 @@ def tool(
     isolate: bool | None = None,
     max_concurrent: int | None = None,
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
-def tool(
-    function: Callable[..., Any] | None = None,
-    /,
-    *,
-    name: str | None = None,
-    family: str | None = None,
-    price: float | None = None,
-    description: str | None = None,
-    isolate: bool | None = None,
-    max_concurrent: int | None = None,
-) -> Any:
+def tool(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Make a tool from a typed function: `@tool`, or with options `@tool(family="SEARCH", price=0.5)`.
 
     `isolate` selects where it runs: in a worker process (True), in this process (False), or by the rules of
     `FunctionTool` (None). `max_concurrent` limits the concurrent calls over all rollouts.
     """
-
-    def make(target: Callable[..., Any]) -> FunctionTool[..., Any]:
-        return FunctionTool(
-            target,
-            name=name,
-            description=description,
-            family=family,
-            price=price,
-            isolate=isolate,
-            max_concurrent=max_concurrent,
-        )
-
-    return make if function is None else make(function)
+    return functools.partial(FunctionTool, **options) if function is None else FunctionTool(function, **options)
 
 
 def as_tool(obj: BaseTool | Callable[..., Any]) -> BaseTool:
@@ -318,25 +290,22 @@ def check_option_names(config: Mapping[str, Any], known: Iterable[str], where: s
             raise ConfigError(f"tools: {where} has no option {key!r}{hint}")
 
 
-def checked_number(value: Any, where: str, expected: str, *, whole: bool = False, low: float, high: float = inf) -> Any:
-    """`value` if it is a finite number from `low` to `high`, else an error that says what was `expected`."""
-    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high or value == inf:
-        raise ConfigError(f"{where} must be {expected}, got {value!r}")
-    return value
+def checked(value: Any, kind: Any, where: str, expected: str) -> Any:
+    """`value` if it is of the type `kind`, without conversion; else an error that says what was `expected`."""
+    try:
+        return TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        raise ConfigError(f"{where} must be {expected}, got {value!r:.80}") from None
 
 
 def checked_seconds(value: Any, where: str) -> float:
-    return float(checked_number(value, where, "a number of seconds above 0", low=ABOVE_0))
+    return float(checked(value, PositiveNumber, where, "a number of seconds above 0"))
 
 
 def check_tool_options(config: Mapping[str, Any], where: str) -> None:
     """Validate the options used by the router, the budget and the scheduler."""
-    family = config.get("family", "OTHER")
-    if family not in FAMILIES:
-        raise ToolwiseError(f"{where}: family must be one of {', '.join(FAMILIES)}, got {family!r}")
-    checked_number(config.get("price", 0.0), f"{where}: price", "a number ≥ 0", low=0)
-    if config.get("max_concurrent") is not None:
-        checked_number(config["max_concurrent"], f"{where}: max_concurrent", "an integer ≥ 1", whole=True, low=1)
+    checked(config.get("family", "OTHER"), FamilyName, f"{where}: family", f"one of {', '.join(FAMILIES)}")
+    checked(config.get("price", 0.0), NonNegativeNumber, f"{where}: price", "a number ≥ 0")
+    checked(config.get("max_concurrent"), PositiveInt | None, f"{where}: max_concurrent", "an integer ≥ 1")
     if config.get("isolate") not in (None, True, False):
-        raise ToolwiseError(f"{where}: isolate must be true or false, got {config['isolate']!r}")
+        raise ConfigError(f"{where}: isolate must be true or false, got {config['isolate']!r}")

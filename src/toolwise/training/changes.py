@@ -97,9 +97,18 @@ MUTABLE_SETTINGS = frozenset(
         "validation.do_sample",
         "validation.every",
         "validation.before",
+        # the options of a user's parts, as the learning rates above: which part it is stays the same
+        "algorithm.estimator_kwargs",
+        "actor.policy_loss_kwargs",
+        "router.kwargs",
     }
 )
 """Changing anything else would make it a different run: other data, another model, loss or reward."""
+
+
+_INSIDE_SETTING = re.compile(
+    r"^(trainer\.trackers|trainer\.callbacks|algorithm\.estimator_kwargs|actor\.policy_loss_kwargs|router\.kwargs)[.\[].*"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +121,7 @@ class Change:
 
     @property
     def allowed(self) -> bool:
-        setting = re.sub(r"^(trainer\.(trackers|callbacks))\[.*", r"\1", re.sub(r"\[\d+\]", "[]", self.key))
+        setting = re.sub(r"\[\d+\]", "[]", _INSIDE_SETTING.sub(r"\1", self.key))
         return setting in MUTABLE_SETTINGS or _is_moved_file(self.old, self.new)
 
     def __str__(self) -> str:
@@ -122,8 +131,7 @@ class Change:
 def changes_between(before: RunConfig, now: RunConfig) -> list[Change]:
     """Every setting that differs, in schema order."""
     old, new = _flatten(comparable_settings(before)), _flatten(comparable_settings(now))
-    keys = [*new, *(key for key in old if key not in new)]
-    return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+    return [Change(key, old.get(key), new.get(key)) for key in {**new, **old} if old.get(key) != new.get(key)]
 
 
 def check_same_run(config: RunConfig, config_file: Path) -> None:
@@ -136,8 +144,8 @@ def check_same_run(config: RunConfig, config_file: Path) -> None:
     forbidden = [str(change) for change in changes if not change.allowed]
     if not forbidden:
         return
-    allowed = [str(change) for change in changes if change.allowed]
-    also = f" (these may change: {', '.join(allowed)})" if allowed else ""
+    allowed = ", ".join(str(change) for change in changes if change.allowed)
+    also = f" (these may change: {allowed})" if allowed else ""
     raise ConfigError(
         f"cannot resume {config_file.parent} with changed settings: {', '.join(forbidden)}{also}; "
         f"use a new --out, or resume with the recorded settings: {resume_command(config_file.parent)}"
@@ -147,8 +155,8 @@ def check_same_run(config: RunConfig, config_file: Path) -> None:
 def load_run_config(out: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Load the settings of the run in `out`, in order to resume it."""
     if not (out / "config.toml").is_file():
-        there = "has no config.toml" if out.is_dir() else "does not exist"
-        raise ConfigError(f"{out} holds no run to resume (it {there}): give the folder of a run")
+        why = "has no config.toml" if out.is_dir() else "does not exist"
+        raise ConfigError(f"{out} holds no run to resume (it {why}): give the folder of a run")
     try:
         return load_config(out / "config.toml", overrides)
     except ConfigError as fault:
@@ -157,12 +165,18 @@ def load_run_config(out: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def check_files(config: RunConfig, run: Path, *sections: str) -> None:
     """Raise unless the files that the run's config.toml names in `sections` ("data.val", "reward", "tools") exist."""
-    named = _flatten({"data": config.data.model_dump(mode="json"), "tools": config.tools})
-    named |= _flatten(
-        {"reward": config.reward.model_dump(include={"function", "parts"}), "env": {"name": config.env.name}}
+    named = _flatten(
+        {
+            "data": config.data.model_dump(mode="json"),
+            "tools": config.tools,
+            "reward": config.reward.model_dump(include={"function", "parts"}),
+            "env": {"name": config.env.name},
+            "router": {"name": config.router.name},
+            "rollout": {"tool_parser": config.rollout.tool_parser},
+            "algorithm": {"adv_estimator": config.algorithm.adv_estimator},
+            "actor": {"policy_loss": config.actor.policy_loss},
+        }
     )
-    named |= {"router.name": config.router.name, "rollout.tool_parser": config.rollout.tool_parser}
-    named |= {"algorithm.adv_estimator": config.algorithm.adv_estimator, "actor.policy_loss": config.actor.policy_loss}
     for kind, entries in (("trackers", config.trainer.trackers), ("callbacks", config.trainer.callbacks)):
         named[f"trainer.{kind}"] = [entry if isinstance(entry, str) else entry.name for entry in entries]
     missing = [
@@ -173,11 +187,10 @@ def check_files(config: RunConfig, run: Path, *sections: str) -> None:
         if (file := _file(entry)) is not None and not file.exists()
     ]
     if missing:
-        files = ", ".join(f"{file} ({key})" for key, file in missing)
         option = "--reward" if sections == ("reward",) else f"--set {missing[0][0]}="
         raise ConfigError(
-            f"{run / 'config.toml'} names missing files: {files}; restore them, or, if the project was moved, give the "
-            f"new path with {option}…"
+            f"{run / 'config.toml'} names missing files: {', '.join(f'{file} ({key})' for key, file in missing)}; "
+            f"restore them, or, if the project was moved, give the new path with {option}…"
         )
 
 
@@ -199,7 +212,6 @@ def _is_moved_file(old: Any, new: Any) -> bool:
 
 
 def resume_command(out: Path) -> str:
-    """The command that resumes a run."""
     return f"toolwise resume {shlex.quote(str(out))}"
 
 
@@ -214,8 +226,7 @@ def comparable_settings(config: RunConfig) -> dict[str, Any]:
 
 def portable_config(config: RunConfig, out: Path) -> RunConfig:
     """The config for config.toml: paths inside the run folder become relative, so that the folder can be moved."""
-    settings = resolve_paths(config.model_dump(), Path.cwd())
-    return RunConfig.model_validate(relative_paths(settings, out.resolve()))
+    return RunConfig.model_validate(relative_paths(resolve_paths(config.model_dump(), Path.cwd()), out.resolve()))
 
 
 def saved_settings(config: RunConfig, out: Path) -> dict[str, Any]:
@@ -229,19 +240,17 @@ def changes_since(settings: Any, config: RunConfig, out: Path) -> list[Change]:
     if not isinstance(settings, Mapping):  # checkpoints of earlier versions have none
         return []
     try:
-        before = build_config(RunConfig, resolve_paths(settings, out.resolve()), source=str(out))
+        return changes_between(build_config(RunConfig, resolve_paths(settings, out.resolve()), source=str(out)), config)
     except ConfigError:  # settings that this version no longer has
         return []
-    return changes_between(before, config)
 
 
 def record_changes(out: Path, step: int, changes: list[Change]) -> None:
     """Record settings that changed at `step`; replaces entries from `step` on, which the resume has undone."""
-    earlier = [line for line in read_changes(out) if line["step"] < step]
-    lines = [*earlier, *({"step": step, **asdict(change)} for change in changes)]
-    file = out / CHANGES
-    if lines or file.exists():
-        write_atomic(file, b"".join(map(json_line, lines)))
+    lines = [line for line in read_changes(out) if line["step"] < step]
+    lines += [{"step": step, **asdict(change)} for change in changes]
+    if lines or (out / CHANGES).exists():
+        write_atomic(out / CHANGES, b"".join(map(json_line, lines)))
 
 
 def read_changes(out: Path) -> list[dict[str, Any]]:
@@ -251,8 +260,7 @@ def read_changes(out: Path) -> list[dict[str, Any]]:
 
 def describe_changes(out: Path) -> list[str]:
     """All recorded changes as text: `step 40: actor.lr: 1e-05 → 2e-05`."""
-    lines = read_changes(out)
-    return [f"step {line['step']}: {Change(line['key'], line['old'], line['new'])}" for line in lines]
+    return [f"step {line['step']}: {Change(line['key'], line['old'], line['new'])}" for line in read_changes(out)]
 
 
 def _flatten(value: Any, key: str = "") -> dict[str, Any]:

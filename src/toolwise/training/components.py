@@ -1,4 +1,5 @@
-"""Creates a run's estimator and policy loss: built-in ones by name, those of a user by reference, class or object."""
+"""Creates a run's estimator and policy loss: built-in ones by name, those of a user by reference, class or object. Also
+the thinking stage: the model that writes and scores thoughts, and the budget."""
 
 from __future__ import annotations
 
@@ -6,12 +7,19 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_args
 
-from toolwise.advantages import build_estimator
+from toolwise.advantages import MonitoredEstimator, Rlvcr, build_estimator
 from toolwise.config.components import create, is_factory
 from toolwise.config.imports import did_you_mean, load_reference
-from toolwise.config.schema import RunConfig
+from toolwise.config.loader import build_config
+from toolwise.config.router import BudgetConfig
+from toolwise.config.schema import ActorConfig, RunConfig
 from toolwise.errors import ConfigError
-from toolwise.protocols import AdvantageEstimator, Annotation, PolicyLoss
+from toolwise.protocols import AdvantageEstimator, Annotation, ModelPolicy, PolicyLoss, PrefixEngine, Sampling
+from toolwise.routing.budget import Multiplier
+from toolwise.thinking.alternatives import AlternativeWriter
+from toolwise.thinking.levels import DEFAULT_LEVELS, END_THINK, load_levels
+from toolwise.thinking.stage import ThinkingStage
+from toolwise.thinking.thinking_model import EngineModel, PolicyWithScorer, ThinkingModel
 from toolwise.training.trackers.observers import qualified_name
 from toolwise.types import RewardSettings
 
@@ -71,30 +79,93 @@ def _load(source: Any, kwargs: Mapping[str, Any], key: str, base: type) -> Any:
 
 
 def _check_estimator(config: RunConfig, estimator: AdvantageEstimator, where: str) -> None:
-    rewards, size, known = estimator.rewards, estimator.min_group_size, get_args(Annotation)
-    if not isinstance(estimator.needs, frozenset) or not estimator.needs <= set(known):
-        raise ConfigError(f"{where}: needs is {estimator.needs!r:.80}; use a frozenset of {', '.join(known)}")
-    if rewards is not None and not isinstance(rewards, RewardSettings):
-        raise ConfigError(f"{where}: rewards is {rewards!r:.80}; use a toolwise.RewardSettings or None")
-    if not isinstance(size, int) or size < 1:
-        raise ConfigError(f"{where}: min_group_size is {size!r:.80}; use 1 or more")
-    if estimator.per not in ("token", "turn"):
-        raise ConfigError(f'{where}: per is {estimator.per!r:.80}; use "token" or "turn"')
+    needs, rewards, size, known = estimator.needs, estimator.rewards, estimator.min_group_size, get_args(Annotation)
+    for name, valid, hint in (
+        ("needs", isinstance(needs, frozenset) and needs <= set(known), f"a frozenset of {', '.join(known)}"),
+        ("rewards", rewards is None or isinstance(rewards, RewardSettings), "a toolwise.RewardSettings or None"),
+        ("min_group_size", isinstance(size, int) and size >= 1, "1 or more"),
+        ("per", estimator.per in ("token", "turn"), '"token" or "turn"'),
+    ):
+        if not valid:
+            raise ConfigError(f"{where}: {name} is {getattr(estimator, name)!r:.80}; use {hint}")
     algorithm = config.algorithm
     for name in (field.name for field in fields(RewardSettings)):
-        configured = getattr(algorithm, name)
-        if configured not in (getattr(RewardSettings(), name), getattr(rewards, name, None)):
+        if getattr(algorithm, name) not in (getattr(RewardSettings(), name), getattr(rewards, name, None)):
             raise ConfigError(
                 f"algorithm.{name} applies to the built-in estimators: leave it out, and set {name} in the `rewards` "
                 f"of {where.partition(': ')[2]}"
             )
-    costs = {
-        'algorithm.kl = "reward"': algorithm.kl == "reward",
-        "algorithm.rlvcr.subtract_thinking_cost": algorithm.rlvcr.enable and algorithm.rlvcr.subtract_thinking_cost,
-    }
-    charged = [setting for setting, is_set in costs.items() if is_set]
+    charged = ['algorithm.kl = "reward"'] if algorithm.kl == "reward" else []
+    if algorithm.rlvcr.enable and algorithm.rlvcr.subtract_thinking_cost:
+        charged.append("algorithm.rlvcr.subtract_thinking_cost")
     if rewards is None and charged:
         raise ConfigError(
             f"{charged[0]} would have no effect: {where} declares no `rewards`; compute rewards with "
             "toolwise.advantages.total_rewards and set rewards = RewardSettings()"
+        )
+
+
+def build_thinking_stage(config: RunConfig, policy: ModelPolicy) -> ThinkingStage | None:
+    """None if `algorithm.rlvcr.enable` is false."""
+    rlvcr = config.algorithm.rlvcr
+    if not rlvcr.enable:
+        return None
+    sampling = Sampling(
+        temperature=config.rollout.temperature,
+        max_new_tokens=rlvcr.max_thought_tokens,
+        do_sample=config.rollout.do_sample,
+        seed=config.seed,
+    )
+    levels = DEFAULT_LEVELS if rlvcr.levels is None else load_levels(rlvcr.levels)
+    multiplier = None
+    if (budget := rlvcr.budget).limit is not None:
+        settings = {**budget.model_dump(exclude={"price"}), "unit": "tokens", "initial": budget.price}
+        multiplier = Multiplier(build_config(BudgetConfig, settings, source="algorithm.rlvcr.budget"))
+    return ThinkingStage(
+        AlternativeWriter(thinking_model(policy, config.actor), policy.chat, levels, sampling),
+        rlvcr,
+        multiplier,
+        total_steps=config.trainer.total_steps,
+        seed=config.seed,
+    )
+
+
+def thinking_model(policy: ModelPolicy, actor: ActorConfig) -> ThinkingModel:
+    """The policy's engine if it can both generate and score; else the policy with a scoring pass of the learner."""
+    if isinstance(policy.engine, PrefixEngine):
+        return EngineModel(policy.engine, stop_strings=(END_THINK,))
+    from toolwise.learner.continuation_scores import ContinuationScorer
+
+    return PolicyWithScorer(policy, ContinuationScorer(policy.model, actor))
+
+
+def with_rlvcr(config: RunConfig, trajectory: AdvantageEstimator) -> AdvantageEstimator:
+    """Add the thinking advantage to another estimator's, or only its metrics, as configured."""
+    rlvcr = config.algorithm.rlvcr
+    if config.algorithm.adv_estimator != "rlvcr" and not rlvcr.enable:
+        return trajectory
+    return build_estimator(
+        Rlvcr if config.algorithm.adv_estimator == "rlvcr" else MonitoredEstimator,
+        **rlvcr.model_dump(),
+        trajectory=trajectory,
+        seed=config.seed,
+        importance_cap=config.actor.importance_cap,
+        compare_equal_scores=rlvcr.steps != "mixed" and rlvcr.share > 0.0,
+    )
+
+
+def check_thinking(config: RunConfig) -> None:
+    """Raise if thinking settings contradict each other."""
+    algorithm = config.algorithm
+    if algorithm.adv_estimator != "rlvcr":
+        return
+    if not algorithm.rlvcr.enable:
+        raise ConfigError(
+            "algorithm.adv_estimator is rlvcr but algorithm.rlvcr.enable is false: no alternatives would be written; "
+            f"set enable = true, or adv_estimator = {algorithm.rlvcr.base!r}"
+        )
+    if algorithm.rlvcr.combine == "reweight" and algorithm.kl == "reward":
+        raise ConfigError(
+            "algorithm.rlvcr.combine is reweight, whose added rows have no reward to subtract a KL from: use "
+            'kl = "loss", or combine = "additive"'
         )

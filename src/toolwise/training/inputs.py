@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from os.path import realpath
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from toolwise.config.imports import GIVEN_IN_PYTHON, register, unregister
@@ -33,17 +33,20 @@ from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import TOOLS, as_entries
 from toolwise.tools.function import FunctionTool
 from toolwise.tools.isolation.code_location import has_main_guard
-from toolwise.training.scoring import weighted_sources
+from toolwise.training.evaluate import weighted_sources
 from toolwise.training.trackers.observers import observer_entries, qualified_name
 from toolwise.types import Task
 
 COMPONENTS = {
+    "env": ("env", "name", ""),
     "router": ("router", "name", "kwargs"),
     "parser": ("rollout", "tool_parser", ""),
     "estimator": ("algorithm", "adv_estimator", "estimator_kwargs"),
     "loss": ("actor", "policy_loss", "policy_loss_kwargs"),
 }
 """The section of each part, and the settings for its name and its arguments."""
+CORRECTABLE = ("code/estimator_", "code/loss_", "code/router_")
+"""Definitions from notebook cells that may differ when a run is resumed: their errors end runs, to be fixed."""
 
 
 @dataclass(slots=True)
@@ -79,52 +82,34 @@ class RunInputs:
         self._record("data", self.recorded.data.model_copy(update=update))
 
     def add_tools(self, tools: Sequence[Any] | Callable[..., Any] | None) -> None:
-        entries = [self._tool_entry(entry) for entry in as_entries(tools)]
-        self._record("tools", [*self.recorded.tools, *entries])
+        self._record("tools", [*self.recorded.tools, *map(self._tool_entry, as_entries(tools))])
 
     def add_reward(self, reward: Any) -> None:
         """A function, a reference or a `Reward`; a list of them, or of (reward, weight) pairs, is a sum of parts."""
         if reward is None:
             return
         several = isinstance(reward, list | tuple)
-        kwargs = self.recorded.reward.kwargs
         parts = [
             RewardPart(
                 function=self._reward_reference(part),
-                kwargs={**(part.kwargs if isinstance(part, Reward) else {}), **kwargs},
+                kwargs={**(part.kwargs if isinstance(part, Reward) else {}), **self.recorded.reward.kwargs},
                 weight=weight,
             )
             for part, weight in (weighted_sources(reward) if several else [(reward, 1.0)])
         ]
-        if several:
-            update: dict[str, Any] = {"function": "", "kwargs": {}, "parts": parts}
-        else:
+        update: dict[str, Any] = {"function": "", "kwargs": {}, "parts": parts}
+        if not several:
             update = {"function": parts[0].function, "kwargs": parts[0].kwargs, "parts": []}
         self._record("reward", self.recorded.reward.model_copy(update=update))
 
-    def add_env(self, source: Any) -> None:
-        """A name, a reference, or a class, function or callable object."""
-        if source is None:
-            return
-        try:
-            name = source if isinstance(source, str) else self._reference(source, "env")
-        except ToolwiseError as fault:
-            if not callable(source):
-                raise ConfigError(f"env: {fault}") from None
-            name = self._note_unnameable(f"the env {_name_of(source)}", str(fault))
-        env = self.recorded.env.model_copy(update={"name": name})
-        self._record("env", env)
-        self.config = self.config.model_copy(update={"env": env})
-
     def add_observers(self, kind: str, observers: Any) -> None:
         """`kind` is "tracker" or "callback"; each is a reference, a table, a class, a function or an object."""
-        trainer = self.recorded.trainer
-        before = trainer.trackers if kind == "tracker" else trainer.callbacks
-        entries = [*before, *(self._observer_entry(kind, entry) for entry in observer_entries(observers))]
-        self._record("trainer", trainer.model_copy(update={f"{kind}s": entries}))
+        entries = [self._observer_entry(kind, entry) for entry in observer_entries(observers)]
+        before = getattr(self.recorded.trainer, f"{kind}s")
+        self._record("trainer", self.recorded.trainer.model_copy(update={f"{kind}s": [*before, *entries]}))
 
     def add_component(self, kind: str, source: Any) -> None:
-        """A router, parser, estimator or loss: a name, a reference, a class or an object."""
+        """An environment, router, parser, estimator or loss: a name, a reference, a class or an object."""
         if source is None:
             return
         section, key, kwargs_key = COMPONENTS[kind]
@@ -134,27 +119,26 @@ class RunInputs:
         name, kwargs = (entry, {}) if isinstance(entry, str) else (entry.name, entry.kwargs)
         # the configured arguments are also those of an estimator or a loss that Python names
         keeps_kwargs = not kwargs_key or (kind != "router" and isinstance(source, str | type))
-        update = {key: name} if keeps_kwargs else {key: name, kwargs_key: kwargs}
+        update = {key: name, **({} if keeps_kwargs else {kwargs_key: kwargs})}
         self._record(section, getattr(self.recorded, section).model_copy(update=update))
-        if kind in ("estimator", "loss"):
+        if kind in ("env", "estimator", "loss"):
             self.config = self.config.model_copy(update={section: getattr(self.recorded, section)})
 
     def check_files(self) -> None:
         """Raise if a resumed run was given other rows or notebook cells than when it started."""
         for name, data in self.files.items():
             path = self.folder / name
-            if path.exists() and path.read_bytes() != data:
-                what = "the data differs" if name.startswith("data/") else "the definition differs"
+            if path.exists() and path.read_bytes() != data and not name.startswith(CORRECTABLE):
                 raise ConfigError(
-                    f"cannot resume {self.folder}: {what} from {path}; use a new out, or continue with "
-                    "what the folder has: toolwise.resume(folder)"
+                    f"cannot resume {self.folder}: the {'data' if name.startswith('data/') else 'definition'} differs "
+                    f"from {path}; use a new out, or continue with what the folder has: toolwise.resume(folder)"
                 )
 
     def write(self) -> None:
         """Write the files, and register the functions in them so that workers can find them."""
         paths = {self.folder / name: data for name, data in self.files.items()}
-        to_create = [folder for path in paths for folder in (path, path.parent, self.folder)]
-        self._created = [path for path in dict.fromkeys(to_create) if not path.exists()]
+        needed = {folder for path in paths for folder in (path, path.parent, self.folder)}
+        self._created = [path for path in needed if not path.exists()]
         try:
             for path, data in paths.items():
                 write_atomic(path, data, private=path.parent.name == "code")
@@ -217,12 +201,15 @@ class RunInputs:
             return entry
         if isinstance(entry, Mapping):
             return build_config(ObserverEntry, dict(entry), source=f"trainer.{kind}s")
-        by_fields = is_dataclass(entry) and not isinstance(entry, type)
+        by_fields = kind != "env" and is_dataclass(entry) and not isinstance(entry, type)
         try:
             kwargs = _field_values(entry) if by_fields else {}
             reference = self._reference(type(entry) if by_fields else entry, kind)
         except ToolwiseError as fault:
-            return self._note_unnameable(f"the {kind} {qualified_name(entry)}", str(fault))
+            if kind == "env" and not callable(entry):
+                raise ConfigError(f"env: {fault}") from None
+            name = _name_of(entry) if kind == "env" else qualified_name(entry)
+            return self._note_unnameable(f"the {kind} {name}", str(fault))
         return ObserverEntry(name=reference, kwargs=kwargs) if kwargs else reference
 
     def _function_tool(self, tool: FunctionTool[..., Any]) -> dict[str, Any]:
@@ -233,8 +220,8 @@ class RunInputs:
         if tool.name != getattr(function, "__name__", None):
             raise ToolwiseError(f"its name differs from the function's: use @tool(name={tool.name!r}) above the def")
         options = {"description": tool.tool_schema.function.description, "isolate": tool.isolate, **tool.config}
-        entry = {"name": self._reference(function, "tool")}
-        return entry | {key: value for key, value in options.items() if value is not None}
+        given = {key: value for key, value in options.items() if value is not None}
+        return {"name": self._reference(function, "tool"), **given}
 
     def _reference(self, target: Any, kind: str) -> str:
         """The reference by which another process loads `target`; copies the source if there is no file to load."""
@@ -251,8 +238,10 @@ class RunInputs:
         except ToolwiseError as fault:
             if script is None:
                 raise
-            guard = 'put what it runs under `if __name__ == "__main__":`'
-            raise ToolwiseError(f"importing {script.name} would run it again: {guard}; {fault}") from None
+            raise ToolwiseError(
+                f"importing {script.name} would run it again: put what it runs under "
+                f'`if __name__ == "__main__":`; {fault}'
+            ) from None
         name = f"code/{kind}_{definition.__name__}.py"
         if self.files.setdefault(name, source.encode()) != source.encode():
             raise ToolwiseError(f"two objects are named {definition.__name__}; rename one of them")
@@ -289,8 +278,8 @@ def gather_inputs(
     inputs.add_tasks("val", *val)
     inputs.add_tools(tools)
     inputs.add_reward(reward)
-    inputs.add_env(env)
-    for kind, source in (("router", router), ("parser", parser), ("estimator", estimator), ("loss", loss)):
+    sources = {"env": env, "router": router, "parser": parser, "estimator": estimator, "loss": loss}
+    for kind, source in sources.items():
         inputs.add_component(kind, source)
     inputs.add_observers("tracker", trackers)
     inputs.add_observers("callback", callbacks)
@@ -312,7 +301,7 @@ def _named_reference(target: Any) -> str:
     if isinstance(target, type) and getattr(module, "__file__", None) is None:  # a built-in class
         return f"{target.__module__}:{name}"
     file = Path(str(getattr(module, "__file__", None) or target.__code__.co_filename)).resolve()
-    folders = [*(Path(folder).resolve() for folder in library_folders()), package_folder()]
+    folders = [*map(realpath, library_folders()), str(package_folder())]
     installed = any(file.is_relative_to(folder) for folder in folders)
     in_package = "." in target.__module__ and (file.parent / "__init__.py").is_file()  # imports in it may be relative
     return f"{target.__module__}:{name}" if installed or in_package else f"{file}:{name}"
@@ -320,10 +309,9 @@ def _named_reference(target: Any) -> str:
 
 def _definition_of(target: Any) -> Any:
     """The object found under a function's or class's qualified name; None if it is a different one."""
-    module: ModuleType | None = sys.modules.get(target.__module__)
-    namespace = getattr(target, "__globals__", None) or (vars(module) if module is not None else {})
+    module = sys.modules.get(target.__module__)
     first, *rest = target.__qualname__.split(".")
-    value = namespace.get(first)
+    value = (getattr(target, "__globals__", None) or getattr(module, "__dict__", {})).get(first)
     for part in rest:
         value = getattr(value, part, None)
     return value if value is not None and unwrap_target(value) is target else None
@@ -346,9 +334,8 @@ def _builtin_entry(tool: BaseTool) -> dict[str, Any]:
 
 def _field_values(entry: Any) -> dict[str, Any]:
     """The arguments that create a dataclass object again, without those that have their default value."""
-    values = {item.name: getattr(entry, item.name) for item in fields(entry) if item.init}
-    defaults = {item.name: item.default for item in fields(entry)}
-    kwargs = {name: value for name, value in values.items() if value is not defaults[name]}
+    given = ((item, getattr(entry, item.name)) for item in fields(entry) if item.init)
+    kwargs = {item.name: value for item, value in given if value is not item.default}
     _check_serializable(kwargs)
     try:
         inspect.signature(type(entry)).bind(**kwargs)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from toolwise.advantages import cost_metrics, credit
+from toolwise.advantages.assign import learns_from_equal
 from toolwise.advantages.step_rewards import totals_before_costs
 from toolwise.concurrency.deadlines import abandoned_counts
 from toolwise.concurrency.tasks import spawn
@@ -20,6 +22,8 @@ from toolwise.training.evaluate import score
 from toolwise.training.metrics import mean, summarize
 from toolwise.training.run import Run
 from toolwise.types import CreditedRollout, RewardSettings, Rollout, RouteDecision, ScoredRollout, ThinkingByRollout
+
+log = logging.getLogger("toolwise.training.loop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +36,16 @@ class StepResult:
 
 
 async def train_step(run: Run) -> StepResult:
-    """Run one training step."""
-    started, abandoned_before, generated_before = time.perf_counter(), _abandoned_work(), _generation_counts(run)
+    started, counted = time.perf_counter(), _counters(run)
     with Watchdog() as watchdog:
         scored, usable, counts = await collect(run)
     rolled_out = time.perf_counter()
     thinking, thinking_metrics = await think(run, scored, usable)
-    credited, metrics = update_actor(run, usable, thinking)
-    metrics |= run.router.learn(scored) | thinking_metrics
-    run.policy.version = run.learner.version
+    credited, actor_metrics, estimator_metrics = update_actor(run, usable, thinking)
     run.queue.advance()
-    run.progress.step += 1
+    run.progress.step += 1  # before the router learns: if a user's fails, the updated weights count
+    router_metrics = run.router.learn(scored)
+    run.policy.version = run.learner.version
     finished = time.perf_counter()
     rollout_metrics = summarize(scored)
     times = {
@@ -51,25 +54,34 @@ async def train_step(run: Run) -> StepResult:
         "time/step_s": finished - started,
         "time/tokens_per_s": rollout_metrics.get("tokens/sampled", 0.0) / max(rolled_out - started, 1e-9),
     }
-    counters = {name: count - abandoned_before[name] for name, count in _abandoned_work().items()}
-    counters |= {name: count - generated_before.get(name, 0.0) for name, count in _generation_counts(run).items()}
+    counters = {name: count - counted.get(name, 0.0) for name, count in _counters(run).items()}
     times |= {"time/blocks": float(watchdog.blocks), "time/blocked_s": watchdog.blocked_s}
-    return StepResult(metrics | rollout_metrics | counts | counters | times, scored, credited)
+    own = actor_metrics | thinking_metrics | rollout_metrics | counts | counters | times
+    metrics = own | _distinct("estimator", estimator_metrics, own)
+    return StepResult(metrics | _distinct("router", router_metrics, metrics), scored, credited)
 
 
-def _generation_counts(run: Run) -> Metrics:
-    """Generation counters since the process started: computed and cached tokens, retries, transfers."""
-    return {name: count for name, count in run.policy.metrics().items() if name not in _GAUGE_METRICS}
+def _distinct(part: str, reported: Metrics, own: Metrics) -> Metrics:
+    """The metrics that a part of the run reports; those that would hide others are renamed: `estimator/actor/loss`."""
+    hidden = [name for name in reported if name in own or name == "step" or name.startswith("eval/")]
+    for name in hidden:
+        _warn_renamed(part, name)
+    return {f"{part}/{name}" if name in hidden else name: value for name, value in reported.items()}
 
 
-_GAUGE_METRICS = {"policy/version", "engine/blocks", "engine/blocks_in_use"}
+@cache
+def _warn_renamed(part: str, name: str) -> None:
+    log.warning("the %s reports a metric %s, which the run has too: it is logged as %s/%s", part, name, part, name)
 
 
-def _abandoned_work() -> Metrics:
-    """Counts of calls that did not stop when cancelled, since the process started."""
+def _counters(run: Run) -> Metrics:
+    """Counts since the process started: of calls that did not stop when cancelled, and of the policy (computed and
+    cached tokens, retries, transfers)."""
+    gauges = {"policy/version", "engine/blocks", "engine/blocks_in_use"}
     return {
         "tools/abandoned": float(sum(abandoned_counts().values())),
         "tools/workers_killed": float(isolation.shared_pool().killed),
+        **{name: count for name, count in run.policy.metrics().items() if name not in gauges},
     }
 
 
@@ -83,13 +95,11 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
     dropped = 0
     refills = algorithm.max_refills if algorithm.zero_std_groups == "refill" else 0
     for attempt in range(1 + refills):
-        tasks = next(run.batches)
-        step = run.progress.step
+        tasks, step = next(run.batches), run.progress.step
         decisions = run.router.decide(tasks, run.config.rollout.n, step, label=f"step{'-more' * attempt}")
         if attempt:
             run.queue.return_unused(len(tasks))
-        rollouts = await roll_out(run, decisions)
-        batch = await score(run, rollouts, step=step)
+        batch = await score(run, await roll_out(run, decisions), step=step)
         selected, share, n_dropped = select_groups(
             batch,
             keeps_equal=partial(keeps_equal, run),
@@ -104,19 +114,14 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
         prompt_of |= {d.group_id: d.prompt_id or d.group_id for d in decisions}
         if len({prompt_of[s.rollout.group_id] for s in usable}) >= batch_size:
             break
-    counts = {
-        "frac_zero_std": mean(shares),
-        "groups/dropped": float(dropped),
-        "groups/batches": float(len(shares)),
-    }
+    counts = {"frac_zero_std": mean(shares), "groups/dropped": float(dropped), "groups/batches": float(len(shares))}
     return scored, usable, counts
 
 
 def keeps_equal(run: Run, score: float) -> bool:
     """Whether to train on a group whose rewards all equal `score`: its rollouts may still differ in what they cost."""
     charged = run.thinking is not None and run.thinking.config.subtract_thinking_cost
-    keep = run.config.algorithm.zero_std_groups == "keep"
-    return keep or charged or run.estimator.learns_from_equal_scores(score)
+    return run.config.algorithm.zero_std_groups == "keep" or charged or learns_from_equal(run.estimator, score)
 
 
 async def roll_out(run: Run, decisions: Sequence[RouteDecision]) -> list[Rollout]:
@@ -152,18 +157,19 @@ async def roll_out(run: Run, decisions: Sequence[RouteDecision]) -> list[Rollout
 
 def update_actor(
     run: Run, usable: Sequence[ScoredRollout], thinking: ThinkingByRollout
-) -> tuple[list[CreditedRollout], Metrics]:
-    """Update the actor on `usable`; does nothing if only the router is trained."""
+) -> tuple[list[CreditedRollout], Metrics, Metrics]:
+    """Update the actor on `usable`; does nothing if only the router is trained. Also returns the learner's metrics and
+    the estimator's."""
     if not run.config.router.train_actor:
-        return [], {}
-    credited, metrics = annotate_and_credit(run, usable, thinking)
-    return credited, run.learner.update(credited) | metrics
+        return [], {}, {}
+    credited, costs, estimated = annotate_and_credit(run, usable, thinking)
+    return credited, run.learner.update(credited) | costs, estimated
 
 
 def annotate_and_credit(
     run: Run, usable: Sequence[ScoredRollout], thinking: ThinkingByRollout
-) -> tuple[list[CreditedRollout], Metrics]:
-    """Rollouts with advantages, including those that the estimator added, and metrics."""
+) -> tuple[list[CreditedRollout], Metrics, Metrics]:
+    """Rollouts with advantages, including those that the estimator added; metrics of costs, and the estimator's."""
     annotated = run.learner.annotate(usable, thinking)
     batch = credit(run.estimator, annotated)
     added_annotated = run.learner.annotate([row.scored for row in batch.added])
@@ -171,7 +177,7 @@ def annotate_and_credit(
         CreditedRollout(rollout, row.scored.steps, row.advantages)
         for rollout, row in zip(added_annotated, batch.added, strict=True)
     ]
-    return [*batch.rollouts, *added], {**cost_metrics(annotated), **batch.metrics}
+    return [*batch.rollouts, *added], cost_metrics(annotated), dict(batch.metrics)
 
 
 async def think(
@@ -205,8 +211,7 @@ def select_groups(
     selected: list[ScoredRollout] = []
     flat = dropped = 0
     for members in groups.values():
-        truncated = [s for s in members if mask_truncated and s.rollout.stop_reason.truncated]
-        valid = [s for s in members if s.trainable and s not in truncated]
+        valid = [s for s in members if s.trainable and not (mask_truncated and s.rollout.stop_reason.truncated)]
         all_equal = len(valid) >= 2 and len(set(totals_before_costs(valid, rewards))) == 1
         drop = len(valid) < min_group_size or (all_equal and not keeps_equal(min(s.score for s in valid)))
         flat += all_equal or drop

@@ -6,7 +6,7 @@ A file has one JSON line per rollout; tokens and log-probs are in a safetensors 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +15,7 @@ from toolwise.protocols import Callback
 from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_line, json_text
 from toolwise.training.trackers.jsonl import read_metrics
-from toolwise.types import CreditedRollout, ScoredRollout, StepData, StepEvent, ValidationEvent
+from toolwise.types import CreditedRollout, ScoredRollout, StepEvent, ValidationEvent
 from toolwise.untrusted.bounds import MAX_WARNINGS
 
 T = TypeVar("T")
@@ -165,7 +165,7 @@ def write_records(
     """Write `name`.jsonl and `name`.safetensors, each atomically."""
     by_id = {c.rollout.rollout_id: c for c in credited}
     folder.mkdir(parents=True, exist_ok=True)
-    _write_tokens(folder / f"{name}.safetensors", [(s.rollout.rollout_id, s.steps) for s in scored])
+    _write_tokens(folder / f"{name}.safetensors", scored)
     lines = (json_line(RolloutRecord.of(s, by_id.get(s.rollout.rollout_id)).to_json()) for s in scored)
     write_atomic(folder / f"{name}.jsonl", b"".join(lines))
 
@@ -186,23 +186,19 @@ def _first_warnings(warnings: Sequence[str]) -> list[str]:
     return [*warnings[:MAX_WARNINGS], *([f"… and {omitted:,} more"] if omitted > 0 else ())]
 
 
-def _write_tokens(path: Path, rollouts: Iterable[tuple[str, Sequence[StepData]]]) -> None:
+def _write_tokens(path: Path, rollouts: Sequence[ScoredRollout]) -> None:
     """Flat arrays over all steps; `steps` in the metadata lists (rollout, step) in the order of the offsets."""
     import numpy as np
     from safetensors.numpy import save
 
-    names: list[tuple[str, int]] = []
-    arrays: Mapping[str, list[Any]] = {"prompt_ids": [], "token_ids": [], "logprobs": []}
-    for rollout_id, steps in rollouts:
-        for step in steps:
-            if step.tokens.has_ids:
-                names.append((rollout_id, step.system_step_index))
-                for key, parts in arrays.items():
-                    dtype = np.float32 if key == "logprobs" else np.int32
-                    parts.append(np.array(list(getattr(step.tokens, key)), dtype=dtype))
-    if not names:
+    steps = [(s.rollout.rollout_id, step) for s in rollouts for step in s.steps if step.tokens.has_ids]
+    if not steps:
         return
-    tensors = {key: np.concatenate(parts) for key, parts in arrays.items()}
-    for key in ("prompt_ids", "token_ids"):
-        tensors[f"{key}.offsets"] = np.cumsum([0, *map(len, arrays[key])]).astype(np.int64)
+    tensors = {}
+    for key, dtype in (("prompt_ids", np.int32), ("token_ids", np.int32), ("logprobs", np.float32)):
+        parts = [np.array(list(getattr(step.tokens, key)), dtype=dtype) for _, step in steps]
+        tensors[key] = np.concatenate(parts)
+        if key != "logprobs":
+            tensors[f"{key}.offsets"] = np.cumsum([0, *map(len, parts)]).astype(np.int64)
+    names = [(rollout_id, step.system_step_index) for rollout_id, step in steps]
     write_atomic(path, save(tensors, metadata={"steps": json_text(names, ascii_only=True)}))

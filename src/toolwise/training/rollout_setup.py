@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from toolwise.concurrency.limits import Gate, Limits
 from toolwise.concurrency.threads import configure_threads, set_thread_count
@@ -17,13 +17,13 @@ from toolwise.errors import ConfigError
 from toolwise.protocols import AgentPolicy, ModelPolicy, Router, Sampling
 from toolwise.rollout.call_format import ParserSpec, find_format
 from toolwise.rollout.scheduler import RolloutScheduler
-from toolwise.routing.direct_router import DirectRouter
-from toolwise.routing.user_router import RouterSpec, build_user_router
+from toolwise.routing.routers import DirectRouter, RouterSpec, build_user_router
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import as_entries, build_tools
 from toolwise.training.diagnosis import check_routable
-from toolwise.training.scoring import RewardSources, Scoring, build_scoring
+from toolwise.training.evaluate import RewardSources, Scoring, build_scoring
+from toolwise.training.model_check import check_tool_prompt, check_weights
 from toolwise.training.startup import announce
 from toolwise.training.tasks import attach_labels, check_held_out_tools, check_task_tools
 from toolwise.types import RouteDecision, Task
@@ -51,8 +51,7 @@ class RolloutSetup:
 
     @property
     def chat(self) -> ChatTokenizer:
-        chat: ChatTokenizer = self.policy.chat
-        return chat
+        return cast("ChatTokenizer", self.policy.chat)
 
     def close(self) -> None:
         """Stop the worker processes of rewards and tools, and the generation server if we started one."""
@@ -114,6 +113,7 @@ def setup_rollouts(
 ) -> RolloutSetup:
     """Load the model and build the policy, the router and the scheduler."""
     policy = local_policy(config, config.model.path, parser)
+    check_weights(policy)
     prompt = policy.chat.tool_prompt
     if config.multi_turn.enable and tools:
         check_tool_prompt(config, policy.chat)
@@ -139,10 +139,13 @@ def _build_router(
     if source and config.router.enable:
         raise ConfigError("router.enable is true: set it to false to use another router than the learned one")
     if source:
-        kwargs = config.router.kwargs if source == config.router.name else {}
-        provided = {"tools": tools, "seed": config.seed, "policy": policy}
-        known = tools if config.env.name == "tools" else None
-        return build_user_router(source, kwargs, provided=provided, tools=known), None
+        router = build_user_router(
+            source,
+            config.router.kwargs if source == config.router.name else {},
+            provided={"tools": tools, "seed": config.seed, "policy": policy},
+            tools=tools if config.env.name == "tools" else None,
+        )
+        return router, None
     if not config.router.enable:
         return DirectRouter(config.seed), None
     from toolwise.routing.head.builder import build_head, build_inference_router
@@ -151,30 +154,17 @@ def _build_router(
     return build_inference_router(config, policy, head, tools), head
 
 
-def check_tool_prompt(config: RunConfig, chat: ChatTokenizer) -> None:
-    """Log how tools are presented to the model; raise if its template cannot show tools, calls or results."""
-    prompt = chat.tool_prompt
-    if prompt.where == "nowhere":
-        raise ConfigError(
-            f"the chat template of {chat.name} {prompt.reason}, and rollout.tool_prompt = "
-            f'"{config.rollout.tool_prompt}" with rollout.tool_parser = "{config.rollout.tool_parser}" does not show '
-            'them either: use tool_prompt = "auto" and a parser that reads calls, such as hermes'
-        )
-    if not prompt.usable:
-        raise ConfigError(
-            f"the chat template of {chat.name} {prompt.reason}: "
-            + (
-                'use rollout.tool_prompt = "auto", which writes them as text if it can'
-                if config.rollout.tool_prompt == "template"
-                else "they are lost even when written as text, so tools cannot be used: use another chat template"
-            )
-        )
-    log.info("%s", prompt.describe())
-
-
-def load_options(config: RunConfig) -> dict[str, Any]:
-    model = config.model
-    return {"device": model.device, "dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
+def load_options(config: RunConfig, path: str) -> dict[str, Any]:
+    """How to load the model at `path`. A checkpoint has no revision, and contains its chat template."""
+    model, own = config.model, path == config.model.path
+    return {
+        "device": model.device,
+        "dtype": model.dtype,
+        "trust_remote_code": model.trust_remote_code,
+        "revision": model.revision if own else "",
+        "chat_template": model.chat_template if own else None,
+        "template_kwargs": model.template_kwargs,
+    }
 
 
 def local_policy(config: RunConfig, path: str, parser: ParserSpec | None = None) -> LocalPolicy:
@@ -184,7 +174,7 @@ def local_policy(config: RunConfig, path: str, parser: ParserSpec | None = None)
         parser = find_format(parser)
     from toolwise.models import load_model, locate
 
-    folder = locate(path)
+    folder = locate(path, config.model.revision if path == config.model.path else "")
     announce("importing PyTorch")
     configure_threads(config)  # only now, so that input errors are reported without importing torch
     from toolwise.engine.grammar import grammar_from_config
@@ -194,7 +184,7 @@ def local_policy(config: RunConfig, path: str, parser: ParserSpec | None = None)
     if grammar is not None and config.rollout.engine != "toolwise":
         raise ConfigError(f'rollout.grammar needs rollout.engine = "toolwise", got "{config.rollout.engine}"')
     announce(f"loading the model {path}")
-    model, chat = load_model(path, **load_options(config))
+    model, chat = load_model(path, **load_options(config, path))
     set_thread_count(config, model)
     if model.device.type == "cpu" and config.model.dtype == "bfloat16":
         raise ConfigError("model.dtype is bfloat16 on a CPU: many do not support it and some crash; use float32")
@@ -228,7 +218,13 @@ def build_scheduler(
     config: RunConfig, policy: AgentPolicy, tools: dict[str, BaseTool], env: EnvSpec | None = None
 ) -> RolloutScheduler:
     """The configured rollout scheduler, with any policy; `env` replaces `env.name`."""
-    rollout, turns, limits = config.rollout, config.multi_turn, _limits(config, tools)
+    rollout, turns = config.rollout, config.multi_turn
+    per_tool = {name: tool.max_concurrent or turns.max_concurrent_calls for name, tool in tools.items()}
+    limits = Limits(
+        model=Gate(rollout.max_concurrent_requests),
+        env=Gate(rollout.max_concurrent_envs),
+        tools={name: Gate(limit) for name, limit in per_tool.items() if limit is not None},
+    )
     return RolloutScheduler(
         policy,
         tools if turns.enable else {},
@@ -268,18 +264,7 @@ def _env_factory(
     )
 
     def make_env(decision: RouteDecision) -> BaseEnv:
-        routed = (
-            decision.task.model_copy(update={"tools": list(decision.tools)}) if decision.tools is not None else None
-        )
-        return make(routed or decision.task)
+        task = decision.task
+        return make(task if decision.tools is None else task.model_copy(update={"tools": list(decision.tools)}))
 
     return make_env
-
-
-def _limits(config: RunConfig, tools: dict[str, BaseTool]) -> Limits:
-    limits = {name: tool.max_concurrent or config.multi_turn.max_concurrent_calls for name, tool in tools.items()}
-    return Limits(
-        model=Gate(config.rollout.max_concurrent_requests),
-        env=Gate(config.rollout.max_concurrent_envs),
-        tools={name: Gate(limit) for name, limit in limits.items() if limit is not None},
-    )

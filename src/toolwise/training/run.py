@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolwise.config.schema import RunConfig
 from toolwise.data import Batches
 from toolwise.envs.catalog import EnvSpec
 from toolwise.errors import ConfigError
-from toolwise.protocols import AdvantageEstimator, Learner, PolicyLoss, Router
+from toolwise.protocols import AdvantageEstimator, Learner, PolicyLoss, Stateful
 from toolwise.rollout.call_format import ParserSpec
 from toolwise.rollout.queue import RolloutQueue
 from toolwise.routing.inference_router import InferenceRouter
-from toolwise.routing.user_router import RouterSpec
+from toolwise.routing.routers import RouterSpec
 from toolwise.thinking.stage import ThinkingStage
 from toolwise.training.checkpoint import RngState, StateRegistry
-from toolwise.training.components import EstimatorSpec, LossSpec, load_estimator, load_loss
+from toolwise.training.components import (
+    EstimatorSpec,
+    LossSpec,
+    build_thinking_stage,
+    check_thinking,
+    load_estimator,
+    load_loss,
+    with_rlvcr,
+)
 from toolwise.training.diagnosis import Diagnosis, Finding, check_routable, startup_findings
-from toolwise.training.fault_rates import FaultRates
+from toolwise.training.evaluate import RewardSources
+from toolwise.training.metrics import FaultRates
+from toolwise.training.model_check import check_chat
 from toolwise.training.rollout_setup import RolloutSetup, check_tasks, load_options, setup_rollouts, tools_and_scoring
-from toolwise.training.scoring import RewardSources
 from toolwise.training.startup import announce
 from toolwise.training.tasks import attach_labels, load_split, without_held_out_tools
-from toolwise.training.thinking import build_thinking_stage, check_thinking, with_rlvcr
 from toolwise.types import Rollout, Task
-
-if TYPE_CHECKING:
-    from toolwise.learner.actor import Actor
 
 
 @dataclass(slots=True)
@@ -43,10 +49,12 @@ class Progress:
     """The latest validation."""
     last_step: int | None = None
     """Its step; None before the first validation, or if an older version wrote the checkpoint."""
+    validating: bool = False
+    """Whether an error prevented the validation of the current step, so that a resumed run begins with it."""
     best: float | None = None
     """`trainer.best_metric` of the best validation; higher is better."""
     best_overspend: float = 0.0
-    """How much the best validation exceeds the router's budget: see routing/overspend.py."""
+    """How much the best validation exceeds the router's budget: see routing/budget.py."""
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
     faults: FaultRates = field(default_factory=FaultRates)
 
@@ -66,7 +74,7 @@ class Progress:
         self.step, self.seconds = state["step"], state["seconds"]
         self.before, self.last, self.best = state["before"], state["last"], state["best"]
         self.best_overspend = state.get("best_overspend", 0.0)  # older checkpoints have none of these
-        self.last_step = state.get("last_step")
+        self.last_step, self.validating = state.get("last_step"), state.get("validating", False)
         self.diagnosis.load_state_dict(state.get("diagnosis", {}))
         self.faults.load_state_dict(state.get("faults", {}))
 
@@ -88,18 +96,24 @@ class Run(RolloutSetup):
         tasks, held_out = self.batches.tasks, self.validation_tasks
         return startup_findings(self.config, self.scoring.rewards, self.scheduler.tools, train=tasks, held_out=held_out)
 
+    def snapshot(self) -> dict[str, Any]:
+        """A copy of all state but the learner's, as checkpoints save it."""
+        return {name: copy.deepcopy(part.state_dict()) for name, part in self.state_parts().items()}
+
     def registry(self) -> StateRegistry:
         """All state that must survive a crash."""
-        registry = StateRegistry()
-        registry.register("actor", self.learner)
-        registry.register("batches", self.batches)
-        registry.register("router", self.router)
-        registry.register("progress", self.progress)
-        registry.register("queue", self.queue)
-        registry.register("randomness", RngState())
-        if self.thinking is not None:
-            registry.register("thinking", self.thinking)
-        return registry
+        return StateRegistry({"actor": self.learner, **self.state_parts()})
+
+    def state_parts(self) -> dict[str, Stateful]:
+        """All of it but the learner's, which is too large to copy before each step."""
+        parts: dict[str, Stateful] = {
+            "batches": self.batches,
+            "router": self.router,
+            "progress": self.progress,
+            "queue": self.queue,
+            "randomness": RngState(),
+        }
+        return parts if self.thinking is None else {**parts, "thinking": self.thinking}
 
 
 def assemble(
@@ -120,12 +134,11 @@ def assemble(
     All errors in the input are found here, before any work is done.
     """
     with tools_and_scoring(config, tools, reward) as (tool_objects, scoring):
+        announce("checking the model")
+        check_chat(config, tool_objects, parser)
         announce("reading the tasks")
-        train = tasks if tasks is not None else load_split(config, "train", config.data.limit)
-        held_out = (
-            validation_tasks if validation_tasks is not None else load_split(config, "val", config.data.val_limit)
-        )
-        train, held_out = attach_labels(config, train), attach_labels(config, held_out)
+        train = attach_labels(config, load_split(config, "train") if tasks is None else tasks)
+        held_out = attach_labels(config, load_split(config, "val") if validation_tasks is None else validation_tasks)
         check_tasks(config, [*train, *held_out], tool_objects)
         check_routable(config, tool_objects, train)
         scoring.check([*train, *held_out])
@@ -136,8 +149,7 @@ def assemble(
             shuffle=config.data.shuffle,
             drop_last=config.data.drop_last,
         )
-        parts: dict[str, Any] = {"env": env, "router": router, "parser": parser}
-        setup = setup_rollouts(config, held_out, tool_objects, scoring, **parts)
+        setup = setup_rollouts(config, held_out, tool_objects, scoring, env=env, router=router, parser=parser)
         return add_training(setup, batches, load_estimator(config, estimator), load_loss(config, loss))
 
 
@@ -148,7 +160,7 @@ def add_training(
     from toolwise.learner.builder import build_learner
 
     announce("building the learner")
-    config, policy, head = setup.config, setup.policy, setup.head
+    config, policy, head, router = setup.config, setup.policy, setup.head, setup.router
     learner = build_learner(
         config,
         policy.model,
@@ -157,10 +169,14 @@ def add_training(
         extra_parameters=[*head.parameters()] if head is not None and config.router.optimizer == "actor" else [],
         loss=loss,
     )
+    if head is not None and isinstance(router, InferenceRouter):  # replaced by one that trains the head
+        from toolwise.routing.head.builder import build_learned_router
+
+        router = build_learned_router(config, router, policy, head, learner.optimizer, batches.tasks)
     return Run(
         config=config,
         validation_tasks=setup.validation_tasks,
-        router=_learning_router(setup, learner, batches.tasks),
+        router=router,
         head=head,
         scheduler=setup.scheduler,
         policy=policy,
@@ -173,19 +189,10 @@ def add_training(
     )
 
 
-def _learning_router(setup: RolloutSetup, learner: Actor, tasks: Sequence[Task]) -> Router:
-    """The setup's router; one with a head is replaced by one that trains it."""
-    if setup.head is None or not isinstance(setup.router, InferenceRouter):
-        return setup.router
-    from toolwise.routing.head.builder import build_learned_router
-
-    return build_learned_router(setup.config, setup.router, setup.policy, setup.head, learner.optimizer, tasks)
-
-
 def _critic_model(config: RunConfig, path: str) -> Any:
     from toolwise.models import load_model
 
-    return load_model(path, **load_options(config))[0]
+    return load_model(path, **load_options(config, path))[0]
 
 
 def check_learnable(config: RunConfig, estimator: AdvantageEstimator | None = None) -> None:

@@ -1,19 +1,33 @@
-"""Reads a run folder for the views and reports; works on unfinished runs too."""
+"""A run folder: opened for training, with its last valid checkpoint restored, and read for the views and reports, which
+works on unfinished runs too."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from toolwise.errors import CheckpointError
+from toolwise.config.loader import to_toml
+from toolwise.config.schema import RunConfig
+from toolwise.errors import CheckpointError, ConfigError
+from toolwise.serialization.files import checkpoint_folders, step_of, write_atomic
+from toolwise.training import checkpoint
+from toolwise.training.changes import changes_since, check_same_run, portable_config, record_changes
 from toolwise.training.records import RolloutRecord, read_records
-from toolwise.training.trackers.jsonl import read_metrics
+from toolwise.training.trackers.jsonl import read_metrics, truncate_after
+
+if TYPE_CHECKING:
+    from toolwise.training.run import Run
+
+log = logging.getLogger("toolwise.training.trainer")
 
 Series = tuple[list[int], list[float]]
 """Steps and values in step order; non-finite values are omitted."""
@@ -72,8 +86,8 @@ class RunFolder:
     def summary(self) -> dict[str, Any]:
         """The run's summary; missing parts are filled in from the validation metrics of an unfinished run."""
         summary = dict(self.saved_summary or {})
-        validations = [line for line in self.metrics if any(name.startswith("eval/") for name in line)]
-        lines = sorted(validations, key=lambda line: int(line.get("step") or 0))
+        lines = [line for line in self.metrics if any(name.startswith("eval/") for name in line)]
+        lines.sort(key=lambda line: int(line.get("step") or 0))
         if not summary.get("before") and lines and (len(lines) > 1 or not lines[0].get("step")):
             summary["before"] = self._summarize(lines[0], self.rollouts_before)
         if not summary.get("after") and lines and (len(lines) > 1 or lines[0].get("step")):
@@ -114,7 +128,7 @@ class RunFolder:
     @property
     def kinds(self) -> list[str]:
         """Kinds of task that either validation reports."""
-        sides = [self.summary.get(side) or {} for side in ("before", "after")]
+        sides = (self.summary.get(side) or {} for side in ("before", "after"))
         return list(dict.fromkeys(kind for side in sides for kind in side.get("by_kind") or {}))
 
     def _rollout_files(self, prefix: str) -> list[Path]:
@@ -126,8 +140,7 @@ class RunFolder:
             match name.split("/"):
                 case ["eval", *middle, ("correct" | "cost") as metric] if middle:
                     kind = "/".join(middle)
-                    n = sum(r.kind == kind for r in rollouts) or None
-                    by_kind.setdefault(kind, {"n": n})[metric] = value
+                    by_kind.setdefault(kind, {"n": sum(r.kind == kind for r in rollouts) or None})[metric] = value
         overall = {name: line.get(f"eval/{name}") for name in ("score", "correct", "cost", "tokens")}
         return {**overall, "by_kind": by_kind, "n": len(rollouts) or None, "step": line.get("step")}
 
@@ -153,3 +166,125 @@ def _before_training(files: Sequence[Path]) -> bool:
 def _has_finite(line: dict[str, Any], name: str) -> bool:
     value = line.get(name)
     return isinstance(value, int | float) and math.isfinite(value) and isinstance(line.get("step"), int)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """Where a run wrote its files, and its summary."""
+
+    out: Path
+    summary: dict[str, Any]
+    note: str = ""
+    """Set if a resumed run had nothing left to do and changed nothing."""
+
+
+def finished_result(out: Path, config: RunConfig) -> RunResult | None:
+    """The result of the run in `out` if it has reached `trainer.total_steps` and written its summary, else None."""
+    total = config.trainer.total_steps
+    if max(map(step_of, checkpoint_folders(out / "checkpoints")), default=-1) < total:
+        return None  # decided without reading a checkpoint
+    newest = checkpoint.latest(out / "checkpoints", warnings_out=[])
+    summary = open_run(out).saved_summary
+    if newest is None or newest.step < total or (newest.step == total and summary is None):
+        return None
+    if summary is not None and summary.get("stopped") and not summary.get("after"):
+        return None  # an error ended its last validation
+    summary = summary or {
+        "before": None,
+        "after": None,
+        "steps": newest.step,
+        "total_steps": total,
+        "interrupted": False,
+    }
+    return RunResult(out, summary, f"nothing left to do: the run is at step {newest.step} of {total}")
+
+
+def check_folder(out: Path, config: RunConfig, *, resume: bool) -> None:
+    """Raise unless a run with `config` may start, or resume, in `out`. Changes nothing."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file: choose a folder for --out")
+    if out.is_symlink() and not out.exists():
+        raise ConfigError(f"{out} is a broken link: choose another --out")
+    config_file = out / "config.toml"
+    if config_file.exists():
+        if not resume:
+            raise ConfigError(f"{out} already holds a run: add --resume to continue it, or choose another --out")
+        check_same_run(config, config_file)
+    elif checkpoint.latest(out / "checkpoints", warnings_out=[]) is not None:
+        raise CheckpointError(f"{out} has checkpoints but no config.toml: choose another --out")
+    elif resume:
+        raise ConfigError(f"{out} holds no run to resume (no config.toml): omit --resume to start one there")
+
+
+def open_folder(run: Run, out: Path, lock: checkpoint.FolderLock, *, resume: bool) -> int:
+    """Create the folder and lock it, or restore an existing one to its last valid checkpoint, discarding later steps.
+
+    Returns the checkpoint's step, or -1 if there is none.
+    """
+    check_folder(out, run.config, resume=resume)
+    try:
+        checkpoint.make_folder(out)
+    except OSError as fault:
+        raise ConfigError(f"cannot create {out} ({fault.strerror}): choose another --out") from fault
+    lock.acquire()
+    check_folder(out, run.config, resume=resume)  # again: another process may have changed it
+    newest = find_checkpoint(out / "checkpoints")
+    if newest is not None:
+        _restore(run, out, newest)
+    step = newest.step if newest is not None else -1
+    truncate_after(out / "metrics.jsonl", step)
+    delete_rollouts_after(out / "rollouts", step)
+    for name in ("summary.json", "diagnosis.json"):
+        (out / name).unlink(missing_ok=True)
+    remove_partial_files(out)
+    write_atomic(out / "config.toml", to_toml(portable_config(run.config, out)).encode())
+    return step
+
+
+def _restore(run: Run, out: Path, saved: checkpoint.Checkpoint) -> None:
+    """Load a checkpoint; log and record the settings that have changed since."""
+    changes = changes_since(saved.facts.get("settings"), run.config, out)
+    record_changes(out, saved.step, changes)
+    if changes:
+        log.warning("resumed at step %d with changed settings: %s", saved.step, ", ".join(map(str, changes)))
+    run.registry().load_state_dict(saved.state())
+    progress, best_metric = run.progress, run.config.trainer.best_metric
+    if {"trainer.best_metric", "trainer.keep_best"} & {change.key for change in changes}:
+        # the best validation by the current metric, of the checkpoints still on disk
+        validations = checkpoint.checkpoint_metrics(out / "checkpoints", saved.step)
+        ranks = (checkpoint.ranking_key(metrics, best_metric) for metrics in validations)
+        progress.best_rank = min((rank for rank in ranks if rank is not None), default=None)
+    run.learner.load_weights(saved.path / "model")
+    run.policy.version = run.learner.version
+    if progress.last is not None and progress.last_step is None:  # older checkpoints do not have the step
+        lines = read_metrics(out / "metrics.jsonl")
+        steps = (line["step"] for line in lines if any(name.startswith("eval/") for name in line))
+        progress.last_step = max((step for step in steps if step <= progress.step), default=None)
+
+
+def find_checkpoint(folder: Path) -> checkpoint.Checkpoint | None:
+    """The last valid checkpoint. Damaged ones are skipped, unless all are: that would restart the run from scratch."""
+    damaged: list[str] = []
+    newest = checkpoint.latest(folder, warnings_out=damaged)
+    if newest is None and damaged:
+        raise CheckpointError(f"cannot resume, all checkpoints are damaged: {damaged[0]}; or remove {folder}")
+    for warning in damaged:
+        log.warning("%s", warning)
+    return newest
+
+
+def delete_rollouts_after(folder: Path, step: int) -> None:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = re.fullmatch(r"(?:step|eval)-(\d{6,})\.(?:jsonl|safetensors)", path.name)
+        if match is not None and int(match.group(1)) > step:
+            path.unlink()
+
+
+def remove_partial_files(out: Path) -> None:
+    """Remove files that a killed run left half-written."""
+    patterns = [".*.tmp", "rollouts/.*.tmp", "code/.*.tmp", "data/.*.tmp"]
+    patterns += ["metrics.jsonl.tmp", "changes.jsonl.tmp", "report.*.tmp"]  # from earlier versions
+    for path in [path for pattern in patterns for path in out.glob(pattern)]:
+        path.unlink()
+    for path in out.glob("checkpoints/step-*.tmp-*"):
+        shutil.rmtree(path)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from toolwise.config.loader import build_config
 from toolwise.config.schema import LoraConfig
 from toolwise.data.files import read_rows, row_error
+from toolwise.data.prompts import read_message
 from toolwise.errors import ConfigError, DataError, ModelError
 from toolwise.messages import Message
 from toolwise.models import load_model
@@ -49,8 +49,8 @@ def train_sft(
         examples.append(example)
     if not examples:
         raise DataError(f"{path}: there are no conversations to train on")
-    rank = sft_settings.lora_rank
-    adapters = Adapters(model, LoraConfig(rank=rank, alpha=sft_settings.lora_alpha)) if rank else None
+    lora = LoraConfig(rank=sft_settings.lora_rank, alpha=sft_settings.lora_alpha)
+    adapters = Adapters(model, lora) if lora.rank else None
     steps = sft_steps(model, examples, sft_settings, pad_id=chat.pad_id)
     metrics = list(track(steps, "training", total=sft_settings.steps, disable=not progress))
     _save(out, model.save_pretrained if adapters is None else adapters.save_merged, chat.tokenizer.save_pretrained)
@@ -83,19 +83,11 @@ def read_conversation(
         prompt = row["prompt"]
         raw = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
         raw = [*raw, {"role": "assistant", "content": row["response"]}]
+    error = partial(row_error, path, number)
     if not isinstance(raw, list) or not raw:
-        raise row_error(path, number, "messages", "expected a list of {role, content}, one conversation per row")
-    messages = []
-    for index, message in enumerate(raw):
-        try:
-            messages.append(Message.model_validate(message))
-        except ValidationError as fault:
-            reason = fault.errors()[0]
-            field = ".".join(map(str, (f"messages[{index}]", *reason["loc"])))
-            raise row_error(path, number, field, f"{reason['msg']}, got {reason['input']!r:.60}; fix it") from fault
-        if messages[-1].content is None and not messages[-1].tool_calls:
-            raise row_error(path, number, f"messages[{index}].content", "missing, and there are no tool_calls")
+        raise error("messages", "expected a list of {role, content}, one conversation per row")
+    messages = [read_message(error, message, f"messages[{index}]") for index, message in enumerate(raw)]
     tools = row.get("tools")
     if tools and (not isinstance(tools, list) or not all(isinstance(t, dict) and "function" in t for t in tools)):
-        raise row_error(path, number, "tools", "expected a list of tool schemas in OpenAI's format")
+        raise error("tools", "expected a list of tool schemas in OpenAI's format")
     return messages, tools or None

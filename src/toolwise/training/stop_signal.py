@@ -35,5 +35,6 @@ class StopSignal:
         if self.received:
             raise Interrupt
         self.received = True
-        name = signal.Signals(number).name
-        print_line(f"\n{name}: finishing this step and saving; repeat to stop immediately", err=True)
+        print_line(
+            f"\n{signal.Signals(number).name}: finishing this step and saving; repeat to stop immediately", err=True
+        )

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Literal
 
 from toolwise.config.schema import RunConfig
 from toolwise.data import load_tasks
 from toolwise.errors import ConfigError
 from toolwise.tools.base import BaseTool
-from toolwise.tools.task_arguments import check_task_arguments
+from toolwise.tools.catalog import check_task_arguments
 from toolwise.types import Task
 
 log = logging.getLogger("toolwise")
 
 
-def load_split(config: RunConfig, which: str, limit: int | None) -> list[Task]:
-    path = getattr(config.data, which)
-    if path is None:
-        if which == "val":
-            return []
+def load_split(config: RunConfig, which: Literal["train", "val"]) -> list[Task]:
+    data = config.data
+    if which == "train" and data.train is None:
         raise ConfigError("data.train is missing: name a Parquet or JSONL file of tasks")
-    return load_tasks(path, limit=limit)
+    path, limit = (data.train, data.limit) if which == "train" else (data.val, data.val_limit)
+    return [] if path is None else load_tasks(path, limit=limit)
 
 
 def attach_labels(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
@@ -42,27 +42,25 @@ def without_held_out_tools(
     check_held_out_tools(tools, held_out)
     if not held_out:
         return tasks
-    offered = [name for name in tools if name not in held_out]
     remaining = [task for task in tasks if set(held_out).isdisjoint(task.tools or ())]
     if len(remaining) < len(tasks):
         log.warning(
             "%d of %d training tasks name a held-out tool and are dropped", len(tasks) - len(remaining), len(tasks)
         )
-    return [task if task.tools is not None else task.model_copy(update={"tools": offered}) for task in remaining]
+    offered = {"tools": [name for name in tools if name not in held_out]}
+    return [task if task.tools is not None else task.model_copy(update=offered) for task in remaining]
 
 
 def check_held_out_tools(tools: dict[str, BaseTool], held_out: Sequence[str]) -> None:
-    for name in held_out:
-        if name not in tools:
-            available = ", ".join(tools) or "none"
-            raise ConfigError(f"multi_turn.held_out_tools names {name!r}, but the run's tools are: {available}")
+    for name in (name for name in held_out if name not in tools):
+        available = ", ".join(tools) or "none"
+        raise ConfigError(f"multi_turn.held_out_tools names {name!r}, but the run's tools are: {available}")
 
 
 def check_task_tools(task: Task, tools: dict[str, BaseTool], *, env: str) -> None:
-    for name in task.tools or ():
-        if name not in tools:
-            available = ", ".join(tools) or "none"
-            raise ConfigError(
-                f"task {task.task_id} needs the tool {name!r}, but the run's tools are: {available}; add it to `tools`"
-            )
+    for name in (name for name in task.tools or () if name not in tools):
+        available = ", ".join(tools) or "none"
+        raise ConfigError(
+            f"task {task.task_id} needs the tool {name!r}, but the run's tools are: {available}; add it to `tools`"
+        )
     check_task_arguments(task, tools, env_has_tools=env != "tools")

@@ -24,13 +24,17 @@ class RunStart:
 
 
 @dataclass(frozen=True, slots=True)
-class StepEvent:
-    """A training step has finished."""
-
+class _RunEvent:
     run_folder: Path
     step: int
     """Steps done so far; the first step is 1."""
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent(_RunEvent):
+    """A training step has finished."""
+
     rollouts: tuple[ScoredRollout, ...]
     """All rollouts of the step."""
     credited: tuple[CreditedRollout, ...]
@@ -38,36 +42,26 @@ class StepEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class ValidationEvent:
-    """The held-out tasks have been scored."""
+class ValidationEvent(_RunEvent):
+    """The held-out tasks have been scored. The names of its metrics start with "eval/"."""
 
-    run_folder: Path
-    step: int
-    metrics: Mapping[str, float]
-    """Their names start with "eval/"."""
     rollouts: tuple[ScoredRollout, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointEvent:
-    """A checkpoint has been written."""
+class CheckpointEvent(_RunEvent):
+    """A checkpoint has been written. Its metrics are the step's validation, without the prefix "eval/"; empty if there
+    was none."""
 
-    run_folder: Path
-    step: int
-    metrics: Mapping[str, float]
-    """The step's validation, without the prefix "eval/"; empty if there was none."""
     path: Path
     """Folder of the checkpoint; its subfolder `model` can be loaded with transformers."""
 
 
 @dataclass(frozen=True, slots=True)
-class EndEvent:
-    """The run has ended and written its summary: it is finished, interrupted, or was stopped."""
+class EndEvent(_RunEvent):
+    """The run has ended and written its summary: it is finished, interrupted, or was stopped. Its metrics are those of
+    the last step; empty if this process trained none."""
 
-    run_folder: Path
-    step: int
-    metrics: Mapping[str, float]
-    """Of the last step; empty if this process trained none."""
     summary: Mapping[str, Any]
     """As in summary.json."""
 

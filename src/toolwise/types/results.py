@@ -34,13 +34,8 @@ class StepOutput(BaseModel):
 
     step_index: int | str
     base_reward: Number
-    metrics: dict[str, Any] = Field(default_factory=dict)
+    metrics: dict[str, Annotated[Any, BeforeValidator(unwrap_scalar)]] = Field(default_factory=dict)
     reason: str | None = None
-
-    @field_validator("metrics")
-    @classmethod
-    def _plain_numbers(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return {name: unwrap_scalar(number) for name, number in value.items()}
 
 
 class MetricResult(BaseModel):
@@ -82,10 +77,9 @@ class EvaluateResult(BaseModel):
     def _wrap_plain_numbers(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        numbers = {name: unwrap_scalar(metric) for name, metric in value.items()}
         return {
-            name: {"score": metric} if isinstance(metric, bool | int | float) else metric
-            for name, metric in numbers.items()
+            name: {"score": number} if isinstance(number := unwrap_scalar(metric), bool | int | float) else number
+            for name, metric in value.items()
         }
 
     @field_validator("score")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDic
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, field_serializer, field_validator
 
-from toolwise.messages import Message, Prefix, ToolCall, as_messages
+from toolwise.messages import Message, Prefix, ToolCall, as_messages, construct
 from toolwise.types.results import EvaluateResult
 from toolwise.types.thinking import RolloutThinking
 from toolwise.types.tokens import NO_TOKENS, SampledTokens
@@ -105,14 +105,8 @@ class StepData(BaseModel):
 
     @classmethod
     def unchecked(cls, **fields: Any) -> StepData:
-        """Build a step from all its fields without validation, like `model_construct` at a quarter of its time and
-        with less memory."""
-        step = cls.__new__(cls)
-        object.__setattr__(step, "__dict__", fields)
-        object.__setattr__(step, "__pydantic_fields_set__", _STEP_FIELDS)
-        object.__setattr__(step, "__pydantic_extra__", None)
-        object.__setattr__(step, "__pydantic_private__", None)
-        return step
+        """Build a step from all its fields without validation: in less time and memory."""
+        return construct(cls, fields, _STEP_FIELDS)
 
     @field_serializer("observation_data", "policy_logprobs")
     def _plain(self, value: Any) -> Any:

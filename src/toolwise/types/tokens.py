@@ -77,8 +77,7 @@ class SampledTokens(Mapping[str, Any]):
     def to_dict(self) -> dict[str, Any]:
         """The dictionary that the policy returned."""
         keys = _ALL_KEYS if self.has_ids else _LABELS
-        fields = {key: value for key in keys if (value := getattr(self, key)) is not None}
-        return fields | dict(self.extra or {})
+        return {key: value for key in keys if (value := getattr(self, key)) is not None} | dict(self.extra or {})
 
     def __getitem__(self, key: str) -> Any:
         return self.to_dict()[key]

@@ -16,6 +16,8 @@ MAX_OBSERVATION_CHARS = 4_000_000
 MAX_METRICS = 256
 """Metrics per result, and distinct metrics per line of metrics.jsonl."""
 MAX_STEP_OUTPUTS = 10_000
+MAX_CALLS = 1_000
+"""Tool calls in one reply of a model, or of a user's parser."""
 MAX_WARNINGS = 20
 MAX_DISTINCT_NAMES = 256
 """Distinct tools counted per episode, and distinct task kinds per validation."""

@@ -76,16 +76,14 @@ def compile_parameters(tool: str, parameters: str) -> Draft202012Validator:
 
 def _check_patterns(tool: str, schema: Any) -> None:
     """Reject patterns that cannot be matched in linear time."""
-    keywords = set()
-    for keyword, value in _keywords(schema):
-        keywords.add(keyword)
-        patterns = value if keyword == "patternProperties" else [value] if keyword == "pattern" else []
-        for pattern in patterns:
+    keywords = list(_keywords(schema))
+    for keyword, value in keywords:
+        for pattern in {"patternProperties": value, "pattern": [value]}.get(keyword, ()):
             try:
                 compile_pattern(pattern)
             except PatternError as fault:
                 raise ConfigError(f"tool {tool}: {keyword} {pattern!r:.80} in its parameters: {fault}") from None
-    if keywords >= {"unevaluatedProperties", "patternProperties"}:
+    if {keyword for keyword, _ in keywords} >= {"unevaluatedProperties", "patternProperties"}:
         raise ConfigError(
             f"tool {tool}: its parameters combine unevaluatedProperties and patternProperties, which is not supported; "
             "use additionalProperties"
@@ -105,11 +103,10 @@ def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
             stack += node
         elif isinstance(node, dict):
             for keyword, value in node.items():
-                if keyword in _NON_SCHEMA_KEYWORDS:
-                    continue
-                yield keyword, value
-                named = keyword in _SCHEMA_MAP_KEYWORDS and isinstance(value, dict)
-                stack += value.values() if named else [value]
+                if keyword not in _NON_SCHEMA_KEYWORDS:
+                    yield keyword, value
+                    named = keyword in _SCHEMA_MAP_KEYWORDS and isinstance(value, dict)
+                    stack += value.values() if named else [value]
 
 
 @cache
@@ -132,37 +129,35 @@ def _linear_validator() -> Any:
                 if compile_pattern(expression).search(key):
                     yield from validator.descend(value, inner, path=key, schema_path=expression)
 
-    standard = Draft202012Validator.VALIDATORS["additionalProperties"]
+    standard = Draft202012Validator.VALIDATORS
 
     def additional_properties(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
         if not isinstance(instance, dict) or "patternProperties" not in schema:
-            yield from standard(validator, wanted, instance, schema)
-            return
-        patterns = [compile_pattern(expression) for expression in schema["patternProperties"]]
-        rest = {k: v for k, v in instance.items() if not any(expression.search(k) for expression in patterns)}
-        plain = {key: value for key, value in schema.items() if key != "patternProperties"}
-        yield from standard(validator, wanted, rest, plain)
+            rest, plain = instance, schema
+        else:
+            patterns = [compile_pattern(expression) for expression in schema["patternProperties"]]
+            rest = {k: v for k, v in instance.items() if not any(expression.search(k) for expression in patterns)}
+            plain = {key: value for key, value in schema.items() if key != "patternProperties"}
+        yield from standard["additionalProperties"](validator, wanted, rest, plain)
 
     def unique_items(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
         if wanted and isinstance(instance, list) and len(set(map(_canonical, instance))) < len(instance):
             yield ValidationError(f"{instance!r:.80} has non-unique elements")
 
-    standard_multiple_of = Draft202012Validator.VALIDATORS["multipleOf"]
-
     def multiple_of(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
         try:
-            yield from standard_multiple_of(validator, wanted, instance, schema) or ()
+            yield from standard["multipleOf"](validator, wanted, instance, schema) or ()
         except (OverflowError, ValueError):  # too large for a float, or NaN
             yield ValidationError(f"{instance!r:.80} is not a multiple of {wanted}")
 
-    overrides = {
+    checks = {
+        **standard,
         "pattern": pattern,
         "patternProperties": pattern_properties,
         "additionalProperties": additional_properties,
         "uniqueItems": unique_items,
         "multipleOf": multiple_of,
     }
-    checks = {**Draft202012Validator.VALIDATORS, **overrides}
     return extend(Draft202012Validator, {keyword: _with_check_budget(check) for keyword, check in checks.items()})
 
 

@@ -85,7 +85,6 @@ def compile_pattern(pattern: str) -> Pattern:
 
 
 def _translate(pattern: str) -> str:
-    """The same pattern in Rust's syntax."""
     if len(pattern) > MAX_CHARS:
         raise PatternError(f"it has {len(pattern)} characters, more than {MAX_CHARS}")
     try:
@@ -129,11 +128,10 @@ def _item(kind: Any, value: Any, flags: int) -> str:
         raise PatternError(f"{_UNSUPPORTED[kind]} cannot be matched in linear time; rewrite the pattern without it")
     if kind is _c.ANY:
         return r"(?s:.)" if flags & re.DOTALL else r"[^\n]"
-    if kind in (_c.LITERAL, _c.NOT_LITERAL):
-        negated = "^" if kind is _c.NOT_LITERAL else ""
-        return _with_case_flag(f"[{negated}{_letter(value)}]", flags)
-    if kind is _c.IN:
-        return _with_case_flag(_set(value, flags), flags)
+    if kind in (_c.LITERAL, _c.NOT_LITERAL, _c.IN):
+        negation = [(_c.NEGATE, None)] if kind is _c.NOT_LITERAL else []
+        text = _set(value if kind is _c.IN else [*negation, (_c.LITERAL, value)], flags)
+        return f"(?i:{text})" if flags & re.IGNORECASE else text
     if kind is _c.AT:
         return _POSITIONS[value][bool(flags & re.MULTILINE)]
     if kind is _c.BRANCH:
@@ -143,13 +141,8 @@ def _item(kind: Any, value: Any, flags: int) -> str:
         return f"(?:{_sequence(inner, (flags | added) & ~removed)})"
     if kind in (_c.MAX_REPEAT, _c.MIN_REPEAT):
         least, most, inner = value
-        upper = "" if most is _c.MAXREPEAT else most
-        return f"(?:{_sequence(inner, flags)}){{{least},{upper}}}"
+        return f"(?:{_sequence(inner, flags)}){{{least},{'' if most is _c.MAXREPEAT else most}}}"
     raise PatternError(f"it uses {str(kind).lower()}, which cannot be matched in linear time")
-
-
-def _with_case_flag(text: str, flags: int) -> str:
-    return f"(?i:{text})" if flags & re.IGNORECASE else text
 
 
 def _letter(code: int) -> str:
@@ -167,14 +160,8 @@ def _set(items: list[tuple[Any, Any]], flags: int) -> str:
         elif kind is _c.RANGE:
             parts.append(f"{_letter(value[0])}-{_letter(value[1])}")
         elif kind is _c.CATEGORY:
-            parts.append(_category(value, flags))
+            letters = _CATEGORIES[_NEGATED.get(value, value)][bool(flags & re.ASCII)]
+            parts.append(f"[^{letters}]" if value in _NEGATED else f"[{letters}]")
         else:
             raise PatternError(f"a set with {str(kind).lower()} in it is not supported")
     return f"[{negated}{''.join(parts)}]"
-
-
-def _category(value: Any, flags: int) -> str:
-    ascii_only = bool(flags & re.ASCII)
-    if value in _NEGATED:
-        return f"[^{_CATEGORIES[_NEGATED[value]][ascii_only]}]"
-    return f"[{_CATEGORIES[value][ascii_only]}]"

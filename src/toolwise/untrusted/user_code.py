@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,14 @@ _name_of: Callable[[type], str] = type.__dict__["__name__"].__get__  # cannot be
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 MAX_CHARS = 2000
 """Length limit of the description of an exception."""
+_TORCH_STATE = {
+    "is_grad_enabled": "set_grad_enabled",
+    "get_default_dtype": "set_default_dtype",
+    "get_default_device": "set_default_device",
+    "get_num_threads": "set_num_threads",
+    "get_deterministic_debug_mode": "set_deterministic_debug_mode",
+}
+"""What user code may change for the whole process: how to read it, and how to set it."""
 
 
 class Interrupt(KeyboardInterrupt):
@@ -39,19 +48,13 @@ def is_interrupt(fault: BaseException) -> bool:
     """Whether `fault` came from a signal and not from a `raise` in user code."""
     if not isinstance(fault, KeyboardInterrupt):
         return False
-    if isinstance(fault, Interrupt) or _raised_by_runner(fault):
+    # asyncio's handler raises in its own frame, the innermost one.
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(fault.__traceback__)]
+    if isinstance(fault, Interrupt) or codes[-1:] == [asyncio.Runner._on_sigint.__code__]:  # type: ignore[attr-defined]
         return True
     # Python's default handler leaves no trace, but Ctrl-C must still work while it is installed.
     in_main_thread = threading.current_thread() is threading.main_thread()
     return in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def _raised_by_runner(fault: BaseException) -> bool:
-    """asyncio's handler raises in its own frame, the innermost one."""
-    trace = fault.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code is asyncio.Runner._on_sigint.__code__  # type: ignore[attr-defined]
 
 
 def as_exception(fault: BaseException) -> Exception:
@@ -75,6 +78,24 @@ def call_user_code(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
         raise
     except BaseException as fault:
         raise as_exception(fault) from None
+
+
+def call_part(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`call_user_code` for a part of the run itself, such as a loss, which may change torch's settings for the whole
+    process: they are restored."""
+    torch: Any = sys.modules.get("torch")  # not imported here: if nobody has, there is nothing to restore
+    before = {name: getattr(torch, name)() for name in _TORCH_STATE if torch is not None}
+    try:
+        return call_user_code(function, *args, **kwargs)
+    finally:
+        for name, value in before.items():
+            if getattr(torch, name)() != value:
+                getattr(torch, _TORCH_STATE[name])(value)
+
+
+def describe_at(fault: BaseException) -> str:
+    """The description in one line, with the line of the user's file: `ValueError: no such city (mine.py:12)`."""
+    return f"{' '.join(describe(fault).split())}{user_location(fault)}"
 
 
 async def await_user_code(work: Awaitable[T]) -> T:

@@ -1,17 +1,27 @@
-"""Metrics before and after training: the rows of the terminal table and of the report table."""
+"""Before against after training: rows of metrics, and the rollouts that are worth showing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import zip_longest
+from typing import Any, Literal
 
+from toolwise.training.records import RolloutRecord
 from toolwise.training.trackers.console import format_metric
 from toolwise.training.trackers.conversation import clean_text
 
 HIGHER_IS_BETTER = frozenset({"correct", "score"})
 """Metrics where more is better. Cost and tokens are not judged: spending less is not good in itself."""
+
+
+Outcome = Literal[
+    "learned", "better", "cheaper", "lost", "worse", "still wrong", "still right", "unchanged", "not repeated"
+]
+MAX_PER_OUTCOME: dict[Outcome, int] = {"learned": 8, "better": 8, "cheaper": 2, "lost": 2, "worse": 2, "still wrong": 3}
+"""Tasks shown per outcome, in this order. `better` and `worse` compare scores where correctness is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +84,11 @@ def rows_by_kind(summary: Mapping[str, Any]) -> list[ComparisonRow]:
     names = ("correct" if has_correct or kinds_before or kinds_after else "score", "cost")
 
     def row(label: str, kind_before: Mapping[str, Any], kind_after: Mapping[str, Any]) -> ComparisonRow:
-        n = kind_before.get("n") or kind_after.get("n")
-        return ComparisonRow(clean_text(label), n, tuple(_change(name, kind_before, kind_after) for name in names))
+        changes = tuple(_change(name, kind_before, kind_after) for name in names)
+        return ComparisonRow(clean_text(label), kind_before.get("n") or kind_after.get("n"), changes)
 
     kinds = dict.fromkeys([*kinds_before, *kinds_after])
-    kind_rows = [row(kind, _table(kinds_before.get(kind)), _table(kinds_after.get(kind))) for kind in kinds]
+    kind_rows = (row(kind, _table(kinds_before.get(kind)), _table(kinds_after.get(kind))) for kind in kinds)
     return [row("all tasks", before, after), *kind_rows]
 
 
@@ -92,3 +102,67 @@ def _table(value: Any) -> Mapping[str, Any]:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskChange:
+    """One held-out task before and after training."""
+
+    before: RolloutRecord
+    after: RolloutRecord | None
+    outcome: Outcome
+
+
+def changed_tasks(before: Sequence[RolloutRecord], after: Sequence[RolloutRecord]) -> list[TaskChange]:
+    """Tasks to show side by side, spread over the kinds; without a second validation, a few from before."""
+    if not after:
+        return [TaskChange(record, None, "not repeated") for record in _interleave_kinds(before)[:4]]
+    later = {record.task_id: record for record in after}
+    changes = [
+        TaskChange(record, later[record.task_id], _outcome(record, later[record.task_id]))
+        for record in _interleave_kinds(before)
+        if record.task_id in later
+    ]
+    return [
+        c for outcome, limit in MAX_PER_OUTCOME.items() for c in [c for c in changes if c.outcome == outcome][:limit]
+    ]
+
+
+def contrasting_groups(rollouts: Iterable[RolloutRecord], limit: int = 2) -> list[list[RolloutRecord]]:
+    """Best and worst rollout of the groups with the largest score difference."""
+    groups: dict[str, list[RolloutRecord]] = defaultdict(list)
+    for record in rollouts:
+        if largest_advantage([record]) > 0:
+            groups[record.group_id].append(record)
+    ordered = (sorted(members, key=_score, reverse=True) for members in groups.values())
+    pairs = [[members[0], members[-1]] for members in ordered if _score(members[0]) > _score(members[-1])]
+    return sorted(pairs, key=lambda pair: _score(pair[0]) - _score(pair[1]), reverse=True)[:limit]
+
+
+def largest_advantage(records: Iterable[RolloutRecord]) -> float:
+    advantages = (step.advantage for record in records for step in record.steps)
+    return max((abs(advantage) for advantage in advantages if advantage is not None), default=0.0)
+
+
+def _outcome(before: RolloutRecord, after: RolloutRecord) -> Outcome:
+    was, now = before.correct, after.correct
+    if was is None or now is None:
+        change = _score(after) - _score(before)
+        return "better" if change > 0 else "worse" if change < 0 else "unchanged"
+    if not was:
+        return "learned" if now else "still wrong"
+    if not now:
+        return "lost"
+    return "cheaper" if (after.cost or 0.0) < (before.cost or 0.0) else "still right"
+
+
+def _interleave_kinds(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+    """Reorder so that the first few records cover every kind."""
+    kinds: dict[str, list[RolloutRecord]] = defaultdict(list)
+    for record in records:
+        kinds[str(record.kind)].append(record)
+    return [record for turn in zip_longest(*kinds.values()) for record in turn if record is not None]
+
+
+def _score(record: RolloutRecord) -> float:
+    return record.score or 0.0

@@ -42,7 +42,12 @@ DrawPanel = Callable[[Any, RunFolder, Palette], None]
 
 def render_curves(run: RunFolder, palette: Palette = LIGHT) -> bytes:
     """Plot one run: share correct (or score), cost, before and after by kind."""
-    panels = _panels(run)
+    candidates = (
+        (_draw_measure, _main_metric(run)),
+        (_draw_cost, run.series("cost/mean")[0] or run.series("eval/cost")[0]),
+        (_draw_kinds, run.kinds),
+    )
+    panels: list[DrawPanel] = [draw for draw, wanted in candidates if wanted]
     figure = new_figure(palette, (1200, 700))
     figure.text(0.06, 0.955, _escape_dollars(run.name), color=palette.ink, fontsize=14, fontweight="bold", va="center")
     figure.text(0.06, 0.908, _headline_text(run), color=palette.muted, fontsize=10, va="center")
@@ -66,14 +71,13 @@ def draw_seeds(run_dirs: Sequence[str | os.PathLike[str]], out_png: str | os.Pat
     """Plot validation over steps for several runs of one recipe: thin lines for runs, a bold one for the mean."""
     runs = [open_run(run_dir) for run_dir in run_dirs]
     name = "correct" if any(run.series("eval/correct")[0] for run in runs) else "score"
-    curves = [series for run in runs if (series := run.series(f"eval/{name}"))[0]]
-    if not curves:
+    if not (curves := [series for run in runs if (series := run.series(f"eval/{name}"))[0]]):
         raise ToolwiseError(f"no validation metrics in {', '.join(map(str, run_dirs)) or 'no runs'}; nothing to plot")
     figure = new_figure(LIGHT, (900, 560))
     axes = figure.add_axes((0.09, 0.12, 0.87, 0.76))
     style_axes(axes, LIGHT)
     for index, (steps, values) in enumerate(curves):
-        label = f"{len(curves)} runs, one line each" if index == 0 else None
+        label = None if index else f"{len(curves)} runs, one line each"
         axes.plot(steps, values, color=LIGHT.before, linewidth=1.3, label=label, zorder=2)
     shared, by_run = shared_steps(curves)
     if len(curves) > 1 and shared:
@@ -83,12 +87,6 @@ def draw_seeds(run_dirs: Sequence[str | os.PathLike[str]], out_png: str | os.Pat
     out = Path(out_png)
     out.write_bytes(to_png(figure))
     return out
-
-
-def _panels(run: RunFolder) -> list[DrawPanel]:
-    has_cost = run.series("cost/mean")[0] or run.series("eval/cost")[0]
-    panels = ((_draw_measure, _main_metric(run)), (_draw_cost, has_cost), (_draw_kinds, run.kinds))
-    return [draw for draw, wanted in panels if wanted]
 
 
 def _main_metric(run: RunFolder) -> str | None:
@@ -147,13 +145,12 @@ def _draw_kinds(axes: Any, run: RunFolder, palette: Palette) -> None:
         for side, value, colour, offset in bars:
             if value is not None:
                 axes.barh(index + offset, value, 0.26, color=colour, label=None if index else side, zorder=2)
-                place = (value + 0.015, index + offset)
-                axes.text(*place, f"{100 * value:.0f}%", va="center", color=palette.ink, fontsize=8.5)
-    axes.set_ylim(max(3, len(shown)) - 0.5, -0.5)
-    axes.set_yticks([])
-    axes.grid(True, axis="x", color=palette.rule, linewidth=0.8)
-    axes.set_xlim(0, 1.14)
+                axes.text(
+                    value + 0.015, index + offset, f"{100 * value:.0f}%", va="center", color=palette.ink, fontsize=8.5
+                )
+    axes.set(ylim=(max(3, len(shown)) - 0.5, -0.5), yticks=[], xlim=(0, 1.14))
     axes.set_xticks([0, 0.5, 1], ["0%", "50%", "100%"])
+    axes.grid(True, axis="x", color=palette.rule, linewidth=0.8)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="x", length=0)
     suffix = f" ({len(shown)} of {len(rows)})" if len(shown) < len(rows) else ""
@@ -199,14 +196,11 @@ def new_figure(palette: Palette, size_px: tuple[int, int]) -> Any:
 
 
 def style_axes(axes: Any, palette: Palette) -> None:
-    axes.set_facecolor(palette.paper)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(palette.rule)
+    axes.set(facecolor=palette.paper, axisbelow=True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(palette.rule)
     axes.tick_params(colors=palette.muted, labelsize=9, length=3)
     axes.grid(True, axis="y", color=palette.rule, linewidth=0.8)
-    axes.set_axisbelow(True)
 
 
 def draw_title(axes: Any, text: str, palette: Palette) -> None:

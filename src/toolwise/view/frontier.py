@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from toolwise.errors import CheckpointError
-from toolwise.frontier.report import rename_old_curves
+from toolwise.frontier.presentation import rename_old_curves
 from toolwise.training.run_folder import RunFolder
 from toolwise.training.trackers.conversation import clean_text
 from toolwise.view.curves import LIGHT, Palette, draw_legend, draw_title, new_figure, style_axes, to_png
 
-CURVES = ("router", "random", "oracle")
 FrontierRecord = Mapping[str, Any]
 
 
@@ -24,7 +23,7 @@ def read_frontier(run: RunFolder) -> FrontierRecord | None:
         return None
     try:
         record = rename_old_curves(json.loads(file.read_bytes()))
-        _points(record, "router"), record["fixed"], record["rows"], record["draws"]
+        record["curves"]["router"], record["fixed"], record["rows"], record["draws"]
     except (ValueError, KeyError, TypeError, RecursionError) as fault:
         raise CheckpointError(f"{file}: cannot be read ({fault!r}); delete it to see the run without it") from None
     return dict(record)
@@ -33,17 +32,20 @@ def read_frontier(run: RunFolder) -> FrontierRecord | None:
 def frontier_rows(frontier: FrontierRecord) -> dict[str, Any]:
     """Two tables: one row per budget, and one row per policy without a budget."""
     same = frontier["at_its_cost"]
-    by_budget = [
-        [f"{point['budget']:g}", _format_estimate(point["cost"]), _format_estimate(point["score"], interval=True)]
-        + [_format_estimate(same[name][index]) for name in ("random", "oracle")]
-        + [_format_estimate(frontier["gap_closed"]["router"][index], form=".0%")]
-        for index, point in enumerate(_points(frontier, "router"))
-    ]
-    fixed = [
-        [clean_text(name).lower(), _format_estimate(point["cost"]), _format_estimate(point["score"], interval=True)]
-        for name, point in frontier["fixed"].items()
-    ]
-    return {"held": by_budget, "fixed": fixed, "rows": frontier["rows"], "draws": frontier["draws"]}
+    return {
+        "held": [
+            [f"{point['budget']:g}", _format_estimate(point["cost"]), _format_estimate(point["score"], interval=True)]
+            + [_format_estimate(same[name][index]) for name in ("random", "oracle")]
+            + [_format_estimate(frontier["gap_closed"]["router"][index], form=".0%")]
+            for index, point in enumerate(frontier["curves"]["router"])
+        ],
+        "fixed": [
+            [clean_text(name).lower(), _format_estimate(point["cost"]), _format_estimate(point["score"], interval=True)]
+            for name, point in frontier["fixed"].items()
+        ],
+        "rows": frontier["rows"],
+        "draws": frontier["draws"],
+    }
 
 
 def render_frontier(frontier: FrontierRecord, palette: Palette = LIGHT) -> bytes:
@@ -51,16 +53,14 @@ def render_frontier(frontier: FrontierRecord, palette: Palette = LIGHT) -> bytes
     figure = new_figure(palette, (1200, 620))
     axes = figure.add_axes((0.06, 0.11, 0.91, 0.74))
     style_axes(axes, palette)
-    looks = {
-        "router": (palette.after, "-", 2.4),
-        "random": (palette.before, "--", 1.5),
-        "oracle": (palette.ink, "--", 1.3),
-    }
-    for name in CURVES:
-        points = sorted(_points(frontier, name), key=lambda point: point["cost"]["value"])
+    for name, colour, line, width, label in (
+        ("router", palette.after, "-", 2.4, "router, within a budget"),
+        ("random", palette.before, "--", 1.5, "random routes"),
+        ("oracle", palette.ink, "--", 1.3, "oracle, knows the result of every route"),
+    ):
+        points = sorted(frontier["curves"][name], key=lambda point: point["cost"]["value"])
         xs, ys = ([point[what]["value"] for point in points] for what in ("cost", "score"))
-        colour, line, width = looks[name]
-        axes.plot(xs, ys, color=colour, linestyle=line, linewidth=width, label=_LABELS[name], zorder=3)
+        axes.plot(xs, ys, color=colour, linestyle=line, linewidth=width, label=label, zorder=3)
         if name == "router":
             axes.plot(xs, ys, "o", color=colour, markersize=5, zorder=4)
             band = ([_number(point["score"][end]) for point in points] for end in ("low", "high"))
@@ -80,21 +80,15 @@ def _draw_fixed(axes: Any, fixed: Mapping[str, Mapping[str, Any]], palette: Pale
         close = any(abs(at[0] - x) < 0.2 and abs(at[1] - y) < 0.03 for x, y in points)
         points.append(at)
         axes.plot(*at, "o", color=palette.cost, markersize=6, zorder=5)
-        offset = (9, 6 if close else -12)
-        axes.annotate(name.lower(), at, xytext=offset, textcoords="offset points", fontsize=9, color=palette.muted)
+        axes.annotate(
+            name.lower(),
+            at,
+            xytext=(9, 6 if close else -12),
+            textcoords="offset points",
+            fontsize=9,
+            color=palette.muted,
+        )
     axes.margins(x=0.09)
-
-
-_LABELS = {
-    "router": "router, within a budget",
-    "random": "random routes",
-    "oracle": "oracle, knows the result of every route",
-}
-
-
-def _points(frontier: FrontierRecord, name: str) -> Sequence[Mapping[str, Any]]:
-    points: Sequence[Mapping[str, Any]] = frontier["curves"][name]
-    return points
 
 
 def _number(value: Any) -> float:

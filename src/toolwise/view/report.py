@@ -7,6 +7,7 @@ import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,25 +17,29 @@ from toolwise.config.secret_names import mask_secrets, secret_keys
 from toolwise.protocols import Callback
 from toolwise.serialization.files import write_atomic
 from toolwise.training.changes import describe_changes
-from toolwise.training.fault_rates import describe_totals
+from toolwise.training.metrics import describe_totals
 from toolwise.training.records import RolloutRecord
 from toolwise.training.run_folder import RunFolder, open_run
 from toolwise.training.trackers.console import format_duration, format_metric
-from toolwise.training.trackers.contained import describe_observer_errors
 from toolwise.training.trackers.conversation import Turn, clean_text, conversation_turns, shorten
+from toolwise.training.trackers.observers import describe_observer_errors
 from toolwise.types import EndEvent
-from toolwise.view.comparison import headline, rows_by_kind
+from toolwise.view.comparison import (
+    TaskChange,
+    changed_tasks,
+    contrasting_groups,
+    headline,
+    largest_advantage,
+    rows_by_kind,
+)
 from toolwise.view.curves import DARK, LIGHT, Palette, render_curves
 from toolwise.view.frontier import frontier_rows, read_frontier, render_frontier
-from toolwise.view.routing import render_routing, routing_columns
-from toolwise.view.selection import TaskChange, changed_tasks, contrasting_groups, largest_advantage
-from toolwise.view.thinking import render_thinking, thinking_columns
+from toolwise.view.panels import render_routing, render_thinking, routing_columns, thinking_columns
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 MAX_TURN_CHARS = 4000
-"""Characters shown per turn."""
 DIAGNOSIS_FIELDS = ("kind", "cause", "cure", "step")
 MAX_TABLE_ROWS = 24
 """Rows of the training table, spread evenly over the run."""
@@ -67,8 +72,6 @@ TRAINING_COLUMNS = (
 
 
 class ReportFiles(Callback):
-    """Writes the report when a run ends."""
-
     def on_end(self, event: EndEvent) -> None:
         write_report(event.run_folder)
 
@@ -77,32 +80,27 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Write report.html and report.png into the run's folder, finished or not; return the path of the HTML file."""
     run = open_run(run_dir)
     light, dark = render_curves(run, LIGHT), render_curves(run, DARK)
-    page = _render(run, light, dark)
     out = run.path / "report.html"
+    write_atomic(out, _render(run, light, dark).encode("utf-8", "replace"))
     write_atomic(run.path / "report.png", light)
-    write_atomic(out, page.encode("utf-8", "replace"))
     return out
 
 
 def before_after_table(summary: Mapping[str, Any]) -> Table:
     """The same metrics for a terminal: all tasks and each kind, before and after."""
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     rows = rows_by_kind(summary)
     others = [c for c in headline(summary) if c.name not in {change.name for change in rows[0].changes}]
     caption = "   ".join(f"{c.name} {c.before_text} → {c.after_text}" for c in others)
-    table = Table(caption=Text(caption) if caption else None, caption_justify="left")
-    table.add_column("tasks")
-    table.add_column("n", justify="right")
-    for change in rows[0].changes:
-        table.add_column(f"{change.name} before", justify="right")
-        table.add_column("after", justify="right")
+    numbers = ["n", *(name for change in rows[0].changes for name in (f"{change.name} before", "after"))]
+    columns = [Column("tasks"), *(Column(name, justify="right") for name in numbers)]
+    table = Table(*columns, caption=Text(caption) if caption else None, caption_justify="left")
     colours = {"good": "green", "bad": "red", "same": ""}
     for index, row in enumerate(rows):
-        cells = [Text(row.label), Text("–" if row.n is None else str(row.n))]
-        for change in row.changes:
-            cells += [Text(change.before_text), Text(change.after_text, style=colours[change.tone])]
+        values = [(Text(c.before_text), Text(c.after_text, style=colours[c.tone])) for c in row.changes]
+        cells = [Text(row.label), Text("–" if row.n is None else str(row.n)), *chain.from_iterable(values)]
         table.add_row(*cells, style="bold" if index == 0 else "", end_section=index == 0)
     return table
 
@@ -162,38 +160,31 @@ def _after_label(run: RunFolder) -> str:
 
 def _facts(run: RunFolder) -> list[str]:
     summary = run.summary
-    facts = []
-    if summary.get("steps") is not None:
-        facts.append(f"{summary['steps']} training step{'' if summary['steps'] == 1 else 's'}")
-    if isinstance(summary.get("seconds"), int | float):
-        facts.append(format_duration(summary["seconds"]))
-    if isinstance(summary.get("peak_rss_mb"), int | float):
-        facts.append(f"{summary['peak_rss_mb']:,.0f} MB peak memory")
-    if summary.get("seed") is not None:
-        facts.append(f"seed {summary['seed']}")
-    if failed := describe_totals(summary.get("faults") or {}):
-        facts.append(f"faults: {failed}")
-    if summary.get("stopped"):
-        facts.append(f"stopped: {summary['stopped']}")
-    facts += describe_observer_errors(summary.get("observers") or [])
-    tasks = (summary.get("before") or {}).get("n")
-    if tasks:
-        facts.append(f"{tasks} held-out tasks")
-    return [clean_text(fact) for fact in facts]
+    steps, seconds, memory = (summary.get(name) for name in ("steps", "seconds", "peak_rss_mb"))
+    faults, tasks = describe_totals(summary.get("faults") or {}), (summary.get("before") or {}).get("n")
+    facts = [
+        f"{steps} training step{'' if steps == 1 else 's'}" if steps is not None else "",
+        format_duration(seconds) if isinstance(seconds, int | float) else "",
+        f"{memory:,.0f} MB peak memory" if isinstance(memory, int | float) else "",
+        f"seed {summary['seed']}" if summary.get("seed") is not None else "",
+        f"faults: {faults}" if faults else "",
+        f"stopped: {summary['stopped']}" if summary.get("stopped") else "",
+        *describe_observer_errors(summary.get("observers") or []),
+        f"{tasks} held-out tasks" if tasks else "",
+    ]
+    return [clean_text(fact) for fact in facts if fact]
 
 
 def _task_view(change: TaskChange) -> dict[str, Any]:
     label, tone = OUTCOME_LABELS[change.outcome]
-    sides = [_rollout_view(change.before, "before")]
-    if change.after is not None:
-        sides.append(_rollout_view(change.after, "after"))
+    sides = (("before", change.before), ("after", change.after))
     return {
         "question": _question(change.before),
         "kind": clean_text(change.before.kind),
         "truth": shorten(clean_text(change.before.ground_truth), 300),
         "outcome": label,
         "tone": tone,
-        "sides": sides,
+        "sides": [_rollout_view(record, side) for side, record in sides if record is not None],
     }
 
 
@@ -237,16 +228,15 @@ def _turn_shades(
     Steps are counted from the end, because a prompt may contain assistant messages.
     """
     assistant_turns = max((turn.assistant_index for turn in turns if turn.assistant_index is not None), default=-1) + 1
-    shades: list[dict[str, str] | None] = []
-    for turn in turns:
-        step = -1 if turn.assistant_index is None else turn.assistant_index - (assistant_turns - len(advantages))
-        advantage = advantages[step] if 0 <= step < len(advantages) else None
-        if scale <= 0 or advantage is None:
-            shades.append(None)
-        else:
-            tone = "good" if advantage >= 0 else "bad"
-            shades.append({"tone": tone, "strength": f"{abs(advantage) / scale:.2f}", "said": f"{advantage:+.2f}"})
-    return shades
+    first = assistant_turns - len(advantages)
+    steps = [-1 if turn.assistant_index is None else turn.assistant_index - first for turn in turns]
+    shaded = [advantages[step] if 0 <= step < len(advantages) and scale > 0 else None for step in steps]
+    return [
+        {"tone": "good" if a >= 0 else "bad", "strength": f"{abs(a) / scale:.2f}", "said": f"{a:+.2f}"}
+        if a is not None
+        else None
+        for a in shaded
+    ]
 
 
 def _training_table(run: RunFolder) -> dict[str, Any]:
@@ -257,8 +247,10 @@ def _training_table(run: RunFolder) -> dict[str, Any]:
     columns = [name for name in wanted if any(line.get(name) is not None for line in lines)]
     if len(lines) > MAX_TABLE_ROWS:
         lines = [lines[round(i * (len(lines) - 1) / (MAX_TABLE_ROWS - 1))] for i in range(MAX_TABLE_ROWS)]
-    rows = [[str(line.get("step", "")), *(_cell(line.get(name)) for name in columns)] for line in lines]
-    return {"columns": ["step", *columns], "rows": rows}
+    return {
+        "columns": ["step", *columns],
+        "rows": [[str(line.get("step", "")), *(_cell(line.get(name)) for name in columns)] for line in lines],
+    }
 
 
 def _cell(value: Any) -> str:

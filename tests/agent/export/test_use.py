@@ -12,8 +12,7 @@ import pytest
 from toolwise.agent.export import export_model
 from toolwise.messages import Message
 from toolwise.models import load_model
-from toolwise.tools.catalog import build_tools
-from toolwise.tools.tool_record import read_tools, write_tools
+from toolwise.tools.catalog import build_tools, read_tools, write_tools
 from toolwise.training.checkpoint import save
 
 PLAIN = "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') + '<|end|>' }}{% endfor %}"

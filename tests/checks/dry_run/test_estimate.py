@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from toolwise.checks.dry_run.estimate import estimate_time
-from toolwise.checks.dry_run.trial import RolloutTrial, UpdateTrial
+from toolwise.checks.dry_run.trial import RolloutTrial, UpdateTrial, estimate_time
 
 
 def run_with(**changes: Any) -> Any:

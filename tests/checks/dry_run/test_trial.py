@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from toolwise.checks.dry_run.problems import find_problems
+from toolwise.checks.dry_run.command import find_problems
 from toolwise.checks.dry_run.trial import try_rollouts, try_update
 from toolwise.config.schema import load_config
 from toolwise.messages import Message

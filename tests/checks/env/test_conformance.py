@@ -16,8 +16,7 @@ from toolwise.checks.env.check import check_env
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.gsm8k import Gsm8kEnv
 from toolwise.envs.gymnasium import GymnasiumEnv
-from toolwise.envs.interactions import ScriptedInteraction
-from toolwise.envs.interactive_env import InteractiveEnv
+from toolwise.envs.interactions import InteractiveEnv, ScriptedInteraction
 from toolwise.envs.methods_env import MethodsEnv
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.tools import Gsm8kTool, build_tools

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_rollouts import sample_rows
 
-from toolwise.checks.reward.starter import sample_rows
 from toolwise.checks.reward.stored_rollouts import StoredRollout, read_rollouts
 
 MakeStored = Callable[..., list[StoredRollout]]

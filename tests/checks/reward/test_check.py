@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_rollouts import sample_rows
 from selection import quick_first
 
 from toolwise.checks.reward.check import RewardCheck, check_reward
-from toolwise.checks.reward.starter import create_reward_files, sample_rows
+from toolwise.checks.reward.starter import create_reward_files
 from toolwise.checks.reward.stored_rollouts import StoredRollout, read_rollouts
 from toolwise.config.schema import RewardConfig, SandboxConfig
 from toolwise.errors import RewardError
-from toolwise.training.scoring import build_scoring
+from toolwise.training.evaluate import build_scoring
 
 MakeStored = Callable[..., list[StoredRollout]]
 MakeReward = Callable[[str], str]

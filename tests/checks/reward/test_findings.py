@@ -16,9 +16,8 @@ from toolwise.checks.reward.findings import (
     check_steps,
     scores_equal,
 )
-from toolwise.checks.reward.scoring_pass import Results
-from toolwise.checks.reward.stored_rollouts import StoredRollout
-from toolwise.rewards.function import fault_result
+from toolwise.checks.reward.stored_rollouts import Results, StoredRollout
+from toolwise.rewards.results import fault_result
 from toolwise.types import EvaluateResult, StepOutput
 
 MakeStored = Callable[..., list[StoredRollout]]

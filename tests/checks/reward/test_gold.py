@@ -7,15 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sample_rollouts import sample_rows
 
 from toolwise.checks.reward.gold import GoldTrial, check_empty, check_gold, run_gold_trials
-from toolwise.checks.reward.scoring_pass import score_rollouts
-from toolwise.checks.reward.starter import sample_rows
-from toolwise.checks.reward.stored_rollouts import StoredRollout
+from toolwise.checks.reward.stored_rollouts import StoredRollout, score_rollouts
 from toolwise.config.schema import RewardConfig, SandboxConfig
 from toolwise.errors import DataError
-from toolwise.rewards.function import fault_result
-from toolwise.training.scoring import build_scoring
+from toolwise.rewards.results import fault_result
+from toolwise.training.evaluate import build_scoring
 from toolwise.types import EvaluateResult
 
 MakeStored = Callable[..., list[StoredRollout]]

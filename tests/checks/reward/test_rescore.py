@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_rollouts import sample_rows
 
 from toolwise.checks.reward.rescore import compare, load_run_reward, rescore, unused_path, write_rescored
-from toolwise.checks.reward.starter import sample_rows
 from toolwise.checks.reward.stored_rollouts import StoredRollout, read_rollouts
 from toolwise.config.schema import RewardConfig, SandboxConfig
 from toolwise.errors import DataError

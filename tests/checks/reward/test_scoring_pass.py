@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+from sample_rollouts import sample_rows
 
-from toolwise.checks.reward.scoring_pass import score_rollouts, scoring_mode, split_into_calls
-from toolwise.checks.reward.starter import sample_rows
-from toolwise.checks.reward.stored_rollouts import StoredRollout
+from toolwise.checks.reward.stored_rollouts import StoredRollout, score_rollouts, scoring_mode, split_into_calls
 from toolwise.config.schema import RewardConfig, RewardPart, SandboxConfig
-from toolwise.rewards.signature import Mode
-from toolwise.training.scoring import build_scoring
+from toolwise.rewards.function import Mode
+from toolwise.training.evaluate import build_scoring
 
 MakeStored = Callable[..., list[StoredRollout]]
 MakeReward = Callable[[str], str]

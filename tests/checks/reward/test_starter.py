@@ -6,11 +6,12 @@ import ast
 from pathlib import Path
 
 import pytest
+from sample_rollouts import sample_rows
 
-from toolwise.checks.reward.starter import PLACEHOLDER_NAME, create_reward_files, sample_rows
+from toolwise.checks.reward.starter import PLACEHOLDER_NAME, create_reward_files
 from toolwise.checks.reward.stored_rollouts import read_rollouts
 from toolwise.errors import ConfigError
-from toolwise.rewards.signature import Mode
+from toolwise.rewards.function import Mode
 
 
 @pytest.mark.parametrize("mode", ["pointwise", "batch", "group"])

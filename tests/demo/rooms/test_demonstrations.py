@@ -32,7 +32,7 @@ def test_what_is_shown_is_what_the_world_would_say() -> None:
     plan = HouseConfig()
     for number in range(20):
         env = RoomsEnv(number)
-        said = walk(env.house, [1 + number % 4] * plan.steps, plan)
+        said = walk(env.house, [1 + number % 4] * len(env.house.rooms), plan)
         seen = [asyncio.run(env.reset())]
         replies = [message["content"] for message in said if message["role"] == "assistant"]
         for reply in replies:

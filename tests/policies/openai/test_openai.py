@@ -19,8 +19,8 @@ from toolwise.messages import Message, ToolCall
 from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
 from toolwise.policies.openai.policy import OpenAIAgentPolicy
-from toolwise.policies.openai.server_errors import ServerError
 from toolwise.protocols import AgentPolicy, Sampling, SessionPolicy
+from toolwise.remote.server_errors import ServerError
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.rollout.worker import RLRolloutWorker
 from toolwise.serve import ServedModel, Server, build_app

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolwise.policies.openai.reply import Reply, read_reply
-from toolwise.policies.openai.server_errors import ServerError
+from toolwise.remote.server_errors import ServerError
 from toolwise.rollout.parsers import PARSERS
 
 CALL = {"id": "abc", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from toolwise.policies.openai.server_errors import ServerError
 from toolwise.policies.vllm.completions import completion_body, read_completion
 from toolwise.protocols import Sampling
+from toolwise.remote.server_errors import ServerError
 
 CHOICE: dict[str, Any] = {
     "finish_reason": "stop",

@@ -14,10 +14,10 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import ContextFullError
 from toolwise.messages import Message
 from toolwise.policies.local import LocalPolicy
-from toolwise.policies.openai.server_errors import ServerError
 from toolwise.policies.vllm.builder import build_vllm
 from toolwise.policies.vllm.engine import VllmEngine
 from toolwise.protocols import Sampling, TokenGenerator
+from toolwise.remote.server_errors import ServerError
 
 T = TypeVar("T")
 QUESTIONS = ["What is 531 * 77?", "How many bridges does Alder have?", "Hello there"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from toolwise.errors import DataError
 from toolwise.messages import ToolCall
-from toolwise.rewards.library.call_syntax import ExpectedCall, expected_calls, parse_python_calls, same_value
+from toolwise.rewards.library.calls import ExpectedCall, expected_calls, parse_python_calls, same_value
 
 
 @pytest.mark.parametrize(

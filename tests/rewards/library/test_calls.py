@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 
 from toolwise.errors import ConfigError, DataError
 from toolwise.messages import Message, ToolCall
-from toolwise.rewards.library.call_syntax import ExpectedCall
-from toolwise.rewards.library.calls import actual_calls, call_match_reward, match_in_any_order, schema_reward
+from toolwise.rewards.library.calls import (
+    ExpectedCall,
+    actual_calls,
+    call_match_reward,
+    match_in_any_order,
+    schema_reward,
+)
 
 WEATHER = {
     "type": "function",

@@ -15,10 +15,10 @@ import pytest
 
 from toolwise.errors import ConfigError
 from toolwise.messages import Message
+from toolwise.remote.server_errors import ServerError
 from toolwise.rewards import Reward
 from toolwise.rewards.executor import InProcessExecutor
 from toolwise.rewards.library.judge import Judge, judge_reward, read_verdict
-from toolwise.rewards.library.judge_endpoint import JudgeError
 from toolwise.types import EvaluateResult, Rollout, StopReason, Task, Usage
 
 Handler = BaseHTTPRequestHandler
@@ -474,7 +474,7 @@ def test_a_verdict_in_a_reply(reply: str, score: float) -> None:
 
 def test_a_reply_of_nothing_but_brackets_is_soon_refused() -> None:
     began = time.process_time()
-    with pytest.raises(JudgeError):
+    with pytest.raises(ServerError):
         read_verdict('{"a":' * 3_900, (0, 10))
     assert time.process_time() - began < 2
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolwise.rewards.library.numerals import last_number, parse_number
+from toolwise.rewards.library.matching import last_number, parse_number
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from toolwise.errors import DataError
 from toolwise.messages import Message, ToolCall
-from toolwise.rewards.library.rlla_format import first_thought, is_well_formed, read_calls, required_tags, to_rlla_text
+from toolwise.rewards.library.rlla import first_thought, is_well_formed, read_calls, required_tags, to_rlla_text
 
 TOOLS = frozenset({"tool_call"})
 RESPONSE = frozenset({"response"})

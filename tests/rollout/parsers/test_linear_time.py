@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from toolwise.envs.gymnasium_text import extract_action
+from toolwise.envs.gymnasium import extract_action
 from toolwise.messages import Message
 from toolwise.rewards import transcript
-from toolwise.rewards.library import rlla_format
+from toolwise.rewards.library import rlla
 from toolwise.rewards.library.gsm8k import find_answer
 from toolwise.rewards.library.judge import _last_object
 from toolwise.rollout.parsers import PARSERS
@@ -61,6 +61,7 @@ def message(text: str) -> Message:
     return Message(role="assistant", content=text)
 
 
+TAG_SETS = [frozenset(tags) for tags in ((), ("tool_call",), ("response",), ("tool_call", "response"))]
 READERS: dict[str, Callable[[str], Any]] = {
     **{name: parse for name, parse in PARSERS.items() if name not in ("qwen", "openai", "none")},
     "thinking": parse_reply,
@@ -72,9 +73,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "strict": find_answer,
     "flexible": lambda text: find_answer(text, "flexible"),
     "judge": _last_object,
-    "rlla": lambda text: [
-        rlla_format.is_well_formed(text, tags, literal=literal) for tags in rlla_format._BODY for literal in (0, 1)
-    ],
+    "rlla": lambda text: [rlla.is_well_formed(text, tags, literal=literal) for tags in TAG_SETS for literal in (0, 1)],
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolwise.messages import Message, ToolCall
-from toolwise.rewards.library.rlla_format import read_calls, required_tags, to_rlla_text
+from toolwise.rewards.library.rlla import read_calls, required_tags, to_rlla_text
 from toolwise.rollout.parsers import parse_rlla, render_rlla
 
 DATA = Path(__file__).parents[2] / "fixtures" / "rlla_test.parquet"

@@ -12,15 +12,11 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.learner.optimizer import Optimizer
 from toolwise.messages import Message
-from toolwise.routing.cost import build_cost
-from toolwise.routing.head.builder import (
-    build_head,
-    build_router_learner,
-    check_router,
-)
-from toolwise.routing.options import Conditioning
-from toolwise.routing.prompt_templates import EMPTY_WORDING
-from toolwise.routing.usage import RouteUsage
+from toolwise.routing.cost import RouteUsage, build_cost
+from toolwise.routing.head.builder import build_head, check_router
+from toolwise.routing.head.learner import RouterLearner
+from toolwise.routing.inference_router import Conditioning
+from toolwise.routing.prompts import EMPTY_WORDING
 from toolwise.tools.builtin.calculator import CalculatorTool
 from toolwise.tools.builtin.search.tool import SearchTool
 from toolwise.types import Task
@@ -57,7 +53,7 @@ def test_an_optimizer_of_its_own_or_the_actors() -> None:
         given = config(optimizer=which)
         head = build_head(given, model)
         actor_optimizer = Optimizer([*model.parameters(), *head.parameters()], given.actor, total_steps=1)
-        made = build_router_learner(given, model, head, actor_optimizer)
+        made = RouterLearner(model, head, given, actor_optimizer=actor_optimizer)
         assert (made.optimizer is actor_optimizer) == (which == "actor")
 
 

@@ -26,6 +26,8 @@ FAST = RunConfig(
     router=RouterConfig(lr=1e-2, lr_schedule="constant", entropy_coef=0.05, entropy_final=0.05, average_last=0.0)
 )
 
+SHARED = changed(FAST, {"router": {"optimizer": "actor"}})
+
 
 def router_options(total_steps: int = 100, **options: Any) -> RunConfig:
     return changed(FAST, {"router": options, "trainer": {"total_steps": total_steps}})
@@ -121,7 +123,7 @@ def test_the_actors_optimizer_moves_the_head_where_it_is_shared() -> None:
     model = tiny_model()
     head = RouterHead(HeadSettings(width=32, routes=ROUTES))
     actor = Actor(model, LR, extra_parameters=[*head.parameters()])
-    router = RouterLearner(model, head, FAST, optimizer=actor.optimizer)
+    router = RouterLearner(model, head, SHARED, actor_optimizer=actor.optimizer)
     before = weights(model)
     router.learn(strata(router, [0, 1, 2, 1]))
     assert head.out.weight.abs().max() > 0

@@ -9,8 +9,7 @@ import pytest
 from toolwise.data import load_tasks
 from toolwise.data.files import read_rows
 from toolwise.errors import DataError
-from toolwise.routing.actions import MIXED, RouteAction
-from toolwise.routing.families import Family
+from toolwise.routing.families import MIXED, Family, RouteAction
 from toolwise.routing.labels.label_files import (
     Label,
     count_routes,

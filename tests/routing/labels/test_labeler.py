@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from toolwise.data import load_tasks
-from toolwise.policies.openai.endpoint import Endpoint
-from toolwise.policies.openai.server_errors import ServerError
-from toolwise.routing.actions import MIXED, RouteAction
-from toolwise.routing.families import Family
-from toolwise.routing.labels.cache import AnswerCache
-from toolwise.routing.labels.labeler import LabellingResult, label_by_model, label_by_rules
+from toolwise.errors import DataError
+from toolwise.remote.endpoint import Endpoint
+from toolwise.remote.server_errors import ServerError
+from toolwise.routing.families import MIXED, Family, RouteAction
+from toolwise.routing.labels.labeler import AnswerCache, LabellingResult, label_by_model, label_by_rules
 from toolwise.tools.catalog import build_tools
 from toolwise.types import Task
 
@@ -47,7 +46,6 @@ def ask(tasks: list[Task], server: Any, cache: Path, **more: Any) -> LabellingRe
         try:
             return await label_by_model(tasks, endpoint, "a-model", answers)
         finally:
-            answers.close()
             await endpoint.aclose()
 
     return asyncio.run(work())
@@ -202,3 +200,30 @@ def test_the_rules_label_all_rlla_rows_offline() -> None:
     assert len(found.labels) == 80
     assert all(label.target is not None and label.families for label in found.labels)
     assert sum(label.target is RouteAction.ANSWER for label in found.labels) == 9  # 11.25 % respond only
+
+
+ONE, TWO = {"q": 1, "r": [1]}, {"q": 2}
+
+
+def test_answers_are_on_disk_immediately(tmp_path: Path) -> None:
+    cache = AnswerCache(tmp_path / "new" / "c.jsonl")
+    assert cache.get(ONE) is None
+    cache.put(ONE, "yes")
+    other = AnswerCache(tmp_path / "new" / "c.jsonl")  # the first is still open: as after a kill
+    assert (other.get({"r": [1], "q": 1}), other.get(TWO), len(other)) == ("yes", None, 1)
+
+
+def test_a_truncated_line_is_skipped_and_the_next_one_intact(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    first = AnswerCache(path)
+    first.put(ONE, "yes")
+    path.write_text(path.read_text() + '{"key": "abc", "ans')
+    second = AnswerCache(path)
+    second.put(TWO, "no")
+    third = AnswerCache(path)
+    assert (third.get(ONE), third.get(TWO), len(third)) == ("yes", "no", 2)
+
+
+def test_a_cache_that_is_a_folder_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="--cache"):
+        AnswerCache(tmp_path)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from toolwise.policies.openai.server_errors import ServerError
-from toolwise.routing.actions import RouteAction
-from toolwise.routing.families import Family
+from toolwise.remote.server_errors import ServerError
+from toolwise.routing.families import Family, RouteAction
 from toolwise.routing.labels.questions import MAX_CHARS, read_family, read_target, row_question, tool_question
 from toolwise.types import Task
 

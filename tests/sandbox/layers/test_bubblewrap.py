@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,16 +12,15 @@ from namespaces import needs_namespaces
 
 from toolwise.sandbox.layers import bubblewrap
 from toolwise.sandbox.layers.bubblewrap import (
-    BwrapProcess,
     MountView,
     _follow,
     _mounts,
-    _read_child,
     bwrap_command,
     host_namespaces,
     unavailable_reason,
     worker_view,
 )
+from toolwise.sandbox.process_tree import NamespacedTree, _read_child
 from toolwise.sandbox.processes import launch
 
 SYSTEM = tuple(bubblewrap.readable_paths(bubblewrap.readable_folders(), ("subprocess",)))
@@ -96,10 +94,10 @@ def test_the_error_of_bwrap_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_pat
         bubblewrap._bwrap_help.cache_clear()
 
 
-def _run(tmp_path: Path, text: str) -> BwrapProcess:
+def _run(tmp_path: Path, text: str) -> NamespacedTree:
     view = MountView(SYSTEM, ((str(tmp_path), "/sandbox"),), "/sandbox")
-    started = launch(["/bin/sh", "-c", text], {"PATH": "/bin:/usr/bin"}, tmp_path, view=view, stdin=subprocess.DEVNULL)
-    assert isinstance(started, BwrapProcess)
+    started = launch(["/bin/sh", "-c", text], {"PATH": "/bin:/usr/bin"}, tmp_path, view=view)
+    assert isinstance(started, NamespacedTree)
     return started
 
 
@@ -116,7 +114,7 @@ def test_the_first_process_is_known_and_all_end_with_it(tmp_path: Path) -> None:
     while not (tmp_path / "up").exists():
         assert monitor.poll() is None
     first = monitor.first()
-    assert first is not None
+    assert first
     assert b"sleep" in Path(f"/proc/{first}/cmdline").read_bytes()
     init = monitor.init
     monitor.kill()

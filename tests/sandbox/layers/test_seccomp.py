@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from toolwise.sandbox.layers import fork_filter, seccomp, syscalls
+from toolwise.sandbox.layers import seccomp, syscalls
 
 PID = 4321
 MACHINES = ["x86_64", "aarch64"]
@@ -179,12 +179,12 @@ def test_metadata_of_files_is_allowed_alone(machine: str) -> None:
 @pytest.mark.parametrize("machine", MACHINES)
 def test_new_processes_need_approval_and_threads_do_not(machine: str) -> None:
     arch, column = syscalls.PROCESSORS[machine]
-    program = fork_filter.assemble_fork_filter(machine)
+    program = seccomp.assemble_fork_filter(machine)
     clone = syscalls.ARGUMENT_CHECKED["clone"][column]
     forks = [number for name in ("fork", "vfork") if (number := syscalls.PROCESSES[name][column]) is not None]
     assert clone is not None
-    assert {run(program, number, arch=arch) for number in forks} <= {fork_filter.RET_USER_NOTIF}
-    assert run(program, clone, 0x1200011, arch=arch) == fork_filter.RET_USER_NOTIF
+    assert {run(program, number, arch=arch) for number in forks} <= {seccomp.RET_USER_NOTIF}
+    assert run(program, clone, 0x1200011, arch=arch) == seccomp.RET_USER_NOTIF
     assert run(program, clone, 0x3D0F00, arch=arch) == seccomp.ALLOW  # a thread, as glibc makes it
     assert {run(program, number, arch=arch) for number in (0, 1, 3, 61, 202)} == {seccomp.ALLOW}
     assert run(program, clone, 0x1200011, arch=0x40000003) == seccomp.ALLOW  # the main filter kills it

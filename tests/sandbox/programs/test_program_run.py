@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from toolwise.sandbox import SandboxError
-from toolwise.sandbox.layers.fork_filter import allow_fork
 from toolwise.sandbox.layers.hardening import Plan
+from toolwise.sandbox.layers.seccomp import allow_fork
 from toolwise.sandbox.process_limits import MAX_PROCESSES
 from toolwise.sandbox.programs import fork_gate
 from toolwise.sandbox.programs.run import ProgramSpec, StopSignal, run_program

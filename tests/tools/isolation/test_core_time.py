@@ -15,7 +15,7 @@ import pytest
 from toolwise.tools.isolation import core_time
 from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
 from toolwise.tools.isolation.core_time import CpuUsage
-from toolwise.tools.isolation.pool import Pool
+from toolwise.tools.isolation.tool_pool import ToolPool
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="calls are looked at on Linux")
 
@@ -113,13 +113,13 @@ def test_a_process_that_is_gone_counts() -> None:
 @pytest.mark.parametrize("name", ["child", "naps"])
 def test_such_calls_do_not_crowd_each_other(tmp_path: Path, name: str) -> None:
     (tmp_path / "tools.py").write_text(TOOLS)
-    target, pool = ObjectRef(ModuleRef(None, str(tmp_path / "tools.py")), name), Pool(limit=2)
+    target, pool = ObjectRef(ModuleRef(None, str(tmp_path / "tools.py")), name), ToolPool(limit=2)
 
     async def most_at_once() -> int:
         works = [asyncio.create_task(pool.run(target, {"n": 1})) for _ in range(8)]
         most = 0
         while not all(work.done() for work in works):
-            most = max(most, len(pool._roster.busy) + len(pool._roster.slow))
+            most = max(most, len(pool._roster.workers("busy", "slow")))
             await asyncio.sleep(0.01)
         await asyncio.gather(*works)
         return most

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import pytest
 
 from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
-from toolwise.tools.isolation.pool import Pool
-from toolwise.tools.isolation.worker import CallNotDelivered, ToolDied, Worker
+from toolwise.tools.isolation.tool_pool import ToolPool
+from toolwise.tools.isolation.tool_worker import CallNotDelivered, ToolDied, ToolWorker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 T = TypeVar("T")
@@ -37,8 +37,8 @@ def target(tmp_path: Path, request: pytest.FixtureRequest) -> ObjectRef:
 
 
 @pytest.fixture
-def pool() -> Iterator[Pool]:
-    made = Pool(limit=2)
+def pool() -> Iterator[ToolPool]:
+    made = ToolPool(limit=2)
     yield made
     made.close()
     assert made.pids() == []
@@ -51,15 +51,15 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(limited())
 
 
-async def where(pool: Pool, target: ObjectRef, count: int = 4, seconds: float = 0.02) -> list[int]:
+async def where(pool: ToolPool, target: ObjectRef, count: int = 4, seconds: float = 0.02) -> list[int]:
     found = await asyncio.gather(*(pool.run(target, {"seconds": seconds}) for _ in range(count)))
     return [int(text) for text, _, _ in found]
 
 
-def signal_all(pool: Pool, number: int, *, zygotes: bool = False) -> int:
+def signal_all(pool: ToolPool, number: int, *, zygotes: bool = False) -> int:
     """Signal the idle workers, and none that is running a call."""
     with pool._lock:
-        resting = [worker for idle in pool._roster.idle.values() for worker in idle]
+        resting = pool._roster.workers("idle")
         resting += [worker for worker, _ in pool._roster.zygotes.values()] if zygotes else []
         for worker in resting:
             if worker.pid is not None:
@@ -70,7 +70,7 @@ def signal_all(pool: Pool, number: int, *, zygotes: bool = False) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_was_killed_or_stopped_while_it_waited_costs_a_moment(
-    pool: Pool, target: ObjectRef, number: int
+    pool: ToolPool, target: ObjectRef, number: int
 ) -> None:
     before = run(where(pool, target))
     assert signal_all(pool, number)
@@ -83,7 +83,7 @@ def test_a_worker_that_was_killed_or_stopped_while_it_waited_costs_a_moment(
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_so_does_a_zygote(pool: Pool, tmp_path: Path, number: int) -> None:
+def test_so_does_a_zygote(pool: ToolPool, tmp_path: Path, number: int) -> None:
     (tmp_path / "t.py").write_text(SOURCE.format(top=""))
     target = ObjectRef(ModuleRef(None, str(tmp_path / "t.py")), "where")
     run(where(pool, target, 1))
@@ -96,14 +96,14 @@ def test_so_does_a_zygote(pool: Pool, tmp_path: Path, number: int) -> None:
     assert pool._roster.zygotes, "another took its place"
 
 
-def test_a_zygotes_death_harms_no_call_that_runs(pool: Pool, tmp_path: Path) -> None:
+def test_a_zygotes_death_harms_no_call_that_runs(pool: ToolPool, tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(SOURCE.format(top=""))
     target = ObjectRef(ModuleRef(None, str(tmp_path / "t.py")), "where")
 
     async def beside() -> list[int]:
         await where(pool, target)
         calls = asyncio.create_task(where(pool, target, 2, 1.0))
-        while len(pool._roster.busy | pool._roster.slow) < 2:  # noqa: ASYNC110
+        while len(pool._roster.workers("busy", "slow")) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         signal_all(pool, signal.SIGKILL, zygotes=True)
         return await calls
@@ -113,30 +113,30 @@ def test_a_zygotes_death_harms_no_call_that_runs(pool: Pool, tmp_path: Path) -> 
 
 
 def test_a_call_that_never_reached_its_worker_is_made_again(
-    pool: Pool, target: ObjectRef, monkeypatch: pytest.MonkeyPatch
+    pool: ToolPool, target: ObjectRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(where(pool, target))
     lost: list[int] = []
 
-    def kill_and_pass(worker: Worker) -> bool:
+    def kill_and_pass(worker: ToolWorker) -> bool:
         """As if it were killed right after the check."""
         if not lost and worker.pid is not None:
             lost.append(worker.pid)
             os.kill(worker.pid, signal.SIGKILL)
         return True
 
-    monkeypatch.setattr(Worker, "is_ready", kill_and_pass)
+    monkeypatch.setattr(ToolWorker, "is_ready", kill_and_pass)
     found = run(where(pool, target, 1))
     assert lost
     assert lost[0] not in found
     assert pool.killed == 0
 
 
-def test_a_death_in_the_call_is_the_calls(pool: Pool, target: ObjectRef) -> None:
+def test_a_death_in_the_call_is_the_calls(pool: ToolPool, target: ObjectRef) -> None:
     async def kill_at_work() -> None:
         [pid] = await where(pool, target, 1)
         call = asyncio.create_task(where(pool, target, 1, 30.0))
-        while not any(worker.call_started_at for worker in pool._roster.busy | pool._roster.slow):  # noqa: ASYNC110
+        while not any(worker.call_started_at for worker in pool._roster.workers("busy", "slow")):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         os.kill(pid, signal.SIGKILL)
@@ -149,7 +149,7 @@ def test_a_death_in_the_call_is_the_calls(pool: Pool, target: ObjectRef) -> None
 
 
 @pytest.mark.parametrize("seconds", [1.5, pytest.param(20.0, marks=pytest.mark.long)])
-def test_whoever_kills_all_that_wait_blames_nobody(pool: Pool, target: ObjectRef, seconds: float) -> None:
+def test_whoever_kills_all_that_wait_blames_nobody(pool: ToolPool, target: ObjectRef, seconds: float) -> None:
     killed, over = [0], threading.Event()
 
     def kill() -> None:

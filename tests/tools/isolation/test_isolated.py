@@ -16,7 +16,7 @@ from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
 from toolwise.tools.builtin.calculator import CalculatorTool
 from toolwise.tools.isolation.isolated_tool import IsolatedTool, isolate_tool
-from toolwise.tools.isolation.worker import ToolDied, ToolFault
+from toolwise.tools.isolation.tool_worker import ToolDied, ToolFault
 
 T = TypeVar("T")
 FILE = Path(__file__).with_name("isolated_tools.py")

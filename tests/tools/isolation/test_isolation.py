@@ -23,7 +23,7 @@ from toolwise.errors import ToolwiseError
 from toolwise.messages import Message, ToolCall
 from toolwise.tools import isolation
 from toolwise.tools.function import FunctionTool, as_tool, tool
-from toolwise.tools.isolation.worker import ToolDied, ToolFault
+from toolwise.tools.isolation.tool_worker import ToolDied, ToolFault
 from toolwise.types import Task
 
 T = TypeVar("T")
@@ -327,7 +327,7 @@ def test_a_module_that_does_not_load_in_a_worker_runs_in_a_thread(tmp_path: Path
 def test_a_module_that_hangs_in_a_worker_keeps_nobody_waiting_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("toolwise.tools.isolation.worker.LOAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("toolwise.tools.isolation.tool_worker.LOAD_TIMEOUT_S", 0.5)
     hangs = "import os, time\nif os.environ.get('TOOLWISE_WORKER'): time.sleep(1000)\n"
     (tmp_path / "hangs.py").write_text(hangs + "def where() -> int:\n    return os.getpid()\n")
     where = as_tool(load_reference(f"{tmp_path}/hangs.py:where", what="tool"))

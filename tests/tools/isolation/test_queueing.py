@@ -20,10 +20,10 @@ from toolwise.messages import Message, ToolCall
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.tools import isolation
 from toolwise.tools.catalog import build_tools
-from toolwise.tools.isolation import pool as pools
 from toolwise.tools.isolation import roster
+from toolwise.tools.isolation import tool_pool as pools
 from toolwise.tools.isolation.code_location import ObjectRef
-from toolwise.tools.isolation.pool import Pool
+from toolwise.tools.isolation.tool_pool import ToolPool
 from toolwise.training.rollout_setup import build_scheduler
 from toolwise.types import RouteDecision, Task
 
@@ -63,8 +63,8 @@ def target(path: Path, name: str = "nap") -> ObjectRef:
 
 
 @pytest.fixture
-def pool() -> Iterator[Pool]:
-    made = Pool(limit=2)
+def pool() -> Iterator[ToolPool]:
+    made = ToolPool(limit=2)
     yield made
     made.close()
 
@@ -100,7 +100,7 @@ def test_sixty_four_calls_of_a_tool_that_blocks_for_a_second(tmp_path: Path) -> 
 
 
 def test_a_call_that_waits_for_a_worker_is_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation, "_shared", Pool(limit=1, max_processes=1))
+    monkeypatch.setattr(isolation, "_shared", ToolPool(limit=1, max_processes=1))
     env = ToolEnv(Task(task_id="t", prompt=[]), build_tools([f"{write(tmp_path)}:nap"]), tool_timeout_s=0.5)
     calls = [ToolCall(id=str(i), name="nap", arguments={"seconds": s}) for i, s in enumerate((0.3, 0.3, 9.0, 0.3))]
 
@@ -125,14 +125,14 @@ def test_a_call_that_waits_for_a_worker_is_not_late(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.long
-def test_calls_that_compute_do_not_crowd_each_other(tmp_path: Path, pool: Pool) -> None:
+def test_calls_that_compute_do_not_crowd_each_other(tmp_path: Path, pool: ToolPool) -> None:
     spins = target(write(tmp_path), "spin")
 
     async def many() -> int:
         works = [asyncio.create_task(pool.run(spins, {"seconds": 0.2})) for _ in range(6)]
         most = 0
         while not all(work.done() for work in works):
-            most = max(most, len(pool._roster.busy) + len(pool._roster.slow))
+            most = max(most, len(pool._roster.workers("busy", "slow")))
             await asyncio.sleep(0.01)
         await asyncio.gather(*works)
         return most
@@ -141,7 +141,7 @@ def test_calls_that_compute_do_not_crowd_each_other(tmp_path: Path, pool: Pool) 
 
 
 @linux
-def test_workers_are_forked_and_end_with_what_they_started(tmp_path: Path, pool: Pool) -> None:
+def test_workers_are_forked_and_end_with_what_they_started(tmp_path: Path, pool: ToolPool) -> None:
     async def two() -> list[str]:
         texts = await asyncio.gather(*(pool.run(target(write(tmp_path)), {"seconds": 0.05}) for _ in range(2)))
         return [text for text, _, _ in texts]
@@ -157,7 +157,7 @@ def test_workers_are_forked_and_end_with_what_they_started(tmp_path: Path, pool:
 
 
 @linux
-def test_each_worker_carries_a_mark_of_its_own(tmp_path: Path, pool: Pool) -> None:
+def test_each_worker_carries_a_mark_of_its_own(tmp_path: Path, pool: ToolPool) -> None:
     """The mark identifies the processes it leaves running, and none of its siblings'."""
 
     async def environments() -> list[str]:
@@ -168,7 +168,7 @@ def test_each_worker_carries_a_mark_of_its_own(tmp_path: Path, pool: Pool) -> No
         pid = (await hold)[0].split()[1]
         (process,) = [w._process for w in pool._live_workers if str(w.pid) == pid]
         assert process is not None
-        return [first[0], process.mark, Path(f"/proc/{pid}/environ").read_text()]
+        return [first[0], process.popen.mark, Path(f"/proc/{pid}/environ").read_text()]
 
     first, mark, second = asyncio.run(environments())
     assert f"TOOLWISE_SANDBOX={mark}" in second
@@ -184,7 +184,7 @@ def test_each_worker_carries_a_mark_of_its_own(tmp_path: Path, pool: Pool) -> No
         "FILE = open(__file__)",
     ],
 )
-def test_a_module_with_threads_or_open_files_is_loaded_by_each_worker(tmp_path: Path, pool: Pool, top: str) -> None:
+def test_a_module_with_threads_or_open_files_is_loaded_by_each_worker(tmp_path: Path, pool: ToolPool, top: str) -> None:
     async def two() -> list[str]:
         texts = await asyncio.gather(*(pool.run(target(write(tmp_path, top)), {"seconds": 0.3}) for _ in range(2)))
         return [text for text, _, _ in texts]
@@ -195,7 +195,7 @@ def test_a_module_with_threads_or_open_files_is_loaded_by_each_worker(tmp_path: 
 
 
 @linux
-def test_a_place_whose_zygote_is_gone_goes_on(tmp_path: Path, pool: Pool) -> None:
+def test_a_place_whose_zygote_is_gone_goes_on(tmp_path: Path, pool: ToolPool) -> None:
     nap = target(write(tmp_path))
 
     async def one() -> str:
@@ -210,8 +210,21 @@ def test_a_place_whose_zygote_is_gone_goes_on(tmp_path: Path, pool: Pool) -> Non
     assert asyncio.run(one()).startswith("rested")
 
 
+def test_a_warm_worker_is_not_ended_during_a_long_call(
+    tmp_path: Path, pool: ToolPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "IDLE_CHECK_S", 0.05)
+    monkeypatch.setattr(roster, "IDLE_S", 0.2)
+    sleeps = target(write(tmp_path))
+
+    async def twice() -> list[str]:
+        return [(await pool.run(sleeps, {"seconds": seconds}))[0] for seconds in (0.0, 1.0)]
+
+    assert all(text.startswith("rested") for text in asyncio.run(twice()))
+
+
 def test_idle_workers_are_ended_and_then_what_they_were_forked_from(
-    tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pool: ToolPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pools, "IDLE_CHECK_S", 0.05)
     monkeypatch.setattr(roster, "IDLE_S", 0.2)

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from toolwise.tools.isolation import pool as pools
+from toolwise.tools.isolation import tool_pool as pools
 from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
-from toolwise.tools.isolation.pool import Pool, default_limit, read_result
-from toolwise.tools.isolation.worker import LOAD_TIMEOUT_S, LoadFault, ToolDied
+from toolwise.tools.isolation.tool_pool import ToolPool, default_limit, read_result
+from toolwise.tools.isolation.tool_worker import LOAD_TIMEOUT_S, LoadFault, ToolDied
 
 T = TypeVar("T")
 linux = pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="workers are forked on Linux")
@@ -31,8 +31,8 @@ def where(seconds: float = 0.0) -> int:
 
 
 @pytest.fixture
-def pool() -> Iterator[Pool]:
-    made = Pool(limit=2)
+def pool() -> Iterator[ToolPool]:
+    made = ToolPool(limit=2)
     yield made
     made.close()
     assert made.pids() == []
@@ -53,7 +53,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(limited())
 
 
-async def where(pool: Pool, target: ObjectRef, seconds: float = 0.0) -> int:
+async def where(pool: ToolPool, target: ObjectRef, seconds: float = 0.0) -> int:
     return int((await pool.run(target, {"seconds": seconds}))[0])
 
 
@@ -62,7 +62,7 @@ async def until(condition: Any) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_no_more_workers_than_the_limit(pool: Pool, files: list[ObjectRef]) -> None:
+def test_no_more_workers_than_the_limit(pool: ToolPool, files: list[ObjectRef]) -> None:
     async def many() -> list[int]:
         return await asyncio.gather(*(where(pool, files[0], 0.01) for _ in range(20)))
 
@@ -70,7 +70,7 @@ def test_no_more_workers_than_the_limit(pool: Pool, files: list[ObjectRef]) -> N
     assert len(pool.pids()) <= 2
 
 
-def test_calls_that_hang_keep_no_one_else_out(pool: Pool, files: list[ObjectRef]) -> None:
+def test_calls_that_hang_keep_no_one_else_out(pool: ToolPool, files: list[ObjectRef]) -> None:
 
     async def beside_those_that_hang() -> int:
         hanging = [asyncio.create_task(where(pool, files[0], 1000)) for _ in range(4)]
@@ -86,11 +86,11 @@ def test_calls_that_hang_keep_no_one_else_out(pool: Pool, files: list[ObjectRef]
 
 
 def test_even_slow_calls_are_no_more_than_the_most(files: list[ObjectRef]) -> None:
-    pool = Pool(limit=1, max_processes=2)
+    pool = ToolPool(limit=1, max_processes=2)
 
     async def three() -> int:
         hanging = [asyncio.create_task(where(pool, files[0], 1000)) for _ in range(3)]
-        await until(lambda: len(pool._roster.slow) == 2)
+        await until(lambda: len(pool._roster.workers("slow")) == 2)
         await asyncio.sleep(0.3)
         found = len(pool.pids())
         for task in hanging:
@@ -103,7 +103,7 @@ def test_even_slow_calls_are_no_more_than_the_most(files: list[ObjectRef]) -> No
 
 
 @pytest.mark.long
-def test_another_module_gets_a_worker_though_this_one_is_always_wanted(pool: Pool, files: list[ObjectRef]) -> None:
+def test_another_module_gets_a_worker_though_this_one_is_always_wanted(pool: ToolPool, files: list[ObjectRef]) -> None:
     async def crowd() -> None:
         wanted = [asyncio.create_task(where(pool, files[0], 0.02)) for _ in range(10_000)]
         await until(lambda: wanted[5].done())
@@ -118,18 +118,18 @@ def test_another_module_gets_a_worker_though_this_one_is_always_wanted(pool: Poo
 
 
 def test_an_idle_module_makes_room_for_another(files: list[ObjectRef]) -> None:
-    pool = Pool(limit=2, max_processes=2)
+    pool = ToolPool(limit=2, max_processes=2)
 
     async def each() -> list[int]:
         return [await where(pool, target) for target in files]
 
     assert len(set(run(each()))) == 3
-    assert len(pool._roster.idle) == 3
-    assert sum(map(len, pool._roster.idle.values())) == 2
+    idle = [worker.module_ref for worker in pool._roster.workers("idle")]
+    assert idle == [target.module_ref for target in files[1:]]
     pool.close()
 
 
-def test_who_stops_waiting_leaves_the_worker_to_others(pool: Pool, files: list[ObjectRef]) -> None:
+def test_who_stops_waiting_leaves_the_worker_to_others(pool: ToolPool, files: list[ObjectRef]) -> None:
     async def cancelled_while_it_comes_up() -> int:
         task = asyncio.create_task(where(pool, files[0]))
         await asyncio.sleep(0)
@@ -148,15 +148,15 @@ def test_who_stops_waiting_leaves_the_worker_to_others(pool: Pool, files: list[O
     assert pool.killed == 0
 
 
-def test_a_killed_worker_is_replaced_before_anybody_asks(pool: Pool, files: list[ObjectRef]) -> None:
+def test_a_killed_worker_is_replaced_before_anybody_asks(pool: ToolPool, files: list[ObjectRef]) -> None:
     async def kill_at_work() -> tuple[int, int]:
         first = await where(pool, files[0])
         task = asyncio.create_task(where(pool, files[0], 1000))
-        await until(lambda: pool._roster.busy)
+        await until(lambda: pool._roster.workers("busy"))
         os.kill(first, signal.SIGKILL)
         with pytest.raises(ToolDied, match="killed by SIGKILL"):
             await task
-        await until(lambda: pool._roster.idle.get(files[0].module_ref))
+        await until(lambda: pool._roster.workers("idle", of=files[0].module_ref))
         return first, await where(pool, files[0])
 
     first, second = run(kill_at_work())
@@ -164,14 +164,14 @@ def test_a_killed_worker_is_replaced_before_anybody_asks(pool: Pool, files: list
     assert pool.killed == 1
 
 
-def test_a_worker_that_dies_at_rest_is_not_handed_out(pool: Pool, files: list[ObjectRef]) -> None:
+def test_a_worker_that_dies_at_rest_is_not_handed_out(pool: ToolPool, files: list[ObjectRef]) -> None:
     first = run(where(pool, files[0]))
     os.kill(first, signal.SIGKILL)
     run(until(lambda: first not in pool.pids()))
     assert run(where(pool, files[0])) != first
 
 
-def test_a_module_that_does_not_load_says_why_to_all_who_wait(pool: Pool, tmp_path: Path) -> None:
+def test_a_module_that_does_not_load_says_why_to_all_who_wait(pool: ToolPool, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_module_at_all")
     target = ObjectRef(ModuleRef(None, str(tmp_path / "broken.py")), "where")
 
@@ -182,17 +182,17 @@ def test_a_module_that_does_not_load_says_why_to_all_who_wait(pool: Pool, tmp_pa
     assert all(isinstance(fault, LoadFault) and "no_such_module_at_all" in str(fault) for fault in faults)
 
 
-def test_a_process_that_ends_while_it_loads_is_a_death(pool: Pool, tmp_path: Path) -> None:
+def test_a_process_that_ends_while_it_loads_is_a_death(pool: ToolPool, tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text("import os; os._exit(9)")
     with pytest.raises(ToolDied, match="ended while it loaded"):
         run(where(pool, ObjectRef(ModuleRef(None, str(tmp_path / "ends.py")), "where")))
 
 
 def test_a_module_that_takes_for_ever_to_load_is_given_up(
-    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: ToolPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reported to all waiting callers at once: each of them would wait as long again."""
-    monkeypatch.setattr("toolwise.tools.isolation.worker.LOAD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("toolwise.tools.isolation.tool_worker.LOAD_TIMEOUT_S", 1.0)
     (tmp_path / "slow.py").write_text("import time; time.sleep(1000)")
     target = ObjectRef(ModuleRef(None, str(tmp_path / "slow.py")), "where")
 
@@ -226,7 +226,7 @@ def open_files() -> Iterator[Callable[[int], None]]:
 def test_without_descriptors_for_another_worker_calls_wait_for_those_that_are_up(
     files: list[ObjectRef], open_files: Callable[[int], None]
 ) -> None:
-    pool = Pool(limit=2, max_processes=64)
+    pool = ToolPool(limit=2, max_processes=64)
 
     async def many() -> list[int]:
         await where(pool, files[0])
@@ -242,7 +242,7 @@ def test_without_descriptors_for_another_worker_calls_wait_for_those_that_are_up
 @linux
 def test_a_worker_that_is_up_needs_no_more_descriptors(files: list[ObjectRef], monkeypatch: pytest.MonkeyPatch) -> None:
     """If it did, it would be killed during its call as soon as others had used them up."""
-    pool, opened = Pool(limit=2), os.pidfd_open
+    pool, opened = ToolPool(limit=2), os.pidfd_open
     calls: list[int] = []
 
     def open_once(pid: int, flags: int = 0) -> int:
@@ -268,7 +268,7 @@ def test_a_worker_that_is_up_needs_no_more_descriptors(files: list[ObjectRef], m
 def test_without_descriptors_for_a_single_worker_a_call_says_so(
     files: list[ObjectRef], open_files: Callable[[int], None]
 ) -> None:
-    pool = Pool(limit=2)
+    pool = ToolPool(limit=2)
 
     async def two() -> list[Any]:
         open_files(5)  # a channel, a pipe, and not a second one
@@ -287,7 +287,7 @@ def test_workers_are_buried_where_the_trainer_has_more_than_1024_files_open(file
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= limits[1] < 2048:
         pytest.skip("no more files may be open here")
-    pool = Pool(limit=2)
+    pool = ToolPool(limit=2)
 
     async def killed() -> None:
         for _ in range(2):
@@ -316,11 +316,11 @@ def test_the_most_processes_fit_the_limit_of_open_files(
     soft: int, max_processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, soft))
-    assert Pool(limit=8).max_processes == max_processes
+    assert ToolPool(limit=8).max_processes == max_processes
 
 
 def test_no_interpreter_to_start_is_a_death(
-    pool: Pool, files: list[ObjectRef], monkeypatch: pytest.MonkeyPatch
+    pool: ToolPool, files: list[ObjectRef], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.executable", "/no/such/python")
     with pytest.raises(ToolDied, match="no worker process can be started"):
@@ -328,11 +328,11 @@ def test_no_interpreter_to_start_is_a_death(
 
 
 def test_closing_ends_calls_that_run_and_those_that_wait(files: list[ObjectRef]) -> None:
-    pool = Pool(limit=1)
+    pool = ToolPool(limit=1)
 
     async def close_in_the_middle() -> list[Any]:
         tasks = [asyncio.create_task(where(pool, files[0], 1000)) for _ in range(2)]
-        await until(lambda: pool._roster.busy)
+        await until(lambda: pool._roster.workers("busy"))
         pool.close()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -343,7 +343,7 @@ def test_closing_ends_calls_that_run_and_those_that_wait(files: list[ObjectRef])
 
 
 def test_two_loops_at_once_share_a_pool(files: list[ObjectRef]) -> None:
-    pool = Pool(limit=2, max_processes=2)
+    pool = ToolPool(limit=2, max_processes=2)
 
     async def beside() -> list[list[int]]:
         async def many() -> list[int]:
@@ -360,7 +360,7 @@ def test_the_default_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLWISE_TOOL_WORKERS", raising=False)
     assert default_limit() == min(32, 4 * (os.cpu_count() or 1))
     monkeypatch.setenv("TOOLWISE_TOOL_WORKERS", "3")
-    assert Pool().limit == 3
+    assert ToolPool().limit == 3
     monkeypatch.setenv("TOOLWISE_TOOL_WORKERS", "many")
     assert default_limit() == min(32, 4 * (os.cpu_count() or 1))
 
@@ -373,11 +373,11 @@ def test_an_answer_of_another_shape_is_refused(value: Any) -> None:
         read_result(value)
 
 
-def test_no_time_passes_in_a_killed_call(pool: Pool, files: list[ObjectRef]) -> None:
+def test_no_time_passes_in_a_killed_call(pool: ToolPool, files: list[ObjectRef]) -> None:
     async def kill() -> float:
         await where(pool, files[0])
         task = asyncio.create_task(where(pool, files[0], 1000))
-        await until(lambda: pool._roster.busy)
+        await until(lambda: pool._roster.workers("busy"))
         await asyncio.sleep(0.05)
         began = time.monotonic()
         task.cancel()

@@ -12,13 +12,13 @@ import pytest
 
 from toolwise.sandbox.processes import describe_exit
 from toolwise.tools.isolation.code_location import ModuleRef
-from toolwise.tools.isolation.process import ExitWatcher, Process, start_process
+from toolwise.tools.isolation.tool_process import ToolProcess, start_tool_process
 
 
 @pytest.fixture
-def process(tmp_path: Path) -> Iterator[Process]:
+def process(tmp_path: Path) -> Iterator[ToolProcess]:
     (tmp_path / "sleeps.py").write_text("import time; time.sleep(1000)")
-    made = start_process(ModuleRef(None, str(tmp_path / "sleeps.py")))
+    made = start_tool_process(ModuleRef(None, str(tmp_path / "sleeps.py")))
     yield made
     made.kill()
     made.popen.wait(20)
@@ -26,23 +26,23 @@ def process(tmp_path: Path) -> Iterator[Process]:
     made.close_pipes()
 
 
-def test_it_has_a_session_of_its_own(process: Process) -> None:
+def test_it_has_a_session_of_its_own(process: ToolProcess) -> None:
     assert os.getsid(process.pid) == process.pid
     assert os.getpgid(process.pid) == process.pid
 
 
-def test_its_death_is_seen_without_waiting_for_it(process: Process) -> None:
-    death = ExitWatcher(process)
-    assert not death.has_exited()
+def test_its_death_is_seen_without_waiting_for_it(process: ToolProcess) -> None:
+    process.watch_exit()
+    assert not process.has_exited()
     process.kill()
-    assert death.has_exited(20)
-    if death.descriptor is not None:
+    assert process.has_exited(20)
+    if process.exit_fd is not None:
         assert process.popen.returncode is None
-    death.close()
+        os.close(process.exit_fd)
     assert process.popen.wait(20) in (-signal.SIGKILL, -signal.SIGTERM)  # SIGTERM if it had not started yet
 
 
-def test_it_ends_when_the_trainers_end_of_its_life_is_closed(process: Process) -> None:
+def test_it_ends_when_the_trainers_end_of_its_life_is_closed(process: ToolProcess) -> None:
     assert select.select([process.output], [], [], 2)[0] == []  # by then it has reached the user's code
     os.close(process.lifeline)
     process.lifeline = os.open(os.devnull, os.O_RDONLY)

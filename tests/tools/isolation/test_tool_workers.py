@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from toolwise.tools.isolation.code_location import ModuleRef
-from toolwise.tools.isolation.worker import ToolDied, ToolFault, Worker
+from toolwise.tools.isolation.tool_worker import ToolDied, ToolFault, ToolWorker
 
 T = TypeVar("T")
 SOURCE = """
@@ -31,17 +31,17 @@ def close() -> str:
     return ""
 NOT_A_TOOL = 3
 """
-Start = Callable[[], Worker]
+Start = Callable[[], ToolWorker]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     (tmp_path / "tools.py").write_text(SOURCE)
-    workers: list[Worker] = []
+    workers: list[ToolWorker] = []
 
-    def up() -> Worker:
-        come: queue.Queue[Worker] = queue.Queue()
-        workers.append(Worker(ModuleRef(None, str(tmp_path / "tools.py")), come.put, lambda worker, fault: None))
+    def up() -> ToolWorker:
+        come: queue.Queue[ToolWorker] = queue.Queue()
+        workers.append(ToolWorker(ModuleRef(None, str(tmp_path / "tools.py")), come.put, lambda worker, fault: None))
         return come.get(timeout=60)
 
     yield up
@@ -128,10 +128,12 @@ def test_whatever_happens_to_its_thread_the_pool_hears_that_it_is_gone(
     def fail(code: int | None) -> str:
         raise RuntimeError("nobody foresaw this")
 
-    monkeypatch.setattr("toolwise.tools.isolation.worker.describe_exit", fail)
-    gone: queue.Queue[Worker] = queue.Queue()
+    monkeypatch.setattr("toolwise.tools.isolation.tool_worker.describe_exit", fail)
+    gone: queue.Queue[ToolWorker] = queue.Queue()
     (tmp_path / "tools.py").write_text(SOURCE)
-    worker = Worker(ModuleRef(None, str(tmp_path / "tools.py")), Worker.kill, lambda worker, fault: gone.put(worker))
+    worker = ToolWorker(
+        ModuleRef(None, str(tmp_path / "tools.py")), ToolWorker.kill, lambda worker, fault: gone.put(worker)
+    )
     assert gone.get(timeout=30) is worker
     worker.thread.join(20)
     worker.close_after_fork()

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from toolwise.errors import ConfigError, DataError
-from toolwise.tools.builtin.search.tool import NO_RESULTS, THREADED_SEARCH_CHARS, SearchTool
+from toolwise.tools.builtin.search.index import THREADED_SEARCH_CHARS
+from toolwise.tools.builtin.search.tool import NO_RESULTS, SearchTool
 from toolwise.tools.call_errors import ToolCallError
 
 FACTS = [

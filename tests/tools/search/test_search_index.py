@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 
 from toolwise.errors import ConfigError
-from toolwise.tools.builtin.search.corpora import Corpus, Document, InlineCorpus
 from toolwise.tools.builtin.search.index import (
+    Corpus,
     CorpusIndex,
+    Document,
     DocumentIndex,
     cache_folder,
     match_expression,
     open_index,
     query_terms,
 )
+from toolwise.tools.builtin.search.tool import InlineCorpus
 from toolwise.tools.call_errors import ToolCallError
 
 FACTS = InlineCorpus((Document("Nile", "The river Nile flows."), Document("Alps", "The Alps rise.")))
@@ -80,8 +82,8 @@ def test_a_damaged_index_is_built_again(tmp_path: Path, damage: bytes) -> None:
 def test_two_processes_that_build_at_once_end_with_one_index(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
-from toolwise.tools.builtin.search.corpora import Document, InlineCorpus
-from toolwise.tools.builtin.search.index import open_index
+from toolwise.tools.builtin.search.index import Document, open_index
+from toolwise.tools.builtin.search.tool import InlineCorpus
 corpus = InlineCorpus(tuple(Document("", f"text {{n}}") for n in range(20_000)))
 print(open_index([corpus], Path({str(tmp_path)!r})).size)
 """
@@ -181,16 +183,16 @@ def test_terms_are_words_once_each() -> None:
 
 def test_an_index_in_memory_is_built_when_first_searched() -> None:
     index = DocumentIndex(FACTS.inline_documents)
-    assert index.search("nile", 1).total == 1
+    assert asyncio.run(index.search("nile", 1, timeout_s=10)).total == 1
     index.close()
-    assert index.search("the", 1) == (2, [FACTS.inline_documents[1]])
+    assert asyncio.run(index.search("the", 1, timeout_s=10)) == (2, [FACTS.inline_documents[1]])
     corpora: list[Corpus] = [FACTS]
     assert corpora[0].fingerprint() == FACTS.fingerprint()
 
 
 @pytest.mark.skipif(not Path("/usr/share/wordnet/data.noun").is_file(), reason="needs Debian's wordnet-base")
 def test_wordnet_is_searched(tmp_path: Path) -> None:
-    from toolwise.tools.builtin.search.corpora import WordNet
+    from toolwise.tools.builtin.search.tool import WordNet
 
     index = open_index([WordNet()], tmp_path)
     assert index.size == 117_659

@@ -8,7 +8,7 @@ import pytest
 
 from toolwise.errors import CheckpointError
 from toolwise.training import checkpoint
-from toolwise.training.checkpoint.amendment import amend
+from toolwise.training.checkpoint import amend
 
 
 @pytest.fixture

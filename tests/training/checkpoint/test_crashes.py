@@ -664,7 +664,7 @@ def test_without_any_one_of_the_syncs_a_promise_is_broken(name: str, tmp_path: P
 
 def test_a_save_that_forgets_to_sync_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the code through the record to the verdict."""
-    monkeypatch.setattr("toolwise.training.checkpoint.manifest.sync", lambda path: None)
+    monkeypatch.setattr("toolwise.training.checkpoint.loader.sync", lambda path: None)
     start, log, _ = record(CASES["next"], tmp_path / "disk")
     with pytest.raises(BrokenPromiseError, match="is not whole"):
         examine(CASES["next"], start, log, tmp_path / "states")

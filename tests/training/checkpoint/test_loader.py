@@ -16,7 +16,7 @@ import torch
 from toolwise.errors import CheckpointError
 from toolwise.training import checkpoint
 from toolwise.training.checkpoint import best, latest, load, save
-from toolwise.training.checkpoint.manifest import Manifest
+from toolwise.training.checkpoint.loader import Manifest
 
 
 def write_model(folder: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from toolwise.errors import CheckpointError
 from toolwise.training.checkpoint import save, settings_digest
-from toolwise.training.checkpoint.manifest import read_if_complete, verify
+from toolwise.training.checkpoint.loader import read_if_complete, verify
 
 
 def test_a_glance_sees_sizes_and_a_look_sees_bytes(tmp_path: Path) -> None:

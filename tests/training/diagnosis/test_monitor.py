@@ -306,3 +306,9 @@ def test_a_state_of_another_version_is_read_as_far_as_it_is_known() -> None:
     assert "lacks the reason" in finding.says
     newer.load_state_dict({"findings": [{"kind": "x", "cause": "c", "cure": "d", "step": 1, "new": 2}], "new": 3})
     assert newer.findings == [Finding("x", "warning", "c", cure="d", step=1)]
+
+
+def test_the_cure_for_a_users_parser_names_it() -> None:
+    fault = "PolicyError: rollout.tool_parser: my_format.py:parse failed: ValueError: no"
+    failed = [scored(0.0, stop=StopReason.POLICY_FAULT, fault=fault)] * 2
+    assert after([failed] * 3)[0].findings[0].cure.startswith("Fix the parser given as rollout.tool_parser")

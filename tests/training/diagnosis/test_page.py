@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from toolwise.training.diagnosis.monitor import WEIGHTS_UNCHANGED
-from toolwise.training.diagnosis.symptoms import FIRST_STEPS, NEARLY_ALL, SYMPTOMS
-from toolwise.training.diagnosis.weights import UNCHANGED_STEPS_LIMIT
+from toolwise.training.diagnosis.symptoms import FIRST_STEPS, NEARLY_ALL, SYMPTOMS, UNCHANGED_STEPS_LIMIT
 
 PAGE = (Path(__file__).parents[3] / "docs" / "diagnosis.md").read_text(encoding="utf-8")
 
@@ -19,6 +18,7 @@ def test_the_page_lists_every_kind_of_finding() -> None:
         "no_ground_truth",
         "one_family",
         "prompt_too_long",
+        "stopped",
     }
     assert listed == ours
 

@@ -89,12 +89,6 @@ def test_a_pipe_sees_a_rollout_now_and_then() -> None:
     assert "another answer" not in out.getvalue()
 
 
-def test_rollouts_can_be_left_out() -> None:
-    tracker, out = plain_tracker(show_rollouts=False)
-    tracker.show_rollout(record())
-    assert out.getvalue() == ""
-
-
 def test_a_pipe_gets_no_control_characters_even_with_colour_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     tracker, out = plain_tracker(every_s=0)

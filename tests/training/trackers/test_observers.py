@@ -21,8 +21,7 @@ from toolwise.config.trainer import TrainerConfig
 from toolwise.errors import ConfigError
 from toolwise.training.changes import changes_between
 from toolwise.training.inputs import gather_inputs
-from toolwise.training.trackers.contained import MAX_FAILURES, ContainedObserver
-from toolwise.training.trackers.observers import load_observers
+from toolwise.training.trackers.observers import MAX_FAILURES, ContainedObserver, load_observers
 
 Cli = Function[..., Any]
 MakeConfig = Function[..., Path]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +54,16 @@ def model_card(
 
 
 def _training(config: RunConfig, source: Checkpoint) -> dict[str, str]:
-    lora = config.actor.lora
+    lora, path = config.actor.lora, config.model.path
+    public = path.startswith("builtin:") or _HUB_NAME.fullmatch(path)
     turns = f", up to {config.multi_turn.max_turns} turns" if config.multi_turn.enable else ", one turn"
     return {
-        "base model": _base(config.model.path),
+        "base model": _code(path if public else Path(path).name),
         "training data": _file(config.data.train),
         "held-out data": _file(config.data.val) if config.data.val else "",
-        "tools": ", ".join(_tool(tool) for tool in config.tools),
+        "tools": ", ".join(
+            _reference(tool if isinstance(tool, str) else str(tool.get("name", "a tool"))) for tool in config.tools
+        ),
         "environment": _code(config.env.name) if config.env.name != "tools" else "",
         "reward": _reward(config),
         "advantage estimator": _reference(config.algorithm.adv_estimator),
@@ -71,11 +73,6 @@ def _training(config: RunConfig, source: Checkpoint) -> dict[str, str]:
         "LoRA": f"adapters of rank {lora.rank} (alpha {lora.alpha:g}), merged into the weights" if lora.rank else "",
         "seed": str(config.seed),
     }
-
-
-def _base(path: str) -> str:
-    public = path.startswith("builtin:") or _HUB_NAME.fullmatch(path)
-    return _code(path if public else Path(path).name)
 
 
 def _file(path: Path | None) -> str:
@@ -90,10 +87,6 @@ def _reward(config: RunConfig) -> str:
     return _reference(reward.function) if reward.function else "given in Python"
 
 
-def _tool(tool: str | dict[str, Any]) -> str:
-    return _reference(tool if isinstance(tool, str) else str(tool.get("name", "a tool")))
-
-
 def _reference(reference: str) -> str:
     """`/home/me/judge.py:judge` without its folder."""
     return _code(reference.rpartition("/")[2])
@@ -101,24 +94,23 @@ def _reference(reference: str) -> str:
 
 def _results(run: Path, step: int) -> dict[str, Any]:
     """The validation before training and the last one up to the checkpoint's step."""
-    lines = [line for line in read_metrics(run / "metrics.jsonl") if line.get("step", step + 1) <= step]
-    validations = [line for line in lines if any(name.startswith("eval/") for name in line)]
+    validations = [
+        line
+        for line in read_metrics(run / "metrics.jsonl")
+        if line.get("step", step + 1) <= step and any(name.startswith("eval/") for name in line)
+    ]
     empty: dict[str, Any] = {}
     before = next((line for line in validations if line["step"] == 0), empty)
     after = next((line for line in reversed(validations) if line["step"] > 0), empty)
-    names = _headline_metrics([name for name in dict.fromkeys([*before, *after]) if name.startswith("eval/")])
-    rows = [
-        (_one_line(name.removeprefix("eval/")), _format_metric(before.get(name)), _format_metric(after.get(name)))
-        for name in names
-    ]
-    return {"before": before, "after": after, "results": rows}
-
-
-def _headline_metrics(names: Sequence[str]) -> list[str]:
-    """All overall metrics, and the main one for each kind of task."""
+    names = [name for name in dict.fromkeys([*before, *after]) if name.startswith("eval/")]
+    # All overall metrics, and the main one for each kind of task.
     overall = [name for name in names if name.count("/") == 1]
     suffix = "/correct" if "eval/correct" in overall else "/score"
-    return [*overall, *(name for name in names if name not in overall and name.endswith(suffix))]
+    rows = [
+        (_one_line(name.removeprefix("eval/")), _format_metric(before.get(name)), _format_metric(after.get(name)))
+        for name in [*overall, *(name for name in names if name not in overall and name.endswith(suffix))]
+    ]
+    return {"before": before, "after": after, "results": rows}
 
 
 def _format_metric(value: Any) -> str:

@@ -1,31 +1,36 @@
-"""Exports a checkpoint to a folder that plain `transformers` loads; written atomically and test-loaded first."""
+"""Exports a checkpoint to a folder that plain `transformers` loads; its weights keep their dtype or are converted.
+
+The folder is written atomically and test-loaded first.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from toolwise.agent.export.card import TOOL_TEXT, model_card
-from toolwise.agent.export.weights import convert, saved_dtype
-from toolwise.agent.source import find_checkpoint, find_run
+from toolwise.agent.loader import find_checkpoint, find_run
 from toolwise.config.schema import RunConfig, inference_settings, load_config
 from toolwise.errors import CheckpointError, ConfigError, ModelError
 from toolwise.models import load_model
 from toolwise.rollout.tool_prompt import describe_tools
-from toolwise.routing.head import ROUTER_METADATA_FILE
+from toolwise.routing.head import ROUTER_METADATA_FILE, ROUTER_WEIGHTS_FILE
 from toolwise.serialization.files import disk_fault
 from toolwise.serialization.json_text import json_text
-from toolwise.tools.tool_record import read_tools
+from toolwise.tools.catalog import read_tools
 from toolwise.training.checkpoint import Checkpoint
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""torch's name -> safetensors' name"""
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What was exported, and where."""
-
     out: Path
     checkpoint: Checkpoint
     dtype: str
@@ -82,8 +87,13 @@ def _write_export(folder: Path, source: Checkpoint, config: RunConfig, run: Path
     if not (folder / "generation_config.json").exists():
         _write_generation_config(folder, trusted=config.model.trust_remote_code)
     try:
-        trusted = config.model.trust_remote_code
-        _, chat = load_model(str(folder), device="cpu", dtype=dtype or saved_in, trust_remote_code=trusted)
+        _, chat = load_model(
+            str(folder),
+            device="cpu",
+            dtype=dtype or saved_in,
+            trust_remote_code=config.model.trust_remote_code,
+            template_kwargs=config.model.template_kwargs,
+        )
     except ModelError as fault:
         raise ModelError(f"the exported model does not load, so it was removed: {fault}") from fault
     prompt, tools = None, list(read_tools(folder).values())
@@ -91,8 +101,10 @@ def _write_export(folder: Path, source: Checkpoint, config: RunConfig, run: Path
         prompt = chat.set_tool_prompt(config.rollout.tool_prompt, config.rollout.tool_parser)
         if prompt.where in ("system", "user"):
             (folder / TOOL_TEXT).write_text(describe_tools(tools, prompt.form), encoding="utf-8")
-    card = model_card(config, source, run, dtype=dtype or saved_in, saved_in=saved_in, tool_prompt=prompt)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / "README.md").write_text(
+        model_card(config, source, run, dtype=dtype or saved_in, saved_in=saved_in, tool_prompt=prompt),
+        encoding="utf-8",
+    )
     return saved_in
 
 
@@ -114,3 +126,72 @@ def _write_generation_config(folder: Path, *, trusted: bool) -> None:
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
+
+
+def saved_dtype(folder: Path) -> str:
+    """The dtype of most of the weights in `folder`."""
+    from safetensors import safe_open
+
+    names = {short: long for long, short in DTYPES.items()}
+    count: Counter[str] = Counter()
+    for file in _weight_files(folder):
+        with safe_open(file, framework="pt") as weights:
+            count.update(weights.get_slice(name).get_dtype() for name in weights.keys())  # noqa: SIM118
+    if not count:
+        raise ModelError(f"{folder} has no *.safetensors files: there are no weights to export")
+    dtype = count.most_common(1)[0][0]
+    if dtype not in names:
+        raise ModelError(f"the weights in {folder} are {dtype}: only {', '.join(DTYPES)} can be exported")
+    return names[dtype]
+
+
+def convert(folder: Path, dtype: str) -> None:
+    """Converts all weights in `folder` in place, and updates config.json; integer tensors stay as they are."""
+    if dtype not in DTYPES:
+        raise ModelError(f"--dtype is {dtype!r}: use one of {', '.join(DTYPES)}")
+    sizes = [_convert_file(file, dtype) for file in _weight_files(folder)]
+    for index in folder.glob("*.safetensors.index.json"):
+        record = json.loads(index.read_bytes())
+        record.setdefault("metadata", {})["total_size"] = sum(sizes)
+        index.write_text(json_text(record, indent=2) + "\n", encoding="utf-8")
+    config = json.loads((folder / "config.json").read_bytes())
+    _set_config_dtype(config, dtype)
+    (folder / "config.json").write_text(json_text(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The model's files; a router head next to it stays in fp32."""
+    return [file for file in sorted(folder.glob("*.safetensors")) if file.name != ROUTER_WEIGHTS_FILE]
+
+
+def _convert_file(file: Path, dtype: str) -> int:
+    """Converts one file (a model may be larger than memory) and returns the size of its weights in bytes."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    tensors: dict[str, Any] = {}
+    with safe_open(file, framework="pt") as weights:
+        metadata = weights.metadata() or {"format": "pt"}
+        for name in weights.keys():  # noqa: SIM118
+            tensor = weights.get_tensor(name)
+            converted = tensor.to(torch_dtype) if tensor.is_floating_point() else tensor
+            if (converted.isinf() & tensor.isfinite()).any():
+                largest = float(tensor[tensor.isfinite()].abs().max())
+                raise ModelError(f"{name} contains {largest:.4g}, which overflows {dtype}: use --dtype bfloat16")
+            tensors[name] = converted
+    temporary = file.with_name(f"{file.name}.new")
+    save_file(tensors, temporary, metadata=metadata)
+    shutil.copymode(file, temporary)  # safetensors creates files that only their owner can read
+    temporary.replace(file)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _set_config_dtype(config: dict[str, Any], dtype: str) -> None:
+    """Under the key it already has; the parts of a composite model each have their own."""
+    for name in [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]:
+        config[name] = dtype
+    for part in config.values():
+        if isinstance(part, dict) and {"dtype", "torch_dtype"} & part.keys():
+            _set_config_dtype(part, dtype)

@@ -1,20 +1,36 @@
-"""Runs two tasks of a run: rollouts, scores and gradients, without changing a weight."""
+"""Runs two tasks of a run, without changing a weight: rollouts, scores and gradients; and estimates the memory and time
+of the whole run from them and from tensor shapes."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
-from toolwise.checks.dry_run.memory import actor_of, measure_peak
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from toolwise.engine import Engine
+from toolwise.learner.optimizer import Optimizer
 from toolwise.rewards.align import align_rollouts
 from toolwise.training.loop import annotate_and_credit, select_groups, think
 from toolwise.training.run import Run
 from toolwise.training.startup import announce
-from toolwise.types import CreditedRollout, ScoredRollout, Task
+from toolwise.types import ScoredRollout, Task
+
+if TYPE_CHECKING:
+    from toolwise.learner.actor import Actor
 
 TRIAL_TASKS = 2
 WARM_UP_TOKENS = 8
+FP32 = 4
+TimeRange = NDArray[np.float64]
+"""Seconds, [2]: low if all rollouts of a step overlap, high if they run one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +57,35 @@ class UpdateTrial:
     """Tokens in the training rows."""
 
 
+@dataclass(frozen=True, slots=True)
+class TimeEstimate:
+    rollout: TimeRange
+    score_s: float
+    update_s: float
+    step: TimeRange
+    validation: TimeRange
+    """All validations of the run."""
+    total: TimeRange
+
+
+def actor_of(run: Run) -> Actor:
+    return cast("Actor", run.learner)  # a run has no other learner
+
+
 async def try_rollouts(run: Run) -> RolloutTrial:
     """Roll out and score whole groups of the first tasks, as a training step does."""
     tasks = run.batches.tasks[:TRIAL_TASKS]
     n = run.config.rollout.n
     announce("warming up the model")
     # One short generation first, so that kernel compilation does not count towards the step time.
-    sampling = replace(run.policy.sampling, max_new_tokens=WARM_UP_TOKENS)
-    await run.policy.generate([run.chat.end_id], sampling)
+    await run.policy.generate([run.chat.end_id], replace(run.policy.sampling, max_new_tokens=WARM_UP_TOKENS))
     announce(f"rolling out {len(tasks)} tasks × {n}")
     start = time.perf_counter()
     decisions = run.router.decide(tasks, n, 0)
     rollouts = await run.scheduler.roll_out(decisions, do_sample=run.config.rollout.do_sample)
     rolled_out = time.perf_counter()
     announce(f"scoring {len(rollouts)} rollouts")
-    results = await run.scoring.evaluate(rollouts, step=0)
-    scored = align_rollouts(rollouts, results)
+    scored = align_rollouts(rollouts, await run.scoring.evaluate(rollouts, step=0))
     return RolloutTrial(tasks, scored, rolled_out - start, time.perf_counter() - rolled_out)
 
 
@@ -73,16 +102,117 @@ async def try_update(run: Run, scored: Sequence[ScoredRollout]) -> UpdateTrial |
     announce("computing gradients (weights stay unchanged)")
     start = time.perf_counter()
     thinking, _ = await think(run, scored, usable)
-    credited, _ = annotate_and_credit(run, usable, thinking)
+    credited, *_ = annotate_and_credit(run, usable, thinking)
     prepared_s = time.perf_counter() - start
     actor = actor_of(run)
-    _, peak = measure_peak(lambda: actor.dry_run_update(credited), actor.device)
+    peak = measure_peak(lambda: actor.dry_run_update(credited), actor.device)
     start = time.perf_counter()  # time the second call: the first also compiles and allocates
     actor.dry_run_update(credited)
     gradient_s = time.perf_counter() - start
-    return UpdateTrial(prepared_s + gradient_s, gradient_s, peak, sum(map(_tokens, credited)))
+    rows = [[len(s.tokens.prompt_ids) + len(s.tokens.token_ids) for s in rollout.steps] for rollout in credited]
+    return UpdateTrial(prepared_s + gradient_s, gradient_s, peak, sum(max(lengths, default=0) for lengths in rows))
 
 
-def _tokens(rollout: CreditedRollout) -> int:
-    """Length of the rollout's longest row."""
-    return max((len(step.tokens.prompt_ids) + len(step.tokens.token_ids) for step in rollout.steps), default=0)
+def measure_peak(work: Callable[[], object], device: torch.device) -> int | None:
+    """Run `work`; return its peak memory in bytes above the level before it, or None if unknown."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak resident size (Linux)
+        resident = status_bytes("VmRSS:")
+    except OSError:
+        resident = None
+    work()
+    peak = status_bytes("VmHWM:")
+    return None if resident is None or peak is None else max(0, peak - resident)
+
+
+def status_bytes(field: str) -> int | None:
+    """Memory of this process, such as "VmRSS:"; None if the system does not report it."""
+    try:
+        with open("/proc/self/status") as file:
+            return next((int(line.split()[1]) << 10 for line in file if line.startswith(field)), None)
+    except OSError:
+        return None
+
+
+def estimate_memory(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) -> dict[str, int]:
+    """Bytes by component; activations only if they were measured."""
+    config, device = run.config, actor_of(run).device
+    scale = config.data.batch_size / len(rollouts.tasks)
+    parts = _static_parts(run)
+    rows = update.tokens if update is not None else sum(s.rollout.usage.sampled_tokens for s in rollouts.scored)
+    engine = run.policy.engine
+    if isinstance(engine, Engine):  # others manage their own cache
+        block = engine.runner.block_bytes
+        whole, per_token = engine.blocks.count * block, block // engine.blocks.size
+        # On a GPU the whole cache is allocated up front; on a CPU it grows with use and is emptied after each update.
+        parts["KV cache"] = whole if device.type == "cuda" else min(whole, int(scale * rows * per_token))
+    if update is not None and update.peak_bytes is not None:
+        limit = config.actor.micro_batch_tokens
+        growth = min(limit, scale * rows) / max(1, min(limit, rows))
+        # The measured peak includes the gradients.
+        parts["activations"] = max(0, int((update.peak_bytes - parts.get("gradients", 0)) * growth))
+    resident = status_bytes("VmRSS:")
+    if device.type != "cuda" and resident is not None:
+        parts["Python, PyTorch and data"] = max(0, resident - parts["weights"] - parts.get("reference model", 0))
+    return parts
+
+
+def _static_parts(run: Run) -> dict[str, int]:
+    """Bytes of everything that lives as long as the run: weights, gradients, optimizer states and copies."""
+    learner = actor_of(run)
+    parts = {"weights": _size(learner.model.parameters())} | _training_parts(learner.optimizer)
+    if learner.reference is not None and learner.adapters is None:  # adapters are turned off instead
+        parts["reference model"] = parts["weights"]
+    if learner.critic is not None:
+        parts["critic"] = _size(learner.critic.model.parameters())
+        parts["critic's training"] = sum(_training_parts(learner.critic.optimizer).values())
+    return {name: size for name, size in parts.items() if size}
+
+
+def _training_parts(optimizer: Optimizer) -> dict[str, int]:
+    weights = sum(weight.numel() for weight in optimizer.masters)
+    copies = sum(m.numel() for w, m in zip(optimizer.weights, optimizer.masters, strict=True) if w is not m)
+    return {
+        "gradients": FP32 * weights,
+        "optimizer states": 2 * FP32 * weights,
+        "fp32 master weights": FP32 * copies,
+    }
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def device_bytes(device: torch.device) -> int:
+    """Total memory of the GPU, or of this machine for a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def estimate_time(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) -> TimeEstimate:
+    config = run.config
+    scale = config.data.batch_size / len(rollouts.tasks)
+    update_s = 0.0
+    if update is not None:
+        update_s = update.seconds + (config.actor.ppo_epochs - 1) * update.gradient_s
+        actor = actor_of(run)
+        if actor.critic is not None:  # its passes cost as much as the actor's, scaled by parameter count
+            sizes = [sum(p.numel() for p in model.parameters()) for model in (actor.critic.model, actor.model)]
+            update_s += config.critic.epochs * update.gradient_s * sizes[0] / max(1, sizes[1])
+    score_s, update_s = scale * rollouts.score_s, scale * update_s
+    rollout = rollouts.rollout_s * np.array([min(1.0, scale), scale])
+    step = rollout + (score_s + update_s)
+    steps, every = config.trainer.total_steps, config.validation.every
+    validations = int(config.validation.before) + (-(-steps // every) if every else 1)
+    share = len(run.validation_tasks) / max(1, len(rollouts.scored))
+    held_out = rollouts.rollout_s * np.array([min(1.0, share), share])
+    validation = validations * (held_out + share * rollouts.score_s)
+    return TimeEstimate(rollout, score_s, update_s, step, validation, steps * step + validation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,14 +43,14 @@ class EnvSnapshot:
         return None
 
 
+@dataclass(slots=True)
 class EnvTrial:
     """One environment and its snapshots so far. `problems` describes return values of the wrong type."""
 
-    def __init__(self, env: BaseEnv, limit_s: float) -> None:
-        self.env = env
-        self.limit_s = limit_s
-        self.problems: list[str] = []
-        self.snapshots: list[EnvSnapshot] = []
+    env: BaseEnv
+    limit_s: float
+    problems: list[str] = field(default_factory=list)
+    snapshots: list[EnvSnapshot] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
@@ -67,21 +67,35 @@ class EnvTrial:
         result = await self._with_timeout(self.env.step(_to_env_action(action, self.env.structured_actions)), where)
         if not isinstance(result, tuple) or len(result) != 4:
             what = f"{len(result)} values" if isinstance(result, tuple) else f"{result!r:.60}"
-            expected = '(observation, reward, done, info), with info["truncated"] for a truncated episode'
-            raise EnvViolation(f"{where} returned {what}; return {expected}")
+            raise EnvViolation(
+                f"{where} returned {what}; return (observation, reward, done, info), with "
+                'info["truncated"] for a truncated episode'
+            )
         observation, reward, done, info = result
-        if not isinstance(done, bool):
-            self.problems.append(f"{where}: done is {short_repr(done)}; use True or False")
-        if reward is not None and not is_finite_number(reward):
-            self.problems.append(f"{where}: the reward is {short_repr(reward)}; use a finite number or None")
-        if not isinstance(info, dict):
-            self.problems.append(f"{where}: info is {short_repr(info)}; use a dictionary")
-        else:
-            self._check_info(info, where)
-        valid_info = info if isinstance(info, dict) else {}
-        return self._record(
-            where, observation, float(reward) if is_finite_number(reward) else None, bool(done), valid_info
-        )
+        flags = info if isinstance(info, dict) else {}
+        for valid, what, value, wanted in (
+            (isinstance(done, bool), "done", done, "True or False"),
+            (reward is None or is_finite_number(reward), "the reward", reward, "a finite number or None"),
+            (isinstance(info, dict), "info", info, "a dictionary"),
+            *(
+                (isinstance(flags.get(name, False), bool), f'info["{name}"]', flags.get(name), "True or False")
+                for name in ("truncated", "is_action_valid")
+            ),
+        ):
+            if not valid:
+                self.problems.append(f"{where}: {what} is {short_repr(value)}; use {wanted}")
+        try:
+            json.dumps(flags)
+        except (TypeError, ValueError, RecursionError) as fault:
+            self.problems.append(f"{where}: info is not JSON-serializable ({fault}); rollouts are stored as JSON")
+        return self._record(where, observation, float(reward) if is_finite_number(reward) else None, bool(done), flags)
+
+    async def play(self, script: Sequence[Any]) -> None:
+        """Take the actions in `script` until the episode ends."""
+        for action in script:
+            if self.done:
+                return
+            await self.step(action)
 
     async def final_rewards(self) -> dict[str, float]:
         rewards = await self._with_timeout(self.env.final_rewards(), "final_rewards")
@@ -107,11 +121,9 @@ class EnvTrial:
             key = str(key)
         with raise_violations(f"{where}: tool_specs raised"):
             tools = self.env.tool_specs()
-        snapshot = EnvSnapshot(
-            self._read(observation, where), reward, done, to_jsonable(info or {}), key, to_jsonable(tools)
-        )
-        self.snapshots.append(snapshot)
-        return snapshot
+        observed = self._read(observation, where)
+        self.snapshots.append(EnvSnapshot(observed, reward, done, to_jsonable(info or {}), key, to_jsonable(tools)))
+        return self.snapshots[-1]
 
     def _read(self, observation: Any, where: str) -> Any:
         if isinstance(observation, str):
@@ -122,21 +134,13 @@ class EnvTrial:
             self.problems.append(f"{where}: the observation is {short_repr(observation)}; use a string or messages")
             return to_jsonable(observation)
 
-    def _check_info(self, info: dict[str, Any], where: str) -> None:
-        for name in ("truncated", "is_action_valid"):
-            if not isinstance(info.get(name, False), bool):
-                self.problems.append(f'{where}: info["{name}"] is {short_repr(info[name])}; use True or False')
-        try:
-            json.dumps(info)
-        except (TypeError, ValueError, RecursionError) as fault:
-            self.problems.append(f"{where}: info is not JSON-serializable ({fault}); rollouts are stored as JSON")
-
     async def _with_timeout(self, work: Any, what: str) -> Any:
         if not isinstance(work, Coroutine):
             raise EnvViolation(f"{what} is not a coroutine; define it with async def")
-        late = EnvViolation(f"{what} took longer than {self.limit_s:g} s")
         with raise_violations(f"{what} raised"):
-            return await run_with_deadline(self.limit_s, work, late)
+            return await run_with_deadline(
+                self.limit_s, work, EnvViolation(f"{what} took longer than {self.limit_s:g} s")
+            )
 
 
 @contextmanager
@@ -174,8 +178,13 @@ def as_action(action: Any) -> Any:
         c if isinstance(c, ToolCall) else ToolCall.model_validate({"id": f"call_{i}", **c}) for i, c in enumerate(calls)
     ]
     content = action.get("content", "") if isinstance(action, dict) else ""
-    first = {"name": tool_calls[0].name, "arguments": tool_calls[0].arguments}
-    return {"type": "tool_call", "content": content, **first, "tool_calls": tool_calls}
+    return {
+        "type": "tool_call",
+        "content": content,
+        "name": tool_calls[0].name,
+        "arguments": tool_calls[0].arguments,
+        "tool_calls": tool_calls,
+    }
 
 
 def _to_env_action(action: Any, structured: bool) -> Any:

@@ -20,11 +20,16 @@ from toolwise.checks.reward.findings import (
     usable_score,
 )
 from toolwise.checks.reward.gold import check_empty, check_gold, run_gold_trials
-from toolwise.checks.reward.scoring_pass import Results, score_rollouts, scoring_mode, split_into_calls
-from toolwise.checks.reward.stored_rollouts import StoredRollout
+from toolwise.checks.reward.stored_rollouts import (
+    Results,
+    StoredRollout,
+    score_rollouts,
+    scoring_mode,
+    split_into_calls,
+)
 from toolwise.config.schema import RewardConfig
 from toolwise.rewards.printed_output import PrintPreview
-from toolwise.training.scoring import Scoring, build_scoring
+from toolwise.training.evaluate import Scoring, build_scoring
 from toolwise.types.findings import Finding
 
 TIMING_RUNS, QUICK_S = 3, 1.0
@@ -34,8 +39,6 @@ MAX_PRINTED_LINES = 20
 
 @dataclass(frozen=True, slots=True)
 class RewardCheck:
-    """All findings about one reward."""
-
     reward: str
     mode: str
     rollouts: int
@@ -80,26 +83,25 @@ async def _check(
         scoring.set_print_callback(None)
         usable, before = _faultless_rollouts(scoring, stored, first)
         repeated, seconds = await _time_scoring(scoring, usable)
-        any_score = any(usable_score(result) is not None for result in first)
-        trials = await run_gold_trials(scoring, stored, first, gold_form) if gold and any_score else []
+        gold = gold and any(usable_score(result) is not None for result in first)
+        trials = await run_gold_trials(scoring, stored, first, gold_form) if gold else []
         mode, sandbox = scoring_mode(scoring), scoring.describe()
     reordered = await _score_in_fresh_workers(config, usable)
-    gold_scores = [score for trial in trials if (score := usable_score(trial.gold)) is not None]
+    gold_scores = (usable_score(trial.gold) for trial in trials)
     findings = [
         check_results(stored, first),
         check_determinism(usable, before, repeated, reordered, fresh=config.sandbox.tier != "off"),
         check_speed(len(usable), seconds),
-        check_spread(stored, first, max(gold_scores, default=None)),
+        check_spread(stored, first, max((score for score in gold_scores if score is not None), default=None)),
         check_steps(stored, first),
     ]
     if trials:
         findings += [check_gold(trials), check_empty(trials)]
-    tasks = len({item.rollout.task.task_id for item in stored})
     return RewardCheck(
         reward=scoring.rewards.name,
         mode=mode,
         rollouts=len(stored),
-        tasks=tasks,
+        tasks=len({item.rollout.task.task_id for item in stored}),
         sandbox=sandbox,
         findings=tuple(findings),
         printed=tuple(printed.lines),
@@ -113,8 +115,7 @@ def _faultless_rollouts(
     """About one step's worth of rollouts whose calls succeeded, with their results; failures are reported already."""
     usable: list[int] = []
     for call in split_into_calls(stored, scoring_mode(scoring)):
-        results = [first[index] for index in call]
-        if all(result is not None and result.error is None for result in results):
+        if all((result := first[index]) is not None and result.error is None for index in call):
             usable += call
         if len(usable) >= ROLLOUTS_PER_STEP:
             break

@@ -7,8 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-from toolwise.checks.reward.scoring_pass import Results
-from toolwise.checks.reward.stored_rollouts import StoredRollout
+from toolwise.checks.reward.stored_rollouts import Results, StoredRollout
 from toolwise.rewards.align import align_steps
 from toolwise.types import EvaluateResult
 from toolwise.types.findings import Finding, Verdict
@@ -28,7 +27,6 @@ def scores_equal(one: float | None, other: float | None) -> bool:
 
 
 def usable_score(result: EvaluateResult | None) -> float | None:
-    """The score if it is valid, else None."""
     return result.score if result is not None and result.has_valid_score else None
 
 
@@ -38,13 +36,19 @@ def check_results(stored: Sequence[StoredRollout], results: Results) -> Finding:
     scored = sum(usable_score(r) is not None for r in results)
     untried = sum(r is None for r in results)
     invalid = len(results) - scored - untried - faults.total()
-    says = [f"{scored} of {len(results)} rollouts got a score"]
-    says += [f"{count} {kind}" for kind, count in faults.most_common()]
-    says += [f"{invalid} with is_score_valid=False"] if invalid else []
-    says += [f"{untried} not tried after too many timeouts"] if untried else []
-    figures = {"scored": scored, "errors": dict(faults), "not_valid": invalid, "not_tried": untried}
-    wrong = bool(faults) or not scored
-    return Finding("results", "wrong" if wrong else "ok", ", ".join(says), figures, _first_faults(stored, results))
+    says = [
+        f"{scored} of {len(results)} rollouts got a score",
+        *(f"{count} {kind}" for kind, count in faults.most_common()),
+        f"{invalid} with is_score_valid=False" if invalid else "",
+        f"{untried} not tried after too many timeouts" if untried else "",
+    ]
+    return Finding(
+        "results",
+        "wrong" if faults or not scored else "ok",
+        ", ".join(filter(None, says)),
+        {"scored": scored, "errors": dict(faults), "not_valid": invalid, "not_tried": untried},
+        _first_faults(stored, results),
+    )
 
 
 def _first_faults(stored: Sequence[StoredRollout], results: Results) -> tuple[str, ...]:
@@ -75,8 +79,10 @@ def check_determinism(
     if changed:
         says = f"{len(changed)} of {total} rollouts got a different result on the second pass, in the same order"
     elif order_dependent:
-        why = "it depends on their order, or keeps state between calls"
-        says = f"{len(order_dependent)} of {total} rollouts got a different result {where}: {why}"
+        says = (
+            f"{len(order_dependent)} of {total} rollouts got a different result {where}: "
+            "it depends on their order, or keeps state between calls"
+        )
     else:
         return Finding("determinism", "ok", f"{total} rollouts got equal results three times, also {where}", figures)
     return Finding("determinism", "wrong", says, figures, tuple([*changed, *order_dependent][:MAX_EXAMPLES]))
@@ -110,8 +116,12 @@ def check_speed(rollouts: int, seconds: float) -> Finding:
     rate = rollouts / max(seconds, 1e-6)
     step_s = ROLLOUTS_PER_STEP / rate
     says = f"{rate:,.0f} rollouts per second: a step of {ROLLOUTS_PER_STEP} rollouts waits {step_s:.2g} s for rewards"
-    figures = {"rollouts_per_s": rate, f"seconds_per_{ROLLOUTS_PER_STEP}": step_s}
-    return Finding("speed", "warning" if step_s > SLOW_S else "ok", says, figures)
+    return Finding(
+        "speed",
+        "warning" if step_s > SLOW_S else "ok",
+        says,
+        {"rollouts_per_s": rate, f"seconds_per_{ROLLOUTS_PER_STEP}": step_s},
+    )
 
 
 def check_spread(stored: Sequence[StoredRollout], results: Results, best_gold: float | None = None) -> Finding:
@@ -123,8 +133,7 @@ def check_spread(stored: Sequence[StoredRollout], results: Results, best_gold: f
     for rollout, result in zip(stored, results, strict=True):
         if (score := usable_score(result)) is not None:
             groups[rollout.group].append(score)
-    scores = [score for group in groups.values() for score in group]
-    if not scores:
+    if not (scores := [score for group in groups.values() for score in group]):
         return Finding("spread", "wrong", "no scores")
     multi = [group for group in groups.values() if len(group) > 1]
     flat = sum(scores_equal(min(group), max(group)) for group in multi)
@@ -150,16 +159,13 @@ def _spread_verdict(
     gold_is_higher = best_gold is not None and best_gold > high and not scores_equal(best_gold, high)
     if scores_equal(low, high) and scores > 1:
         if gold_is_higher:
-            return (
-                "warning",
-                "all stored rollouts score the same, but a gold answer scores higher: use varied rollouts",
-            )
+            return "warning", "all stored rollouts score the same, but a gold answer scores higher: use varied rollouts"
         return "wrong", "every rollout scores the same, which gives no training signal"
     if not groups:
         return "warning", "no two rollouts share a task, so the spread within groups is unknown"
     if flat == groups:
-        text = f"in all {groups} groups every rollout scores the same, which gives no training signal"
-        return ("warning" if gold_is_higher else "wrong"), text
+        verdict: Verdict = "warning" if gold_is_higher else "wrong"
+        return verdict, f"in all {groups} groups every rollout scores the same, which gives no training signal"
     text = f"{flat} of {groups} groups have no spread"
     return ("warning", f"{text} and give no training signal") if 2 * flat > groups else ("ok", text)
 

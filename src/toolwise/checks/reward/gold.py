@@ -11,11 +11,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from toolwise.checks.reward.findings import MAX_EXAMPLES, scores_equal, usable_score
-from toolwise.checks.reward.scoring_pass import Results, score_rollouts, scoring_mode, split_into_calls
-from toolwise.checks.reward.stored_rollouts import StoredRollout, placeholder_steps
+from toolwise.checks.reward.stored_rollouts import (
+    Results,
+    StoredRollout,
+    placeholder_steps,
+    score_rollouts,
+    scoring_mode,
+    split_into_calls,
+)
 from toolwise.errors import DataError
 from toolwise.messages import Message, as_messages
-from toolwise.training.scoring import Scoring
+from toolwise.training.evaluate import Scoring
 from toolwise.types import EvaluateResult
 from toolwise.types.findings import Finding
 
@@ -59,8 +65,7 @@ class GoldTrial:
     @property
     def empty_is_best(self) -> bool:
         """At least as good as the gold answer; without one, as every rollout of a task whose scores differ."""
-        empty = usable_score(self.empty)
-        if empty is None:
+        if (empty := usable_score(self.empty)) is None:
             return False
         if (gold := usable_score(self.gold)) is not None:
             return empty > gold or scores_equal(empty, gold)
@@ -102,8 +107,10 @@ def _gold_answers(stored: StoredRollout, golds: Mapping[str, Any], form: str | N
         return [("gold", _conversation(stored, golds[task.task_id]))]
     if not isinstance(task.ground_truth, str) or not task.ground_truth.strip():
         return []
-    texts = [(shape, shape.replace("{}", task.ground_truth)) for shape in ([form] if form else ANSWER_FORMS)]
-    return [(shape, _conversation(stored, text)) for shape, text in texts]
+    return [
+        (shape, _conversation(stored, shape.replace("{}", task.ground_truth)))
+        for shape in ([form] if form else ANSWER_FORMS)
+    ]
 
 
 def _conversation(stored: StoredRollout, answer: Any) -> list[Message]:
@@ -125,8 +132,8 @@ def _with_messages(stored: StoredRollout, name: str, messages: list[Message]) ->
     prompt = list(stored.rollout.task.prompt)
     reply = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
     steps = placeholder_steps([None for message in reply if message.role == "assistant"])
-    named = f"{stored.rollout.task.task_id} ({name})"
-    return replace(stored, rollout=replace(stored.rollout, rollout_id=named, messages=messages, steps=steps))
+    name = f"{stored.rollout.task.task_id} ({name})"
+    return replace(stored, rollout=replace(stored.rollout, rollout_id=name, messages=messages, steps=steps))
 
 
 async def _run_round(
@@ -143,18 +150,14 @@ async def _run_round(
         extras[_key(item), "empty"] = _with_messages(item, "empty", _conversation(item, ""))
         if round_index < len(answers[_key(item)]):
             extras[_key(item), "gold"] = _with_messages(item, "gold", answers[_key(item)][round_index][1])
-    mode = scoring_mode(scoring)
-    if mode == "pointwise":
-        baseline, scored = list(zip(stored, results, strict=True)), await score_rollouts(scoring, [*extras.values()])
-    else:
-        wanted = {id(item) for item in tasks}
-        calls = [call for call in split_into_calls(stored, mode) if any(id(stored[index]) in wanted for index in call)]
-        compared = [stored[index] for call in calls for index in call]
-        all_results = await score_rollouts(scoring, [*compared, *extras.values()])
-        baseline, scored = list(zip(compared, all_results[: len(compared)], strict=True)), all_results[len(compared) :]
-    by_name = dict(zip(extras, scored, strict=True))
+    mode, wanted = scoring_mode(scoring), {id(item) for item in tasks}
+    calls = [] if mode == "pointwise" else split_into_calls(stored, mode)
+    calls = [call for call in calls if any(id(stored[index]) in wanted for index in call)]
+    compared = [stored[index] for call in calls for index in call]
+    scored = await score_rollouts(scoring, [*compared, *extras.values()])
+    by_name = dict(zip(extras, scored[len(compared) :], strict=True))
     scores: dict[TaskKey, list[tuple[str, float]]] = defaultdict(list)
-    for item, result in baseline:
+    for item, result in zip(compared, scored, strict=False) if calls else zip(stored, results, strict=True):
         if (score := usable_score(result)) is not None:
             scores[_key(item)].append((item.rollout.rollout_id, score))
     return [
@@ -209,8 +212,12 @@ def check_empty(trials: Sequence[GoldTrial]) -> Finding:
     figures = {"tasks": tasks, "best": n_best, "failed": n_failed}
     if not best and not failed:
         return Finding("empty", "ok", f"an empty answer does not score best on any of {tasks} tasks", figures)
-    says = [f"an empty answer scores best on {n_best} of {tasks} tasks"] if best else []
-    says += [f"the reward fails on {n_failed} of {tasks} empty answers"] if failed else []
-    shown = [f"task {t.stored.rollout.task.task_id}: an empty answer scores {usable_score(t.empty):g}" for t in best]
-    shown += [f"task {trial.stored.rollout.task.task_id}: {fault.kind}: {fault.message}" for trial, fault in failed]
-    return Finding("empty", "wrong", "; ".join(says), figures, tuple(shown[:MAX_EXAMPLES]))
+    says = (
+        f"an empty answer scores best on {n_best} of {tasks} tasks" if best else "",
+        f"the reward fails on {n_failed} of {tasks} empty answers" if failed else "",
+    )
+    shown = (
+        *(f"task {t.stored.rollout.task.task_id}: an empty answer scores {usable_score(t.empty):g}" for t in best),
+        *(f"task {t.stored.rollout.task.task_id}: {fault.kind}: {fault.message}" for t, fault in failed),
+    )
+    return Finding("empty", "wrong", "; ".join(filter(None, says)), figures, shown[:MAX_EXAMPLES])

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from heapq import nlargest
-from itertools import combinations
+from itertools import combinations, count
 from pathlib import Path
 from statistics import StatisticsError, correlation, fmean
 from typing import Any
 
 from toolwise.checks.reward.findings import MAX_EXAMPLES, scores_equal, usable_score
-from toolwise.checks.reward.scoring_pass import Results, score_rollouts
-from toolwise.checks.reward.stored_rollouts import StoredRollout
+from toolwise.checks.reward.stored_rollouts import Results, StoredRollout, score_rollouts
 from toolwise.config.schema import RewardConfig, RunConfig, load_config
 from toolwise.data.files import Row
 from toolwise.errors import DataError
@@ -23,14 +22,15 @@ from toolwise.rewards.align import align_steps
 from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_line
 from toolwise.training.changes import check_files
-from toolwise.training.scoring import build_scoring
+from toolwise.training.evaluate import build_scoring
 from toolwise.types import EvaluateResult
+
+Rescored = Sequence[tuple[StoredRollout, float, float]]
+"""Rollouts with an old and a new score."""
 
 
 @dataclass(frozen=True, slots=True)
 class RescoreReport:
-    """Comparison of old and new scores."""
-
     reward: str
     rollouts: int
     old_mean: float | None
@@ -81,17 +81,17 @@ def rescore(config: RewardConfig, stored: Sequence[StoredRollout]) -> tuple[Resc
     with closing(build_scoring(config)) as scoring:
         scoring.check([item.rollout.task for item in stored])
         results = asyncio.run(score_rollouts(scoring, stored))
-    name = scoring.rewards.name
-    tried = [(item, result) for item, result in zip(stored, results, strict=True) if result is not None]
-    return compare(name, stored, results), [_new_row(name, item, result) for item, result in tried]
+    name, scored = scoring.rewards.name, zip(stored, results, strict=True)
+    rows = [_new_row(name, item, result) for item, result in scored if result is not None]
+    return compare(name, stored, results), rows
 
 
 def compare(name: str, stored: Sequence[StoredRollout], results: Results) -> RescoreReport:
     old = [None if item.record.error else item.record.score for item in stored]
     new = [usable_score(result) for result in results]
     tried = [i for i, result in enumerate(results) if result is not None]
-    both = [(a, b) for a, b in zip(old, new, strict=True) if a is not None and b is not None]
-    pairs, turned = _count_pairs(stored, old, new)
+    both = [(s, a, b) for s, a, b in zip(stored, old, new, strict=True) if a is not None and b is not None]
+    pairs, turned = _count_pairs(both)
     return RescoreReport(
         reward=name,
         rollouts=len(stored),
@@ -104,7 +104,7 @@ def compare(name: str, stored: Sequence[StoredRollout], results: Results) -> Res
         pairs=pairs,
         pairs_turned=turned,
         not_tried=len(stored) - len(tried),
-        largest=_largest_changes(stored, old, new),
+        largest=_largest_changes(both),
     )
 
 
@@ -117,37 +117,24 @@ def _mean(scores: Sequence[float | None]) -> float | None:
     return fmean(valid) if valid else None
 
 
-def _correlation(both: Sequence[tuple[float, float]]) -> float | None:
+def _correlation(both: Rescored) -> float | None:
     try:
-        return correlation([a for a, _ in both], [b for _, b in both])
+        return correlation([a for _, a, _ in both], [b for _, _, b in both])
     except StatisticsError:  # fewer than two, or one side is constant
         return None
 
 
-def _count_pairs(
-    stored: Sequence[StoredRollout], old: Sequence[float | None], new: Sequence[float | None]
-) -> tuple[int, int]:
+def _count_pairs(both: Rescored) -> tuple[int, int]:
     groups: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for rollout, a, b in zip(stored, old, new, strict=True):
-        if a is not None and b is not None:
-            groups[rollout.group].append((a, b))
-    differed = reversed_pairs = 0
-    for scores in groups.values():
-        for (a, b), (c, d) in combinations(scores, 2):
-            if not scores_equal(a, c):
-                differed += 1
-                reversed_pairs += (a - c) * (b - d) < 0 and not scores_equal(b, d)
-    return differed, reversed_pairs
+    for item, old, new in both:
+        groups[item.group].append((old, new))
+    pairs = [pair for scores in groups.values() for pair in combinations(scores, 2)]
+    differed = [(a - c, b - d, scores_equal(b, d)) for (a, b), (c, d) in pairs if not scores_equal(a, c)]
+    return len(differed), sum(old * new < 0 and not equal for old, new, equal in differed)
 
 
-def _largest_changes(
-    stored: Sequence[StoredRollout], old: Sequence[float | None], new: Sequence[float | None]
-) -> tuple[dict[str, Any], ...]:
-    changes = [
-        (item.rollout.rollout_id, a, b)
-        for item, a, b in zip(stored, old, new, strict=True)
-        if a is not None and b is not None and not scores_equal(a, b)
-    ]
+def _largest_changes(both: Rescored) -> tuple[dict[str, Any], ...]:
+    changes = [(item.rollout.rollout_id, a, b) for item, a, b in both if not scores_equal(a, b)]
     largest = nlargest(MAX_EXAMPLES, changes, key=lambda change: abs(change[1] - change[2]))
     return tuple({"rollout_id": name, "old": a, "new": b} for name, a, b in largest)
 
@@ -183,8 +170,7 @@ def unused_path(source: Path, reward: str, out: Path | None = None) -> Path:
     folder, stem = (source, "rescored") if source.is_dir() else (source.parent, f"{source.stem}-rescored")
     function = Path(reward).stem if reward.endswith(".py") else reward.rpartition(":")[2]
     slug = "".join(c if c.isalnum() or c in "._-" else "_" for c in function)[:60] or "reward"
-    numbers = ["", *(f"-{number}" for number in range(2, 10_000))]
-    paths = (folder / f"{stem}-{slug}{number}.jsonl" for number in numbers)
+    paths = (folder / f"{stem}-{slug}{f'-{number}' if number > 1 else ''}.jsonl" for number in count(1))
     return next(path for path in paths if not path.exists())
 
 

@@ -1,4 +1,5 @@
-"""Reads stored rollouts back in the form in which the training loop passes them to a reward.
+"""Reads stored rollouts back in the form in which the training loop passes them to a reward, and scores them with the
+same calls as in training.
 
 They come from a run folder, one of its files, or any rows with `messages` and `ground_truth`.
 """
@@ -8,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from pydantic import ValidationError
 from toolwise.data.files import Row, read_rows, row_error
 from toolwise.errors import CheckpointError, DataError
 from toolwise.messages import Message
+from toolwise.rewards.function import Mode
+from toolwise.training.evaluate import Scoring
 from toolwise.training.records import RolloutRecord
-from toolwise.types import Rollout, StepData, StopReason, Task, Usage
+from toolwise.types import EvaluateResult, Rollout, StepData, StopReason, Task, Usage
 
 _NON_ARGUMENT_COLUMNS = frozenset(
     {"messages", "ground_truth", "gold", "prompt", "task_id", "group_id", "rollout_id", "step", "steps", "score"}
@@ -27,12 +31,17 @@ _NON_ARGUMENT_COLUMNS = frozenset(
 )
 """Columns of user files that are not keyword arguments of the reward."""
 _STEP_IN_NAME = re.compile(r"(?:step|eval)-(\d+)")
+MAX_TIMEOUTS, MAX_TIMEOUT_SHARE = 3, 0.1
+"""A pass stops once this number and this share of calls have timed out: each hanging call costs a full deadline."""
+_MAX_CHUNK_CALLS = 256
+"""Maximum number of calls between two checks for timeouts."""
+
+Results = list[EvaluateResult | None]
+"""One per rollout, in order; None if the pass stopped before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRollout:
-    """One stored rollout."""
-
     rollout: Rollout
     record: RolloutRecord
     step: int
@@ -59,13 +68,10 @@ def read_rollouts(
         rollouts = [*(_read_row(file, number, row) for number, row in enumerate(read_rows(file))), *rollouts]
         if limit is not None and len(rollouts) >= limit:
             break
-    if step is not None:
-        rollouts = [stored for stored in rollouts if stored.step == step]
-        if not rollouts:
-            raise DataError(f"{path}: has no rollouts of step {step}; give another --step or leave it out")
-    if limit is None or len(rollouts) <= limit:
-        return rollouts
-    return rollouts[-limit:] if path.is_dir() else rollouts[:limit]
+    rollouts = [stored for stored in rollouts if step in (None, stored.step)]
+    if step is not None and not rollouts:
+        raise DataError(f"{path}: has no rollouts of step {step}; give another --step or leave it out")
+    return rollouts[-limit:] if limit is not None and path.is_dir() else rollouts[:limit]
 
 
 def _files(path: Path, step: int | None, validation: bool) -> list[Path]:
@@ -73,30 +79,24 @@ def _files(path: Path, step: int | None, validation: bool) -> list[Path]:
         return [path]
     folder = path / "rollouts" if (path / "rollouts").is_dir() else path
     kind = "eval" if validation else "step"
-    files = sorted(folder.glob(f"{kind}-*.jsonl"))
-    if not files:
+    if not (files := sorted(folder.glob(f"{kind}-*.jsonl"))):
         raise CheckpointError(f"{folder}: has no {kind}-*.jsonl; give the folder of a run that stored its rollouts")
-    if step is None:
-        return files
-    named = [file for file in files if _step_from_name(file) == step]
-    if not named:
+    if not (named := [file for file in files if step in (None, _step_from_name(file))]):
         first, last = _step_from_name(files[0]), _step_from_name(files[-1])
         raise CheckpointError(f"{folder}: has no rollouts of step {step}; it has steps from {first} to {last}")
     return named
 
 
 def _step_from_name(file: Path) -> int:
-    match = _STEP_IN_NAME.search(file.stem)
-    return int(match[1]) if match else 0
+    return int(match[1]) if (match := _STEP_IN_NAME.search(file.stem)) else 0
 
 
 def _read_row(path: Path, number: int, row: Row) -> StoredRollout:
     record = RolloutRecord.from_json(row)
     messages = _read_messages(path, number, row, "messages")
     prompt = _prompt_of(path, number, row, messages)
-    truth = record.ground_truth
-    if truth is None and isinstance(row.get("reward_model"), dict):
-        truth = row["reward_model"].get("ground_truth")
+    reward_model = row["reward_model"] if isinstance(row.get("reward_model"), dict) else {}
+    truth = reward_model.get("ground_truth") if record.ground_truth is None else record.ground_truth
     step = row["step"] if type(row.get("step")) is int else _step_from_name(path)
     task = Task(
         task_id=record.task_id or _fingerprint(prompt, truth),
@@ -106,6 +106,8 @@ def _read_row(path: Path, number: int, row: Row) -> StoredRollout:
         extra_info=_extra_info(path, number, row),
         data_source=record.data_source,
     )
+    # Conversations from other sources than a run count as answered.
+    from_run = record.trained_on is not None and record.stop_reason in list(StopReason)
     rollout = Rollout(
         rollout_id=record.rollout_id or f"{path.stem}/{number}",
         group_id=record.group_id or task.task_id,
@@ -115,16 +117,10 @@ def _read_row(path: Path, number: int, row: Row) -> StoredRollout:
         route=None,
         steps=_steps_of(row, record, messages, prompt),
         messages=messages,
-        stop_reason=_stop_reason(record),
+        stop_reason=StopReason(record.stop_reason) if from_run else StopReason.ANSWERED,
         usage=Usage(),
     )
     return StoredRollout(rollout, record, step, f"{path}#{step}", row.get("gold"), row)
-
-
-def _stop_reason(record: RolloutRecord) -> StopReason:
-    """From a run's record; conversations from other sources count as answered."""
-    from_run = record.trained_on is not None and record.stop_reason in list(StopReason)
-    return StopReason(record.stop_reason) if from_run else StopReason.ANSWERED
 
 
 def _read_messages(path: Path, number: int, row: Row, field: str) -> list[Message]:
@@ -136,10 +132,8 @@ def _read_messages(path: Path, number: int, row: Row, field: str) -> list[Messag
         return [Message.model_validate(message) for message in value]
     except ValidationError as fault:
         first = fault.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise row_error(
-            path, number, field, f"{where} {first['msg']}; write {{role, content}} objects".strip()
-        ) from None
+        problem = f"{'.'.join(map(str, first['loc']))} {first['msg']}; write {{role, content}} objects".strip()
+        raise row_error(path, number, field, problem) from None
 
 
 def _arguments(path: Path, number: int, row: Row) -> dict[str, Any]:
@@ -147,19 +141,17 @@ def _arguments(path: Path, number: int, row: Row) -> dict[str, Any]:
     kwargs = row.get("reward_kwargs") or {}
     if not isinstance(kwargs, dict):
         raise row_error(path, number, "reward_kwargs", "not an object; write names and values")
-    if "trained_on" in row:  # a run's record: its other columns describe the rollout, they are not reward arguments
-        return dict(kwargs)
-    return {**{name: value for name, value in row.items() if name not in _NON_ARGUMENT_COLUMNS}, **kwargs}
+    # The other columns of a run's record describe the rollout; they are not reward arguments.
+    columns = {} if "trained_on" in row else row
+    return {**{name: value for name, value in columns.items() if name not in _NON_ARGUMENT_COLUMNS}, **kwargs}
 
 
 def _extra_info(path: Path, number: int, row: Row) -> dict[str, Any]:
     """An object or its JSON text, as in a task file."""
     value = row.get("extra_info") or {}
     if isinstance(value, str):
-        try:
+        with suppress(ValueError, RecursionError):
             value = json.loads(value)
-        except (ValueError, RecursionError):
-            value = None
     if not isinstance(value, dict):
         raise row_error(path, number, "extra_info", "not an object; write an object or its JSON text")
     return value
@@ -206,3 +198,52 @@ def _fingerprint(prompt: Sequence[Message], truth: Any) -> str:
     """Task id for rows that have none."""
     text = json.dumps([[m.to_openai() for m in prompt], truth], sort_keys=True, default=str)
     return f"task-{hashlib.sha256(text.encode('utf-8', 'backslashreplace')).hexdigest()[:12]}"
+
+
+def scoring_mode(scoring: Scoring) -> Mode:
+    """What one call scores: a rollout, a group or a batch; with several rewards, the largest any of them needs."""
+    modes: set[str] = {part.reward.mode for part in scoring.rewards.parts}
+    if scoring.rewards.combine_mode == "normalize":  # normalizes within groups, so a call needs whole groups
+        modes.add("group")
+    return "batch" if "batch" in modes else "group" if "group" in modes else "pointwise"
+
+
+def split_into_calls(stored: Sequence[StoredRollout], mode: Mode) -> list[list[int]]:
+    """Indices of the rollouts in each call, in order of first appearance."""
+    calls: dict[object, list[int]] = {}
+    for index, rollout in enumerate(stored):
+        key: object = index if mode == "pointwise" else rollout.group if mode == "group" else rollout.batch
+        calls.setdefault(key, []).append(index)
+    return list(calls.values())
+
+
+async def score_rollouts(scoring: Scoring, stored: Sequence[StoredRollout], *, first_chunk: int = 1) -> Results:
+    """Score all rollouts, in growing chunks of calls so that a hanging function is noticed early."""
+    results: Results = [None] * len(stored)
+    tried = timeouts = 0
+    for calls in _chunk_calls(stored, split_into_calls(stored, scoring_mode(scoring)), first_chunk):
+        if timeouts >= max(MAX_TIMEOUTS, MAX_TIMEOUT_SHARE * tried):
+            break
+        indices = [index for call in calls for index in call]
+        rollouts = [stored[index].rollout for index in indices]
+        scored = await scoring.evaluate(rollouts, step=stored[indices[0]].step)
+        for index, result in zip(indices, scored, strict=True):
+            results[index] = result
+        tried += len(calls)
+        errors = [scored_first.error for call in calls if (scored_first := results[call[0]]) is not None]
+        timeouts += sum(error is not None and error.kind == "timeout" for error in errors)
+    return results
+
+
+def _chunk_calls(
+    stored: Sequence[StoredRollout], calls: Sequence[list[int]], first_chunk: int
+) -> Iterator[list[list[int]]]:
+    """Chunks that double in size; all calls of a chunk share a step, since the step is passed to the reward."""
+    size, chunk = first_chunk, list[list[int]]()
+    for call in calls:
+        if chunk and (len(chunk) >= size or stored[call[0]].batch != stored[chunk[0][0]].batch):
+            yield chunk
+            size, chunk = min(2 * size, _MAX_CHUNK_CALLS), []
+        chunk.append(call)
+    if chunk:
+        yield chunk

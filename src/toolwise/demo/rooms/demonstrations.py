@@ -32,14 +32,12 @@ def house_number(index: int, split: str) -> int:
 
 def prompt(plan: HouseConfig, levels: Levels | None = None) -> list[dict[str, str]]:
     """First message of an episode; explains the levels if given, for models that were not trained on them."""
-    text = f"{plan.task}\n{levels.explain()}" if levels else plan.task
-    return [{"role": "system", "content": text}]
+    return [{"role": "system", "content": f"{plan.task}\n{levels.explain()}" if levels else plan.task}]
 
 
 def task_rows(
     indices: Iterable[int], split: str, plan: HouseConfig = DEFAULT_PLAN, *, levels: Levels | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Tasks as dataset rows, one per house."""
     changed = {name: value for name, value in asdict(plan).items() if value != getattr(DEFAULT_PLAN, name)}
     for index in indices:
         number = house_number(index, split)
@@ -64,9 +62,10 @@ def walk(
     messages = prompt(plan, levels if explain else None)
     shown = ""
     for room, number in zip(house.rooms, step_levels, strict=True):
-        messages.append({"role": "user", "content": f"{shown}{room.observation}"})
-        reply = levels.by_number(number).write(room.action, room.parts)
-        messages.append({"role": "assistant", "content": reply})
+        messages += [
+            {"role": "user", "content": f"{shown}{room.observation}"},
+            {"role": "assistant", "content": levels.by_number(number).write(room.action, room.parts)},
+        ]
         shown = f"{house.map_text} " if room.kind == "map" else ""
     return messages
 
@@ -119,8 +118,10 @@ def lessons(
         for mark in random.sample(sorted(next_mark), questions):
             marks = follow_map(next_mark, mark, plan.marks)
             prefix = f"{text} " if not messages else ""
-            messages.append({"role": "user", "content": f"{prefix}You are at {mark}."})
-            messages.append({"role": "assistant", "content": " ".join(f"{a}{b}" for a, b in pairwise(marks))})
+            messages += [
+                {"role": "user", "content": f"{prefix}You are at {mark}."},
+                {"role": "assistant", "content": " ".join(f"{a}{b}" for a, b in pairwise(marks))},
+            ]
         yield {"messages": messages}
 
 
@@ -139,10 +140,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     levels = load_levels(args.levels) if args.levels else DEFAULT_LEVELS
     explained = levels if args.explain else None
-    walks = demonstrations(args.count, seed=args.seed, levels=levels, explain=args.explain)
-    instructed = instructed_walks(args.instructed, seed=args.seed, levels=levels)
+    teach = chain(
+        demonstrations(args.count, seed=args.seed, levels=levels, explain=args.explain),
+        lessons(args.lessons, seed=args.seed),
+        instructed_walks(args.instructed, seed=args.seed, levels=levels),
+    )
     for name, rows in (
-        ("teach", chain(walks, lessons(args.lessons, seed=args.seed), instructed)),
+        ("teach", teach),
         ("train", task_rows(range(args.tasks), "train", levels=explained)),
         ("heldout", task_rows(range(args.tasks // 2), "heldout", levels=explained)),
     ):

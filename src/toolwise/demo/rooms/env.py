@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from toolwise.demo.rooms.house import COLOURS, SIDES, HouseConfig, Room, build_house
@@ -20,6 +21,10 @@ from toolwise.rollout.parsers.action import parse_action
 _VALID_ACTION = re.compile(
     rf"take map|go ({'|'.join(SIDES)})|(take|use) ({'|'.join(COLOURS)}) key|[1-9]", re.IGNORECASE | re.ASCII
 )
+
+
+MAX_NEW_TOKENS = 64
+"""Twice the longest thought in the SFT data; longer ones are cut off."""
 
 
 class RoomsEnv(BaseEnv):
@@ -73,7 +78,7 @@ class RoomsEnv(BaseEnv):
         return observation, float(self._outcome == "out"), bool(self._outcome), info
 
     def gold_actions(self) -> list[str]:
-        return [f"<action>{action}</action>" for action in self.house.gold_actions]
+        return [f"<action>{room.action}</action>" for room in self.house.rooms]
 
     def example_actions(self) -> Sequence[str]:
         return (self.gold_actions()[0], "<action>go left</action>", "<action>7</action>")
@@ -96,3 +101,25 @@ class RoomsEnv(BaseEnv):
             self._outcome = "fallen"
             return "The floor gives way."
         return f"{'Nothing happens.' if valid else 'You cannot do that.'} {room.observation}"
+
+
+def rooms_config(model: str | Path, tasks: Path | None = None, *, seed: int = 0) -> dict[str, Any]:
+    """A configuration for the environment; callers add the settings of an estimator.
+
+    `tasks` is a folder with train.jsonl and heldout.jsonl (`toolwise.demo.rooms.demonstrations`); without it the caller
+    passes tasks itself. The environment parses `<action>`, so the conversation keeps the full text of each reply.
+    """
+    data = {"train": str(tasks / "train.jsonl"), "val": str(tasks / "heldout.jsonl")} if tasks else {}
+    return {
+        "name": "rooms",
+        "seed": seed,
+        "model": {"path": str(model)},
+        "data": {**data, "batch_size": 8},
+        "env": {"name": "toolwise.demo.rooms.env:RoomsEnv"},
+        "rollout": {"n": 16, "max_new_tokens": MAX_NEW_TOKENS, "tool_parser": "none"},
+        "multi_turn": {"max_turns": 8, "max_invalid_in_a_row": 3},
+        "reward": {"function": "env"},
+        "actor": {"lr": 1e-4, "warmup_steps": 3},
+        "validation": {"do_sample": True},
+        "trainer": {"total_steps": 80, "console": False},
+    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from random import Random
 from typing import Literal
 
@@ -37,20 +37,12 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """The rooms, and the map as text."""
-
     rooms: tuple[Room, ...]
     map_text: str
-
-    @property
-    def gold_actions(self) -> list[str]:
-        return [room.action for room in self.rooms]
 
 
 @dataclass(frozen=True, slots=True)
 class HouseConfig:
-    """Size and difficulty of houses."""
-
     halls: int = 2
     doors: int = 1
     locks: int = 1
@@ -70,11 +62,6 @@ class HouseConfig:
         """Instruction in the agent's prompt."""
         return f"Get out. In a hall take the door {NUMBER_WORDS[self.hops]} on."
 
-    @property
-    def steps(self) -> int:
-        """Actions from the start to the exit."""
-        return 1 + self.halls + self.doors + 2 * self.locks
-
 
 DEFAULT_PLAN = HouseConfig()
 
@@ -88,8 +75,7 @@ def build_house(seed: int, plan: HouseConfig = DEFAULT_PLAN) -> House:
     parts += [[_door(random.choice(SIDES))] for _ in range(plan.doors)]
     parts += [_locked(random.choice(COLOURS), random) for _ in range(plan.locks)]
     random.shuffle(parts)
-    rooms = [_map(), *(room for part in parts for room in part)]
-    return House(tuple(rooms), map_text)
+    return House((_map(), *chain.from_iterable(parts)), map_text)
 
 
 def draw_map(marks: int, random: Random) -> tuple[dict[int, int], str]:

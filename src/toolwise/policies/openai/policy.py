@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import PolicyError
 from toolwise.messages import Message, Prefix
-from toolwise.policies.openai.endpoint import Endpoint, loop_time
 from toolwise.policies.openai.reply import NEUTRAL_SAMPLING, Reply, read_reply
 from toolwise.protocols import Metrics, Sampling
+from toolwise.remote.endpoint import Endpoint, loop_time
 from toolwise.rollout.parsers import PARSERS, to_action
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from toolwise.messages import Message, ToolCall
-from toolwise.policies.openai.server_errors import ServerError
+from toolwise.remote.server_errors import ServerError
 from toolwise.types import SampledTokens
 
 FinishReason = Literal["stop", "length", "tool_calls"]

@@ -6,12 +6,12 @@ from contextlib import ExitStack
 from typing import Any
 
 from toolwise.config.schema import RunConfig
-from toolwise.policies.openai.endpoint import Endpoint, read_api_key
 from toolwise.policies.vllm.control import VllmControlClient
 from toolwise.policies.vllm.engine import VllmEngine
 from toolwise.policies.vllm.server import VllmServer
 from toolwise.policies.vllm.server_check import check_logprobs, check_settings, check_tied_head, check_vocabulary
 from toolwise.policies.vllm.weights import WeightsFolder
+from toolwise.remote.endpoint import Endpoint, read_api_key
 
 
 def build_vllm(config: RunConfig, model: Any, folder: str) -> VllmEngine:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from toolwise.policies.openai.reply import NEUTRAL_SAMPLING, first_choice, parse_ids
-from toolwise.policies.openai.server_errors import ServerError
 from toolwise.protocols import Generation, Sampling
+from toolwise.remote.server_errors import ServerError
 
 
 def completion_body(model: str, token_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:

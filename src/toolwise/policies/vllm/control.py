@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import PolicyError
-from toolwise.policies.openai.server_errors import parse_error_body
+from toolwise.remote.server_errors import parse_error_body
 
 if TYPE_CHECKING:
     import httpx

@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from toolwise.policies.openai.endpoint import Endpoint
 from toolwise.policies.vllm.completions import completion_body, read_completion
 from toolwise.policies.vllm.control import ModelInfo, VllmControlClient
 from toolwise.policies.vllm.server import VllmServer
 from toolwise.policies.vllm.weights import WeightsFolder
 from toolwise.protocols import Generation, GenerationEngine, Metrics, Sampling
+from toolwise.remote.endpoint import Endpoint
 
 
 class VllmEngine(GenerationEngine):

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from toolwise.errors import PolicyError
-from toolwise.policies.openai.server_errors import ServerError
 from toolwise.policies.vllm.completions import completion_body, read_completion
 from toolwise.policies.vllm.control import ModelInfo, VllmControlClient, VllmStatusError
 from toolwise.policies.vllm.weights import WeightsFolder, checkpoint_state, tied_names
 from toolwise.protocols import Generation, Sampling
+from toolwise.remote.server_errors import ServerError
 
 MAX_GAP_FP32 = 1e-3
 MEAN_GAP_HALF = 0.05

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from toolwise.errors import ConfigError, DataError
 from toolwise.messages import Message
 from toolwise.rewards.function import reward_function
-from toolwise.rewards.library.numerals import NUMBER, last_number, match_to_decimal, parse_number
+from toolwise.rewards.library.matching import NUMBER, last_number, match_to_decimal, parse_number
 from toolwise.rewards.transcript import last_reply, split_thought
 from toolwise.types import EvaluateResult, MetricResult
 

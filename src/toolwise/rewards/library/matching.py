@@ -1,18 +1,54 @@
-"""Rewards for a single correct answer: the same text, or the same number within a tolerance."""
+"""Rewards for a single correct answer: the same text, or the same number within a tolerance.
+
+Numbers are parsed as people and models write them: thousands separators, currency signs, any minus.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
+from collections import deque
 from decimal import Decimal
 from typing import Any
 
 from toolwise.errors import ConfigError, DataError
 from toolwise.messages import Message
 from toolwise.rewards.function import reward_function
-from toolwise.rewards.library.numerals import last_number, parse_number
 from toolwise.rewards.transcript import final_answer
 from toolwise.types import EvaluateResult
+
+NUMBER = re.compile(
+    r"""(?P<sign>(?<![\w)\]])[-+−])?   # a minus directly after a digit, word or bracket is subtraction
+        [$€£]?
+        (?P<late>(?<=[$€£])[-+−])?
+        (?P<body>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)
+        (?P<exponent>[eE][-+]?[0-9]{1,4}(?![\w]))?""",
+    re.VERBOSE,
+)
+
+
+def match_to_decimal(match: re.Match[str]) -> Decimal:
+    """The number in a match of `NUMBER`."""
+    sign = match["sign"] or match["late"] or ""
+    digits = match["body"].replace(",", "") + (match["exponent"] or "")
+    return Decimal(("-" if sign in ("-", "−") else "") + digits)
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in `text`."""
+    last = deque(NUMBER.finditer(text), maxlen=1)
+    return match_to_decimal(last[0]) if last else None
+
+
+def parse_number(value: Any) -> Decimal | None:
+    """`value` as a number, if it is one or a text with nothing but a number; else None."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return Decimal(repr(value)) if math.isfinite(value) else None
+    match = NUMBER.fullmatch(value.strip()) if isinstance(value, str) else None
+    return match_to_decimal(match) if match else None
 
 
 def exact_match(answer: str, expected: str, *, ignore_case: bool = False, ignore_space: bool = True) -> bool:
@@ -97,7 +133,6 @@ def _answer_text(value: Any) -> str:
 
 
 def _answer_number(value: Any) -> Decimal:
-    number = parse_number(value)
-    if number is None:
+    if (number := parse_number(value)) is None:
         raise DataError(f"the ground truth {value!r:.80} is not a number; give one, or a list of them")
     return number

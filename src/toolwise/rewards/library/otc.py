@@ -16,7 +16,8 @@ from typing import Any
 
 from toolwise.errors import ConfigError
 from toolwise.messages import Message, as_messages
-from toolwise.rewards.function import Reward, read_result, reward_function
+from toolwise.rewards.function import Reward, reward_function
+from toolwise.rewards.results import read_result
 from toolwise.rewards.transcript import read_tool_calls
 from toolwise.types import EvaluateResult, MetricResult
 
@@ -43,8 +44,7 @@ def otc_reward(
         raise ConfigError("otc: `correct` is missing: name a reward that scores correctness, as module:function")
     if not smoothing > 0:
         raise ConfigError(f"otc: smoothing is {smoothing}; must be above 0")
-    judge = Reward.of(correct, correct_kwargs or {})
-    if judge.mode != "pointwise":
+    if (judge := Reward.of(correct, correct_kwargs or {})).mode != "pointwise":
         raise ConfigError(f"otc: {correct} is a {judge.mode} reward; name a pointwise one")
     results = [read_result(judge(as_messages(messages), ground_truth, **judge.kwargs)) for messages in group_messages]
     calls = [sum(len(read_tool_calls(m)) for m in as_messages(ms) if m.role == "assistant") for ms in group_messages]

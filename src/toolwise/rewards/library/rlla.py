@@ -6,24 +6,18 @@ R = 6·s/M − 3      s = J(names) + Σ over gold calls of the best unused call 
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 from toolwise.errors import ConfigError, DataError
 from toolwise.messages import Message
 from toolwise.rewards.function import reward_function
-from toolwise.rewards.library.rlla_format import (
-    RllaCall,
-    first_thought,
-    is_well_formed,
-    read_calls,
-    required_tags,
-    to_rlla_text,
-)
-from toolwise.rewards.transcript import replies_to_user
+from toolwise.rewards.transcript import replies_to_user, top_level_blocks
 from toolwise.types import EvaluateResult, MetricResult
 
 Schedule = Literal["constant", "two_stage", "linear"]
@@ -33,6 +27,11 @@ ScoreRange = tuple[float, float]
 """Minimum and maximum of one part of the score."""
 
 _CHOICES = {"schedule": get_args(Schedule), "matching": get_args(Matching), "length_reward": get_args(LengthReward)}
+RllaCall = dict[str, Any]
+"""A call in RLLA form: a string `name` and an object `parameters`."""
+
+_TAGS = {"tool_call": r"\n<tool_call>\n.*\n</tool_call>", "response": r"\n<response>.*</response>"}
+"""Tags after the thought -> pattern of their blocks, in the order in which an answer has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +61,19 @@ class RllaOptions:
             raise ConfigError(f"rlla: schedule {self.schedule!r} sets the range itself; leave tool_range out")
 
     def tool_bounds(self, step: int) -> ScoreRange:
-        if self.schedule == "two_stage":
-            high = 1.0 if step < 30 else 3.0
-        elif self.schedule == "linear":
-            high = min(2 + step / 150, 3.0)
-        else:
-            high = float(self.tool_range)
+        high = {
+            "constant": float(self.tool_range),
+            "two_stage": 1.0 if step < 30 else 3.0,
+            "linear": min(2 + step / 150, 3.0),
+        }[self.schedule]
         return -high, high
 
     def format_bounds(self, step: int) -> ScoreRange:
-        if self.schedule == "two_stage":
-            return 0.0, 1.0 if step < 30 else 0.5
-        if self.schedule == "linear":
-            return min(-2 + 2 * step / 150, -1.0), max(2 - step / 150, 1.0)
-        return 0.0, 1.0
+        return {
+            "constant": (0.0, 1.0),
+            "two_stage": (0.0, 1.0 if step < 30 else 0.5),
+            "linear": (min(-2 + 2 * step / 150, -1.0), max(2 - step / 150, 1.0)),
+        }[self.schedule]
 
     def target_words(self, step: int) -> float:
         """Thought length (in words) that earns the full length reward."""
@@ -101,23 +99,13 @@ def compute_score(
     if not isinstance(ground_truth, str):
         raise DataError(f"rlla: the ground truth is a {type(ground_truth).__name__}; give the gold answer's text")
     text = solution_str.strip()
-    form = _format(text, ground_truth, options, step)
-    correctness = _correctness(text, ground_truth, options, step)
-    length = _length(text, options, step)
-    return RllaScore(form + correctness + length, form, correctness, length)
-
-
-def _format(text: str, ground_truth: str, options: RllaOptions, step: int) -> float:
     low, high = options.format_bounds(step)
     tags = required_tags(ground_truth, literal=options.literal_tags)
-    return high if is_well_formed(text, tags, literal=options.literal_tags) else low
-
-
-def _length(text: str, options: RllaOptions, step: int) -> float:
-    thought = first_thought(text)
-    if options.length_reward == "off" or thought is None:
-        return 0.0
-    return min(round(len(thought.split()) / options.target_words(step), 2), 1.0)
+    form = high if is_well_formed(text, tags, literal=options.literal_tags) else low
+    correctness = _correctness(text, ground_truth, options, step)
+    words = len((first_thought(text) or "").split())
+    length = 0.0 if options.length_reward == "off" else min(round(words / options.target_words(step), 2), 1.0)
+    return RllaScore(form + correctness + length, form, correctness, length)
 
 
 def _correctness(text: str, ground_truth: str, options: RllaOptions, step: int) -> float:
@@ -201,3 +189,86 @@ def rlla_reward(
         reason=", ".join(f"{name} {value:g}" for name, value in parts.items()),
         metrics={name: MetricResult(score=value) for name, value in parts.items()},
     )
+
+
+def required_tags(ground_truth: str, *, literal: bool = False) -> frozenset[str]:
+    """Which of tool_call and response the gold answer has. `literal` also finds them in its thought."""
+    if literal:
+        return frozenset(tag for tag in _TAGS if f"<{tag}>" in ground_truth)
+    tags = frozenset(block.tag for block in top_level_blocks(ground_truth)) & frozenset(_TAGS)
+    if not tags and any(f"<{tag}>" in _after_thought(ground_truth) for tag in _TAGS):
+        raise DataError(f"ground truth {ground_truth[-80:]!r} has an unclosed tag; close it")
+    return tags
+
+
+def is_well_formed(text: str, tags: frozenset[str], *, literal: bool = False) -> bool:
+    """Whether `text` is a thought followed by exactly one pair of each of `tags`, and nothing else.
+
+    Tags are counted after the leading thought, which may contain them; `literal` (upstream's rule) counts those too.
+    """
+    pattern = "".join(block for tag, block in _TAGS.items() if tag in tags)
+    if literal:
+        answer, pattern = text, f"<think>.*?</think>{pattern}"
+    else:
+        thought, closed, answer = text.partition("</think>")
+        if not thought.startswith("<think>") or not closed or "<think>" in answer or "</think>" in answer:
+            return False
+    one_pair_each = all(answer.count(f"<{tag}>") == answer.count(f"</{tag}>") == 1 for tag in tags)
+    return one_pair_each and re.fullmatch(pattern, answer, re.DOTALL) is not None
+
+
+def first_thought(text: str) -> str | None:
+    """The text of the first thought; None if there is none or it is not closed."""
+    _, opened, rest = text.partition("<think>")
+    thought, closed, _ = rest.partition("</think>")
+    return thought if opened and closed else None
+
+
+def _after_thought(text: str) -> str:
+    return text.partition("</think>")[2] if text.startswith("<think>") and "</think>" in text else text
+
+
+def read_calls(text: str) -> list[RllaCall]:
+    """The calls in the last top-level tool_call block, one JSON object per line. Raises ValueError if unreadable."""
+    blocks = [block.inner for block in top_level_blocks(text) if block.tag == "tool_call"]
+    if not blocks:
+        raise ValueError("there is no tool_call block")
+    # Not splitlines: a JSON string may contain other line separators.
+    return [_read_call(line) for line in blocks[-1].strip().split("\n")]
+
+
+def _read_call(line: str) -> RllaCall:
+    try:
+        call = json.loads(line, parse_constant=_reject_constant)
+    except RecursionError:
+        raise ValueError("a call is nested too deeply") from None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError(f"a call without a name: {line.strip()[:80]}")
+    if not isinstance(call.get("parameters"), dict):
+        raise ValueError(f"a call without parameters: {line.strip()[:80]}")
+    return call
+
+
+def _reject_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def to_rlla_text(message: Message) -> str:
+    """A message in RLLA's text format.
+
+    Calls that the policy's parser removed from the text are put back in one block, one per line. Their original layout
+    is unknown and not judged.
+    """
+    text = message.content or ""
+    if not message.tool_calls:
+        return text
+    lines = [
+        json.dumps({"name": call.name, "parameters": call.arguments}, ensure_ascii=False)
+        if call.name or not isinstance(call.arguments, str)
+        else call.arguments
+        for call in message.tool_calls
+    ]
+    head, closed, rest = text.partition("</think>")
+    thought, answer = (head + closed, rest.strip()) if closed else ("", text.strip())
+    block = "<tool_call>\n" + "\n".join(lines) + "\n</tool_call>"
+    return "\n".join(part for part in (thought, block, answer) if part)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from toolwise.messages import ToolCall
+from toolwise.untrusted.bounds import MAX_CALLS
 
 ParsedReply = tuple[str, list[ToolCall]]
 """The text outside the calls, and the calls. A call that cannot be parsed keeps its text as its arguments."""
@@ -24,12 +25,17 @@ MAX_DEPTH = 100
 MAX_DIGITS = 640
 """Digits of an integer: what Python converts to text and back under any setting."""
 
-_THINK = r"(?P<opening><think>|\[THINK\])|(?P<closing></think>|\[/THINK\])"
+THOUGHT_OPENINGS = ("<think>", "[THINK]", "<seed:think>", "<|START_THINKING|>", "<|channel>thought")
+THOUGHT_CLOSINGS = ("</think>", "[/THINK]", "</seed:think>", "<|END_THINKING|>", "<channel|>")
+"""Qwen, DeepSeek, GLM and others; Mistral; Seed; Cohere; Gemma 4."""
+
 _START = re.compile(r"\s*(?P<fence>```\w*\s*)?")
 _FENCE_END = re.compile(r"\s*```")
 # Possessive: otherwise white space would be given back after a failure and tried again at every position.
 _NEXT_VALUE = re.compile(r"\s*+(?:;\s*+)?+(?=\{)")
 _TOO_LONG = object()
+_UNDECIDED_CHARS = 16
+"""A JSON error this close to the end of a partial text may only mean that a word such as `-Infinity` is incomplete."""
 
 
 class JsonSource(str):
@@ -42,6 +48,22 @@ class JsonSource(str):
 
     def rfind(self, *_: object) -> int:
         return -1
+
+
+class PartialSource(JsonSource):
+    """The beginning of a text that is still being written."""
+
+    __slots__ = ()
+
+
+class NeedMoreTextError(Exception):
+    """How a partial text is read depends on what follows. Never raised for a complete one."""
+
+
+def need_more(source: str) -> None:
+    """Call where the end of `source` decides how it is read."""
+    if isinstance(source, PartialSource):
+        raise NeedMoreTextError
 
 
 class JsonMatch(NamedTuple):
@@ -62,10 +84,23 @@ def decode(source: JsonSource, start: int) -> JsonMatch | None:
     assert opening is not None  # it may match the empty string
     try:
         value, end = _DECODER.raw_decode(source, opening.end())
-    except (ValueError, RecursionError):
+    except ValueError as fault:
+        if isinstance(source, PartialSource) and _may_be_cut_off(source, fault):
+            raise NeedMoreTextError from None
+        return None
+    except RecursionError:
         return None
     fence_end = _FENCE_END.match(source, end) if opening["fence"] else None
+    if end == len(source) and not isinstance(value, dict | list):
+        need_more(source)  # a number may go on
+    if opening["fence"] and not fence_end and not source[end : end + 64].strip("` \t\r\n"):
+        need_more(source)
     return JsonMatch(value, fence_end.end() if fence_end else end)
+
+
+def _may_be_cut_off(source: str, fault: ValueError) -> bool:
+    position = fault.pos if isinstance(fault, json.JSONDecodeError) else 0
+    return "Unterminated string" in str(fault) or len(source) - position <= _UNDECIDED_CHARS
 
 
 def is_storable(value: Any) -> bool:
@@ -89,11 +124,11 @@ def is_storable(value: Any) -> bool:
     return True
 
 
-def to_call(value: Any, text: str) -> RawCall:
+def to_call(value: Any, text: str, name_key: str = "name") -> RawCall:
     """The call that a JSON value describes; its raw `text` if it is not one."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not is_storable(value):
+    if not isinstance(value, dict) or not isinstance(value.get(name_key), str) or not is_storable(value):
         return "", text
-    return value["name"], to_arguments(value.get("arguments", value.get("parameters", {})))
+    return value[name_key], to_arguments(value.get("arguments", value.get("parameters", {})))
 
 
 def to_arguments(value: Any) -> dict[str, Any] | str:
@@ -107,15 +142,25 @@ def to_arguments(value: Any) -> dict[str, Any] | str:
     return match.value if match and complete and isinstance(match.value, dict) and is_storable(match.value) else value
 
 
-def number_calls(calls: Iterable[RawCall]) -> list[ToolCall]:
-    return [ToolCall(id=f"call_{i}", name=name, arguments=arguments) for i, (name, arguments) in enumerate(calls)]
+def number_calls(calls: Sequence[RawCall], first: int = 0) -> list[ToolCall]:
+    """Calls with ids; those beyond `MAX_CALLS` become one bad call, which tells the model."""
+    if first == 0 and len(calls) > MAX_CALLS:
+        missing = f"{len(calls) - MAX_CALLS} more calls were dropped: a reply may have at most {MAX_CALLS}"
+        calls = [*calls[:MAX_CALLS], ("", missing)]
+    return [
+        ToolCall(id=f"call_{i}", name=name, arguments=arguments) for i, (name, arguments) in enumerate(calls, first)
+    ]
 
 
-def dump_call(name: str, arguments: dict[str, Any] | str, key: str = "arguments") -> str:
+def dump_call(name: str, arguments: dict[str, Any] | str, key: str = "arguments", name_key: str = "name") -> str:
     """A call as JSON; a call that could not be parsed as it was written."""
     if not name and isinstance(arguments, str):
         return arguments
-    return json.dumps({"name": name, key: arguments}, ensure_ascii=False)
+    return json.dumps({name_key: name, key: arguments}, ensure_ascii=False)
+
+
+def dump_arguments(arguments: dict[str, Any] | str) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def join(*parts: str) -> str:
@@ -127,30 +172,49 @@ def replace_surrogates(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def mark_pattern(call: str) -> re.Pattern[str]:
-    """Pattern for `split_reasoning`: where thoughts start and end, and where calls start."""
-    return re.compile(f"{_THINK}|(?P<call>{call})", re.IGNORECASE | re.ASCII)
+def any_of(marks: Iterable[str]) -> str:
+    """Pattern for any of these texts; the longest first, since one may start another."""
+    return "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)"
 
 
-def split_reasoning(text: str, marked: re.Pattern[str]) -> tuple[str, JsonSource]:
+def mark_pattern(call: str, other: str = "(?!)") -> re.Pattern[str]:
+    """Pattern for `split_reasoning`: where thoughts start and end, where calls start, and other marks of the format."""
+    opening, closing = any_of(THOUGHT_OPENINGS), any_of(THOUGHT_CLOSINGS)
+    return re.compile(
+        f"(?P<opening>{opening})|(?P<closing>{closing})|(?P<call>{call})|(?P<other>{other})", re.IGNORECASE | re.ASCII
+    )
+
+
+def split_reasoning(
+    text: str,
+    marked: re.Pattern[str],
+    skip: Callable[[JsonSource, re.Match[str]], int] | None = None,
+    thought_open: bool | None = None,
+) -> tuple[str, JsonSource]:
     """Split into the leading thought, with the text before it, and the rest, in which calls are searched for.
 
-    A thought may have been opened in the prompt: then only its end is here. A thought that never ends is the whole
-    text. An end tag inside a call's JSON is part of a string, and a thought that starts after a call is not the leading
-    one.
+    A thought that never ends is the whole text. An end tag inside a call's arguments is part of a string (`skip` gives
+    the end of a complete call), and a thought that starts after a call is not the leading one.
+
+    `thought_open`: whether the prompt has opened a thought, so that only its end is here. If it has not, only a thought
+    that starts the text is one. None: not known. Then a thought's end anywhere ends the leading thought, even after
+    text that looks like a call.
     """
     source = JsonSource(replace_surrogates(text))
-    position, opened_at, seen_call = 0, -1, False
+    position, opened_at, seen_call = 0, 0 if thought_open else -1, False
     while mark := marked.search(source, position):
         position = mark.end()
         if mark.lastgroup == "closing":
-            return source[:position], JsonSource(source[position:])
-        if mark.lastgroup == "opening":
-            if seen_call:
+            if thought_open is None or opened_at >= 0:
+                return source[:position], JsonSource(source[position:])
+        elif mark.lastgroup == "opening":
+            if seen_call or (thought_open is False and source[: mark.start()].strip() and opened_at < 0):
                 break
             opened_at = mark.start() if opened_at < 0 else opened_at
-        elif opened_at < 0:
-            end = _skip_values(source, position)
+        elif opened_at < 0 and thought_open is False:
+            break
+        elif opened_at < 0 and mark.lastgroup == "call":
+            end = skip(source, mark) if skip else skip_values(source, position)
             seen_call = seen_call or end > position
             position = max(end, position + (mark.end() == mark.start()))  # a mark may match the empty string
     if opened_at >= 0 and not source[:opened_at].strip():
@@ -158,7 +222,7 @@ def split_reasoning(text: str, marked: re.Pattern[str]) -> tuple[str, JsonSource
     return "", source
 
 
-def _skip_values(source: JsonSource, position: int) -> int:
+def skip_values(source: JsonSource, position: int) -> int:
     """End of the JSON values that start at `position`: one per line, or separated by `;`."""
     while match := decode(source, position):
         position = match.end
@@ -167,21 +231,3 @@ def _skip_values(source: JsonSource, position: int) -> int:
             break
         position = separator.end()
     return position
-
-
-def collect_calls(
-    head: str,
-    body: JsonSource,
-    opening: re.Pattern[str],
-    read: Callable[[JsonSource, int], tuple[Sequence[RawCall], int]],
-) -> ParsedReply:
-    """Parse what `read` finds after each `opening` in `body` as calls; the remaining text is appended to `head`."""
-    outside: list[str] = []
-    calls: list[RawCall] = []
-    position = 0
-    while mark := opening.search(body, position):
-        outside.append(body[position : mark.start()])
-        new_calls, position = read(body, mark.end())
-        calls.extend(new_calls)
-    outside.append(body[position:])
-    return head + "".join(outside).strip(), number_calls(calls)

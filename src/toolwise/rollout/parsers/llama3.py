@@ -5,19 +5,18 @@ Also the `[f(a=1), g()]` of its later versions.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from toolwise.messages import ToolCall
-from toolwise.rewards.library.call_syntax import parse_python_calls
+from toolwise.rollout.parsers.blocks import Block, BlockFormat
 from toolwise.rollout.parsers.json_calls import (
     JsonSource,
     ParsedReply,
     RawCall,
     decode,
     dump_call,
-    is_storable,
     join,
     mark_pattern,
     number_calls,
@@ -25,9 +24,11 @@ from toolwise.rollout.parsers.json_calls import (
     split_reasoning,
     to_call,
 )
+from toolwise.rollout.parsers.python_calls import GEMMA3, read_python
 
 TAG = "<|python_tag|>"
 MARK = r"<\|python_tag\|>|\A\s*(?=\{|```)"
+"""Includes the start of a text, where a call needs no mark."""
 
 _TAG = re.compile(re.escape(TAG), re.IGNORECASE | re.ASCII)
 _MARKS = mark_pattern(MARK)
@@ -45,7 +46,7 @@ def parse_llama3(text: str) -> ParsedReply:
     # Text that starts as a list of calls is not a thought, whatever its strings contain.
     head, body = ("", JsonSource(text)) if PYTHONIC.match(text) else split_reasoning(text, _MARKS)
     if PYTHONIC.match(body):
-        return head, number_calls(_read_python(body.strip()))
+        return head, number_calls(read_python(body.strip()))
     if begins_bare(body):
         calls, end = _read_objects(body, 0)
         return head + body[end:].strip(), number_calls(calls)
@@ -80,7 +81,7 @@ def _read_tagged(source: JsonSource, start: int) -> tuple[list[RawCall], int]:
     if _OBJECT.match(source, start):
         return _read_objects(source, start)
     # Llama's built-in tools: brave_search.call(query="…")
-    calls = _read_python(source[start:].strip())
+    calls = read_python(source[start:].strip())
     return [(name.removesuffix(".call"), arguments) for name, arguments in calls], len(source)
 
 
@@ -99,16 +100,18 @@ def _read_objects(source: JsonSource, position: int) -> tuple[list[RawCall], int
         position = separator.end()
 
 
-def _read_python(code: str) -> list[RawCall]:
-    try:
-        return [(call.name, _to_json_arguments(call)) for call in parse_python_calls(code)] or [("", code)]
-    except (ValueError, TypeError, RecursionError):  # TypeError: a literal that is not JSON, such as a set
-        return [("", code)]
+LLAMA3 = BlockFormat(
+    {TAG: lambda source, start: Block(*_read_tagged(source, start))},
+    ("}", ")"),
+    dropped=("<|eom_id|>", "<|eot_id|>"),
+    starts=("{", "[", "`"),
+    streams=False,
+)
 
 
-def _to_json_arguments(call: ToolCall) -> dict[str, object]:
-    """The arguments as JSON: tuples become lists, keys become strings."""
-    arguments: dict[str, object] = json.loads(json.dumps(call.arguments, allow_nan=False))
-    if not is_storable(arguments):
-        raise ValueError("the arguments cannot be stored")
-    return arguments
+def parse_gemma3(text: str) -> ParsedReply:
+    """Calls in a code fence named `tool_code`, or Llama's bare forms, which Google's documentation shows too."""
+    return GEMMA3_BLOCKS.parse(text) if GEMMA3.opening in text else parse_llama3(text)
+
+
+GEMMA3_BLOCKS = replace(GEMMA3.block_format(), starts=LLAMA3.starts, dropped=(), streams=False)

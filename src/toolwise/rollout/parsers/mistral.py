@@ -6,17 +6,16 @@ import re
 from collections.abc import Sequence
 
 from toolwise.messages import ToolCall
+from toolwise.rollout.parsers.blocks import Block, BlockFormat
 from toolwise.rollout.parsers.json_calls import (
     JsonSource,
     ParsedReply,
-    RawCall,
-    collect_calls,
     decode,
     dump_call,
     is_storable,
     join,
-    mark_pattern,
-    split_reasoning,
+    need_more,
+    skip_values,
     to_call,
 )
 
@@ -24,19 +23,15 @@ TAG = "[TOOL_CALLS]"
 
 _NAME = r'[^\s\[\]{}"]+'
 _NAMED = rf"\s*{_NAME}\s*(?:\[CALL_ID\]\s*{_NAME}\s*)?(?:\[ARGS\]\s*|(?=\{{))"
-MARK = rf"\[TOOL_CALLS\](?:{_NAMED})?"
-
-_OPENING = re.compile(re.escape(TAG), re.IGNORECASE | re.ASCII)
 _QUOTE_OR_OPENING = re.compile(rf'"|\\.|{re.escape(TAG)}', re.IGNORECASE | re.ASCII | re.DOTALL)
 _NAMED_CALL = re.compile(_NAMED, re.IGNORECASE | re.ASCII)
 _NAME_ALONE = re.compile(_NAME, re.ASCII)
-_MARKS = mark_pattern(MARK)
+_FIRST_NAME = re.compile(rf'\s*(?:(?P<named>{_NAME})\s*[\[{{]|(?:\[\s*+)?+\{{\s*"name"\s*:\s*"(?P<name>[^"\\]+)")')
 
 
 def parse_mistral(text: str) -> ParsedReply:
     """A list that holds anything but calls is one bad call; a named call with bad arguments keeps its name."""
-    head, body = split_reasoning(text, _MARKS)
-    return collect_calls(head, body, _OPENING, _read)
+    return MISTRAL.parse(text)
 
 
 def render_mistral(content: str, calls: Sequence[ToolCall]) -> str:
@@ -45,30 +40,30 @@ def render_mistral(content: str, calls: Sequence[ToolCall]) -> str:
     return join(content, f"{TAG} [{listed}]" if calls else "")
 
 
-def _read(source: JsonSource, start: int) -> tuple[list[RawCall], int]:
+def read_mistral(source: JsonSource, start: int) -> Block:
     named = _NAMED_CALL.match(source, start)
     if named:
         return _read_named(source, start, named.end())
     match = decode(source, start)
     if match is None:
         end = _next_call(source, start)
-        return [("", source[start:end].strip())], end
+        return Block([("", source[start:end].strip())], end)
     text = source[start : match.end].strip()
     values = match.value if isinstance(match.value, list) and match.value else [match.value]
     calls = [to_call(value, "") for value in values]
     # All or nothing: otherwise a half-wrong list would be repeated in each of its bad calls.
-    return [("", text)] if ("", "") in calls else calls, match.end
+    return Block([("", text)] if ("", "") in calls else calls, match.end)
 
 
-def _read_named(source: JsonSource, start: int, arguments_start: int) -> tuple[list[RawCall], int]:
+def _read_named(source: JsonSource, start: int, arguments_start: int) -> Block:
     match = _NAME_ALONE.search(source, start)
     name = match[0] if match else ""
     decoded = decode(source, arguments_start)
     if decoded is None:
         end = _next_call(source, arguments_start)
-        return [(name, source[arguments_start:end].strip())], end
+        return Block([(name, source[arguments_start:end].strip())], end)
     valid = isinstance(decoded.value, dict) and is_storable(decoded.value)
-    return [(name, decoded.value if valid else source[arguments_start : decoded.end].strip())], decoded.end
+    return Block([(name, decoded.value if valid else source[arguments_start : decoded.end].strip())], decoded.end)
 
 
 def _next_call(source: JsonSource, start: int) -> int:
@@ -79,4 +74,15 @@ def _next_call(source: JsonSource, start: int) -> int:
             in_string = not in_string
         elif match[0][0] == "[" and not in_string:
             return match.start()
+    need_more(source)
     return len(source)
+
+
+def skip_mistral(source: JsonSource, mark: re.Match[str]) -> int:
+    named = _NAMED_CALL.match(source, mark.end())
+    position = named.end() if named else mark.end()
+    end = skip_values(source, position)
+    return end if end > position else mark.end()
+
+
+MISTRAL = BlockFormat({TAG: read_mistral}, ("}", "]"), skip=skip_mistral, name=_FIRST_NAME)

@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 
 from toolwise.messages import ToolCall
-from toolwise.rollout.parsers.hermes import CLOSING, CLOSING_TAG, MARKS, OPENING, ends_in_partial_tag, read_single_value
+from toolwise.rollout.parsers.blocks import Block, BlockFormat, Closing
+from toolwise.rollout.parsers.hermes import CLOSING_TAG, JSON_NAME, OPENING_TAG, read_hermes, read_single_value
 from toolwise.rollout.parsers.json_calls import (
     JsonSource,
     ParsedReply,
     RawCall,
-    collect_calls,
     decode,
     dump_call,
     join,
@@ -19,21 +19,24 @@ from toolwise.rollout.parsers.json_calls import (
     to_call,
 )
 
+_CLOSING = Closing(CLOSING_TAG)
 _BETWEEN = re.compile(r"(?:\s|```(?:json)?)*", re.IGNORECASE)
 _LINE_END = re.compile(rf"[ \t\r]*(?=\n|{CLOSING_TAG}|\Z)", re.IGNORECASE | re.ASCII)
 _STOP = re.compile(rf"\n|{CLOSING_TAG}", re.IGNORECASE | re.ASCII)
 
+RLLA = BlockFormat({OPENING_TAG: read_hermes}, (CLOSING_TAG,), name=JSON_NAME, streams=False)
+
 
 def parse_rlla(text: str) -> ParsedReply:
     """Every line of a block is a call; one that cannot be parsed keeps its text and does not affect the others."""
-    head, body = split_reasoning(text, MARKS)
+    head, body = split_reasoning(text, RLLA.marks)
     # JSON may span lines, but a call here may not: replace newlines, so that a value must end with its line.
     lines = JsonSource(body.replace("\n", "\0"))
 
-    def read(source: JsonSource, start: int) -> tuple[list[RawCall], int]:
+    def read(source: JsonSource, start: int) -> Block:
         return read_single_value(source, start, decode(source, start)) or _read_lines(source, lines, start)
 
-    return collect_calls(head, body, OPENING, read)
+    return BlockFormat({OPENING_TAG: read}, (CLOSING_TAG,)).collect(head, body)
 
 
 def render_rlla(content: str, calls: Sequence[ToolCall]) -> str:
@@ -43,16 +46,16 @@ def render_rlla(content: str, calls: Sequence[ToolCall]) -> str:
     return join(content, "<tool_call>", *lines, "</tool_call>")
 
 
-def _read_lines(source: JsonSource, single_lines: JsonSource, position: int) -> tuple[list[RawCall], int]:
+def _read_lines(source: JsonSource, single_lines: JsonSource, position: int) -> Block:
     calls: list[RawCall] = []
     while True:
         between = _BETWEEN.match(source, position)
         position = between.end() if between else position
-        closing = CLOSING.match(source, position)
-        if closing or ends_in_partial_tag(source, position):
-            return calls or [("", "")], closing.end() if closing else len(source)
+        end = _CLOSING.match(source, position)
+        if end is not None:
+            return Block(calls or [("", "")], end)
         match = decode(single_lines, position)
-        if match and (_LINE_END.match(source, match.end) or ends_in_partial_tag(source, match.end)):
+        if match and (_LINE_END.match(source, match.end) or _CLOSING.match(source, match.end) is not None):
             end = match.end
         else:
             stop = _STOP.search(source, match.end if match else position)

@@ -6,22 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolwise.config.schema import RunConfig, inference_settings
-from toolwise.envs.tool_env import tool_spec
 from toolwise.errors import ConfigError
 from toolwise.learner.optimizer import Optimizer
-from toolwise.protocols import GenerationEngine, ModelPolicy, PrefixEngine
-from toolwise.rollout.chat_tokenizer import ChatTokenizer
-from toolwise.routing.actions import ROUTES
+from toolwise.protocols import ModelPolicy
 from toolwise.routing.budget import Budgets
 from toolwise.routing.cost import build_cost
-from toolwise.routing.families import offered_tools
-from toolwise.routing.head.features import engine_encoder, feature_width
+from toolwise.routing.families import ROUTES
 from toolwise.routing.head.head import HeadSettings, RouterHead
 from toolwise.routing.head.learner import RouterLearner
-from toolwise.routing.head.predictor import Encode, HeadPredictor
-from toolwise.routing.inference_router import InferenceRouter
+from toolwise.routing.head.predictor import HeadPredictor, engine_encoder, feature_width
+from toolwise.routing.inference_router import Conditioning, InferenceRouter
 from toolwise.routing.learned_router import LearnedRouter, target_of
-from toolwise.routing.options import Conditioning
 from toolwise.tools.base import BaseTool
 from toolwise.types import Task
 
@@ -50,34 +45,19 @@ def build_inference_router(
 ) -> InferenceRouter:
     """A router that routes with `head` and does not learn."""
     router = config.router
+    conditioning = Conditioning(router, tools)
     return InferenceRouter(
         HeadPredictor(
             policy.model,
             head,
             micro_batch_tokens=config.actor.micro_batch_tokens,
-            encode=_engine_encoder(config, policy.engine),
+            encode=engine_encoder(router, policy.engine),
         ),
-        prompt_of=lambda task: original_prompt(policy.chat, task, tools),
-        tools=tools,
+        prompt_of=lambda task: conditioning.original_prompt(policy.chat, task),
         budgets=Budgets(router.budgets),
         cost=build_cost(router, tools),
-        conditioning=Conditioning(router),
-        training=router,
+        conditioning=conditioning,
         seed=config.seed,
-    )
-
-
-def build_router_learner(
-    config: RunConfig, model: Any, head: RouterHead, actor_optimizer: Optimizer, encode: Encode | None = None
-) -> RouterLearner:
-    """`actor_optimizer` is shared with the head, or synchronized after the head's optimizer has updated the trunk."""
-    return RouterLearner(
-        model,
-        head,
-        config,
-        optimizer=actor_optimizer if config.router.optimizer == "actor" else None,
-        encode=encode,
-        on_trunk_update=actor_optimizer.sync_masters,
     )
 
 
@@ -90,26 +70,11 @@ def build_learned_router(
     tasks: Sequence[Task],
 ) -> LearnedRouter:
     """`router` with a head that learns; `tasks` are the training tasks."""
-    encode = _engine_encoder(config, policy.engine)
-    learner = build_router_learner(config, policy.model, head, actor_optimizer, encode)
+    encode = engine_encoder(config.router, policy.engine)
+    learner = RouterLearner(policy.model, head, config, actor_optimizer=actor_optimizer, encode=encode)
     check_router(config, tasks)
     metadata = {"router": config.router.model_dump(mode="json", exclude={"labels"}), **inference_settings(config)}
     return LearnedRouter(**{**vars(router), "model": learner}, tasks=tasks, metadata=metadata)
-
-
-def _engine_encoder(config: RunConfig, engine: GenerationEngine) -> Encode | None:
-    """Appended text leaves the prompt as it is: rollouts reuse the prefix that the engine has encoded for routing."""
-    router = config.router
-    if router.conditioning == "append" and router.layers == [-1] and isinstance(engine, PrefixEngine):
-        return engine_encoder(engine, router.pool)
-    return None
-
-
-def original_prompt(chat: ChatTokenizer, task: Task, tools: Mapping[str, BaseTool]) -> Sequence[int]:
-    """The tokens of a task's prompt without routing: the router's input."""
-    if task.prompt_ids is not None:
-        return task.prompt_ids
-    return chat.start(task.prompt, [tool_spec(tool, task) for tool in offered_tools(task, tools).values()] or None)
 
 
 def check_router(config: RunConfig, tasks: Sequence[Task]) -> None:

@@ -107,7 +107,6 @@ def save_head(head: RouterHead, folder: Path, metadata: dict[str, Any] | None = 
 
 
 def load_head(folder: Path) -> tuple[RouterHead, dict[str, Any]]:
-    """Loads the head that `save_head` wrote to `folder`, and its metadata."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -6,7 +6,8 @@ is learned from, so that each prompt needs one forward pass, however many rollou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ from torch import Tensor
 from toolwise.config.schema import RunConfig
 from toolwise.learner.optimizer import Optimizer
 from toolwise.protocols import Metrics
-from toolwise.routing.head.batch import RouterBatch
 from toolwise.routing.head.head import RouterHead, save_head
 from toolwise.routing.head.loss import (
     NO_LABEL,
+    RouterBatch,
     calibration_error,
     entropies,
     expected_loss,
@@ -33,8 +34,8 @@ from toolwise.routing.samples import RoutePrediction, RouterExample
 
 
 class RouterLearner(HeadPredictor):
-    """`optimizer` is the actor's if the head shares it; `on_trunk_update` is called after weights of the trunk have
-    changed."""
+    """`actor_optimizer` is shared with the head (`router.optimizer = "actor"`), or synchronized after the head's own
+    optimizer has updated the trunk."""
 
     def __init__(
         self,
@@ -42,20 +43,23 @@ class RouterLearner(HeadPredictor):
         head: RouterHead,
         config: RunConfig,
         *,
-        optimizer: Optimizer | None = None,
+        actor_optimizer: Optimizer | None = None,
         encode: Encode | None = None,
-        on_trunk_update: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(model, head, micro_batch_tokens=config.actor.micro_batch_tokens, encode=encode)
         router = self.config = config.router
         self.total_steps = config.trainer.total_steps
         self.trunk = trunk_weights(model, router.backbone, router.top_layers)
-        parameters = [*self.head.parameters(), *self.trunk]
-        self.shares_optimizer = optimizer is not None
-        self.optimizer = optimizer or Optimizer(
-            parameters, router, total_steps=self.total_steps, min_lr_ratio=router.min_lr_ratio, owner="router"
+        self.actor_optimizer = actor_optimizer
+        shared = actor_optimizer if router.optimizer == "actor" else None
+        self.shares_optimizer = shared is not None
+        self.optimizer = shared or Optimizer(
+            [*self.head.parameters(), *self.trunk],
+            router,
+            total_steps=self.total_steps,
+            min_lr_ratio=router.min_lr_ratio,
+            owner="router",
         )
-        self.on_trunk_update = on_trunk_update
         self.updates = 0
 
     def learn(self, examples: Sequence[RouterExample], multipliers: Sequence[float] = ()) -> Metrics:
@@ -63,14 +67,13 @@ class RouterLearner(HeadPredictor):
         self.updates += 1
         if not examples:
             return {"router/updates": 0.0}
-        config = self.config
-        batch = RouterBatch.of(examples, self.head.out.weight)
+        config, sums = self.config, defaultdict[str, float](float)
+        batch = RouterBatch(examples, self.head.out.weight)
         metrics = {"router/updates": float(config.epochs), "router/lr": self.optimizer.learning_rate(self.updates)}
         metrics |= self._calibration_metrics(batch)
-        sums: dict[str, float] = {}
         for _ in range(config.epochs):
             for name, value in self._step(batch, multipliers).items():
-                sums[name] = sums.get(name, 0.0) + value / config.epochs
+                sums[name] += value / config.epochs
         if config.average_last > 0 and self.updates > self.total_steps * (1.0 - config.average_last):
             self.average.add(self.head, multipliers)
         else:
@@ -79,7 +82,7 @@ class RouterLearner(HeadPredictor):
 
     def supervised_step(self, predictions: Sequence[RoutePrediction], labels: Sequence[int]) -> Metrics:
         """A cross-entropy step at the learning rate of the next update; it does not advance the schedule."""
-        batch = RouterBatch.of(
+        batch = RouterBatch(
             [RouterExample(prediction, (), label=label) for prediction, label in zip(predictions, labels, strict=True)],
             self.head.out.weight,
         )
@@ -88,17 +91,17 @@ class RouterLearner(HeadPredictor):
     def _step(self, batch: RouterBatch, multipliers: Sequence[float], *, only_labels: bool = False) -> Metrics:
         if self.trunk:
             self.optimizer.sync_masters()  # the actor's update has changed them
-        sums: dict[str, float] = {}
+        sums = defaultdict[str, float](float)
         for part in batch.parts(self._prompts_per_part(batch) if self.trunk else len(batch.examples)):
             with self._others_frozen():
                 loss, metrics = self._loss(part, batch, multipliers, only_labels)
                 loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.accumulate_gradients()
             for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + value
+                sums[name] += value
         norms = self.optimizer.step(self.updates + only_labels)
-        if self.trunk:
-            self.on_trunk_update()
+        if self.trunk and self.actor_optimizer is not None:
+            self.actor_optimizer.sync_masters()
         return sums | norms
 
     def _prompts_per_part(self, batch: RouterBatch) -> int:
@@ -109,8 +112,9 @@ class RouterLearner(HeadPredictor):
         self, part: RouterBatch, batch: RouterBatch, multipliers: Sequence[float], only_labels: bool
     ) -> tuple[Tensor, Metrics]:
         """The loss of a part of the batch; the parts add up to the mean over the batch."""
-        config = self.config
-        outputs = self.head(self._features(part))
+        config, inputs = self.config, [example.prediction.head_inputs for example in part.examples]
+        encoded = self._encode([p for p, _ in inputs]) if self.trunk else torch.stack([states for _, states in inputs])
+        outputs = self.head(encoded)
         prompts, rollouts = len(batch.examples), max(1, len(batch.actions))
         if self.head.settings.mode == "value" and not only_labels:
             loss = value_loss(outputs, part.prompt_index, part.actions, part.targets) / rollouts
@@ -155,22 +159,15 @@ class RouterLearner(HeadPredictor):
         start, end = self.config.entropy_coef, self.config.final_entropy_coef
         return start + (end - start) * min(1.0, self.updates / self.total_steps)
 
-    def _features(self, part: RouterBatch) -> Tensor:
-        inputs = [example.prediction.head_inputs for example in part.examples]
-        if self.trunk:
-            return self._encode([prompt for prompt, _ in inputs])
-        return torch.stack([features for _, features in inputs])
-
     @torch.no_grad()
     def _calibration_metrics(self, batch: RouterBatch) -> Metrics:
         """How far the predictions used for routing were from the outcomes, before learning from them."""
         if self.head.settings.mode != "value" or not len(batch.actions):
             return {}
         predictions = batch.predictions[batch.prompt_index, batch.actions]
-        names = ("reward", *self.head.settings.units)
         return {
             f"router/calibration/{name}": calibration_error(predictions[:, i], batch.targets[:, i])
-            for i, name in enumerate(names)
+            for i, name in enumerate(("reward", *self.head.settings.units))
         }
 
     def save(self, folder: Any, metadata: dict[str, Any]) -> None:
@@ -182,11 +179,12 @@ class RouterLearner(HeadPredictor):
 
     def state_dict(self) -> dict[str, Any]:
         """Without the trunk's weights, which are in the model's file, and without a shared optimizer's state."""
-        state: dict[str, Any] = {"head": dict(self.head.named_parameters()), "updates": self.updates}
-        state["average"] = self.average.state_dict()
-        if not self.shares_optimizer:
-            state["optimizer"] = self.optimizer.state_dict()
-        return state
+        return {
+            "head": dict(self.head.named_parameters()),
+            "updates": self.updates,
+            "average": self.average.state_dict(),
+            **({} if self.shares_optimizer else {"optimizer": self.optimizer.state_dict()}),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -202,7 +200,6 @@ def trunk_weights(model: Any, backbone: str, top_layers: int) -> list[Tensor]:
     trunk = model.get_decoder()
     if backbone == "frozen":
         return []
-    if backbone == "full":
-        return [weight for weight in trunk.parameters() if weight.requires_grad]
-    modules = [*trunk.layers[-top_layers:], *([trunk.norm] if hasattr(trunk, "norm") else [])]
+    top = [*trunk.layers[-top_layers:], *([trunk.norm] if hasattr(trunk, "norm") else [])]
+    modules = [trunk] if backbone == "full" else top
     return [weight for module in modules for weight in module.parameters() if weight.requires_grad]

@@ -1,4 +1,4 @@
-"""Losses of the router's head, as sums over a batch; the caller divides by the number of terms.
+"""The router's training examples as tensors, and the losses of its head, as sums over a batch; the caller divides.
 
 sampled     −Σ log π(a_i|x_i)·A_i                routes sampled from π
 expected    −Σ_x Σ_a π(a|x)·A(x,a)               stratified routes: weighted by π, not by the counts
@@ -9,10 +9,58 @@ value       Σ (Q̂(x,a) − r)² + Σ (ĉ(x,a) − c)²    value mode
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from toolwise.routing.samples import RouterExample
+
 NO_LABEL = -1
+
+
+class RouterBatch:
+    """B examples with N rollouts altogether."""
+
+    def __init__(self, examples: Sequence[RouterExample], like: Tensor) -> None:
+        samples = [(i, sample) for i, example in enumerate(examples) for sample in example.samples]
+
+        def floats(values: Any) -> Tensor:
+            return torch.tensor(values, dtype=like.dtype, device=like.device)
+
+        def integers(values: Any) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=like.device)
+
+        self.examples = examples
+        # [B, routes], and [B] for the labels; advantages only for stratified routes.
+        self.old_logprobs = floats([example.prediction.logprobs for example in examples])
+        self.labels = integers([NO_LABEL if example.label is None else example.label for example in examples])
+        stratified = bool(examples) and all(example.advantages is not None for example in examples)
+        rows = [example.advantages or (None,) * self.old_logprobs.shape[1] for example in examples]
+        self.advantages = floats([[0.0 if a is None else a for a in row] for row in rows]) if stratified else None
+        self.has_advantage = torch.tensor([[a is not None for a in row] for row in rows], device=like.device)
+        # [N]: the example that each rollout belongs to, its route and advantage; targets are [N, 1 + units].
+        self.prompt_index = integers([i for i, _ in samples])
+        self.actions = integers([sample.route for _, sample in samples])
+        self.sampled_advantages = floats([sample.advantage for _, sample in samples])
+        targets = [[sample.reward, *sample.costs] for _, sample in samples]
+        self.targets = floats(targets) if samples else like.new_zeros(0, 1)
+
+    @property
+    def predictions(self) -> Tensor:
+        """[B, routes, 1 + units]"""
+        rows = [
+            [[reward, *costs] for reward, costs in zip(prediction.rewards or (), prediction.costs or (), strict=True)]
+            for prediction in (example.prediction for example in self.examples)
+        ]
+        return torch.tensor(rows, dtype=self.targets.dtype, device=self.targets.device)
+
+    def parts(self, size: int) -> list[RouterBatch]:
+        if size >= len(self.examples):
+            return [self]
+        starts = range(0, len(self.examples), size)
+        return [RouterBatch(self.examples[start : start + size], self.old_logprobs) for start in starts]
 
 
 def sampled_loss(

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from toolwise.data.files import Row, read_rows, row_error, write_rows
 from toolwise.errors import DataError, ToolwiseError
-from toolwise.routing.actions import Target, parse_target
-from toolwise.routing.families import Family
-from toolwise.serialization.json_text import json_text
+from toolwise.routing.families import Family, Target, parse_target
+from toolwise.serialization.files import write_atomic
+from toolwise.serialization.json_text import json_text, load_json
 from toolwise.types import Task
 
 TARGET_KEY, FAMILIES_KEY = "router_target_action", "tool_families"
@@ -25,8 +23,6 @@ _COLUMNS = ("task_id", TARGET_KEY, FAMILIES_KEY, "labelled_by")
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The label of one row."""
-
     task_id: str
     target: Target | None
     """None if it is unknown."""
@@ -36,10 +32,9 @@ class Label:
     """The model's name, or "heuristic"."""
 
     def row(self) -> Row:
-        target = None if self.target is None else str(self.target)
         return {
             "task_id": self.task_id,
-            TARGET_KEY: target,
+            TARGET_KEY: None if self.target is None else str(self.target),
             FAMILIES_KEY: {name: str(family) for name, family in self.families.items()},
             "labelled_by": self.labelled_by,
         }
@@ -47,8 +42,6 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class LabelledTasks:
-    """Tasks with their labels, and what did not match."""
-
     tasks: list[Task]
     labelled: int
     unlabelled: tuple[str, ...]
@@ -67,9 +60,8 @@ def join_labels(tasks: Sequence[Task], labels: Iterable[Label]) -> LabelledTasks
     """Adds the labels to the tasks' `extra_info`; they override labels in the data."""
     by_id = {label.task_id: label for label in labels}
     known = {task.task_id for task in tasks}
-    joined = [_with_label(task, by_id[task.task_id]) if task.task_id in by_id else task for task in tasks]
     return LabelledTasks(
-        joined,
+        [_with_label(task, by_id[task.task_id]) if task.task_id in by_id else task for task in tasks],
         labelled=len(known & by_id.keys()),
         unlabelled=tuple(task.task_id for task in tasks if task.task_id not in by_id),
         unmatched=tuple(name for name in by_id if name not in known),
@@ -77,16 +69,13 @@ def join_labels(tasks: Sequence[Task], labels: Iterable[Label]) -> LabelledTasks
 
 
 def _with_label(task: Task, label: Label) -> Task:
-    labels: dict[str, Any] = {} if label.target is None else {TARGET_KEY: str(label.target)}
-    if label.families:
-        labels[FAMILIES_KEY] = {name: str(family) for name, family in label.families.items()}
+    labels = {key: value for key, value in label.row().items() if key in (TARGET_KEY, FAMILIES_KEY) and value}
     return task.model_copy(update={"extra_info": {**task.extra_info, **labels}})
 
 
 def count_routes(labels: Iterable[Label]) -> dict[str, int]:
     """route -> number of rows, with "none" for rows without a label."""
-    counts = Counter("none" if label.target is None else str(label.target) for label in labels)
-    return dict(counts.most_common())
+    return dict(Counter("none" if label.target is None else str(label.target) for label in labels).most_common())
 
 
 def read_labels(path: str | Path) -> list[Label]:
@@ -106,15 +95,11 @@ def _parse_label(path: Path, number: int, row: Row) -> Label:
     name = row.get("task_id")
     if not isinstance(name, str) or not name:
         raise row_error(path, number, "task_id", f"{name!r} is not a row id; write the id of the task")
-    written, families = row.get(TARGET_KEY), row.get(FAMILIES_KEY) or {}
-    if isinstance(families, str):
-        try:
-            families = json.loads(families)
-        except (ValueError, RecursionError):
-            raise row_error(path, number, FAMILIES_KEY, "not valid JSON; write an object of tools") from None
+    written, given_families = row.get(TARGET_KEY), row.get(FAMILIES_KEY) or {}
+    families = load_json(given_families) if isinstance(given_families, str) else given_families
     if not isinstance(families, Mapping):
         raise row_error(
-            path, number, FAMILIES_KEY, f"{families!r:.60} is not an object; write tool names with families"
+            path, number, FAMILIES_KEY, f"{given_families!r:.60} is not a JSON object; write tool names with families"
         )
     try:
         target = None if written in (None, "") else parse_target(written)
@@ -144,17 +129,13 @@ def write_labels(labels: Sequence[Label], path: str | Path) -> None:
     out = io.StringIO()
     writer = csv.DictWriter(out, _COLUMNS, lineterminator="\n")
     writer.writeheader()
-    for label in labels:
-        row = label.row()
-        writer.writerow(row | {FAMILIES_KEY: json_text(row[FAMILIES_KEY])})
-    temporary = path.with_name(path.name + ".tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(out.getvalue(), encoding="utf-8")
-    temporary.replace(path)
+    writer.writerows(row | {FAMILIES_KEY: json_text(row[FAMILIES_KEY])} for row in map(Label.row, labels))
+    write_atomic(path, out.getvalue().encode())
 
 
 def write_columns(rows: Sequence[Row], labels: Sequence[Label], path: str | Path) -> None:
     """Writes the data with two extra columns; families are JSON text, because tools differ from row to row."""
-    label_rows = [label.row() for label in labels]
-    columns = [{TARGET_KEY: row[TARGET_KEY], FAMILIES_KEY: json_text(row[FAMILIES_KEY])} for row in label_rows]
+    columns = [
+        {TARGET_KEY: row[TARGET_KEY], FAMILIES_KEY: json_text(row[FAMILIES_KEY])} for row in map(Label.row, labels)
+    ]
     write_rows([{**row, **extra} for row, extra in zip(rows, columns, strict=True)], path)

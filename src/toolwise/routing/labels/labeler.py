@@ -1,27 +1,33 @@
-"""Labels tasks by rules or by asking a model; answers are cached, so that each question is asked once."""
+"""Labels tasks by rules or by asking a model. Answers are cached in a file, one line per answer, so that each question
+is asked once and an interrupted labelling resumes."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from toolwise.errors import ContextFullError
-from toolwise.policies.openai.endpoint import Endpoint
-from toolwise.policies.openai.server_errors import ServerError
-from toolwise.routing.actions import parse_target
+from toolwise.errors import ContextFullError, DataError
+from toolwise.remote.endpoint import Endpoint
+from toolwise.remote.server_errors import ServerError
 from toolwise.routing.families import (
     Family,
     declared_family,
-    described_tools,
     families_of_task,
     heuristic_target,
     offered_tools,
+    parse_target,
+    tool_descriptions,
 )
-from toolwise.routing.labels.cache import AnswerCache
 from toolwise.routing.labels.label_files import Label
 from toolwise.routing.labels.questions import read_family, read_target, row_question, tool_question
+from toolwise.serialization.json_text import json_line, load_json
 from toolwise.tools.base import BaseTool
 from toolwise.types import Task
 
@@ -29,10 +35,47 @@ _FATAL_KINDS = frozenset({"connect", "refused", "redirect"})
 """Kinds of errors that every other question would also get."""
 
 
+class AnswerCache:
+    """Question -> answer, keyed by the question's digest. One process per file; truncated lines are skipped."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._answers: dict[str, Any] = {}
+        try:
+            text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.exists() else ""
+        except OSError as fault:
+            raise DataError(f"{self.path}: cannot be read ({fault.strerror}); give another --cache") from fault
+        for line in text.splitlines():
+            with suppress(KeyError, TypeError):  # truncated when the process died
+                entry = load_json(line)
+                self._answers[entry["key"]] = entry["answer"]
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def get(self, question: Mapping[str, Any]) -> Any | None:
+        return self._answers.get(key_of(question))
+
+    def put(self, question: Mapping[str, Any], answer: Any) -> None:
+        key = key_of(question)
+        self._answers[key] = answer
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab+") as file:
+                file.seek(-min(file.tell(), 1), os.SEEK_END)
+                line_end = b"" if file.read() in (b"", b"\n") else b"\n"  # after a truncated line
+                file.write(line_end + json_line({"key": key, "answer": answer}))
+        except OSError as fault:
+            raise DataError(f"{self.path}: cannot be written ({fault.strerror}); give another --cache") from fault
+
+
+def key_of(question: Mapping[str, Any]) -> str:
+    """The digest of the request body, including the model's name and the prompt."""
+    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
+
+
 @dataclass(slots=True)
 class LabellingResult:
-    """Labels and statistics of a labelling."""
-
     labels: list[Label]
     asked: int = 0
     """Number of questions sent to the model; the others were in the cache."""
@@ -43,11 +86,9 @@ class LabellingResult:
 
 def label_by_rules(tasks: Sequence[Task], tools: Mapping[str, BaseTool] | None = None) -> LabellingResult:
     """Offline labels from the family rules and the calls of the ground truth; None if that has no calls."""
-    labels = []
-    for task in tasks:
-        families = families_of_task(task, tools)
-        labels.append(Label(task.task_id, heuristic_target(task, families), families, "heuristic"))
-    return LabellingResult(labels)
+    families = [families_of_task(task, tools) for task in tasks]
+    pairs = zip(tasks, families, strict=True)
+    return LabellingResult([Label(t.task_id, heuristic_target(t, known), known, "heuristic") for t, known in pairs])
 
 
 async def label_by_model(
@@ -66,9 +107,10 @@ async def label_by_model(
     """
     client = _LabelClient(endpoint, cache, on_answer)
     families = await _label_families(client, tasks, model, tools or {})
-    questions = {task.task_id: row_question(model, task, families[task.task_id]) for task in tasks}
-    targets = await client.all(questions, read_target)
-    labels = [
+    targets = await client.all(
+        {task.task_id: row_question(model, task, families[task.task_id]) for task in tasks}, read_target
+    )
+    client.result.labels = [
         Label(
             task.task_id,
             parse_target(targets[task.task_id]) if task.task_id in targets else None,
@@ -77,7 +119,7 @@ async def label_by_model(
         )
         for task in tasks
     ]
-    return LabellingResult(labels, client.asked, client.from_cache, client.failed)
+    return client.result
 
 
 async def _label_families(
@@ -85,7 +127,7 @@ async def _label_families(
 ) -> dict[str, dict[str, Family]]:
     """task id -> families of its tools. Declared families are not asked for; without an answer the rules decide."""
     by_rules = {task.task_id: families_of_task(task, tools) for task in tasks}
-    descriptions = {task.task_id: _descriptions(task, tools, by_rules[task.task_id]) for task in tasks}
+    descriptions = {task.task_id: _undeclared(task, tools) for task in tasks}
     tools_to_ask = {tool for described in descriptions.values() for tool in described.items()}
     questions = {f"tool {name}: {text}": tool_question(model, name, text) for name, text in sorted(tools_to_ask)}
     answers = await client.all(questions, read_family)
@@ -98,15 +140,10 @@ async def _label_families(
     }
 
 
-def _descriptions(task: Task, tools: Mapping[str, BaseTool], known: Mapping[str, Family]) -> dict[str, str]:
-    real_tools = offered_tools(task, tools)
-    declared = {name for name, tool in real_tools.items() if declared_family(tool) is not None}
-    real_descriptions = {name: tool.tool_schema.function.description for name, tool in real_tools.items()}
-    return {
-        name: text
-        for name, text in (described_tools(task) | real_descriptions).items()
-        if name in known and name not in declared
-    }
+def _undeclared(task: Task, tools: Mapping[str, BaseTool]) -> dict[str, str]:
+    """name -> description of the tools that do not declare a family."""
+    declared = {name for name, tool in offered_tools(task, tools).items() if declared_family(tool) is not None}
+    return {name: text for name, text in tool_descriptions(task, tools).items() if name not in declared}
 
 
 class _LabelClient:
@@ -114,37 +151,30 @@ class _LabelClient:
 
     def __init__(self, endpoint: Endpoint, cache: AnswerCache, on_answer: Callable[[], None]) -> None:
         self.endpoint, self.cache, self.on_answer = endpoint, cache, on_answer
-        self.asked = self.from_cache = 0
-        self.failed: list[tuple[str, str]] = []
+        self.result = LabellingResult([])
 
     async def all(
         self, questions: Mapping[str, dict[str, Any]], read: Callable[[Any, Mapping[str, str]], Any]
     ) -> dict[str, str]:
         """name -> answer, for the questions that were answered."""
-        answers: dict[str, str] = {}
-        missing: dict[str, dict[str, Any]] = {}
-        for name, question in questions.items():
-            cached = self.cache.get(question)
-            if isinstance(cached, str):
-                answers[name] = cached
-                self.from_cache += 1
-            else:
-                missing[name] = question
+        cached = {name: self.cache.get(question) for name, question in questions.items()}
+        answers = {name: answer for name, answer in cached.items() if isinstance(answer, str)}
+        self.result.from_cache += len(answers)
 
         async def ask(name: str, question: dict[str, Any]) -> None:
-            self.asked += 1
+            self.result.asked += 1
             try:
                 answer = str(await self.endpoint.ask(question, read))
             except (ServerError, ContextFullError) as fault:
                 if isinstance(fault, ServerError) and fault.kind in _FATAL_KINDS:
                     raise
-                self.failed.append((name, str(fault)))
+                self.result.failed.append((name, str(fault)))
             else:
                 self.cache.put(question, answer)
                 answers[name] = answer
             self.on_answer()
 
-        work = [asyncio.create_task(ask(name, question)) for name, question in missing.items()]
+        work = [asyncio.create_task(ask(name, question)) for name, question in questions.items() if name not in answers]
         try:
             await asyncio.gather(*work)
         finally:

@@ -9,9 +9,8 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from toolwise.errors import ToolwiseError
-from toolwise.policies.openai.server_errors import ServerError
-from toolwise.routing.actions import Target, parse_target
-from toolwise.routing.families import Family
+from toolwise.remote.server_errors import ServerError
+from toolwise.routing.families import Family, Target, parse_target
 from toolwise.types import Task
 
 T = TypeVar("T")
@@ -35,8 +34,7 @@ Reply with one JSON object and nothing else: {{"router_target_action": one of th
 
 
 def tool_question(model: str, name: str, description: str) -> dict[str, Any]:
-    record = json.dumps({"name": name, "description": description}, ensure_ascii=False)
-    return _question(model, _TOOL_PROMPT, record)
+    return _question(model, _TOOL_PROMPT, json.dumps({"name": name, "description": description}, ensure_ascii=False))
 
 
 def row_question(model: str, task: Task, families: Mapping[str, Family]) -> dict[str, Any]:

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections import deque
 from collections.abc import Collection, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 
-from toolwise.sandbox.layers.descriptors import wait_ready
 from toolwise.sandbox.layers.hardening import readable_paths
-from toolwise.sandbox.layers.process_info import list_pids, read_proc_stat
 from toolwise.sandbox.targets import readable_folders
 
 NAMESPACES = ("user", "pid", "mnt", "ipc", "net")
 INIT = 1
 """Pid, inside the namespace, of the process that starts the first program."""
-BWRAP_TIMEOUT_S, INIT_EXIT_WAIT_S = 10.0, 5.0
+BWRAP_TIMEOUT_S = 10.0
 MAX_SYMLINKS = 40
 _PRIVATE = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try")
 
@@ -106,7 +100,6 @@ def _bwrap_path() -> str:
 
 @functools.cache
 def _bwrap_help() -> str:
-    """The help text of the installed bubblewrap, which lists its options."""
     completed = subprocess.run(
         [_bwrap_path(), "--help"], capture_output=True, text=True, check=False, timeout=BWRAP_TIMEOUT_S
     )
@@ -158,92 +151,3 @@ def _follow(path: str, links: dict[str, str]) -> str | None:
         current = "/" if target.startswith("/") else current
         ahead.extendleft(reversed(target.split("/")))
     return current if os.path.exists(current) else None
-
-
-class BwrapProcess:
-    """A bwrap process with the interface of its program's `Popen`."""
-
-    def __init__(self, popen: subprocess.Popen[bytes], info: int) -> None:
-        self._popen = popen
-        self.init = _read_child(info)
-        self._handle = self._open_init()
-        self._first: int | None = None
-
-    def _open_init(self) -> int | None:
-        """A pidfd of the first process inside: when it dies, the kernel kills all others."""
-        if self.init is None:
-            return None
-        try:
-            handle = os.pidfd_open(self.init)
-        except OSError:
-            return None
-        if read_proc_stat(self.init).parent == self._popen.pid:
-            return handle
-        os.close(handle)  # it is gone and its pid was reused
-        return None
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    @property
-    def returncode(self) -> int | None:
-        """As in `Popen`; bwrap exits with 128 + n if signal n killed the program."""
-        code = self._popen.returncode
-        return 128 - code if code is not None and code - 128 in set(signal.Signals) else code
-
-    def poll(self) -> int | None:
-        self._popen.poll()
-        return self.returncode
-
-    def first(self) -> int | None:
-        """Pid, outside, of the program started inside: the oldest child of the first process."""
-        if self._first is None:
-            stats = {pid: read_proc_stat(pid) for pid in list_pids()}
-            started = {pid: stat.start_ticks for pid, stat in stats.items() if stat.parent == self.init}
-            self._first = min(started, key=started.__getitem__) if started else None
-        return self._first
-
-    def proc_folders(self) -> list[str]:
-        """The /proc folders of the processes inside, from the /proc of their namespace, which lists no others."""
-        inside = f"/proc/{self.init}/root/proc"
-        with suppress(OSError):
-            return [f"{inside}/{pid}" for pid in list_pids(inside)]
-        return []
-
-    def kill(self) -> None:
-        """Kill everything inside at once."""
-        if self._handle is not None:
-            with suppress(OSError):
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-
-    def wait(self) -> int:
-        """Wait until bwrap and everything inside have ended."""
-        self._popen.wait()
-        self.kill()
-        if self._handle is not None:
-            wait_ready(self._handle, INIT_EXIT_WAIT_S)
-            self.close_fds()
-        code = self.returncode
-        assert code is not None
-        return code
-
-    def close_fds(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            os.close(handle)
-
-
-def _read_child(info: int) -> int | None:
-    data, deadline = b"", time.monotonic() + BWRAP_TIMEOUT_S
-    while b"}" not in data and time.monotonic() < deadline:
-        if not wait_ready(info, 0.1):
-            continue
-        chunk = os.read(info, 4096)
-        if not chunk:
-            break
-        data += chunk
-    try:
-        return int(json.loads(data)["child-pid"])
-    except (ValueError, KeyError, TypeError):
-        return None

@@ -11,8 +11,9 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import ExitStack
 
-from toolwise.sandbox.layers.kernel import drop_capabilities, libc, raise_errno, send_descriptors
+from toolwise.sandbox.layers.kernel import closing_fd, drop_capabilities, libc, raise_errno, send_descriptors
 
 MAX_FILES = 10_000
 """Maximum number of files in the folders of one worker or program."""
@@ -47,13 +48,9 @@ def is_limited(folder: str, max_mb: int) -> bool:
 
 def send_folders(channel: int, folders: Iterable[str], payload: bytes) -> None:
     """Send `payload` through `channel` with descriptors of the folders, opened by their paths in this process."""
-    descriptors: list[int] = []
-    try:
-        descriptors.extend(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) for folder in folders)
-        send_descriptors(channel, payload, descriptors)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    with ExitStack() as opened:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        send_descriptors(channel, payload, [opened.enter_context(closing_fd(os.open(f, flags))) for f in folders])
 
 
 def _unshare_mounts() -> bool:

@@ -60,12 +60,10 @@ class Plan:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """All writable folders."""
         return (self.scratch, *self.write)
 
     @property
     def may_have_children(self) -> bool:
-        """Whether it is able to start processes."""
         return "subprocess" in self.permissions or "seccomp" not in self.layers or not seccomp.supported()
 
     def to_json(self) -> dict[str, Any]:
@@ -131,7 +129,8 @@ def _set_limits(plan: Plan) -> str:
     _lower(resource.RLIMIT_NOFILE, MAX_DESCRIPTORS)
     _lower(resource.RLIMIT_CPU, plan.cpu_s)
     if sys.platform == "linux":
-        address_space, data = _footprint()
+        with open("/proc/self/statm", encoding="ascii") as file:
+            address_space, *_, data, _ = [int(word) * os.sysconf("SC_PAGE_SIZE") for word in file.read().split()]
         _lower(resource.RLIMIT_DATA, data + memory)
         _lower(resource.RLIMIT_AS, address_space + memory + ROOM_FOR_LIBRARIES_MB * MEBIBYTE)
         _lower(resource.RLIMIT_MSGQUEUE, 0)
@@ -152,14 +151,6 @@ def _lower(which: int, value: int) -> None:
     hard = resource.getrlimit(which)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(which, (value, value))
-
-
-def _footprint() -> tuple[int, int]:
-    """Bytes of address space and private data of this process."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        pages = [int(word) for word in file.read().split()]
-    size = os.sysconf("SC_PAGE_SIZE")
-    return pages[0] * size, pages[5] * size
 
 
 def _drop_capabilities(plan: Plan) -> str:

@@ -1,4 +1,6 @@
-"""Kernel calls that Python does not wrap, through ctypes. A worker applies them to itself."""
+"""What Python does not wrap: kernel calls through ctypes, which a worker applies to itself, descriptors, and what /proc
+reports about processes.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,16 @@ import errno
 import fcntl
 import functools
 import os
+import select
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 1, 38, 39
 CAPABILITY_VERSION_3 = 0x20080522
+_close = os.close  # bound here: a worker shares its process with code that may patch it
 
 
 @functools.cache
@@ -29,6 +35,21 @@ def raise_errno(what: str) -> None:
 def call_prctl(option: int, argument: int) -> None:
     if libc().prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
         raise_errno(f"prctl({option})")
+
+
+@contextmanager
+def closing_fd(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        _close(descriptor)
+
+
+def wait_ready(descriptor: int, timeout_s: float | None, event: int = select.POLLIN) -> bool:
+    """Whether it is ready within `timeout_s` (None: wait until it is). `event` 0: only when its other end is closed."""
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -94,3 +115,53 @@ def capabilities() -> int:
 
 def has_no_new_privs() -> bool:
     return int(libc().prctl(PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0)) == 1
+
+
+class ProcStat(NamedTuple):
+    """Part of /proc/PID/stat."""
+
+    state: bytes
+    parent: int
+    group: int
+    session: int
+    start_ticks: int
+    """Start time in kernel clock ticks."""
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (b"Z", b"X")
+
+
+GONE = ProcStat(b"X", 0, 0, 0, 0)
+"""Of a process that does not exist."""
+
+
+def list_pids(folder: str = "/proc") -> list[int]:
+    return [int(name) for name in os.listdir(folder) if name.isdigit()]
+
+
+def read_proc_stat(pid: int) -> ProcStat:
+    try:
+        fields = stat_fields(f"/proc/{pid}/stat")
+        return ProcStat(fields[0], int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
+    except (OSError, ValueError, IndexError):
+        return GONE
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether it is stopped (SIGSTOP) or traced."""
+    return read_proc_stat(pid).state in (b"T", b"t")
+
+
+def stat_fields(path: str | bytes) -> list[bytes]:
+    """The fields of a `stat` file from the state on; the process name before it may contain any character."""
+    return read_small_file(path).rpartition(b")")[2].split()
+
+
+def read_small_file(path: str | bytes) -> bytes:
+    """Faster than `Path.read_bytes`."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, 4096)
+    finally:
+        os.close(descriptor)

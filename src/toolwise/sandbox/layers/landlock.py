@@ -8,8 +8,7 @@ import stat
 import struct
 from collections.abc import Iterable
 
-from toolwise.sandbox.layers.descriptors import closing_fd
-from toolwise.sandbox.layers.kernel import libc, raise_errno
+from toolwise.sandbox.layers.kernel import closing_fd, libc, raise_errno
 from toolwise.sandbox.layers.syscalls import LANDLOCK_ADD_RULE, LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3

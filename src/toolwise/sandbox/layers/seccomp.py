@@ -1,19 +1,24 @@
-"""Assembles the seccomp filter of a worker. Refused calls fail with EPERM, so that a traceback shows the caller.
+"""Assembles the seccomp filters of a worker. Refused calls fail with EPERM, so that a traceback shows the caller.
 
-A worker installs the filter in itself; after that, neither the worker nor root can remove it.
+A worker installs the main filter in itself; after that, neither the worker nor root can remove it. A second one makes
+each fork wait for the trainer's approval: the kernel blocks a fork until the owner of the listener answers, so that a
+fork bomb grows no faster than it is observed, however busy the machine is. Without kernel support (before Linux 5.19),
+or if a container already uses the single listener, forks are not held and bombs are killed once they are noticed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import platform
 import struct
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from toolwise.sandbox.layers import syscalls
-from toolwise.sandbox.layers.kernel import libc, raise_errno
+from toolwise.sandbox.layers.kernel import closing_fd, libc, raise_errno, send_descriptors, set_no_new_privs
 
 LOAD, AND, JUMP_EQUAL, JUMP_SET, JUMP_GREATER, RETURN = 0x20, 0x54, 0x15, 0x45, 0x25, 0x06
 NR, ARCH, ARGUMENTS = 0, 4, 16
@@ -35,6 +40,14 @@ FCNTL_REFUSED = (8, 10, 15, 1024, 1026)
 F_SETLEASE and F_NOTIFY: other processes that open the file would wait or be watched."""
 IOCTL_REFUSED = (0x8901, 0x8902, 0x5412, 0x541C)
 """FIOSETOWN and SIOCSPGRP for the same reason; TIOCSTI and TIOCLINUX inject input into terminals."""
+RET_USER_NOTIF = 0x7FC00000
+"""SECCOMP_RET_USER_NOTIF: a refusal by another filter takes precedence."""
+SET_FILTER, NEW_LISTENER, WAIT_KILLABLE = 1, 8, 32
+"""WAIT_KILLABLE (Linux 5.19): once a fork has been received, a signal does not make it fail. Before that, a signal can,
+if its handler was installed without SA_RESTART."""
+RECEIVE, SEND = 0xC0502100, 0xC0182101
+NOTIF_SIZE, NOTIF_RESPONSE_FORMAT = 80, "=QqiI"
+NOTIF_FLAG_CONTINUE = 1
 
 Instruction = tuple[int, int, int, int]
 
@@ -60,7 +73,6 @@ UNSUPPORTED = _return_action(REFUSE | errno.EOPNOTSUPP)
 
 
 def _refuse_values(index: int, values: Collection[int]) -> list[Instruction]:
-    """Refuse if the argument is one of `values`."""
     tests = [step for value in values for step in ((JUMP_EQUAL, 0, 1, value & 0xFFFFFFFF), EPERM)]
     return [_argument(index), *tests, RETURN_ALLOW]
 
@@ -77,7 +89,6 @@ def _allow_same_identity(identity: int) -> list[Instruction]:
 
 
 def _argument_filters(pid: int, permissions: Collection[str], scoped: bool) -> dict[str, list[Instruction]]:
-    """The filter blocks for calls that depend on their arguments."""
     unix, stream = 1, 1
     blocks = {
         "kill": _only(0, pid),
@@ -178,3 +189,71 @@ def install(pid: int, permissions: Collection[str] = (), *, scoped: bool = False
     _buffer, program = compile_filter(assemble(platform.machine(), pid, permissions, scoped=scoped))
     if libc().prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
         raise_errno("seccomp")
+
+
+def assemble_fork_filter(machine: str) -> list[Instruction]:
+    """Notify on new processes; allow threads and everything else. The main filter handles other architectures."""
+    arch, column = syscalls.PROCESSORS[machine]
+    notify, load_number = _return_action(RET_USER_NOTIF), (LOAD, 0, 0, NR)
+    program: list[Instruction] = [(LOAD, 0, 0, ARCH), (JUMP_EQUAL, 1, 0, arch), RETURN_ALLOW, load_number]
+    for name in ("fork", "vfork"):
+        number = syscalls.PROCESSES[name][column]
+        if number is not None:
+            program += [(JUMP_EQUAL, 0, 1, number), notify]
+    clone, clone3 = syscalls.ARGUMENT_CHECKED["clone"][column], syscalls.ARGUMENT_CHECKED["clone3"][column]
+    assert clone is not None
+    assert clone3 is not None
+    program += [(JUMP_EQUAL, 0, 3, clone), _argument(0), (JUMP_SET, 1, 0, CLONE_THREAD), notify]
+    # A filter cannot see the flags of clone3: fail with ENOSYS, so that callers fall back to clone.
+    return [*program, load_number, (JUMP_EQUAL, 0, 1, clone3), ENOSYS, RETURN_ALLOW]
+
+
+def require_fork_approval(channel: int) -> None:
+    """Install the filter in this process, before the main one, and send the listener through `channel`."""
+    with closing_fd(channel):
+        try:
+            set_no_new_privs()
+            listener = _install_listener()
+        except OSError:  # end of file tells the trainer that forks are not held
+            return
+        with closing_fd(listener):
+            send_descriptors(channel, b"x", [listener])
+
+
+def _install_listener() -> int:
+    if not supported():
+        raise OSError(errno.ENOSYS, "there is no filter for this CPU architecture")
+    number = syscalls.SECCOMP[syscalls.PROCESSORS[platform.machine()][1]]
+    _code, program = compile_filter(assemble_fork_filter(platform.machine()))
+    listener = int(libc().syscall(number, SET_FILTER, NEW_LISTENER | WAIT_KILLABLE, ctypes.byref(program)))
+    if listener < 0:
+        raise_errno("seccomp")
+    return listener
+
+
+def allow_fork(listener: int) -> None:
+    """Let the waiting fork continue, if there still is one.
+
+    Call only when the listener is ready. Holds the GIL: getting it back from a busy thread takes longer than a fork.
+    """
+    notification = ctypes.create_string_buffer(NOTIF_SIZE)
+    if _ioctl(listener, RECEIVE, notification):
+        answer = struct.pack(
+            NOTIF_RESPONSE_FORMAT, *struct.unpack_from("=Q", notification.raw), 0, 0, NOTIF_FLAG_CONTINUE
+        )
+        while not _ioctl(listener, SEND, ctypes.create_string_buffer(answer, len(answer))):
+            if ctypes.get_errno() != errno.EINTR:
+                return
+
+
+def _ioctl(listener: int, request: int, data: Any) -> bool:
+    """False if the waiting process was killed, or if a signal interrupted us and the call can be repeated."""
+    done = int(_libc_holding_gil().ioctl(listener, ctypes.c_ulong(request), data)) == 0
+    if not done and ctypes.get_errno() not in (errno.ENOENT, errno.EINTR):
+        raise_errno("seccomp listener")
+    return done
+
+
+@functools.cache
+def _libc_holding_gil() -> ctypes.PyDLL:
+    return ctypes.PyDLL(None, use_errno=True)

@@ -15,8 +15,7 @@ import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from toolwise.sandbox.layers.kernel import call_prctl, die_with_parent
-from toolwise.sandbox.layers.process_info import list_pids, read_proc_stat
+from toolwise.sandbox.layers.kernel import call_prctl, die_with_parent, list_pids, read_proc_stat
 
 PROCESS_NAME = b"toolwise-watch"
 """The name of a supervisor in `ps`."""
@@ -36,8 +35,8 @@ PIDS_AHEAD = 4
 
 
 def start_supervisor(start: dict[str, Any]) -> None:
-    """Called first in a sandbox process: put a supervisor above it if there is a `report` pipe."""
-    if start["report"] is not None:
+    """Called first in a new process: put a supervisor above it if it is to be `supervised`."""
+    if start["supervised"]:
         supervise(start["life"], start["report"])
         start["parent"] = os.getppid()
 
@@ -151,11 +150,11 @@ class _Supervisor:
             if not any_left and self._keeps_supervisors:
                 return
             if len(self._seen_pids) > MANY_PROCESSES:
-                _raise_priority()
+                with suppress(OSError):
+                    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
             self._wait(0.001)
 
     def _wait(self, seconds: float) -> None:
-        """Wait for a child to end."""
         self._poll.poll(seconds * 1000)
         self._signals()
 
@@ -189,11 +188,6 @@ def _kill_with_group(pid: int, group: int) -> None:
             os.killpg(group, signal.SIGKILL)
     with suppress(OSError):
         os.kill(pid, signal.SIGKILL)
-
-
-def _raise_priority() -> None:
-    with suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
 
 def _is_supervisor(pid: int) -> bool:

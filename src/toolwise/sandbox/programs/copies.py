@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from toolwise.sandbox.disk_usage import MAX_FOLDER_DEPTH, walk
-from toolwise.sandbox.layers.descriptors import closing_fd
 from toolwise.sandbox.layers.disk import MAX_FILES
+from toolwise.sandbox.layers.kernel import closing_fd
 from toolwise.sandbox.scratch import empty_folder, open_subfolder
 
 CLOCK_REALTIME_COARSE = 5
@@ -36,7 +36,6 @@ class CopyLimitError(Exception):
 
 
 def folder_state(folder: int) -> FolderState:
-    """The state of a folder, to detect changes later."""
     state: FolderState = {}
     length = 0
     for path, status, depth in walk([folder], ignore=()):

@@ -1,4 +1,4 @@
-"""The trainer's end of the fork filter (`layers/fork_filter.py`): approves each fork of a program."""
+"""The trainer's end of the fork filter (`layers/seccomp.py`): approves each fork of a program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 from contextlib import ExitStack, suppress
 
 from toolwise.sandbox.faults import SandboxError
-from toolwise.sandbox.layers.fork_filter import allow_fork
+from toolwise.sandbox.layers.seccomp import allow_fork
 from toolwise.sandbox.process_limits import MAX_PROCESSES
 from toolwise.sandbox.processes import open_channel, receive_descriptors
 

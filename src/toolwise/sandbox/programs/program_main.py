@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 from toolwise.sandbox.layers.denial_hints import DISK_FULL_ERRNOS, explain
 from toolwise.sandbox.layers.disk import send_folders
-from toolwise.sandbox.layers.fork_filter import require_fork_approval
 from toolwise.sandbox.layers.hardening import Plan, harden
 from toolwise.sandbox.layers.kernel import die_with_trainer
+from toolwise.sandbox.layers.seccomp import require_fork_approval
 
 PROGRAM_FILENAME = "<program>"
 SHELLS = ("/bin/bash", "/bin/sh")

@@ -12,17 +12,18 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, get_args
 
 from toolwise.concurrency.deadlines import exclude_pool_queue_time
+from toolwise.sandbox.base_sandbox import LIVE_SANDBOXES, BaseSandbox
 from toolwise.sandbox.faults import SandboxError
 from toolwise.sandbox.layers.bubblewrap import MountView, host_namespaces
-from toolwise.sandbox.layers.hardening import LAYER_REQUIREMENTS, LAYERS, Plan, Tier, readable_paths
+from toolwise.sandbox.layers.hardening import LAYER_REQUIREMENTS, LAYERS, Tier, readable_paths
 from toolwise.sandbox.programs.run import Language, ProgramResult, ProgramSpec, StopSignal, run_program
 from toolwise.sandbox.programs.work_folders import WorkFolder, WorkFolders
 from toolwise.sandbox.report import Report, probe
-from toolwise.sandbox.sandbox import LIVE_SANDBOXES, checked_permissions
 from toolwise.sandbox.scratch import EMPTY_S, remove_in_background
 from toolwise.sandbox.targets import package_folder, readable_folders
 
@@ -33,7 +34,7 @@ MAX_PROGRAM_BYTES = 100_000
 T = TypeVar("T")
 
 
-class ProgramSandbox:
+class ProgramSandbox(BaseSandbox):
     """Runs programs in one language. Safe to use from several threads and event loops.
 
     `timeout_s` limits the run time of a program; `memory_mb` its memory (all processes of a shell together); `file_mb`
@@ -61,14 +62,11 @@ class ProgramSandbox:
             raise SandboxError(
                 "a program's timeout_s, memory_mb, file_mb, output_kb and at_once must be greater than 0"
             )
-        self.language, self.tier, self.timeout_s, self.output_bytes = language, tier, timeout_s, output_kb * 1024
-        self.permissions = _checked_permissions(language, tier, permissions)
-        self._report = _checked_report(language, tier, self.permissions, require)
-        layers = tuple(layer for layer in LAYERS[tier] if layer in self._report.layers)
-        readable = tuple(str(Path(path).expanduser().resolve()) for path in read)
+        report = _checked_report(language, tier, set(permissions), require)
+        layers = [layer for layer in LAYERS[tier] if layer in report.layers]
         cpu_s = int(timeout_s * (os.cpu_count() or 1)) + 5
-        own_disk = self._report.own_disk
-        self._plan = Plan(layers, "", readable, memory_mb, file_mb, cpu_s, self.permissions, own_disk=own_disk)
+        super().__init__(report, layers, read, memory_mb=memory_mb, file_mb=file_mb, cpu_s=cpu_s)
+        self.language, self.timeout_s, self.output_bytes = language, timeout_s, output_kb * 1024
         self._at_once = at_once or max(4, 2 * (os.cpu_count() or 1))
         self._reset(closed=False)
         LIVE_SANDBOXES.add(self)
@@ -79,10 +77,6 @@ class ProgramSandbox:
         self._folders = WorkFolders()
         self._running: set[StopSignal] = set()
 
-    def report(self) -> Report:
-        """Requested and active layers."""
-        return self._report
-
     def open_folder(self, files: Mapping[str, str] | None = None) -> WorkFolder:
         """Create a folder for one rollout, with `files` (name -> text) in it. Remove it with `close_folder`."""
         if self._closed:
@@ -90,7 +84,6 @@ class ProgramSandbox:
         return self._folders.open(files or {})
 
     async def close_folder(self, folder: WorkFolder) -> None:
-        """Remove a folder and everything in it."""
         if not self._closed:  # close() has removed them all
             await _await_completion(self._submit(lambda: self._folders.remove(folder)))
 
@@ -128,19 +121,18 @@ class ProgramSandbox:
 
     def _make_spec(self, text: str, folder: WorkFolder, temporary: Path) -> ProgramSpec:
         """In namespaces the two folders have fixed paths; elsewhere their real ones."""
-        layers, permissions, work = self._plan.layers, self.permissions, folder.work_path
+        permissions, work = self.permissions, folder.work_path
         scratch, write, view = str(work), str(temporary), None
         packages = tuple(folder_path for folder_path in readable_folders() if folder_path != str(package_folder()))
         read = (*packages, *self._plan.read)
-        if "namespaces" in layers:
+        if "namespaces" in self._plan.layers:
             scratch, write = WORK_MOUNT, TEMPORARY_MOUNT
             read += ("/proc",) if "subprocess" in permissions else ()  # it lists only its own processes
             visible = readable_paths((*read, str(package_folder())), permissions)
             mounts = ((str(work), scratch), (str(temporary), write))
             file_mb = self._plan.file_mb if self._plan.own_disk else None
             view = MountView(tuple(visible), mounts, scratch, "network" in permissions, file_mb)
-        limits = (self._plan.memory_mb, self._plan.file_mb, self._plan.cpu_s)
-        plan = Plan(layers, scratch, read, *limits, permissions, (write,), host_namespaces(view), self._plan.own_disk)
+        plan = replace(self._plan, scratch=scratch, read=read, write=(write,), outside=host_namespaces(view))
         folders = (work, temporary)
         return ProgramSpec(self.language, text, plan, view, folders, self.timeout_s, self.output_bytes, folder.lock)
 
@@ -166,10 +158,6 @@ class ProgramSandbox:
         self._reset(closed=self._closed)
         folders.close()
 
-    def __del__(self) -> None:
-        with suppress(Exception):
-            self.close()
-
 
 async def _await_completion(future: Future[T], stop: Callable[[], None] = lambda: None) -> T:
     """Await the result of a thread. A cancellation stops the work and is raised once the work has cleaned up, even if
@@ -188,25 +176,18 @@ async def _await_completion(future: Future[T], stop: Callable[[], None] = lambda
         raise
 
 
-def _checked_permissions(language: Language, tier: Tier, requested: Iterable[str]) -> tuple[str, ...]:
-    permissions = set(checked_permissions(requested))
+def _checked_report(language: Language, tier: Tier, permissions: set[str], require: bool) -> Report:
+    """Probe this machine. Warns if layers are missing; raises if too few are left for untrusted code."""
     if language == "shell" and tier == "namespaced":
         permissions.add("subprocess")  # what it starts is in the same namespaces
     if language == "shell" and "subprocess" not in permissions:
         raise SandboxError(
             f"a shell starts processes: use tier='namespaced', or permissions=['subprocess'] with tier={tier!r}"
         )
-    return tuple(sorted(permissions))
-
-
-def _checked_report(language: Language, tier: Tier, permissions: tuple[str, ...], require: bool) -> Report:
-    """Probe this machine. Warns if layers are missing; raises if too few are left for untrusted code."""
     if tier == "off" or tier not in LAYERS or (language == "shell" and tier == "basic"):
         tiers = "'namespaced' or 'standard'" if language == "shell" else "'namespaced', 'standard' or 'basic'"
         raise SandboxError(f"programs written by a model cannot run in tier {tier!r}: use {tiers}")
-    report = probe(tier, permissions)
-    if require and not report.complete:
-        raise SandboxError(f"{report} (require=True)")
+    report = probe(tier, permissions, require=require)
     walls = {"namespaces"} if language == "shell" and tier == "namespaced" else {"namespaces", "landlock"}
     isolated = {"limits", "no_new_privs", "seccomp"} <= set(report.layers) and walls & set(report.layers)
     if tier != "basic" and not isolated:
@@ -217,7 +198,6 @@ def _checked_report(language: Language, tier: Tier, permissions: tuple[str, ...]
 
 
 def _missing_layers_message(language: Language, report: Report, walls: set[str]) -> str:
-    """One line for a machine that cannot isolate model-written programs in this language well enough."""
     needed = [layer for layer in report.missing if layer in {"limits", "no_new_privs", "seccomp"} | walls]
     gaps = "; ".join(f"{report.missing[layer]} (needed: {LAYER_REQUIREMENTS[layer]})" for layer in needed)
     alternative = "tier='standard' with permissions=['subprocess']" if language == "shell" else "tier='basic'"

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import select
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -16,35 +13,25 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from toolwise.sandbox.faults import MAX_MESSAGE_CHARS, SandboxError, sanitize_text
+from toolwise.sandbox.faults import MAX_MESSAGE_CHARS, SandboxError, WorkerFault, sanitize_text
 from toolwise.sandbox.layers import seccomp
-from toolwise.sandbox.layers.bubblewrap import INIT, MountView
+from toolwise.sandbox.layers.bubblewrap import MountView
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.process_limits import (
     CHECK_INTERVAL_S,
     MEASURE_INTERVAL_S,
     START_S,
-    TOO_MANY_PROCESSES,
-    TOO_MANY_THREADS,
-    find_usage_violation,
-    has_too_many_processes,
-    has_too_many_threads,
-    proc_folders_of,
+    check_memory,
+    check_process_count,
+    check_threads,
 )
-from toolwise.sandbox.processes import end_tree, launch, open_pipe, program_environment, require_interpreter
+from toolwise.sandbox.process_tree import SUPERVISION_AVAILABLE, SUPERVISOR_END_S, ProcessTree, ReportPipe
+from toolwise.sandbox.processes import clean_environment, launch_isolated, open_pipe
 from toolwise.sandbox.programs.fork_gate import ForkGate
 from toolwise.sandbox.programs.output_capture import OutputCapture
-from toolwise.sandbox.programs.work_disk import WorkDisk
-from toolwise.sandbox.supervisor_client import (
-    SUPERVISION_AVAILABLE,
-    SUPERVISOR_END_S,
-    ProcessHandle,
-    ReportPipe,
-    SupervisedProcess,
-)
-from toolwise.sandbox.targets import library_folders, package_folder
+from toolwise.sandbox.programs.work_folders import WorkDisk
 from toolwise.serialization.json_text import load_json
 
 Language = Literal["python", "shell"]
@@ -52,11 +39,6 @@ Kind = Literal["ok", "exit", "timeout", "memory", "denied", "died", "too_big"]
 MAX_OUTPUT_BYTES = 16 * MEBIBYTE
 MAX_STATUS_BYTES = 1 << 16
 _REPORTED_KINDS: dict[str, Kind] = {"memory": "memory", "denied": "denied", "too_big": "too_big"}
-_BOOT = (
-    "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
-    "from toolwise.sandbox.layers.supervisor import start_supervisor; start_supervisor(start); "
-    "from toolwise.sandbox.programs.program_main import main; main(start)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +108,15 @@ class StopSignal:
 
 def run_program(spec: ProgramSpec, stop: StopSignal) -> ProgramResult | None:
     """Run a program. Returns None if it was stopped. Whatever happens, no process is left afterwards."""
+    violation: WorkerFault | None = None
     with ExitStack() as closing:
         run = _Run(spec, stop, closing.enter_context(stop.wakeup_fd()), closing)
         try:
-            violation = run.watch()
+            run.watch()
+        except WorkerFault as fault:
+            violation = fault
         finally:
-            code = end_tree(run.popen, run.mark, sweep=spec.plan.may_have_children)
+            code = run.popen.end(sweep=spec.plan.may_have_children)
         if stop.stop_requested:
             return None
         return run.result(violation, code)
@@ -139,9 +124,7 @@ def run_program(spec: ProgramSpec, stop: StopSignal) -> ProgramResult | None:
 
 class _Run:
     def __init__(self, spec: ProgramSpec, stop: StopSignal, stop_fd: int, closing: ExitStack) -> None:
-        require_interpreter()
         self._spec, self._stop, self._stop_fd = spec, stop, stop_fd
-        self.mark = secrets.token_hex(16)
         self._started_at: float | None = None
         self._next_count = 0.0
         self._seconds = 0.0
@@ -153,7 +136,7 @@ class _Run:
             status, status_write = open_pipe(closing, theirs)
             liveness_read, _ = open_pipe(theirs, closing)
             self._fork_gate = ForkGate(closing)
-            self._disk = WorkDisk(spec.folders, spec.plan.file_mb, spec.lock, closing)
+            self._disk = WorkDisk(spec.folders, spec.plan.file_mb, spec.lock, closing, theirs)
             fork_channel = self._fork_gate.open(theirs) if spec.needs_fork_approval else None
             self._out, self._err = OutputCapture(out, spec.output_bytes), OutputCapture(err, spec.output_bytes)
             self._status_output = OutputCapture(status, MAX_STATUS_BYTES)
@@ -163,43 +146,32 @@ class _Run:
                 "status": status_write,
                 "life": liveness_read,
                 "forks": fork_channel,
-                "report": None if self._report is None else self._report.theirs,
-                "folders": self._disk.open(theirs),
+                "folders": self._disk.child_end,
             }
             self.popen = self._launch(out_write, err_write, child_fds)
 
-    def _launch(self, out: int, err: int, child_fds: dict[str, int | None]) -> ProcessHandle:
-        spec, keep = self._spec, library_folders()
-        home, *temporary = spec.plan.scratch, *spec.plan.write
-        start: dict[str, Any] = {
-            **child_fds,
-            "parent": os.getpid() if spec.view is None else INIT,
-            "path": [*keep, str(package_folder().parent)],
-            "keep": keep,
-        }
+    def _launch(self, out: int, err: int, child_fds: dict[str, int | None]) -> ProcessTree:
+        spec = self._spec
+        home, *temporary = spec.plan.folders
         order = {"plan": spec.plan.to_json(), "language": spec.language, "text": spec.text}
         with tempfile.TemporaryFile() as file:  # not a pipe: holds a program of any length without blocking
             file.write(json.dumps(order).encode())
             file.seek(0)
-            start["order"] = file.fileno()
-            try:
-                return launch(
-                    # Not -I, which would ignore PYTHONHASHSEED; the rest of the environment is ours.
-                    [sys.executable, "-s", "-P", "-S", "-B", "-c", _BOOT, json.dumps(start)],
-                    program_environment(home, temporary[0] if temporary else home, self.mark),
-                    spec.folders[0],
-                    view=spec.view,
-                    report=self._report,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    pass_fds=(file.fileno(), *(number for number in child_fds.values() if number is not None)),
-                )
-            except OSError as fault:
-                raise SandboxError(f"cannot start a process for a program: {fault}") from None
+            return launch_isolated(
+                "toolwise.sandbox.programs.program_main",
+                {**child_fds, "order": file.fileno()},
+                ["-s", "-P", "-S", "-B"],  # not -I, which would ignore PYTHONHASHSEED; the rest is our environment
+                # A fixed hash seed gives sets the same order in every run.
+                {**clean_environment(home, temporary[0] if temporary else home), "PYTHONHASHSEED": "0"},
+                spec.folders[0],
+                view=spec.view,
+                report=self._report,
+                stdout=out,
+                stderr=err,
+            )
 
-    def watch(self) -> tuple[Kind, str] | None:
-        """Wait until it ends on its own (None) or must be killed (kind and message)."""
+    def watch(self) -> None:
+        """Wait until it ends on its own. Raises a `WorkerFault` if it must be killed."""
         poll = select.poll()
         ended = _open_pidfd(self.popen.pid)
         pipes = [captured.descriptor for captured in (self._out, self._err, self._status_output)]
@@ -210,37 +182,34 @@ class _Run:
         self._fork_gate.listen(poll)
         self._disk.listen(poll)
         try:
-            return self._watch(poll, ended)
+            self._watch(poll, ended)
         finally:
             self._seconds = self._seconds or self._elapsed_s()
             if ended is not None:
                 os.close(ended)
 
-    def _watch(self, poll: select.poll, ended: int | None) -> tuple[Kind, str] | None:
+    def _watch(self, poll: select.poll, ended: int | None) -> None:
         deadline = time.monotonic() + START_S
         next_check = time.monotonic() + MEASURE_INTERVAL_S  # a program can write as soon as it starts
         while True:
             now = time.monotonic()
             if now >= deadline and self._program_ended:
-                return None
+                return
             if now >= deadline:
-                return "timeout", f"it ran longer than {self._spec.timeout_s:g} s and was ended"
+                raise WorkerFault("timeout", f"it ran longer than {self._spec.timeout_s:g} s and was ended")
             if self._fork_gate.reached_limit:
-                if has_too_many_processes(self.popen):
-                    return "too_big", TOO_MANY_PROCESSES
+                check_process_count(self.popen)
                 self._fork_gate.forks_seen = 0
             if now >= next_check:
                 cpu_before = time.thread_time()
-                violation = self._check_usage(now)
-                if violation is not None:
-                    return violation
+                self._check_usage(now)
                 # At most a tenth of a core, in CPU time: by wall time, a larger fork bomb would be checked less often.
                 interval = CHECK_INTERVAL_S if self._disk.limited else MEASURE_INTERVAL_S
                 next_check = time.monotonic() + max(interval, 10 * (time.thread_time() - cpu_before))
             events = poll.poll(max(min(deadline, next_check) - time.monotonic(), 0) * 1000)
             ready = [descriptor for descriptor, _ in events]
             if self._stop.stop_requested:
-                return None
+                return
             self._fork_gate.answer(events)
             if self._report is not None and not self._program_ended and self._report.ours in ready:
                 self._program_ended, self._seconds, deadline = (
@@ -252,45 +221,40 @@ class _Run:
                 self._fork_gate.stop()
             self._disk.answer(ready, poll)
             if self._disk.full:
-                return "too_big", self._disk.full
+                raise WorkerFault("too_big", self._disk.full)
             for captured in (self._out, self._err, self._status_output):
                 if captured.descriptor in ready and captured.read() is None:
                     poll.unregister(captured.descriptor)
             if self._out.total + self._err.total > MAX_OUTPUT_BYTES:
-                return "too_big", f"it printed more than {MAX_OUTPUT_BYTES // MEBIBYTE} MB and was ended"
+                raise WorkerFault("too_big", f"it printed more than {MAX_OUTPUT_BYTES // MEBIBYTE} MB and was ended")
             if self._started_at is None and self._status_output.total:  # hardening is done: the run time starts now
                 self._started_at = time.monotonic()
                 deadline = self._started_at + self._spec.timeout_s
             if ended in ready or (ended is None and self.popen.poll() is not None):
-                return None
+                return
 
-    def _check_usage(self, now: float) -> tuple[Kind, str] | None:
+    def _check_usage(self, now: float) -> None:
         if self._started_at is None:  # until it is hardened, its /proc may still show the whole machine
-            return None
+            return
         full = self._disk.overflow_reason(self._proc_folders)
         if full:
-            return "too_big", full
-        if self._program_ended:
-            return None
-        if now < self._next_count:
-            return None
+            raise WorkerFault("too_big", full)
+        if self._program_ended or now < self._next_count:
+            return
         self._next_count = now + CHECK_INTERVAL_S
-        if has_too_many_threads(self._proc_folders()):
-            return "too_big", TOO_MANY_THREADS
-        if not self._spec.plan.may_have_children:
-            return None
-        violation = find_usage_violation(self.popen, self._spec.plan.memory_mb)
-        return None if violation is None else (_REPORTED_KINDS[violation[0]], violation[1])
+        check_threads(self._proc_folders())
+        if self._spec.plan.may_have_children:
+            check_memory(self.popen, self._spec.plan.memory_mb)
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._started_at if self._started_at is not None else 0.0
 
     def _proc_folders(self) -> Iterable[str]:
         if self._spec.plan.may_have_children or self._spec.view is not None:
-            return proc_folders_of(self.popen)
+            return self.popen.proc_folders()
         return [f"/proc/{self.popen.pid}"]
 
-    def result(self, violation: tuple[Kind, str] | None, code: int) -> ProgramResult:
+    def result(self, violation: WorkerFault | None, code: int) -> ProgramResult:
         """After it has ended: read what is left in the pipes and determine the outcome."""
         for captured in (self._out, self._err, self._status_output):
             captured.drain()
@@ -302,21 +266,18 @@ class _Run:
         lines = map(load_json, self._status_output.text().splitlines())
         first, *later = [line if isinstance(line, dict) else {} for line in lines] or [{}]
         if first.get("missing") != {}:
-            reason = first.get("missing") or " ".join(err.split())[:300] or (violation and violation[1])
+            reason = first.get("missing") or " ".join(err.split())[:300] or (violation and violation.message)
             reason = reason or f"its process exited with status {code}"
             raise SandboxError(f"a program could not be started in its sandbox: {reason}")
         if violation is None and full:
-            violation = "too_big", full
+            violation = WorkerFault("too_big", full)
+        left_running = self.popen.leftover_count or 0
         if violation is not None:
-            return ProgramResult(*violation, out, err, None, self._seconds, self._left_running())
+            kind = cast(Kind, violation.kind)
+            return ProgramResult(kind, violation.message, out, err, None, self._seconds, left_running)
         status = 128 - code if code < 0 else code
         kind, message = self._classify_exit(status, later[0] if later else {})
-        return ProgramResult(kind, message, out, err, status, self._seconds, self._left_running())
-
-    def _left_running(self) -> int:
-        if isinstance(self.popen, SupervisedProcess):
-            return self.popen.leftover_count or 0
-        return (self._report.read_count() or 0) if self._report is not None else 0
+        return ProgramResult(kind, message, out, err, status, self._seconds, left_running)
 
     def _classify_exit(self, status: int, report: dict[str, Any]) -> tuple[Kind, str]:
         if status == 0:

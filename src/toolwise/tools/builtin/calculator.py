@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Context, Decimal
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from toolwise.errors import ToolwiseError
-from toolwise.tools.builtin import BuiltinTool, one_argument_schema
+from toolwise.tools.base import BuiltinTool, ToolResult, one_argument_schema
 
 Number = int | Fraction | float
 
@@ -28,10 +28,12 @@ _MAX_MAGNITUDE = 10**MAX_DIGITS
 _MAX_BITS = _MAX_MAGNITUDE.bit_length()
 
 _EXPONENT = r"(?:[eE][+-]?[0-9]+)?"
-_PLAIN_NUMBER = re.compile(rf"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+){_EXPONENT}")
-_GROUPED_NUMBER = re.compile(rf"[1-9][0-9]{{0,2}}(?:,[0-9]{{3}})+(?![0-9])(?:\.[0-9]*)?{_EXPONENT}")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
-_SYMBOL = re.compile(r"\*\*|//|[-+*/%^(),×÷−]")
+_PLAIN_NUMBER = rf"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+){_EXPONENT}"
+_GROUPED_NUMBER = rf"[1-9][0-9]{{0,2}}(?:,[0-9]{{3}})+(?![0-9])(?:\.[0-9]*)?{_EXPONENT}"
+_OTHER = r"(?P<name>[A-Za-z_][A-Za-z_0-9]*)|(?P<symbol>\*\*|//|[-+*/%^(),×÷−])|(?P<end>\Z)"
+# Directly inside a call a comma separates arguments: max(1,234) has two. Elsewhere 1,234 is one number.
+_TOKEN_IN_CALL = re.compile(rf"\s*(?:(?P<number>{_PLAIN_NUMBER})|{_OTHER})")
+_TOKEN = re.compile(rf"\s*(?:(?P<number>{_GROUPED_NUMBER}|{_PLAIN_NUMBER})|{_OTHER})")
 _SYMBOL_ALIASES = {"^": "**", "×": "*", "÷": "/", "−": "-"}
 
 
@@ -44,7 +46,7 @@ class CalculatorError(ToolwiseError):
 
 
 class _Token(NamedTuple):
-    kind: Literal["number", "name", "symbol", "end"]
+    kind: str  # number, name, symbol or end
     text: str
     position: int
 
@@ -53,7 +55,11 @@ def evaluate(expression: str) -> Number:
     """The value of `expression`: an exact int or Fraction, or a float if it is irrational."""
     if len(expression) > MAX_LENGTH:
         raise CalculatorError(f"the expression goes on past {MAX_LENGTH} characters", MAX_LENGTH + 1)
-    return _Parser(_tokenize(expression)).parse()
+    tokens = _tokenize(expression)[::-1]  # a stack: the next token is the last
+    value = _expression(tokens, 0, 0)
+    if tokens[-1].kind != "end":
+        raise _unexpected(tokens[-1])
+    return value
 
 
 def format_number(value: Number) -> str:
@@ -61,55 +67,32 @@ def format_number(value: Number) -> str:
     if isinstance(value, int):
         return str(value)
     context = Context(prec=SIGNIFICANT_DIGITS)
-    if isinstance(value, Fraction):
-        decimal = context.divide(Decimal(value.numerator), Decimal(value.denominator))
-    else:
-        decimal = context.create_decimal(value)
-    if not decimal:
-        return "0"
-    decimal = decimal.normalize(context)
-    return format(decimal, "f" if -8 < decimal.adjusted() < SIGNIFICANT_DIGITS else "e")
+    decimal = context.divide(*map(Decimal, value.as_integer_ratio())).normalize(context)
+    return format(decimal, "f" if -8 < decimal.adjusted() < SIGNIFICANT_DIGITS else "e") if decimal else "0"
 
 
 def _tokenize(text: str) -> list[_Token]:
     tokens: list[_Token] = []
-    in_call: list[bool] = []
-    index = 0
-    while index < len(text):
-        if text[index].isspace():
-            index += 1
-            continue
-        # Directly inside a call a comma separates arguments: max(1,234) has two. Elsewhere 1,234 is one number.
-        grouped = None if in_call and in_call[-1] else _GROUPED_NUMBER.match(text, index)
-        if match := grouped or _PLAIN_NUMBER.match(text, index):
-            tokens.append(_Token("number", match[0].replace(",", ""), index + 1))
-        elif match := _NAME.match(text, index):
-            tokens.append(_Token("name", match[0].lower(), index + 1))
-        elif match := _SYMBOL.match(text, index):
-            symbol = _SYMBOL_ALIASES.get(match[0], match[0])
-            if symbol == "(":
-                in_call.append(bool(tokens) and tokens[-1].kind == "name")
-            elif symbol == ")" and in_call:
-                in_call.pop()
-            tokens.append(_Token("symbol", symbol, index + 1))
-        else:
-            raise CalculatorError(f"unexpected {text[index]!a}", index + 1)
-        index = match.end()
-    tokens.append(_Token("end", "", len(text) + 1))
+    in_call = [False]  # for each open bracket, whether it is a call's
+    position = 0
+    while not tokens or tokens[-1].kind != "end":
+        match = (_TOKEN_IN_CALL if in_call[-1] else _TOKEN).match(text, position)
+        if match is None or match.lastgroup is None:
+            start = len(text) - len(text[position:].lstrip())
+            raise CalculatorError(f"unexpected {text[start]!a}", start + 1)
+        token = match[match.lastgroup]
+        if token == "(":
+            in_call.append(bool(tokens) and tokens[-1].kind == "name")
+        elif token == ")":
+            in_call = in_call[:-1] or [False]
+        plain = token.replace(",", "") if match.lastgroup == "number" else _SYMBOL_ALIASES.get(token, token.lower())
+        tokens.append(_Token(match.lastgroup, plain, match.start(match.lastgroup) + 1))
+        position = match.end()
     return tokens
 
 
-def _literal(token: _Token) -> Number:
-    exponent = token.text.lower().partition("e")[2]
-    if exponent and abs(int(exponent)) > MAX_DIGITS:
-        raise CalculatorError(f"the number has more than {MAX_DIGITS} digits", token.position)
-    return _apply(Fraction, (token.text,), token.position)
-
-
 def _divide(left: Number, right: Number) -> Number:
-    if isinstance(left, float) or isinstance(right, float):
-        return left / right
-    return Fraction(left, right)
+    return left / right if isinstance(left, float) else Fraction(left) / right
 
 
 def _power(base: Number, exponent: Number) -> Number:
@@ -187,108 +170,86 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Number], int, int]] = {
 }
 
 
-def _apply(function: Callable[..., Number], arguments: tuple[Any, ...], position: int) -> Number:
+_PROBLEMS: dict[type[Exception], str] = {
+    ZeroDivisionError: "division by zero",
+    OverflowError: "the result is too large",
+}
+
+
+def _apply(function: Callable[..., Number], arguments: Sequence[Any], position: int) -> Number:
     """The result of `function`, with integral fractions as ints; errors and oversized results name `position`."""
     try:
         value = function(*arguments)
-    except ZeroDivisionError:
-        raise CalculatorError("division by zero", position) from None
-    except OverflowError:
-        raise CalculatorError("the result is too large", position) from None
-    except ValueError as error:
-        raise CalculatorError(str(error), position) from None
+    except (ZeroDivisionError, OverflowError, ValueError) as error:
+        raise CalculatorError(_PROBLEMS.get(type(error), str(error)), position) from None
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise CalculatorError("the result is too large", position)
+            raise CalculatorError(_PROBLEMS[OverflowError], position)
         return value
     if max(abs(value.numerator), value.denominator) >= _MAX_MAGNITUDE:
         raise CalculatorError(f"the result has more than {MAX_DIGITS} digits", position)
     return value.numerator if value.denominator == 1 else value
 
 
-class _Parser:
-    """A Pratt parser: an operand, then operators while they bind more tightly than the caller's operator."""
+def _expression(tokens: list[_Token], min_precedence: int, depth: int) -> Number:
+    """An operand, then operators while they bind more tightly than the caller's operator."""
+    # Brackets, signs and powers can nest without limit, so they are counted; + and * nest at most twice in between.
+    if depth > MAX_DEPTH:
+        raise CalculatorError(f"nested more than {MAX_DEPTH} deep", tokens[-1].position)
+    left = _operand(tokens, depth)
+    while tokens[-1].text in _BINARY and _BINARY[tokens[-1].text][0] > min_precedence:
+        symbol = tokens.pop()
+        strength, operation = _BINARY[symbol.text]
+        nesting = 1 if symbol.text == "**" else 0  # the only operator that binds to the right
+        left = _apply(operation, (left, _expression(tokens, strength - nesting, depth + nesting)), symbol.position)
+    return left
 
-    def __init__(self, tokens: list[_Token]) -> None:
-        self._tokens = tokens
-        self._at = 0
 
-    def parse(self) -> Number:
-        value = self._expression(0, 0)
-        if self._peek.kind != "end":
-            raise self._unexpected(self._peek)
+def _operand(tokens: list[_Token], depth: int) -> Number:
+    token = tokens.pop()
+    if token.kind == "number":
+        exponent = token.text.lower().partition("e")[2]
+        if exponent and abs(int(exponent)) > MAX_DIGITS:
+            raise CalculatorError(f"the number has more than {MAX_DIGITS} digits", token.position)
+        return _apply(Fraction, (token.text,), token.position)
+    if token.kind == "name":
+        return _CONSTANTS[token.text] if token.text in _CONSTANTS else _call(tokens, token, depth)
+    if token.text == "(":
+        value = _expression(tokens, 0, depth + 1)
+        _close(tokens)
         return value
+    if token.text in ("-", "+"):
+        value = _expression(tokens, _UNARY_PRECEDENCE, depth + 1)
+        return -value if token.text == "-" else value
+    raise _unexpected(token)
 
-    @property
-    def _peek(self) -> _Token:
-        return self._tokens[self._at]
 
-    def _take(self) -> _Token:
-        token = self._tokens[self._at]
-        self._at = min(self._at + 1, len(self._tokens) - 1)
-        return token
+def _call(tokens: list[_Token], name: _Token, depth: int) -> Number:
+    if name.text not in _FUNCTIONS:
+        raise CalculatorError(f"unknown name {name.text!r}", name.position)
+    if tokens[-1].text != "(":
+        raise CalculatorError(f"{name.text} needs its arguments in brackets", tokens[-1].position)
+    arguments: list[Number] = []
+    while not arguments or tokens[-1].text == ",":
+        tokens.pop()
+        arguments.append(_expression(tokens, 0, depth + 1))
+    _close(tokens)
+    function, min_arguments, max_arguments = _FUNCTIONS[name.text]
+    if not min_arguments <= len(arguments) <= max_arguments:
+        expected = f"{min_arguments}" if min_arguments == max_arguments else f"{min_arguments} or {max_arguments}"
+        raise CalculatorError(f"{name.text} takes {expected} argument(s), got {len(arguments)}", name.position)
+    return _apply(function, arguments, name.position)
 
-    def _unexpected(self, token: _Token) -> CalculatorError:
-        if token.kind == "end":
-            return CalculatorError("the expression ends too early", token.position)
-        return CalculatorError(f"unexpected {token.text!r}", token.position)
 
-    def _expression(self, min_precedence: int, depth: int) -> Number:
-        # Brackets, signs and powers can nest without limit, so they are counted; + and * nest at most twice in between.
-        if depth > MAX_DEPTH:
-            raise CalculatorError(f"nested more than {MAX_DEPTH} deep", self._peek.position)
-        left = self._operand(depth)
-        while (token := self._peek).kind == "symbol" and token.text in _BINARY:
-            strength, operation = _BINARY[token.text]
-            if strength <= min_precedence:
-                break
-            self._take()
-            if token.text == "**":
-                right = self._expression(strength - 1, depth + 1)
-            else:
-                right = self._expression(strength, depth)
-            left = _apply(operation, (left, right), token.position)
-        return left
+def _close(tokens: list[_Token]) -> None:
+    if tokens[-1].text != ")":
+        raise CalculatorError("missing ')'", tokens[-1].position)
+    tokens.pop()
 
-    def _operand(self, depth: int) -> Number:
-        token = self._take()
-        if token.kind == "number":
-            return _literal(token)
-        if token.kind == "name":
-            return self._constant_or_call(token, depth)
-        if token.text == "(":
-            value = self._expression(0, depth + 1)
-            self._close()
-            return value
-        if token.text in ("-", "+"):
-            value = self._expression(_UNARY_PRECEDENCE, depth + 1)
-            return -value if token.text == "-" else value
-        raise self._unexpected(token)
 
-    def _constant_or_call(self, token: _Token, depth: int) -> Number:
-        if token.text in _CONSTANTS:
-            return _CONSTANTS[token.text]
-        if token.text not in _FUNCTIONS:
-            raise CalculatorError(f"unknown name {token.text!r}", token.position)
-        if self._peek.text != "(":
-            raise CalculatorError(f"{token.text} needs its arguments in brackets", self._peek.position)
-        self._take()
-        arguments = [self._expression(0, depth + 1)]
-        while self._peek.text == ",":
-            self._take()
-            arguments.append(self._expression(0, depth + 1))
-        self._close()
-        function, min_arguments, max_arguments = _FUNCTIONS[token.text]
-        if not min_arguments <= len(arguments) <= max_arguments:
-            expected = f"{min_arguments}" if min_arguments == max_arguments else f"{min_arguments} or {max_arguments}"
-            problem = f"{token.text} takes {expected} argument(s), got {len(arguments)}"
-            raise CalculatorError(problem, token.position)
-        return _apply(function, tuple(arguments), token.position)
-
-    def _close(self) -> None:
-        token = self._take()
-        if token.text != ")":
-            raise CalculatorError("missing ')'", token.position)
+def _unexpected(token: _Token) -> CalculatorError:
+    problem = "the expression ends too early" if token.kind == "end" else f"unexpected {token.text!r}"
+    return CalculatorError(problem, token.position)
 
 
 class CalculatorTool(BuiltinTool):
@@ -304,19 +265,8 @@ class CalculatorTool(BuiltinTool):
         "The expression, for example (12 + 30) / 7.",
     )
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        return await super().create(instance_id, **kwargs)
-
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[str, float | None, dict[str, Any]]:
-        expression = parameters.get("expression")
-        if not isinstance(expression, str):
-            return "error: expression must be a string", None, {"ok": False}
+    async def run(self, instance_id: str, text: str) -> ToolResult:
         try:
-            return format_number(evaluate(expression)), None, {"ok": True}
+            return format_number(evaluate(text)), None, {"ok": True}
         except CalculatorError as error:
             return f"error: {error}", None, {"ok": False}
-
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
-        return None

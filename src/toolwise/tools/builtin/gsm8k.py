@@ -8,9 +8,8 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from toolwise.errors import DataError
-from toolwise.tools.base import OpenAIFunctionToolSchema
-from toolwise.tools.builtin import BuiltinTool, one_argument_schema
-from toolwise.tools.function import checked_number
+from toolwise.tools.base import BuiltinTool, OpenAIFunctionToolSchema, ToolResult, one_argument_schema
+from toolwise.tools.function import NonNegativeNumber, checked
 
 DEFAULT_PENALTY = 0.05
 
@@ -48,14 +47,14 @@ class Gsm8kTool(BuiltinTool):
     ) -> None:
         super().__init__(config, tool_schema)
         penalty = self.config.get("penalty", DEFAULT_PENALTY)
-        self._penalty = float(checked_number(penalty, f"tool {self.name}: penalty", "a number ≥ 0", low=0))
+        self._penalty = float(checked(penalty, NonNegativeNumber, f"tool {self.name}: penalty", "a number ≥ 0"))
         self._instances: dict[str, _Instance] = {}
 
     async def create(
         self, instance_id: str | None = None, ground_truth: str | float | None = None, **kwargs: Any
     ) -> str:
         instance_id = await super().create(instance_id, **kwargs)
-        expected = None if ground_truth is None else final_number(str(ground_truth))
+        expected = final_number("" if ground_truth is None else str(ground_truth))
         if expected is None:
             raise DataError(
                 f"tool {self.name}: create_kwargs.ground_truth must contain a number, got {ground_truth!r:.80}"
@@ -63,19 +62,15 @@ class Gsm8kTool(BuiltinTool):
         self._instances[instance_id] = _Instance(expected)
         return instance_id
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[str, float | None, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
         instance = self._instances[instance_id]
         answer = final_number(str(parameters.get("answer", "")))
         reward = 1.0 if answer == instance.ground_truth else 0.0
         no_improvement = instance.answers > 0 and reward <= instance.reward
         instance.answers += 1
         instance.reward = reward
-        if answer is None:
-            text = "No number was found in your answer."
-        else:
-            text = "Your answer is right." if reward else "Your answer is wrong."
+        verdict = "Your answer is right." if reward else "Your answer is wrong."
+        text = "No number was found in your answer." if answer is None else verdict
         return text, -self._penalty if no_improvement else 0.0, {"ok": answer is not None, "reward": reward}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:

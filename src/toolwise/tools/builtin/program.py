@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import PositiveInt
+
 from toolwise.errors import ConfigError, DataError
-from toolwise.tools.base import OpenAIFunctionToolSchema
-from toolwise.tools.builtin import BuiltinTool, one_argument_schema
-from toolwise.tools.function import ABOVE_0, checked_number
+from toolwise.tools.base import BuiltinTool, OpenAIFunctionToolSchema, ToolResult, one_argument_schema
+from toolwise.tools.function import PositiveNumber, checked
 
 if TYPE_CHECKING:
     from toolwise.sandbox.programs.run import Language, ProgramResult
@@ -28,7 +29,6 @@ class ProgramTool(BuiltinTool):
     """
 
     language: ClassVar[Language]
-    parameter: ClassVar[str]
     config_keys: ClassVar[frozenset[str]] = frozenset({"tier", "require", *_NUMBERS, *_LISTS})
 
     def __init__(
@@ -54,20 +54,14 @@ class ProgramTool(BuiltinTool):
         self._folders[instance_id] = self.sandbox.open_folder(files)
         return instance_id
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[str, float | None, dict[str, Any]]:
-        text = parameters.get(self.parameter)
-        if not isinstance(text, str):
-            return f"error: {self.parameter} must be a string", None, {"ok": False}
+    async def run(self, instance_id: str, text: str) -> ToolResult:
         result = await self.sandbox.run(text, self._folders[instance_id])
         info = {"kind": result.kind, "exit_status": result.exit_status, "seconds": round(result.seconds, 3)}
         leftovers = {"left_running": result.left_running} if result.left_running else {}
         return format_result(result), None, {"ok": result.kind == "ok", **info, **leftovers}
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        folder = self._folders.pop(instance_id, None)
-        if folder is not None:
+        if (folder := self._folders.pop(instance_id, None)) is not None:
             await self.sandbox.close_folder(folder)
 
 
@@ -76,7 +70,6 @@ class PythonTool(ProgramTool):
 
     family = "CALCULATE"
     language: ClassVar[Language] = "python"
-    parameter = "code"
     default_schema = one_argument_schema(
         "python",
         "Runs a Python program and gives back what it prints, with the value of a last expression. Each call is a "
@@ -93,7 +86,6 @@ class ShellTool(ProgramTool):
     """
 
     language: ClassVar[Language] = "shell"
-    parameter = "command"
     default_schema = one_argument_schema(
         "shell",
         "Runs a shell command and gives back what it prints. Files in the working folder stay between calls; "
@@ -114,12 +106,10 @@ def format_result(result: ProgramResult) -> str:
 def _settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     settings = {key: config[key] for key in sorted(ProgramTool.config_keys) if config.get(key) is not None}
     for key in _NUMBERS:
-        whole, value = key != "timeout_s", settings.get(key, 1)
-        checked_number(value, f"{where}: {key}", "a number above 0", whole=whole, low=ABOVE_0)
+        kind = PositiveNumber if key == "timeout_s" else PositiveInt
+        checked(settings.get(key, 1), kind, f"{where}: {key}", "a number above 0")
     for key in _LISTS:
-        value = settings.get(key, [])
-        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{where}: {key} must be a list of strings, got {value!r}")
-    if not isinstance(settings.get("require", False), bool) or not isinstance(settings.get("tier", ""), str):
-        raise ConfigError(f"{where}: tier must be a string, and require true or false")
+        checked(settings.get(key, []), Sequence[str], f"{where}: {key}", "a list of strings")
+    checked(settings.get("tier", ""), str, f"{where}: tier", "a string")
+    checked(settings.get("require", False), bool, f"{where}: require", "true or false")
     return settings

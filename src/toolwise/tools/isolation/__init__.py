@@ -9,18 +9,18 @@ import atexit
 import os
 import threading
 
-from toolwise.tools.isolation.pool import Pool
+from toolwise.tools.isolation.tool_pool import ToolPool
 
-_shared: Pool | None = None
+_shared: ToolPool | None = None
 _shared_lock = threading.Lock()
 
 
-def shared_pool() -> Pool:
+def shared_pool() -> ToolPool:
     """The pool of this process, created on first use."""
     global _shared
     with _shared_lock:
         if _shared is None or _shared.closed:
-            _shared = Pool()
+            _shared = ToolPool()
         return _shared
 
 

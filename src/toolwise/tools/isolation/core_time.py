@@ -9,7 +9,7 @@ import os
 import time
 from dataclasses import dataclass, field
 
-from toolwise.sandbox.layers.process_info import read_small_file, stat_fields
+from toolwise.sandbox.layers.kernel import read_small_file, stat_fields
 
 MIN_CPU_SHARE = 0.2
 """A call that needs less than this share of one core counts as sleeping."""

@@ -1,4 +1,7 @@
-"""The zygote's side: decides whether a process may be forked after loading a module, and forks the workers."""
+"""The zygote's side: decides whether a process may be forked after loading a module, and forks the workers.
+
+Random generators created when the module was loaded are reseeded: forked workers would all sample the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,20 @@ import ctypes
 import gc
 import json
 import os
+import random
 import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakSet
 
-from toolwise.sandbox import frames
+from toolwise.sandbox import wire
 from toolwise.sandbox.layers.supervisor import supervise
-from toolwise.sandbox.processes import MARK_VARIABLE
-from toolwise.tools.isolation.random_generators import can_be_reseeded, reseed
+from toolwise.sandbox.process_tree import MARK_VARIABLE
+
+_unseeded: WeakSet[random.Random] = WeakSet()
+"""Generators created during `track_unseeded` without a seed."""
 
 
 def open_descriptors() -> set[str]:
@@ -88,7 +96,7 @@ def _reap(pid: int) -> int | None:
 
 
 def _reply(channel: int, message: dict[str, Any]) -> None:
-    frames.write_all(channel, frames.to_frame(frames.encode(message)))
+    wire.write_all(channel, wire.to_frame(wire.encode(message)))
 
 
 def _address_of_mark() -> int | None:
@@ -96,3 +104,44 @@ def _address_of_mark() -> int | None:
     getenv.restype, getenv.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
     address: int | None = getenv(MARK_VARIABLE.encode())
     return address
+
+
+@contextmanager
+def track_unseeded() -> Iterator[None]:
+    """While a module is loaded, record `random.Random` objects created without a seed, in libraries too."""
+    seed, setstate = random.Random.seed, random.Random.setstate
+
+    def tracking_seed(self: random.Random, a: Any = None, version: int = 2) -> None:
+        seed(self, a, version)
+        with suppress(TypeError):  # an unhashable subclass
+            (_unseeded.add if a is None else _unseeded.discard)(self)
+
+    def tracking_setstate(self: random.Random, state: Any) -> None:
+        setstate(self, state)
+        with suppress(TypeError):
+            _unseeded.discard(self)
+
+    random.Random.seed, random.Random.setstate = tracking_seed, tracking_setstate  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        random.Random.seed, random.Random.setstate = seed, setstate  # type: ignore[method-assign]
+
+
+def can_be_reseeded() -> bool:
+    """False if the module holds a numpy generator: whether it was seeded cannot be determined."""
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None:
+        return True
+    shared = numpy.mtrand._rand._bit_generator
+    return not any(issubclass(type(obj), numpy.BitGenerator) and obj is not shared for obj in gc.get_objects())
+
+
+def reseed() -> None:
+    """Reseed in a forked worker. Seeded generators keep their state, as in a worker that loads the module."""
+    for generator in _unseeded:
+        random.Random.seed(generator)
+    if "numpy.random" in sys.modules:  # Python reseeds its own generator after a fork
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()

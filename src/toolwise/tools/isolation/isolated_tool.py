@@ -16,8 +16,8 @@ from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool
 from toolwise.tools.function import FunctionTool
 from toolwise.tools.isolation.code_location import ObjectRef
-from toolwise.tools.isolation.pool import Pool, read_result, retry_undelivered
-from toolwise.tools.isolation.worker import ToolDied, ToolFault, Worker
+from toolwise.tools.isolation.tool_pool import ToolPool, read_result, retry_undelivered
+from toolwise.tools.isolation.tool_worker import ToolDied, ToolFault, ToolWorker
 
 
 def isolate_tool(tool: BaseTool) -> BaseTool:
@@ -31,8 +31,8 @@ def isolate_tool(tool: BaseTool) -> BaseTool:
 class _RolloutProcess:
     """One rollout's process, and the instance id that the tool in it uses."""
 
-    pool: Pool
-    worker: Worker
+    pool: ToolPool
+    worker: ToolWorker
     inner_id: str = ""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """The process handles one request at a time."""
@@ -63,11 +63,10 @@ class IsolatedTool(BaseTool):
         self._rollout_processes[outer_id] = process
         return outer_id
 
-    async def _start_tool(self, pool: Pool) -> Worker:
-        """Start a process and create the tool object in it."""
+    async def _start_tool(self, pool: ToolPool) -> ToolWorker:
         request = {"make": self.target.name, "config": self.config, "schema": self.tool_schema.model_dump()}
 
-        async def start() -> Worker:
+        async def start() -> ToolWorker:
             worker = await pool.reserve(self.target.module_ref)
             try:
                 await worker.request(request)
@@ -108,14 +107,13 @@ class IsolatedTool(BaseTool):
         with exclude_queue_time():
             await process.lock.acquire()
         try:
-            try:
-                return await process.worker.request({"verb": method, "args": args, "kwargs": kwargs})
-            except asyncio.CancelledError:
-                process.end_reason = f"its process was ended in the middle of {method}"
-                raise
-            except ToolDied as died:
-                process.end_reason = process.end_reason or f"{method}, when {died}"
-                raise
+            return await process.worker.request({"verb": method, "args": args, "kwargs": kwargs})
+        except asyncio.CancelledError:
+            process.end_reason = f"its process was ended in the middle of {method}"
+            raise
+        except ToolDied as died:
+            process.end_reason = process.end_reason or f"{method}, when {died}"
+            raise
         finally:
             process.lock.release()
 

@@ -64,8 +64,7 @@ class McpServer:
 
     async def close(self) -> None:
         """End the server. It also ends if the caller does not wait."""
-        ending = self._thread.submit(self._end())
-        await asyncio.wait({asyncio.wrap_future(ending)}, timeout=EXIT_S)
+        await asyncio.wait({asyncio.wrap_future(self._thread.submit(self._end()))}, timeout=EXIT_S)
 
     def close_and_wait(self) -> None:
         self._thread.submit(self._end()).result(EXIT_S)
@@ -92,15 +91,14 @@ class McpServer:
         return session
 
     def _check_may_start(self) -> None:
-        last = self._session
-        if last is not None and not self._restart:
+        if self._session is not None and not self._restart:
             raise self._down_error("it has exited, and its state for this rollout is lost")
-        if last is None or last.failed_at is None:
+        failed_at = self._session.failed_at if self._session is not None else None
+        if failed_at is None:
             self._failed_starts = 0
             return
         pause_s = min(FIRST_PAUSE_S * 2**self._failed_starts, LONGEST_PAUSE_S)
-        remaining_s = last.failed_at + pause_s - self._thread.loop.time()
-        if remaining_s > 0:
+        if (remaining_s := failed_at + pause_s - self._thread.loop.time()) > 0:
             raise self._down_error(f"it failed to start; the next attempt is in {remaining_s:.1f} s")
         self._failed_starts = min(self._failed_starts + 1, 16)
 
@@ -158,10 +156,6 @@ class RolloutServers:
 
 def _end_sessions(thread: LoopThread, sessions: weakref.WeakSet[Session]) -> None:
     """May run in any thread, as the garbage collector does."""
-
-    def end() -> None:
-        for session in list(sessions):
-            session.end()
-
     if thread.in_creator_process and not thread.loop.is_closed():
-        thread.loop.call_soon_threadsafe(end)
+        for session in list(sessions):
+            thread.loop.call_soon_threadsafe(session.end)

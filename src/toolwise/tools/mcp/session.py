@@ -80,9 +80,7 @@ class LoopThread:
                 self.submit(self._end_all()).result(EXIT_S)
 
     async def _end_all(self) -> None:
-        ending = [session.end() for session in list(self.sessions)]
-        if ending:
-            await asyncio.wait(ending)
+        await asyncio.gather(*(session.end() for session in list(self.sessions)), return_exceptions=True)
 
 
 _thread: LoopThread | None = None
@@ -104,8 +102,7 @@ class Session:
         self.address = address
         self.client: Client | None = None
         self.tools: list[Tool] = []
-        self.failed_at: float | None = None
-        """Loop time at which the start failed."""
+        self.failed_at: float | None = None  # loop time at which the start failed
         self.ready: asyncio.Future[None] = thread.loop.create_future()
         self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._stop = asyncio.Event()
@@ -172,8 +169,7 @@ class Session:
         for _ in range(MAX_PAGES):
             page = await self.client.list_tools(cursor=cursor, cache_mode="bypass")
             tools += page.tools
-            cursor = page.next_cursor
-            if not cursor:
+            if not (cursor := page.next_cursor):
                 break
         return tools
 
@@ -241,12 +237,11 @@ class Session:
             fault = fault.exceptions[0]
         if isinstance(fault, FileNotFoundError):
             return f"there is no command {self.address.name!r}: install it, or give its full path"
+        problem = f"{type(fault).__name__}: {fault}"
         if isinstance(fault, TimeoutError):
             problem = f"it did not answer within {self.address.start_timeout_s:g} s"
-        elif self.address.command and self._stop.is_set():
+        elif self.address.command and self.closed:
             problem = "it exited before it answered"
-        else:
-            problem = f"{type(fault).__name__}: {fault}"
         if self._invalid_output:
             problem += f"; it wrote something that is not JSON-RPC: {self._invalid_output[:80]!r}"
         return " ".join(f"{problem}{self._last_stderr_line()}".split())

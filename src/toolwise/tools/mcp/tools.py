@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from toolwise.config.imports import did_you_mean
 from toolwise.errors import ConfigError, MissingExtraError, ToolwiseError
-from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
+from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema, ToolResult
 from toolwise.tools.call_errors import ToolCallError
-from toolwise.tools.function import check_option_names, checked_seconds
+from toolwise.tools.function import check_option_names, checked, checked_seconds
 from toolwise.tools.mcp.server import McpServer, RolloutServers
 from toolwise.tools.mcp.session import Address
 from toolwise.untrusted.json_schema import compile_parameters
@@ -28,7 +30,7 @@ CONFIG_KEYS = frozenset(
         *("include", "prefix", "scope", "timeout_s", "start_timeout_s", "family", "price", "max_concurrent"),
     }
 )
-SCOPES = ("run", "rollout")
+_Texts = Sequence[Annotated[str, Field(pattern=r"^[^\x00]*$")]]
 
 _INVALID_NAME_CHARS = re.compile(r"[^A-Za-z0-9_-]")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -56,12 +58,9 @@ class McpTool(BaseTool):
         await self.servers.attach(instance_id)
         return instance_id
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[str, float | None, dict[str, Any]]:
-        result = await self.servers.server_for(instance_id).call(
-            self.remote_name, _sendable(parameters), self.timeout_s
-        )
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResult:
+        server = self.servers.server_for(instance_id)
+        result = await server.call(self.remote_name, _sendable(parameters), self.timeout_s)
         text = result_text(result)
         if result.is_error:
             raise ToolCallError(text or "the tool failed and did not say why")
@@ -84,9 +83,7 @@ def mcp_tools(config: Mapping[str, Any]) -> list[BaseTool]:
     if importlib.util.find_spec("mcp") is None:
         raise MissingExtraError("mcp", "mcp")
     address = read_address(config)
-    scope = config.get("scope", "run")
-    if scope not in SCOPES:
-        raise ConfigError(f"tools: mcp: scope must be one of {', '.join(SCOPES)}, got {scope!r}")
+    scope = checked(config.get("scope", "run"), Literal["run", "rollout"], "tools: mcp: scope", "one of run, rollout")
     timeout_s = checked_seconds(config.get("timeout_s", DEFAULT_TIMEOUT_S), "tools: mcp: timeout_s")
     prefix = _string(config, "prefix")
     server = McpServer(address)
@@ -113,8 +110,7 @@ def read_address(config: Mapping[str, Any]) -> Address:
         raise ConfigError("tools: mcp needs either a command or a url, not both")
     if url and not url.startswith(("http://", "https://")):
         raise ConfigError(f"tools: mcp: url must begin with http:// or https://, got {url!r}")
-    parts = [command] if isinstance(command, str) else command or []
-    words = [*_strings(parts, "command"), *_strings(config.get("args") or [], "args")]
+    program = [command] if isinstance(command, str) else command or []
     cwd = _string(config, "cwd") or None
     if cwd is not None and not Path(cwd).is_dir():
         raise ConfigError(f"tools: mcp: cwd {cwd} is not a folder; use an existing one")
@@ -122,7 +118,7 @@ def read_address(config: Mapping[str, Any]) -> Address:
         if config.get(key):
             raise ConfigError(f"tools: mcp: {key} needs a {'command' if url else 'url'}; remove it")
     return Address(
-        command=tuple(words),
+        command=(*_strings(program, "command"), *_strings(config.get("args") or [], "args")),
         url=url,
         env=_expand_variables(config, "env"),
         cwd=cwd,
@@ -145,8 +141,7 @@ def _sendable(arguments: dict[str, Any]) -> dict[str, Any]:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         raise ToolCallError("the arguments hold a number that is none, or are nested too deeply") from None
-    sendable: dict[str, Any] = json.loads(text.encode("utf-8", "replace"))
-    return sendable
+    return dict(json.loads(text.encode("utf-8", "replace")))
 
 
 def _part_text(part: Any) -> str:
@@ -184,23 +179,16 @@ def _schema(tool: Tool, prefix: str, address: Address) -> OpenAIFunctionToolSche
 
 
 def _string(config: Mapping[str, Any], key: str) -> str:
-    value = config.get(key) or ""
-    if not isinstance(value, str):
-        raise ConfigError(f"tools: mcp: {key} must be a string, got {value!r:.80}")
-    return value
+    return str(checked(config.get(key) or "", str, f"tools: mcp: {key}", "a string"))
 
 
 def _strings(value: Any, key: str) -> list[str]:
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and "\0" not in item for item in value):
-        raise ConfigError(f"tools: mcp: {key} must be a list of strings, got {value!r:.80}")
-    return list(value)
+    return list(checked(value, _Texts, f"tools: mcp: {key}", "a list of strings"))
 
 
 def _expand_variables(config: Mapping[str, Any], key: str) -> dict[str, str]:
     """Replace `${NAME}`. Secrets belong in the environment: a run's configuration is stored in its folder."""
-    table = config.get(key) or {}
-    if not isinstance(table, Mapping) or not all(isinstance(text, str) for text in (*table, *table.values())):
-        raise ConfigError(f"tools: mcp: {key} must be a table of strings, got {table!r:.80}")
+    table = checked(config.get(key) or {}, dict[str, str], f"tools: mcp: {key}", "a table of strings")
 
     def value_of(match: re.Match[str]) -> str:
         if match[1] not in os.environ:

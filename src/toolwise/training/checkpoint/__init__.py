@@ -3,6 +3,7 @@ Tensors are stored as safetensors, everything else as JSON; nothing is pickled."
 
 from toolwise.serialization.files import make_folder, sync
 from toolwise.training.checkpoint.loader import (
+    MANIFEST,
     OVERSPEND,
     Checkpoint,
     best,
@@ -10,12 +11,10 @@ from toolwise.training.checkpoint.loader import (
     latest,
     load,
     ranking_key,
+    settings_digest,
 )
 from toolwise.training.checkpoint.lock import FolderLock
-from toolwise.training.checkpoint.manifest import MANIFEST, settings_digest
-from toolwise.training.checkpoint.random_state import RngState
-from toolwise.training.checkpoint.registry import StateRegistry
-from toolwise.training.checkpoint.writer import save
+from toolwise.training.checkpoint.writer import RngState, StateRegistry, amend, save
 
 __all__ = [
     "MANIFEST",
@@ -24,6 +23,7 @@ __all__ = [
     "FolderLock",
     "RngState",
     "StateRegistry",
+    "amend",
     "best",
     "checkpoint_metrics",
     "latest",

@@ -49,9 +49,9 @@ class FolderLock:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            folder = self.path.parent
             raise CheckpointError(
-                f"{folder} is in use by {_holder(handle)}: wait for it to end or stop it, or choose another --out"
+                f"{self.path.parent} is in use by {_holder(handle)}: wait for it to end or stop it, or choose another "
+                "--out"
             ) from None
         except OSError as error:
             if error.errno not in _UNSUPPORTED:

@@ -1,4 +1,5 @@
-"""Writes checkpoints to a temporary folder, syncs, seals and renames it, and only then removes old checkpoints."""
+"""Writes checkpoints of all registered state to a temporary folder, syncs, seals and renames it, and only then removes
+old checkpoints. Facts learned about a model after it was saved are added in the same way."""
 
 from __future__ import annotations
 
@@ -6,14 +7,18 @@ import json
 import logging
 import math
 import os
+import random
+import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from toolwise.errors import CheckpointError
+from toolwise.protocols import Stateful
 from toolwise.serialization.files import (
     checkpoint_folders,
     disk_fault,
@@ -26,11 +31,77 @@ from toolwise.serialization.files import (
     sync,
 )
 from toolwise.serialization.state import TensorCollector, encode
-from toolwise.training.checkpoint.loader import Checkpoint, best_first
-from toolwise.training.checkpoint.manifest import FORMAT, Manifest, read_if_complete, seal
-from toolwise.training.checkpoint.registry import check_name
+from toolwise.training.checkpoint.loader import (
+    FORMAT,
+    MANIFEST,
+    Checkpoint,
+    Manifest,
+    best_first,
+    read_if_complete,
+    seal,
+    verify,
+)
 
 log = logging.getLogger("toolwise.training.checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class StateRegistry:
+    """Stateful parts by name; each part's state is saved in files of that name."""
+
+    parts: Mapping[str, Stateful]
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state: Mapping[str, dict[str, Any]]) -> None:
+        """Restore every part; raise before changing anything if the names do not match."""
+        missing, unexpected = self.parts.keys() - state.keys(), state.keys() - self.parts.keys()
+        if missing or unexpected:
+            problems = [f"lacks {', '.join(sorted(missing))}"] if missing else []
+            problems += [f"has {', '.join(sorted(unexpected))}, unknown to this run"] if unexpected else []
+            raise CheckpointError(f"the checkpoint {'; it '.join(problems)}: resume with the settings it was made with")
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+
+
+def check_name(name: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name) or f"{name}.json" == MANIFEST:
+        raise ValueError(f"{name!r} cannot name a part: use letters, digits, '_', '.', '-', not 'manifest'")
+
+
+class RngState:
+    """The global generators of Python, numpy, torch, and the GPUs in use.
+
+    The training loop uses only explicit seeds; tools, environments and rewards that run in this process may not.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        import numpy as np
+        import torch
+
+        return {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        import numpy as np
+        import torch
+
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda"])
+        elif state["cuda"]:
+            log.warning(
+                "the checkpoint is from %d GPUs, this process has %d: their random state is not restored",
+                len(state["cuda"]),
+                torch.cuda.device_count(),
+            )
 
 
 def save(
@@ -55,19 +126,26 @@ def save(
         raise ValueError(f"step must be 0 or more and keep_last 1 or more, got {step} and {keep_last}")
     final = Path(folder) / f"step-{step:06d}"
     new = sibling_path(final, "tmp")
-    finite = {name: float(value) for name, value in (figures or {}).items() if math.isfinite(value)}
     manifest = Manifest(
-        format=FORMAT, step=step, parts=list(registry_state), facts=dict(facts or {}), figures=finite, files={}
+        format=FORMAT,
+        step=step,
+        parts=list(registry_state),
+        facts=dict(facts or {}),
+        figures={name: float(value) for name, value in (figures or {}).items() if math.isfinite(value)},
+        files={},
     )
     _try_cleanup(lambda: _restore_leftovers(final.parent), final.parent)
     try:
         make_folder(final.parent)
-        _write(new, registry_state, extra_files or {})
+        new.mkdir()
+        for name, state in registry_state.items():
+            _write_part(new, name, state)
+        for name, write in (extra_files or {}).items():
+            check_name(name)
+            (new / name).mkdir()
+            write(new / name)
         seal(new, manifest)
-        if final.exists():  # not an atomic swap: until it is done, `latest` finds the `.old-…` folder
-            final.rename(sibling_path(final, "old"))
-        new.rename(final)
-        sync(final.parent)
+        _swap_in(new, final)
     except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)
         reason = disk_fault(error)
@@ -79,14 +157,48 @@ def save(
     return Checkpoint.from_manifest(final, manifest)
 
 
-def _write(folder: Path, registry_state: Mapping[str, Any], extra_files: Mapping[str, Callable[[Path], None]]) -> None:
-    folder.mkdir()
-    for name, state in registry_state.items():
-        _write_part(folder, name, state)
-    for name, write in extra_files.items():
-        check_name(name)
-        (folder / name).mkdir()
-        write(folder / name)
+def amend(path: str | os.PathLike[str], files: Mapping[str, bytes]) -> Checkpoint:
+    """Add or replace `files` (by name) in the checkpoint at `path` and seal it again; other files stay unchanged.
+
+    Atomic like `save`: the new version is built next to the old one, with hard links to unchanged files.
+    """
+    path = Path(path)
+    manifest = verify(path, hashes=True).model_copy(update={"files": {}, "seal": ""})
+    new = sibling_path(path, "tmp")
+    try:
+        shutil.copytree(
+            path, new, ignore=lambda folder, _: {MANIFEST} if Path(folder) == path else set(), copy_function=_link
+        )
+        for name, data in files.items():
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            (new / name).unlink(missing_ok=True)  # else the link's other end would change too
+            (new / name).write_bytes(data)
+        seal(new, manifest)
+        shutil.rmtree(_swap_in(new, path), ignore_errors=True)
+    except OSError as error:
+        shutil.rmtree(new, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror or error}; check disk space and permissions"
+        ) from error
+    return Checkpoint.from_manifest(path, manifest)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # the file system has no hard links
+        shutil.copyfile(source, target)
+
+
+def _swap_in(new: Path, final: Path) -> Path:
+    """Put `new` in the place of `final`, which is renamed; return its new name. Not atomic: until it is done, `latest`
+    finds the renamed folder."""
+    old = sibling_path(final, "old")
+    if final.exists():
+        final.rename(old)
+    new.rename(final)
+    sync(final.parent)
+    return old
 
 
 def _write_part(folder: Path, name: str, state: Any) -> None:
@@ -94,8 +206,7 @@ def _write_part(folder: Path, name: str, state: Any) -> None:
 
     check_name(name)
     tensors = TensorCollector()
-    text = json.dumps(encode(state, name, tensors), allow_nan=False)
-    (folder / f"{name}.json").write_text(text, encoding="ascii")
+    (folder / f"{name}.json").write_text(json.dumps(encode(state, name, tensors), allow_nan=False), encoding="ascii")
     if tensors.by_name:
         save_file(tensors.by_name, folder / f"{name}.safetensors")
 

@@ -8,8 +8,13 @@ from typing import Any
 
 from toolwise.config.schema import RunConfig
 from toolwise.protocols import AdvantageEstimator
-from toolwise.training.diagnosis.symptoms import FIRST_STEPS, SYMPTOMS, prompt_too_long
-from toolwise.training.diagnosis.weights import UNCHANGED_STEPS_LIMIT, explain_unchanged
+from toolwise.training.diagnosis.symptoms import (
+    FIRST_STEPS,
+    SYMPTOMS,
+    UNCHANGED_STEPS_LIMIT,
+    explain_unchanged,
+    prompt_too_long,
+)
 from toolwise.types import ScoredRollout
 from toolwise.types.findings import Finding
 
@@ -112,8 +117,7 @@ class Diagnosis:
 
     def _unchanged(self, step: int) -> Finding:
         cause, cure = self.why or _UNKNOWN
-        steps = f"{self.steps} steps" if self.steps != 1 else "1 step"
-        says = f"No weight of the actor has changed in {steps}: {cause}"
+        says = f"No weight of the actor has changed in {self.steps} step{'' if self.steps == 1 else 's'}: {cause}"
         return Finding(WEIGHTS_UNCHANGED, "warning", says, cure=cure, step=step)
 
     def _dropped(self) -> str:
@@ -134,9 +138,9 @@ class Diagnosis:
         return True
 
     def _withdraw(self, kind: str) -> list[Finding]:
-        withdrawn = [finding for finding in self.findings if finding.name == kind]
-        self.findings = [finding for finding in self.findings if finding.name != kind]
-        return withdrawn
+        before = self.findings
+        self.findings = [finding for finding in before if finding.name != kind]
+        return [finding for finding in before if finding.name == kind]
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self) | {"findings": [finding_to_json(finding) for finding in self.findings]}

@@ -1,4 +1,4 @@
-"""Symptoms in a step's rollouts that nothing can be learned.
+"""Symptoms in a step's rollouts that nothing can be learned, and why no weight of the actor has changed.
 
 A symptom becomes a finding only if all of the first steps show it; a single unlucky step does not count.
 """
@@ -6,19 +6,27 @@ A symptom becomes a finding only if all of the first steps show it; a single unl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from toolwise.advantages import ESTIMATORS
+from toolwise.advantages.assign import learns_from_equal
 from toolwise.advantages.step_rewards import totals_before_costs
 from toolwise.config.schema import RunConfig
 from toolwise.protocols import AdvantageEstimator
-from toolwise.types import Rollout, ScoredRollout, StopReason
+from toolwise.training.metrics import PARSER_FAULT
+from toolwise.types import ScoredRollout, StopReason
 from toolwise.types.findings import Finding
 
 FIRST_STEPS = 3
 """A symptom that all of the first `FIRST_STEPS` steps show is a finding."""
 NEARLY_ALL = 0.95
+UNCHANGED_STEPS_LIMIT = 10
+"""Number of steps after which unchanged weights are a finding."""
+_PREFER = (
+    "use a reward that distinguishes better replies from worse, more rollouts per task (rollout.n), a higher "
+    "rollout.temperature, or tasks that the model sometimes solves"
+)
 ALL, ALL_TOOL_USERS = "All rollouts", "All rollouts that called a tool"
 
 
@@ -55,7 +63,7 @@ def _can_learn_from_equal_rewards(config: RunConfig, estimator: AdvantageEstimat
     router, algorithm, rlvcr = config.router, config.algorithm, config.algorithm.rlvcr
     if not router.train_actor:
         return bool(router.budgets) or router.label_coef > 0.0
-    if algorithm.adv_estimator not in ESTIMATORS and estimator.learns_from_equal_scores(score):
+    if algorithm.adv_estimator not in ESTIMATORS and learns_from_equal(estimator, score):
         return True
     if not rlvcr.enable:
         return False
@@ -76,12 +84,8 @@ def _explain_equal_rewards(score: str, rollouts: int, config: RunConfig) -> tupl
 
 
 def _cut(scored: Sequence[ScoredRollout], *_: object) -> str | None:
-    acted = [s.rollout for s in scored if s.rollout.steps]
-    return "cut" if acted and sum(map(_hit_length_limit, acted)) >= NEARLY_ALL * len(acted) else None
-
-
-def _hit_length_limit(rollout: Rollout) -> bool:
-    return rollout.steps[-1].tokens.finish_reason == "length"
+    ends = [s.rollout.steps[-1].tokens.finish_reason for s in scored if s.rollout.steps]
+    return "cut" if ends and ends.count("length") >= NEARLY_ALL * len(ends) else None
 
 
 def _explain_cut(_: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
@@ -96,7 +100,7 @@ def _explain_cut(_: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
 def _faults(scored: Sequence[ScoredRollout], *_: object) -> str | None:
     """The most frequent fault, if all episodes, or all that used a tool, ended with one."""
     fault_reasons = (StopReason.POLICY_FAULT, StopReason.ENV_FAULT)
-    users = [s.rollout for s in scored if _used_tool(s.rollout)]
+    users = [s.rollout for s in scored if any(step.step_info.get("calls") for step in s.rollout.steps)]
     if scored and all(s.rollout.stop_reason in (*fault_reasons, StopReason.DEADLINE) for s in scored):
         who, failed = ALL, [s.rollout for s in scored]
     elif users and all(r.stop_reason in fault_reasons for r in users):
@@ -116,16 +120,15 @@ def _combine_faults(before: str, now: str) -> str:
     )
 
 
-def _used_tool(rollout: Rollout) -> bool:
-    return any(step.step_info.get("calls") for step in rollout.steps)
-
-
 def _explain_faults(evidence: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
     who, _, fault = evidence.partition("\n")
     return (
         f"{who} of the first {FIRST_STEPS} steps ({rollouts} in all) ended with a fault of the model, the environment "
         f"or a tool, or at their deadline (rollout.deadline_s = {config.rollout.deadline_s:g}), most often: {fault}",
-        "See `stop_reason` and `fault` in rollouts/step-000001.jsonl: fix the cause, or raise the deadline",
+        "Fix the parser given as rollout.tool_parser, or set a built-in one, such as hermes; the fault is in "
+        "rollouts/step-000001.jsonl"
+        if PARSER_FAULT in fault
+        else "See `stop_reason` and `fault` in rollouts/step-000001.jsonl: fix the cause, or raise the deadline",
     )
 
 
@@ -151,3 +154,61 @@ def prompt_too_long(scored: Sequence[ScoredRollout], what: str, step: int) -> Fi
         cure="Shorten or drop such prompts, lower rollout.max_new_tokens, or use a model with a longer context",
         step=step,
     )
+
+
+def explain_unchanged(
+    config: RunConfig, scored: Sequence[ScoredRollout], metrics: Mapping[str, float], dropped: str
+) -> tuple[str, str]:
+    """Cause and fix according to the latest step; `dropped` describes the groups of all steps without an update."""
+    if not any(s.trainable for s in scored):
+        return _nothing_usable(config, scored)
+    lr, grad_norm, update_norm = (metrics.get(f"actor/{name}", 0.0) for name in ("lr", "grad_norm", "update_norm"))
+    reasons = (
+        (
+            not metrics.get("actor/updates"),
+            f"{dropped} dropped, because the rewards within each are equal or too few of its rollouts are usable",
+            f"To get differences to learn from, {_PREFER}",
+        ),
+        (
+            grad_norm == 0,
+            "the gradient is 0, because all advantages are 0 or the rollouts of a task are identical",
+            f"To get differences to learn from, {_PREFER}",
+        ),
+        (
+            lr == 0,
+            f"the learning rate is 0 (actor.lr = {config.actor.lr:g})",
+            "Look at actor.lr_schedule and warmup_steps",
+        ),
+        (
+            update_norm == 0 and metrics.get("actor/skipped_updates"),
+            f"every optimizer step was skipped, the latest with a gradient norm of {grad_norm:.3g}",
+            "The log names the rollouts: look for very large rewards; actor.spike_factor = 0 skips only non-finite "
+            "gradients",
+        ),
+        (
+            True,
+            f"updates of norm {update_norm:.1e} are rounded away in {config.model.dtype} weights",
+            f"Raise actor.lr (now {config.actor.lr:g})",
+        ),
+    )
+    return next((cause, cure) for applies, cause, cure in reasons if applies)
+
+
+def _nothing_usable(config: RunConfig, scored: Sequence[ScoredRollout]) -> tuple[str, str]:
+    if not scored:
+        return "there were no rollouts", "Look at the log"
+    unscored = [s for s in scored if s.rollout.trainable and not s.result.has_valid_score]
+    (reason, _), *_ = Counter(s.rollout.stop_reason for s in scored).most_common(1)
+    if unscored and len(unscored) * 2 >= len(scored):
+        detail = " ".join((unscored[0].result.reason or "the result is not valid").split())
+        return f"no rollout got a valid score: {detail}", "Test the reward on stored rollouts: toolwise check reward"
+    fault = next((s.rollout.fault for s in scored if s.rollout.stop_reason is reason and s.rollout.fault), None)
+    detail = f": {fault.partition(': shorten')[0]}" if fault else ""
+    if reason is StopReason.PROMPT_TOO_LONG:
+        return (
+            f"no prompt fits the context{detail}",
+            f"Shorten the prompts, or lower rollout.max_new_tokens (now {config.rollout.max_new_tokens})",
+        )
+    if reason.trainable:
+        return "no rollout could be trained on", "Read some in rollouts/: `fault` and `error` say what is wrong"
+    return f"the rollouts ended with {reason.value}{detail}", "Fix the tool, environment or server"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -19,7 +19,6 @@ from toolwise.terminal import write_line
 from toolwise.terminal.display import Console, Live
 from toolwise.training.records import RolloutRecord
 from toolwise.training.trackers.conversation import clean_text, conversation_turns, shorten
-from toolwise.training.trackers.route_text import route_shares, share_bar
 from toolwise.types import StepEvent
 
 DISPLAYED_METRICS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
@@ -36,6 +35,8 @@ explores routes that its policy would not take, so the policy's own score and co
 MIN_PANEL_S = 4.0
 """Minimum time a rollout stays on the live display, so that it can be read."""
 
+ROUTE_LABELS = {"ANSWER": "answer", "SEARCH-FAMILY": "search", "CALCULATE-FAMILY": "calculate"}
+_ROUTE_STYLES = ("green", "cyan", "yellow", "magenta")
 _STYLES = {"user": "bold", "call": "cyan", "result": "dim", "assistant": "", "system": "dim"}
 
 
@@ -45,10 +46,9 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     if not values:
         return ""
     n = min(width, len(values))
-    edges = [round(i * len(values) / n) for i in range(n + 1)]
+    edges = (round(i * len(values) / n) for i in range(n + 1))
     means = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min(means), max(means)
-    span = high - low
+    low, span = min(means), max(means) - min(means)
     return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * (m - low) / span)) if span > 0 else 3] for m in means)
 
 
@@ -67,6 +67,26 @@ def format_duration(seconds: float) -> str:
     return f"{hours}h{m:02}m" if hours else f"{m}m{s:02}s" if m else f"{s}s"
 
 
+def route_shares(metrics: Mapping[str, float]) -> dict[str, float]:
+    """route -> the share the policy gives it; empty without a router."""
+    prefix = "router/share/"
+    shares = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    return {ROUTE_LABELS.get(name, name.lower()): share for name, share in shares.items() if math.isfinite(share)}
+
+
+def share_bar(shares: Mapping[str, float], width: int = 40) -> Text:
+    """The shares as one bar, `width` characters long, followed by their names in the same colors."""
+    bar, names, values = Text(), Text(), list(shares.values())
+    total = math.fsum(values) or 1.0
+    edges = [round(width * math.fsum(values[:i]) / total) for i in range(len(values) + 1)]
+    for (before, after), (name, share), style in zip(
+        pairwise(edges), shares.items(), cycle(_ROUTE_STYLES), strict=False
+    ):
+        bar.append("█" * (after - before), style=style)
+        names.append(f"  {name} {share:.0%}", style=style)
+    return bar + names
+
+
 class ConsoleTracker(Tracker, Callback):
     """Shows a run's progress. Model output is shown as plain text, without markup or control characters."""
 
@@ -75,7 +95,6 @@ class ConsoleTracker(Tracker, Callback):
         total_steps: int,
         *,
         title: str,
-        show_rollouts: bool = True,
         console: Console | None = None,
         every_s: float = 5.0,
         rollout_every_s: float = 60.0,
@@ -84,7 +103,6 @@ class ConsoleTracker(Tracker, Callback):
         self._console = console or Console()
         self._total = max(1, total_steps)
         self._title = clean_text(title)
-        self._show_rollouts = show_rollouts
         self._every_s, self._rollout_every_s = every_s, rollout_every_s
         self._step = 0
         self._began = time.monotonic()
@@ -102,7 +120,11 @@ class ConsoleTracker(Tracker, Callback):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step = max(self._step, step)
         evaluated = any(name.startswith("eval/") for name in metrics)
-        self._record_metrics(metrics)
+        self._routes = route_shares(metrics) or self._routes
+        self._budget = metrics.get("router/cost/budget", self._budget)
+        for histories, of_validation in ((self._training, False), (self._validation, True)):
+            for name, value in _displayed_values(metrics, evaluated=of_validation).items():
+                histories[name].append(value)
         if not evaluated:
             self._step_times = [*self._step_times[-19:], (time.monotonic(), step)]
         if self._live is not None:
@@ -117,8 +139,6 @@ class ConsoleTracker(Tracker, Callback):
 
     def show_rollout(self, record: RolloutRecord) -> None:
         now = time.monotonic()
-        if not self._show_rollouts:
-            return
         if self._live is not None:
             if len(self._rollout_panels) < 2 or now - self._rollout_panels[-1][0] >= MIN_PANEL_S:
                 self._rollout_panels = [*self._rollout_panels[-1:], (now, _rollout_panel(record))]
@@ -142,9 +162,8 @@ class ConsoleTracker(Tracker, Callback):
             body = Text("\n".join(map(clean_text, lines)))
             self._console.print(Panel(body, title=Text(title), title_align="left", border_style="yellow"))
         else:
-            self._print(f"WARNING {clean_text(title)}")
-            for line in lines:
-                self._print(f"  {clean_text(line)}")
+            for line in (f"WARNING {title}", *(f"  {line}" for line in lines)):
+                self._print(clean_text(line))
 
     def close(self) -> None:
         if self._live is not None:
@@ -157,13 +176,6 @@ class ConsoleTracker(Tracker, Callback):
             self._live.start()
         self._live.refresh()
 
-    def _record_metrics(self, metrics: Mapping[str, float]) -> None:
-        self._routes = route_shares(metrics) or self._routes
-        self._budget = metrics.get("router/cost/budget", self._budget)
-        for histories, evaluated in ((self._training, False), (self._validation, True)):
-            for name, value in _displayed_values(metrics, evaluated=evaluated).items():
-                histories[name].append(value)
-
     def _seconds_left(self) -> float | None:
         if not self._step_times or self._step_times[-1][1] <= self._step_times[0][1]:
             return None
@@ -175,12 +187,10 @@ class ConsoleTracker(Tracker, Callback):
         values = _displayed_values(metrics, evaluated=evaluated)
         parts += [f"{name} {self._format_value(name, value)}" for name, value in values.items()]
         parts += [f"faults {faults:.0f}"] if (faults := metrics.get("faults/rollouts")) else []
-        shares = " ".join(f"{route} {share:.0%}" for route, share in route_shares(metrics).items())
-        parts += [shares] if shares else []
-        left = self._seconds_left()
-        if left is not None and not evaluated and step < self._total:
+        parts.append(" ".join(f"{route} {share:.0%}" for route, share in route_shares(metrics).items()))
+        if (left := self._seconds_left()) is not None and not evaluated and step < self._total:
             parts.append(f"{format_duration(left)} left")
-        return "  ".join(parts)
+        return "  ".join(filter(None, parts))
 
     def _format_value(self, name: str, value: float) -> str:
         within = f" of {self._budget:g}" if name == "cost" and self._budget is not None else ""
@@ -192,22 +202,18 @@ class ConsoleTracker(Tracker, Callback):
 
     def _display(self) -> RenderableType:
         routes = [Text("routes   ", style="dim") + share_bar(self._routes)] if self._routes else []
-        parts: list[RenderableType] = [self._header(), self._table(), *routes]
-        panels = list(self._rollout_panels)
+        panels = [panel for _, panel in self._rollout_panels]
         if panels and self._console.width >= 110:
             side_by_side = Table.grid(expand=True, padding=(0, 1))
             for _ in panels:
                 side_by_side.add_column(ratio=1)
-            side_by_side.add_row(*(panel for _, panel in panels))
-            parts.append(side_by_side)
-        elif panels:
-            parts.append(panels[-1][1])
-        return Group(*parts)
+            side_by_side.add_row(*panels)
+            panels = [side_by_side]
+        return Group(self._header(), self._table(), *routes, *panels[-1:])
 
     def _header(self) -> RenderableType:
-        left = self._seconds_left()
         clock = f"{self._step}/{self._total}  {format_duration(time.monotonic() - self._began)}"
-        if left is not None and self._step < self._total:
+        if (left := self._seconds_left()) is not None and self._step < self._total:
             clock += f"  about {format_duration(left)} left"
         row = Table.grid(expand=True, padding=(0, 2))
         row.add_column(no_wrap=True, overflow="crop")
@@ -236,10 +242,9 @@ class ConsoleTracker(Tracker, Callback):
 
 def _is_live_terminal(console: Console) -> bool:
     """Checks the stream itself: with FORCE_COLOR, rich treats any stream as a terminal and fills logs with escapes."""
-    file = console.file
-    encoding = (getattr(file, "encoding", None) or "").lower().replace("-", "")
+    encoding = (getattr(console.file, "encoding", None) or "").lower().replace("-", "")
     try:
-        return file.isatty() and encoding == "utf8" and not console.is_dumb_terminal
+        return console.file.isatty() and encoding == "utf8" and not console.is_dumb_terminal
     except ValueError:
         return False
 
@@ -250,13 +255,9 @@ def _displayed_values(metrics: Mapping[str, Any], *, evaluated: bool) -> dict[st
     for name, training, validation in DISPLAYED_METRICS:
         if name == "correct" and not evaluated and "router/r_task" in metrics:
             continue  # with a router only its policy's own values count, and those lack `correct`
-        finite = [
-            float(value)
-            for metric in (validation if evaluated else training)
-            if (value := metrics.get(metric)) is not None and math.isfinite(value)
-        ]
-        if finite:
-            values[name] = finite[0]
+        for metric in validation if evaluated else training:
+            if (value := metrics.get(metric)) is not None and math.isfinite(value):
+                values.setdefault(name, float(value))
     return values
 
 
@@ -274,9 +275,9 @@ def _rollout_head(record: RolloutRecord) -> str:
 
 def rollout_lines(record: RolloutRecord, limit: int) -> list[tuple[str, str, str]]:
     """(label, line, style) per turn, without the system prompt and the middle of long conversations."""
-    turns = [turn for turn in conversation_turns(record.messages) if turn.kind != "system"]
     labels = {"assistant": "says", "result": "gets", "call": "calls", "user": "user"}
-    lines = [(labels[t.kind], shorten(t.text, limit), _STYLES[t.kind]) for t in turns]
+    turns = conversation_turns(record.messages)
+    lines = [(labels[t.kind], shorten(t.text, limit), _STYLES[t.kind]) for t in turns if t.kind != "system"]
     if len(lines) <= 8:
         return lines
     return [*lines[:4], ("", f"… {len(lines) - 8} more …", "dim"), *lines[-4:]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,14 +21,13 @@ class JsonlTracker(Tracker):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _repair_tail(self.path)
+        truncate_after(self.path, math.inf)  # the next line would be appended to an incomplete one
         self._file = self.path.open("ab")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        line = {"step": step, **metrics} | {"step": int(step)}
         # float: JSON has no NumPy scalars
-        plain = {name: v if v is None or isinstance(v, bool | int) else float(v) for name, v in line.items()}
-        self._file.write(json_line(plain))
+        plain = {name: v if v is None or isinstance(v, bool | int) else float(v) for name, v in metrics.items()}
+        self._file.write(json_line({"step": int(step)} | plain | {"step": int(step)}))
         self._file.flush()
 
     def sync(self) -> None:
@@ -43,18 +43,17 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [line for line, _ in _complete_lines(Path(path))]
 
 
-def truncate_after(path: str | os.PathLike[str], step: int) -> int:
+def truncate_after(path: str | os.PathLike[str], step: float) -> int:
     """Atomically drop lines logged after `step` and an incomplete last line; return the number of dropped lines.
 
     Call it before a tracker opens the file: an open tracker would keep writing to the replaced file.
     """
     path = Path(path)
-    if not path.exists():
-        return 0
+    before = path.read_bytes() if path.exists() else b""
     steps = [(line.get("step"), raw) for line, raw in _complete_lines(path)]
     remaining = [raw for at, raw in steps if not isinstance(at, int | float) or at <= step]
-    dropped = sum(1 for raw in path.read_bytes().split(b"\n") if raw.strip()) - len(remaining)
-    if dropped:
+    dropped = sum(1 for raw in before.split(b"\n") if raw.strip()) - len(remaining)
+    if dropped or before[-1:] not in (b"\n", b""):
         write_atomic(path, b"".join(raw + b"\n" for raw in remaining))
     return dropped
 
@@ -65,26 +64,12 @@ def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     numbered = [(number, raw) for number, raw in raw_lines if raw.strip()]
     lines = []
     for number, raw in numbered:
-        parsed = _parse(raw)
-        if parsed is not None:
+        try:
+            parsed = json.loads(raw)
+        except (ValueError, RecursionError):
+            parsed = None
+        if isinstance(parsed, dict):
             lines.append((parsed, raw))
         elif number != numbered[-1][0]:
             raise CheckpointError(f"{path}, line {number}: not a JSON object; remove that line and try again")
     return lines
-
-
-def _parse(raw: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _repair_tail(path: Path) -> None:
-    """Remove an incomplete last line left by a crash: the next line would be appended to it."""
-    if not path.exists():
-        return
-    head, newline, tail = path.read_bytes().rpartition(b"\n")
-    if tail:
-        write_atomic(path, head + newline + (tail + b"\n" if _parse(tail) is not None else b""))

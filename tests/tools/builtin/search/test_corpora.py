@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from toolwise.errors import ConfigError, DataError
-from toolwise.tools.builtin.search.corpora import Document, FileCorpus, InlineCorpus, WordNet, read_corpora
+from toolwise.tools.builtin.search.index import Document
+from toolwise.tools.builtin.search.tool import FileCorpus, InlineCorpus, WordNet, read_corpora
 
 SYNSETS = """  1 This is the licence
 00001740 03 n 02 dog 0 domestic_dog 0 003 ~ 00001930 n 0000 | a member of the genus Canis; "the dog barked all night"

@@ -17,14 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
-from functools import lru_cache
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from toolwise.concurrency.deadlines import exclude_pool_queue_time
 from toolwise.errors import ConfigError, ToolwiseError
-from toolwise.tools.builtin.search.corpora import Corpus, Document
 from toolwise.tools.call_errors import SERVER_DOWN, ToolCallError
 
 log = logging.getLogger("toolwise.search")
@@ -35,6 +34,10 @@ FORMAT = 1
 """Version of the cached files; a new number rebuilds them."""
 MAX_CONCURRENT_SEARCHES = min(4, os.cpu_count() or 1)
 _INSTRUCTIONS_PER_CHECK = 10_000
+# Few threads: SQLite computes in them, so more threads than cores would only compete. None of them can hang.
+_threads = ThreadPoolExecutor(MAX_CONCURRENT_SEARCHES, thread_name_prefix="toolwise-search")
+THREADED_SEARCH_CHARS = 200_000
+"""Larger document collections of a task are searched in a thread; below this, starting one takes longer."""
 
 # A word for FTS5's unicode61; everything else, operators and quotes included, separates words.
 _TERM = re.compile(r"[^\W_]+")
@@ -46,6 +49,19 @@ _STOP_WORDS = frozenset(
     """.split()  # noqa: SIM905 (words read better than a list of them)
 )
 _TABLE = "CREATE VIRTUAL TABLE documents USING fts5(title, text, {}tokenize='porter unicode61')"
+
+
+class Document(NamedTuple):
+    title: str
+    text: str
+
+
+class Corpus(Protocol):
+    """Documents in a fixed order. Equal fingerprints mean equal documents."""
+
+    def fingerprint(self) -> str: ...
+
+    def documents(self) -> Iterator[Document]: ...
 
 
 class SearchResult(NamedTuple):
@@ -72,12 +88,19 @@ class DocumentIndex:
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
 
-    async def search_in_thread(self, query: str, k: int, *, timeout_s: float) -> SearchResult:
-        """`search` in a thread, for collections large enough to block the event loop noticeably."""
-        return await _run_in_pool(lambda limit: self.search(query, k, limit), timeout_s)
-
-    def search(self, query: str, k: int, limit: QueryDeadline | None = None) -> SearchResult:
+    async def search(self, query: str, k: int, *, snippet_words: int = 0, timeout_s: float) -> SearchResult:
         """The best `k` documents that contain any of the query's terms; ties keep the order of the documents."""
+        if sum(len(document.text) for document in self.documents) > THREADED_SEARCH_CHARS:
+            return await _run_in_pool(lambda limit: self._search(query, k, limit), timeout_s)
+        return self._search(query, k, QueryDeadline())
+
+    def close(self) -> None:
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    def _search(self, query: str, k: int, limit: QueryDeadline) -> SearchResult:
         match = match_expression(query_terms(query))
         if not match or not self.documents:
             return SearchResult(0, [])
@@ -90,20 +113,13 @@ class DocumentIndex:
             ).fetchall()
         return SearchResult(len(rows), [self.documents[row] for (row,) in rows[:k]])
 
-    def close(self) -> None:
-        with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
-
-    def _build(self, limit: QueryDeadline | None) -> sqlite3.Connection:
-        connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        try:
+    def _build(self, limit: QueryDeadline) -> sqlite3.Connection:
+        with ExitStack() as stack:
+            connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+            stack.callback(connection.close)
             # content='': the texts stay in Python; SQLite stores only the index.
-            _fill(connection, self.documents if limit is None else limit.watch(self.documents), "content='', ")
-        except BaseException:
-            connection.close()
-            raise
+            _fill(connection, self.documents, "content='', ", limit)
+            stack.pop_all()
         return connection
 
 
@@ -120,12 +136,10 @@ class CorpusIndex:
         """Like `DocumentIndex.search`, with texts cut to `snippet_words` around the terms (0: full text). The search is
         interrupted at the deadline, or when the caller is cancelled."""
         terms = query_terms(query)
-        terms = [term for term in terms if term not in _STOP_WORDS] or terms
-        if not terms:
+        match = match_expression([term for term in terms if term not in _STOP_WORDS] or terms)
+        if not match:
             return SearchResult(0, [])
-        return await _run_in_pool(
-            lambda limit: self._search(limit, match_expression(terms), k, snippet_words), timeout_s
-        )
+        return await _run_in_pool(lambda limit: self._search(limit, match, k, snippet_words), timeout_s)
 
     def _search(self, limit: QueryDeadline, match: str, k: int, snippet_words: int) -> SearchResult:
         connection = self._idle.pop() if self._idle else self._connect()
@@ -148,18 +162,12 @@ class CorpusIndex:
         return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
 
 
+@dataclass(slots=True)
 class QueryDeadline:
     """Decides when the work on one query should stop."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self.end = math.inf
-        self.cancelled = False
-
-    def begin(self) -> None:
-        """Start the clock. Called in the thread, so that waiting for a thread does not count."""
-        self.end = time.monotonic() + self._timeout_s
-        self.check()
+    end: float = math.inf
+    cancelled: bool = False
 
     @property
     def expired(self) -> bool:
@@ -169,27 +177,23 @@ class QueryDeadline:
         if self.expired:
             raise sqlite3.OperationalError("interrupted")  # like SQLite
 
-    def watch(self, documents: Iterable[Document]) -> Iterator[Document]:
-        for document in documents:
-            self.check()
-            yield document
 
-
-def _install_interrupt(connection: sqlite3.Connection, limit: QueryDeadline | None) -> None:
+def _install_interrupt(connection: sqlite3.Connection, limit: QueryDeadline) -> None:
     """Make SQLite check the deadline regularly, and interrupt the query when it has passed."""
-    connection.set_progress_handler(None if limit is None else lambda: limit.expired, _INSTRUCTIONS_PER_CHECK)
+    connection.set_progress_handler(lambda: limit.expired, _INSTRUCTIONS_PER_CHECK)
 
 
 async def _run_in_pool(work: Callable[[QueryDeadline], SearchResult], timeout_s: float) -> SearchResult:
     """Run `work` in a thread. It stops at its deadline, or when the caller is cancelled."""
-    limit = QueryDeadline(timeout_s)
+    limit = QueryDeadline()
 
     def run() -> SearchResult:
-        limit.begin()
+        limit.end = time.monotonic() + timeout_s  # only now: waiting for a thread does not count
+        limit.check()
         return work(limit)
 
     try:
-        return await asyncio.wrap_future(_threads().submit(exclude_pool_queue_time(run)))
+        return await asyncio.wrap_future(_threads.submit(exclude_pool_queue_time(run)))
     except sqlite3.OperationalError as error:
         if limit.expired:
             raise ToolCallError(f"took longer than {timeout_s:g} s", "timeout") from None
@@ -198,12 +202,6 @@ async def _run_in_pool(work: Callable[[QueryDeadline], SearchResult], timeout_s:
         raise ToolCallError(f"the index is damaged: {error}", SERVER_DOWN) from None
     finally:
         limit.cancelled = True
-
-
-@lru_cache(maxsize=1)
-def _threads() -> ThreadPoolExecutor:
-    """Few threads: SQLite computes in them, so more threads than cores would only compete. None of them can hang."""
-    return ThreadPoolExecutor(MAX_CONCURRENT_SEARCHES, thread_name_prefix="toolwise-search")
 
 
 def open_index(corpora: Sequence[Corpus], cache: Path | None = None) -> CorpusIndex:
@@ -228,10 +226,9 @@ def open_index(corpora: Sequence[Corpus], cache: Path | None = None) -> CorpusIn
 
 def cache_folder() -> Path:
     """TOOLWISE_CACHE, or else toolwise in the user's XDG cache folder."""
-    override = os.environ.get("TOOLWISE_CACHE")
-    xdg = os.environ.get("XDG_CACHE_HOME")
-    base = Path(override) if override else (Path(xdg) if xdg else Path.home() / ".cache") / "toolwise"
-    return base / "search"
+    if override := os.environ.get("TOOLWISE_CACHE"):
+        return Path(override) / "search"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "toolwise" / "search"
 
 
 def _build(corpora: Sequence[Corpus], path: Path) -> None:
@@ -242,7 +239,8 @@ def _build(corpora: Sequence[Corpus], path: Path) -> None:
         with closing(sqlite3.connect(name, isolation_level=None)) as connection:
             connection.execute("PRAGMA journal_mode = OFF")
             connection.execute("PRAGMA synchronous = OFF")
-            size = _fill(connection, (document for corpus in corpora for document in corpus.documents()), "")
+            documents = (document for corpus in corpora for document in corpus.documents())
+            size = _fill(connection, documents, "", QueryDeadline())
             if size == 0:
                 raise ConfigError("tool search: the corpus has no documents; use another")
             connection.execute("CREATE TABLE about (size INTEGER)")
@@ -255,7 +253,7 @@ def _build(corpora: Sequence[Corpus], path: Path) -> None:
             os.unlink(name)
 
 
-def _fill(connection: sqlite3.Connection, documents: Iterable[Document], options: str) -> int:
+def _fill(connection: sqlite3.Connection, documents: Iterable[Document], options: str, limit: QueryDeadline) -> int:
     try:
         connection.execute(_TABLE.format(options))
     except sqlite3.OperationalError as error:
@@ -265,6 +263,7 @@ def _fill(connection: sqlite3.Connection, documents: Iterable[Document], options
     connection.execute("BEGIN")
     size = 0
     for row, document in enumerate(documents):
+        limit.check()
         # Lone surrogates, which JSON may contain, have no UTF-8 encoding.
         texts = (text.encode("utf-8", "replace").decode("utf-8") for text in document)
         connection.execute("INSERT INTO documents(rowid, title, text) VALUES (?, ?, ?)", (row, *texts))

@@ -1,0 +1,252 @@
+"""Computes a router's frontier, the baselines' and the oracle's from stored outcomes of the same rows.
+
+Nothing is rolled out here: every router is a mixture over the same outcomes, so all differences are paired. A router
+meets a budget through a threshold that was fitted on other rows than those it is evaluated on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolwise.errors import ConfigError
+from toolwise.frontier.reference_curves import (
+    Curve,
+    Estimate,
+    estimate,
+    fixed_mixture_curve,
+    oracle_curve,
+    random_curve,
+    row_weights,
+)
+from toolwise.frontier.rollout_pool import OutcomeTable
+from toolwise.routing.threshold import Floats, Threshold, find_threshold
+
+
+@dataclass(frozen=True, slots=True)
+class RouteValues:
+    """A router's output for every row: log-probs (or predicted rewards) of the routes, and their expected costs."""
+
+    values: Floats
+    """[rows, routes]"""
+    costs: Floats | None = None
+    """[rows, routes] predicted costs; None: use the mean cost of each route on the rows thresholds are fitted on."""
+    samples: bool = True
+    """Whether `values` are log-probs, so that routes can be sampled from them without a threshold."""
+
+    def select_rows(self, chosen: NDArray[Any]) -> RouteValues:
+        return replace(self, values=self.values[chosen], costs=None if self.costs is None else self.costs[chosen])
+
+    def expected_costs(self, route_means: Floats) -> Floats:
+        return np.broadcast_to(route_means, self.values.shape) if self.costs is None else self.costs
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    budget: float | None
+    """None for methods without a budget."""
+    cost: Estimate
+    score: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    rows: int
+    left_out: int
+    """Rows that could not be scored under every route."""
+    draws: int
+    curves: Mapping[str, list[Point]]
+    """Methods that can meet a budget: one point per budget."""
+    fixed: Mapping[str, Point]
+    """Methods without a budget."""
+    gap_closed: Mapping[str, list[Estimate]]
+    """Per router and budget: (score − random) / (oracle − random), all three at the router's actual cost."""
+    as_trained: Mapping[str, Estimate]
+    """The first router without a threshold, at the cost it then has: `gap_closed`, the score of each reference curve
+    at that cost, and for every other router NAME its score at that cost (NAME), its cost ("NAME, cost") and the first
+    router's lead ("ahead of NAME"). Empty if the first router gives no probabilities."""
+    at_its_cost: Mapping[str, list[Estimate]]
+    """Per reference curve and budget: its score at the first router's actual cost."""
+    ahead: Mapping[str, list[Estimate]]
+    """Per other router and budget: the first router's score minus the other's."""
+    shares: list[dict[str, float]]
+    """Per budget: route -> share of rows that the first router sends there."""
+
+
+def compute_frontier(
+    outcomes: OutcomeTable,
+    routers: Mapping[str, RouteValues],
+    budgets: Sequence[float],
+    *,
+    routes: Sequence[str],
+    replicates: int = 1000,
+    seed: int = 0,
+) -> Frontier:
+    """`routers` by name, the evaluated one first. `routes` are the outcome columns they choose from, the one without
+    tools first; every other column becomes a fixed point."""
+    if not budgets or any(not np.isfinite(b) or b < 0 for b in budgets):
+        raise ConfigError(f"budgets are {list(budgets)}: give at least one, all finite and not negative")
+    for name, router_values in routers.items():
+        if not np.isfinite(router_values.values).all():
+            raise ConfigError(f"{name} gives a value that is not finite: is its head damaged?")
+    kept = outcomes.complete_rows()
+    complete = outcomes.select_rows(kept)
+    chosen = complete.select_routes(routes)
+    weights = row_weights(len(complete.row_ids), replicates, seed)
+    rows = _RowMeans(chosen.mean_over_draws("scores"), chosen.mean_over_draws("costs"), weights, seed)
+    references = _reference_curves(chosen, rows)
+    values = {name: router_values.select_rows(kept) for name, router_values in routers.items()}
+    at_budgets = {name: [rows.at_budget(each, budget) for budget in budgets] for name, each in values.items()}
+    trained = {name: rows.evaluate_mixture(_softmax(each.values)) for name, each in values.items() if each.samples}
+    first, *others = at_budgets
+    levels = [(budget, np.full(len(weights), budget)) for budget in budgets]
+    return Frontier(
+        rows=len(complete.row_ids),
+        left_out=len(outcomes.row_ids) - len(kept),
+        draws=outcomes.scores.shape[2],
+        curves={
+            name: [_point(curve.clip_cost(costs), curve.score_at(costs), budget) for budget, costs in levels]
+            for name, curve in references.items()
+        }
+        | {
+            name: [_point(each.cost, each.score, budget) for each, budget in zip(results, budgets, strict=True)]
+            for name, results in at_budgets.items()
+        },
+        fixed=_fixed_points(complete, routes, weights)
+        | {f"{name}, as trained": _point(each.cost, each.score) for name, each in trained.items()},
+        gap_closed={
+            name: [estimate(_gap_closed(each, references)) for each in results] for name, results in at_budgets.items()
+        },
+        as_trained=_as_trained(rows, values, trained, references),
+        at_its_cost={
+            name: [estimate(curve.score_at(each.cost)) for each in at_budgets[first]]
+            for name, curve in references.items()
+        },
+        ahead={
+            name: [
+                estimate(own.score - other.score)
+                for own, other in zip(at_budgets[first], at_budgets[name], strict=True)
+            ]
+            for name in others
+        },
+        shares=[dict(zip(routes, each.mixture.mean(axis=0).tolist(), strict=True)) for each in at_budgets[first]],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _MixtureResult:
+    """Mean cost and score of a mixture of routes, [replicates] each."""
+
+    mixture: Floats
+    """[rows, routes]"""
+    cost: Floats
+    score: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class _RowMeans:
+    """Means over the draws, [rows, routes], and the bootstrap weights of the rows."""
+
+    scores: Floats
+    costs: Floats
+    weights: Floats
+    seed: int
+
+    def evaluate_mixture(self, mixture: Floats) -> _MixtureResult:
+        cost, score = ((mixture * values).sum(axis=1) for values in (self.costs, self.scores))
+        return _MixtureResult(mixture, self.weights @ cost, self.weights @ score)
+
+    def at_budget(self, router_values: RouteValues, budget: float) -> _MixtureResult:
+        """Two-fold: each half is routed with the threshold fitted on the other. A single row uses its own."""
+        count = len(self.costs)
+        order = np.random.default_rng(self.seed).permutation(count)
+        halves = [order[: count // 2], order[count // 2 :]] if count > 1 else [order, order]
+        mixture = np.empty_like(self.costs)
+        for evaluated, fitted in (halves, halves[::-1]):
+            rows = router_values.select_rows(fitted)
+            (threshold,), means = calibrate(rows, self.costs[fitted], self.scores[fitted], [budget])
+            rows = router_values.select_rows(evaluated)
+            mixture[evaluated] = threshold.probabilities(rows.values, rows.expected_costs(means))
+        return self.evaluate_mixture(mixture)
+
+
+def _as_trained(
+    rows: _RowMeans,
+    values: Mapping[str, RouteValues],
+    trained: Mapping[str, _MixtureResult],
+    references: Mapping[str, Curve],
+) -> dict[str, Estimate]:
+    """The first router without a threshold; see `Frontier.as_trained`."""
+    first, *others = values
+    if first not in trained:
+        return {}
+    result = trained[first]
+    estimates = {"gap_closed": estimate(_gap_closed(result, references))}
+    estimates |= {name: estimate(curve.score_at(result.cost)) for name, curve in references.items()}
+    for name in others:
+        other = rows.at_budget(values[name], float(result.cost[0]))
+        estimates |= {
+            name: estimate(other.score),
+            f"{name}, cost": estimate(other.cost),
+            f"ahead of {name}": estimate(result.score - other.score),
+        }
+    return estimates
+
+
+def calibrate(
+    router_values: RouteValues, spent: Floats, scores: Floats, budgets: Sequence[float]
+) -> tuple[list[Threshold], Floats]:
+    """Thresholds to store with a checkpoint, fitted on all rows, and the mean cost of each route on them.
+
+    `spent` and `scores` [rows, routes] are the actual costs and scores, averaged over each row's draws.
+    """
+    means = spent.mean(axis=0)
+    costs = router_values.expected_costs(means)
+    return [find_threshold(router_values.values, costs, spent, budget, scores) for budget in budgets], means
+
+
+def _softmax(logits: Floats) -> Floats:
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+
+
+def _point(cost: Floats, score: Floats, budget: float | None = None) -> Point:
+    return Point(budget, estimate(cost), estimate(score))
+
+
+def _reference_curves(chosen: OutcomeTable, rows: _RowMeans) -> dict[str, Curve]:
+    scores, costs, weights = rows.scores, rows.costs, rows.weights
+    curves = {
+        "random": random_curve(scores, costs, weights, free=0),
+        "best fixed mixture": fixed_mixture_curve(scores, costs, weights),
+        "oracle": oracle_curve(scores, costs, weights),
+    }
+    half = chosen.scores.shape[2] // 2
+    if half:
+        halves = chosen.select_draws(slice(0, half)), chosen.select_draws(slice(half, None))
+        parts = [part.mean_over_draws(what) for part in halves for what in ("scores", "costs")]
+        if all(np.isfinite(part).all() for part in parts):
+            curves["oracle, held-out draws"] = oracle_curve(
+                parts[0], parts[1], weights, paid_scores=parts[2], paid_costs=parts[3]
+            )
+    return curves
+
+
+def _fixed_points(outcomes: OutcomeTable, routes: Sequence[str], weights: Floats) -> dict[str, Point]:
+    """Every outcome column on its own."""
+    scores, costs = weights @ outcomes.mean_over_draws("scores"), weights @ outcomes.mean_over_draws("costs")
+    return {
+        (f"always {name}" if name in routes else name): _point(costs[:, i], scores[:, i])
+        for i, name in enumerate(outcomes.routes)
+    }
+
+
+def _gap_closed(result: _MixtureResult, references: Mapping[str, Curve]) -> Floats:
+    """NaN where there is no gap to close."""
+    low, high = references["random"].score_at(result.cost), references["oracle"].score_at(result.cost)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(high - low > 1e-9, (result.score - low) / (high - low), np.nan)

@@ -1,0 +1,1 @@
+"""Requests to OpenAI-compatible servers: the policies behind them, and judges."""

@@ -1,0 +1,135 @@
+"""Checks before the first step: rows without a ground truth, and routers without a choice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
+
+from toolwise.config.schema import RunConfig
+from toolwise.errors import ConfigError
+from toolwise.rewards.combine import CompositeReward
+from toolwise.rewards.executor import EPISODE_REWARDS
+from toolwise.routing.families import Family
+from toolwise.routing.inference_router import Conditioning
+from toolwise.tools.base import BaseTool
+from toolwise.training.diagnosis.symptoms import prompt_too_long
+from toolwise.types import ScoredRollout, Task
+from toolwise.types.findings import Finding
+
+ANSWER_WORDS = frozenset(
+    {"answer", "answers", "expected", "gold", "golden", "gt", "label", "labels", "reference"}
+    | {"solution", "solutions", "target", "targets", "truth"}
+)
+"""Words in the names of columns that probably hold the ground truth."""
+
+
+def startup_findings(
+    config: RunConfig,
+    rewards: CompositeReward,
+    tools: Mapping[str, BaseTool],
+    *,
+    train: Sequence[Task] = (),
+    held_out: Sequence[Task] = (),
+) -> list[Finding]:
+    """Findings about an assembled run before its first step."""
+    findings = [
+        _no_ground_truth(rewards, train, "training") or _no_ground_truth(rewards, held_out, "held-out"),
+        _one_family(config, tools, train) if config.router.enable else None,
+    ]
+    return [finding for finding in findings if finding is not None]
+
+
+def evaluation_findings(
+    rewards: CompositeReward, tasks: Sequence[Task], scored: Sequence[ScoredRollout]
+) -> list[Finding]:
+    """Findings about an evaluation without training."""
+    findings = (_no_ground_truth(rewards, tasks, "evaluated"), prompt_too_long(scored, "this evaluation", 0))
+    return [finding for finding in findings if finding is not None]
+
+
+def check_routable(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> None:
+    """Reject a router if no task has a tool, neither one of the run nor one that its prompt describes."""
+    if not config.router.enable or not tasks or any(_families(config, tools, task) for task in tasks):
+        return
+    if tools and not config.multi_turn.enable:
+        raise ConfigError(
+            "router.enable is true but multi_turn.enable is false: no tool is offered, so all routes are the same; set "
+            "multi_turn.enable = true, or router.enable = false"
+        )
+    why = "no task offers any of them" if tools else "there are no tools"
+    raise ConfigError(
+        f"router.enable is true, but {why}: a router chooses between tools; add some to `tools`, or set "
+        "router.enable = false"
+    )
+
+
+def _families(config: RunConfig, tools: Mapping[str, BaseTool], task: Task) -> dict[str, Family]:
+    offered = tools if config.multi_turn.enable else {}
+    return Conditioning(config.router, offered).families_of(task)
+
+
+def _one_family(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> Finding | None:
+    names: dict[str, Family] = {}
+    for task in tasks:
+        names |= _families(config, tools, task)
+        if len(set(names.values())) > 1:
+            return None
+    if not names:
+        return None
+    (family,) = set(names.values())
+    other = Family.CALCULATE if family is Family.SEARCH else Family.SEARCH
+    same = (
+        "the routes to search and to calculate offer the same tools"
+        if family is Family.OTHER
+        else f"the route to {other.value.lower()} offers no tool, so it is the same as answering"
+    )
+    fix = (
+        "Add a tool of another family, or train without a router"
+        if len(names) == 1
+        else f'Set the families: router.families = {{ {next(iter(names))} = "{other.value}" }}, or '
+        f'@toolwise.tool(family="{other.value}")'
+    )
+    shown = ", ".join([*list(names)[:5], *(["…"] if len(names) > 5 else [])])
+    says = f"All tools ({shown}) are of the family {family.value}: {same}"
+    return Finding("one_family", "warning", says, cure=fix)
+
+
+def _no_ground_truth(rewards: CompositeReward, tasks: Sequence[Task], which: str) -> Finding | None:
+    """Reported only if a column looks like the ground truth: a reward may not need one."""
+    # a parameter whose name starts with an underscore is unused by convention
+    readers = [
+        part.reward
+        for part in rewards.parts
+        if part.reward.reference not in EPISODE_REWARDS and not part.reward.signature.first[1].startswith("_")
+    ]
+    if not tasks or not readers or any(task.ground_truth is not None for task in tasks):
+        return None
+    columns = sorted({name for task in tasks for name, value in task.reward_kwargs.items() if value is not None})
+    inner = sorted({name for task in tasks for name, value in task.extra_info.items() if value is not None})
+    parameters = {name for part in rewards.parts for name in part.reward.signature.names}
+    likely = [name for name in columns if _looks_like_answer(name)]
+    if parameters & set(likely):
+        return None
+    takes_any = any(part.reward.signature.takes_any for part in rewards.parts)
+    if not likely and not takes_any and len(columns) == 1 and not parameters & set(columns):
+        likely = columns
+    likely += [f"extra_info.{name}" for name in inner if _looks_like_answer(name)]
+    if not likely:
+        return None
+    available = ", ".join(["prompt", *columns, *(f"extra_info.{name}" for name in inner)])
+    return Finding(
+        "no_ground_truth",
+        "warning",
+        f"ground_truth is None on all {len(tasks)} {which} rows, but {readers[0].name} takes it; the columns are: "
+        f"{available}",
+        cure=f"Rename the column {likely[0]} to ground_truth, or let the reward take it by name: "
+        f"def score(messages, ground_truth, {likely[0].removeprefix('extra_info.')})"
+        if not likely[0].startswith("extra_info.")
+        else f"Move {likely[0]} to a column ground_truth",
+    )
+
+
+def _looks_like_answer(column: str) -> bool:
+    named = not ANSWER_WORDS.isdisjoint(re.findall(r"[a-z]+", column.lower()))
+    return named or SequenceMatcher(None, column.lower(), "ground_truth").ratio() > 0.8

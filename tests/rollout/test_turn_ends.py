@@ -1,0 +1,78 @@
+"""Where turns end, for the ways in which models end them, each as a template of a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from toolwise.errors import ModelError
+from toolwise.messages import Message
+from toolwise.rollout.turn_ends import TurnEnds, after_reply, find_turn_ends, mark_reply
+
+CONTROLS = ("<s>", "</s>", "<end>", "<close>", "<user>", "<tool>", "<bot>", "<call>")
+Write = Callable[[Message, bool], str]
+
+
+def find(write: Write, stops: Sequence[str] = ("</s>",)) -> TurnEnds:
+    def render(messages: Sequence[Message], opened: bool) -> str:
+        return "".join(write(m, m is messages[-1] and not opened) for m in messages) + ("<bot>" if opened else "")
+
+    return find_turn_ends(render, CONTROLS, stops, name="mine")
+
+
+def text_of(message: Message) -> str:
+    calls = "".join(f"call({c.arguments})" for c in message.tool_calls or ())
+    return f"{message.content or ''}{calls}"
+
+
+def role(message: Message) -> str:
+    return {"user": "<user>", "tool": "<tool>"}.get(message.role, "<bot>")
+
+
+def test_one_token_closes_every_message() -> None:
+    ends = find(lambda m, last: f"{role(m)}{text_of(m)}<end>\n")
+    assert (ends.stops, ends.ends, ends.openings) == (("</s>", "<end>"), ("<end>",), ("<user>", "<tool>"))
+    assert ends.split("<end>\n<user>hm<end>\n<bot>", "<end>") == ("<end>", "\n<user>hm<end>\n<bot>")
+    assert ends.split("<end>\n<user>hm", "</s>") == ("<end>", "\n<user>hm"), "another stop token was sampled"
+
+
+def test_what_stands_before_the_end_is_not_part_of_the_reply() -> None:
+    ends = find(lambda m, last: f"{role(m)}{text_of(m)}<close></s>", ["</s>"])
+    assert (ends.stops, ends.ends, ends.closers) == (("</s>",), ("</s>",), {"<close>"})
+
+
+def test_the_opening_of_the_next_message_ends_a_reply() -> None:
+    ends = find(lambda m, last: f"{role(m)}{text_of(m)}")
+    assert (ends.stops, ends.ends, ends.openings) == (("</s>", "<user>", "<tool>"), (), ("<user>", "<tool>"))
+    assert ends.split("<tool>result<bot>", "<tool>") == ("<tool>", "result<bot>")
+    assert ends.split("<tool>result<bot>", "</s>") == ("", "<tool>result<bot>")
+
+
+def test_the_last_turn_ends_otherwise_than_earlier_ones() -> None:
+    ends = find(lambda m, last: f"{role(m)}{text_of(m)}{'</s>' if last else '<end>'}")
+    assert (ends.stops, ends.ends) == (("</s>",), ("<end>",))
+    assert ends.split("<end><user>hm", "</s>") == ("<end>", "<user>hm")
+
+
+def test_the_end_of_a_call_opens_its_result() -> None:
+    def write(message: Message, last: bool) -> str:
+        if message.role == "tool":
+            return text_of(message)
+        return f"{role(message)}{text_of(message)}{'<call>' if message.tool_calls else '<end>'}"
+
+    ends = find(write)
+    assert ends.ends == ("<end>", "<call>")
+    assert ends.split("<call>result", "<call>") == ("<call>", "result")
+    assert ends.split("<call>result", "<end>") == ("", "<call>result"), "it was not sampled, so it is written"
+
+
+def test_a_template_without_ends_is_refused() -> None:
+    with pytest.raises(ModelError, match="the chat template of mine does not end an assistant turn"):
+        find(lambda m, last: f"{m.role}: {text_of(m)}\n")
+
+
+def test_a_marked_reply_is_found_again_by_its_text_or_its_call() -> None:
+    assert after_reply(f"a{mark_reply(Message(role='assistant', content='x')).content}b") == "b"
+    with pytest.raises(ModelError, match="leaves out an assistant turn"):
+        after_reply("no marker")

@@ -1,0 +1,173 @@
+"""Checks before the first step: rows without a ground truth, routers without a choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from diagnosis_cases import config, scored, task, too_long
+
+from toolwise.errors import ConfigError
+from toolwise.rewards.combine import CompositeReward, WeightedReward
+from toolwise.rewards.executor import episode_reward
+from toolwise.rewards.function import Reward
+from toolwise.tools.base import BaseTool
+from toolwise.tools.catalog import build_tools
+from toolwise.tools.function import tool
+from toolwise.training.diagnosis import check_routable, evaluation_findings, startup_findings
+from toolwise.types import Task
+
+
+def compares(messages: Any, ground_truth: Any) -> float:
+    return float(messages[-1].content == ground_truth)
+
+
+def ignores(messages: Any, _ground_truth: Any) -> float:
+    return 1.0
+
+
+def takes_answer(messages: Any, ground_truth: Any, answer: str) -> float:
+    return float(messages[-1].content == answer)
+
+
+def takes_any(messages: Any, ground_truth: Any, **kwargs: Any) -> float:
+    return 1.0
+
+
+def rewards(*functions: Any) -> CompositeReward:
+    return CompositeReward(tuple(WeightedReward(f if isinstance(f, Reward) else Reward.of(f)) for f in functions))
+
+
+def kinds(tasks: list[Task], *functions: Any) -> list[str]:
+    return [finding.name for finding in startup_findings(config(), rewards(*functions), {}, train=tasks)]
+
+
+ANSWERS = [task("a", reward_kwargs={"answer": "4"}), task("b", reward_kwargs={"answer": "5", "level": 1})]
+
+
+def test_a_column_named_answer_is_named_with_its_cure() -> None:
+    (finding,) = startup_findings(config(), rewards(compares), {}, train=ANSWERS)
+    assert (finding.name, finding.step) == ("no_ground_truth", 0)
+    assert "None on all 2 training rows" in finding.says
+    assert "prompt, answer, level" in finding.says
+    assert "Rename the column answer to ground_truth" in finding.cure
+    assert "def score(messages, ground_truth, answer)" in finding.cure
+
+
+@pytest.mark.parametrize("column", ["gold_answer", "label", "Solution", "groundtruth", "expected"])
+def test_columns_that_look_like_an_answer(column: str) -> None:
+    assert kinds([task(reward_kwargs={column: "4"})], compares) == ["no_ground_truth"]
+    assert kinds([task(reward_kwargs={column: "4"})], takes_any) == ["no_ground_truth"]
+
+
+def test_a_single_unused_column_is_assumed_to_be_the_answer() -> None:
+    assert kinds([task(reward_kwargs={"bridges": 107})], compares) == ["no_ground_truth"]
+    assert kinds([task(reward_kwargs={"bridges": 107})], takes_any) == []
+
+
+def test_an_answer_in_extra_info_is_found_too() -> None:
+    (finding,) = startup_findings(config(), rewards(compares), {}, train=[task(extra_info={"answer": "4", "index": 1})])
+    assert "Move extra_info.answer to a column ground_truth" in finding.cure
+
+
+@pytest.mark.parametrize(
+    ("tasks", "function"),
+    [
+        ([task(ground_truth="4", reward_kwargs={"answer": "4"})], compares),
+        ([*ANSWERS, task("c", ground_truth="6")], compares),  # some rows have one
+        (ANSWERS, ignores),
+        (ANSWERS, takes_answer),
+        (ANSWERS, episode_reward("env")),
+        ([task()], compares),  # the rows have no other column: the reward may not need a ground truth
+        ([task(reward_kwargs={"level": 1, "source": "x"})], compares),
+        ([], compares),
+    ],
+)
+def test_no_false_alarm_about_ground_truths(tasks: list[Task], function: Any) -> None:
+    assert kinds(tasks, function) == []
+
+
+def test_held_out_rows_are_looked_at_as_well() -> None:
+    train = [task(ground_truth="4")]
+    (finding,) = startup_findings(config(), rewards(compares), {}, train=train, held_out=ANSWERS)
+    assert "held-out rows" in finding.says
+
+
+def test_an_evaluation_reports_both() -> None:
+    found = evaluation_findings(rewards(compares), ANSWERS, [scored(), too_long()])
+    assert [finding.name for finding in found] == ["no_ground_truth", "prompt_too_long"]
+
+
+# Routers.
+
+
+@tool
+def fetch_page(url: str) -> str:
+    """Does something."""
+    return url
+
+
+@tool(family="SEARCH")
+def lookup(name: str) -> str:
+    """Does something else."""
+    return name
+
+
+def routed(tools: dict[str, BaseTool], **router: Any) -> list[str]:
+    settings = config(router={"enable": True, **router})
+    found = startup_findings(settings, rewards(compares), tools, train=[task(ground_truth="4")])
+    return [f"{finding.name} {finding.says} {finding.cure}" for finding in found]
+
+
+def test_a_router_whose_tools_are_all_of_one_family() -> None:
+    tools = build_tools([fetch_page, lookup])
+    families = {"fetch_page": "OTHER", "lookup": "OTHER"}
+    (said,) = routed(tools, families=families)
+    assert said.startswith("one_family All tools (fetch_page, lookup) are of the family OTHER")
+    assert "offer the same tools" in said
+    assert 'router.families = { fetch_page = "SEARCH" }' in said
+    (said,) = routed(tools, families={"fetch_page": "SEARCH"})
+    assert "the route to calculate offers no tool" in said
+    (said,) = routed({"lookup": tools["lookup"]})
+    assert "Add a tool of another family" in said
+    assert routed(tools, families={"fetch_page": "CALCULATE"}) == []
+
+
+def test_families_are_those_of_all_tasks_together() -> None:
+    tools = build_tools(["calculator", "search"])
+    tasks = [task("a", ground_truth="4", tools=["calculator"]), task("b", ground_truth="4", tools=["search"])]
+    settings = config(router={"enable": True})
+    assert startup_findings(settings, rewards(compares), tools, train=tasks) == []
+    (finding,) = startup_findings(settings, rewards(compares), tools, train=tasks[:1])
+    assert finding.name == "one_family"
+
+
+@pytest.mark.parametrize(
+    ("tools", "tasks", "sections", "said"),
+    [
+        ([], [task()], {}, "there are no tools: a router chooses between tools; add some to `tools`"),
+        (["search"], [task(tools=[])], {}, "no task offers any of them"),
+        (["search"], [task()], {"multi_turn": {"enable": False}}, "multi_turn.enable = true"),
+    ],
+)
+def test_a_router_without_tools_is_refused(
+    tools: list[str], tasks: list[Task], sections: dict[str, Any], said: str
+) -> None:
+    settings = config(router={"enable": True}, **sections)
+    with pytest.raises(ConfigError, match=r"router\.enable is true") as caught:
+        check_routable(settings, build_tools(tools), tasks)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_router_with_tools_is_not() -> None:
+    check_routable(config(router={"enable": True}), build_tools(["search"]), [task(tools=[]), task()])
+    check_routable(config(), {}, [task()])
+
+
+def test_tools_that_a_prompt_describes_are_tools() -> None:
+    from toolwise.messages import Message
+
+    system = "**Available Tools**\n1. Name: find\nDescription: Finds things.\nParameters: {}"
+    described = Task(task_id="r", prompt=[Message(role="system", content=system), Message(role="user", content="?")])
+    check_routable(config(router={"enable": True}, multi_turn={"enable": False}), {}, [described])

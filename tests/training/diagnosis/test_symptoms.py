@@ -1,0 +1,45 @@
+"""Why no weight has changed: each cause has its own message and fix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from diagnosis_cases import DROPPED, UPDATED, config, scored, too_long
+
+from toolwise.training.diagnosis.symptoms import explain_unchanged
+from toolwise.types import ScoredRollout, StopReason
+
+GOOD = [scored(1.0), scored(0.0)]
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "metrics", "cause", "cure"),
+    [
+        ([], DROPPED, "there were no rollouts", "log"),
+        ([too_long()], DROPPED, "no prompt fits the context: a prompt of 9 tokens", "max_new_tokens (now 256)"),
+        ([scored(1.0, valid=False)], DROPPED, "no rollout got a valid score", "toolwise check reward"),
+        (
+            [scored(0.0, stop=StopReason.POLICY_FAULT, rewards=(), fault="server down")],
+            DROPPED,
+            "ended with policy_fault: server down",
+            "server",
+        ),
+        ([scored(1.0), scored(1.0)], DROPPED, "all 8 groups were dropped", "rollout.n"),
+        (GOOD, {**UPDATED, "actor/grad_norm": 0.0}, "the gradient is 0", "distinguishes better replies from worse"),
+        (GOOD, {**UPDATED, "actor/lr": 0.0}, "the learning rate is 0", "warmup_steps"),
+        (
+            GOOD,
+            {**UPDATED, "actor/update_norm": 0.0, "actor/grad_norm": float("nan"), "actor/skipped_updates": 1.0},
+            "every optimizer step was skipped",
+            "actor.spike_factor",
+        ),
+        (GOOD, {**UPDATED, "actor/update_norm": 1e-12}, "1.0e-12 are rounded away in bfloat16", "actor.lr (now 1e-06)"),
+    ],
+)
+def test_each_cause_has_its_cure(
+    rollouts: list[ScoredRollout], metrics: Mapping[str, float], cause: str, cure: str
+) -> None:
+    found = explain_unchanged(config(model={"dtype": "bfloat16"}), rollouts, metrics, "all 8 groups were")
+    assert cause in found[0]
+    assert cure in found[1]

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from typing import Any
+
+from toolwise.training.records import RolloutRecord
+from toolwise.view.comparison import changed_tasks, contrasting_groups
+
+
+def rollout(task_id: str, correct: float | None, **changes: Any) -> RolloutRecord:
+    metrics = {} if correct is None else {"correct": correct}
+    base = {
+        "task_id": task_id,
+        "group_id": task_id,
+        "kind": "k",
+        "metrics": metrics,
+        "score": correct,
+        "cost": 1.0,
+    }
+    return RolloutRecord.from_json(base | changes)
+
+
+def test_at_most_eight_learned_tasks_come_first_then_some_still_wrong() -> None:
+    before = [rollout(str(i), 0) for i in range(30)]
+    after = [rollout(str(i), 1 if i < 20 else 0) for i in range(30)]
+    assert [c.outcome for c in changed_tasks(before, after)] == ["learned"] * 8 + ["still wrong"] * 3
+
+
+def test_losses_are_shown_too() -> None:
+    changes = changed_tasks([rollout("a", 1)], [rollout("a", 0)])
+    assert [c.outcome for c in changes] == ["lost"]
+
+
+def test_what_stays_right_is_shown_only_where_it_got_cheaper() -> None:
+    before = [rollout("a", 1, cost=2.0), rollout("b", 1)]
+    after = [rollout("a", 1, cost=0.0), rollout("b", 1)]
+    assert [(c.before.task_id, c.outcome) for c in changed_tasks(before, after)] == [("a", "cheaper")]
+
+
+def test_without_verdicts_scores_decide() -> None:
+    before = [rollout(i, None, score=0.5) for i in ("a", "b", "c")]
+    after = [rollout(i, None, score=s) for i, s in (("a", 0.7), ("b", 0.3), ("c", 0.5))]
+    assert [c.outcome for c in changed_tasks(before, after)] == ["better", "worse"]
+
+
+def test_the_shown_tasks_are_spread_over_the_kinds() -> None:
+    before = [rollout(f"{kind}{i}", 0, kind=kind) for kind in ("a", "b") for i in range(20)]
+    after = [rollout(f"{kind}{i}", 1, kind=kind) for kind in ("a", "b") for i in range(20)]
+    assert [c.before.kind for c in changed_tasks(before, after)] == ["a", "b"] * 4
+
+
+def test_without_a_second_validation_a_few_are_shown_as_they_were() -> None:
+    changes = changed_tasks([rollout(str(i), 0) for i in range(9)], [])
+    assert len(changes) == 4
+    assert all(c.after is None for c in changes)
+
+
+def test_telling_groups_are_those_whose_rollouts_differ() -> None:
+    def trained(group: str, score: float, advantage: float | None) -> RolloutRecord:
+        return rollout(group, score, group_id=group, steps=[{"advantage": advantage}])
+
+    same = [trained("same", 1, 0.0), trained("same", 1, 0.0)]
+    split = [trained("split", 0, -1.0), trained("split", 1, 1.0), trained("split", 0.5, 0.1)]
+    none = [trained("none", 1, None), trained("none", 0, None)]
+    groups = contrasting_groups([*same, *split, *none])
+    assert [[r.score for r in group] for group in groups] == [[1, 0]]

@@ -11,14 +11,16 @@ import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from toolwise.sandbox import ProgramSandbox, Sandbox, process_limits
 from toolwise.sandbox.faults import WorkerFault
-from toolwise.sandbox.process_limits import MAX_THREADS, check_memory, oom_kills
+from toolwise.sandbox.process_limits import MAX_THREADS, check_memory, check_processes, oom_kills
 from toolwise.sandbox.process_tree import ProcessTree
+from toolwise.sandbox.processes import Process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 MESSAGES = [{"role": "assistant", "content": "4"}]
@@ -176,4 +178,7 @@ def test_processes_and_their_memory_are_counted(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(WorkerFault, match="more than 0 processes") as many:
         check_memory(tree, 500)
     assert many.value.kind == "too_big"
+    monkeypatch.setattr(process_limits, "MAX_THREADS", 0)  # a fork bomb passes this limit too
+    with pytest.raises(WorkerFault, match="more than 0 processes"):
+        check_processes(cast(Process, SimpleNamespace(popen=tree)), 500, children=True)
     started.communicate(b"\n")

@@ -33,9 +33,10 @@ MAX_NEW_PIDS = 64
 
 def check_processes(process: Process, memory_mb: int, *, children: bool) -> None:
     """Check a worker that runs user code. Raises a `WorkerFault` if its processes exceed a limit."""
-    check_threads(process.popen.proc_folders() if children else [f"/proc/{process.worker}"])
     if children:
         check_memory(process.popen, memory_mb + ROOM_FOR_LIBRARIES_MB, confirm=True)
+    # Last: each process has a thread, and a fork bomb should be called one.
+    check_threads(process.popen.proc_folders() if children else [f"/proc/{process.worker}"])
 
 
 def check_memory(popen: ProcessTree, max_mb: int, *, confirm: bool = False) -> None:

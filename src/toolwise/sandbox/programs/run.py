@@ -242,9 +242,9 @@ class _Run:
         if self._program_ended or now < self._next_count:
             return
         self._next_count = now + CHECK_INTERVAL_S
-        check_threads(self._proc_folders())
         if self._spec.plan.may_have_children:
             check_memory(self.popen, self._spec.plan.memory_mb)
+        check_threads(self._proc_folders())  # last: each process has a thread, and a fork bomb should be called one
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._started_at if self._started_at is not None else 0.0

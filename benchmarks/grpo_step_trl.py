@@ -1,7 +1,8 @@
 """TRL 1.16's side of grpo_step.py, run in .venv-bench: `GRPOTrainer.train` with a clock around each step.
 
-It uses TRL's defaults except for what must be the same on both sides, and two settings that only cost time on a CPU:
-activation checkpointing is off, and all rows of a step are computed at once unless `--trl-batch` is smaller.
+It uses TRL's defaults except for what must be the same on both sides, and two settings that only cost time: activation
+checkpointing is off, and on a CPU all rows of a step are computed at once unless `--trl-batch` is smaller. On a GPU it
+trains fp32 weights under bf16 autocast, its own default for `bf16`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 import transformers
 import transformers.models.llama.modeling_llama
 from datasets import Dataset
-from grpo_step import CLIP, GROUP, LEARNING_RATE, MAX_GRAD_NORM, NEW_TOKENS, PROMPTS, memory_mb, score
+from grpo_step import CLIP, LEARNING_RATE, MAX_GRAD_NORM, memory_mb, peak_mb, score
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -27,7 +29,8 @@ from trl import GRPOConfig, GRPOTrainer
 class Clock(TrainerCallback):
     """Times each step, from its start to after the optimizer step."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_tokens: int) -> None:
+        self.new_tokens = new_tokens
         self.steps: list[dict[str, float]] = []
         self.began = self.cpu = 0.0
 
@@ -39,7 +42,7 @@ class Clock(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         if logs and "grad_norm" in logs:
-            assert logs["completions/mean_length"] == NEW_TOKENS, logs
+            assert logs["completions/mean_length"] == self.new_tokens, logs
             self.steps[-1]["grad_norm"] = float(logs["grad_norm"])
 
 
@@ -60,26 +63,28 @@ def reward(completions: list[list[dict[str, Any]]], **_: Any) -> list[float]:
 
 
 def theirs(job: dict[str, Any], folder: str) -> dict[str, Any]:
-    torch.set_num_threads(job["threads"])
+    cpu = job["device"] == "cpu"
+    if cpu:
+        torch.set_num_threads(job["threads"])
     imports = memory_mb("VmRSS")
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, trust_remote_code=False)
-    rows = PROMPTS * GROUP
+    model = AutoModelForCausalLM.from_pretrained(job["model"], trust_remote_code=False, dtype=torch.float32)
+    rows = job["prompt_count"] * job["group"]
     settings = GRPOConfig(
         output_dir=folder,
         per_device_train_batch_size=job["trl_batch"],
         gradient_accumulation_steps=rows // job["trl_batch"],
-        num_generations=GROUP,
+        num_generations=job["group"],
         max_steps=job["steps"],
-        max_completion_length=NEW_TOKENS,
-        generation_kwargs={"min_new_tokens": NEW_TOKENS},
+        max_completion_length=job["new_tokens"],
+        generation_kwargs={"min_new_tokens": job["new_tokens"]},
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         max_grad_norm=MAX_GRAD_NORM,
         epsilon=CLIP,
         beta=0.0,
         loss_type="dapo",
-        use_cpu=True,
-        bf16=False,
+        use_cpu=cpu,
+        bf16=not cpu,
         gradient_checkpointing=False,
         shuffle_dataset=False,
         report_to="none",
@@ -88,7 +93,7 @@ def theirs(job: dict[str, Any], folder: str) -> dict[str, Any]:
         disable_tqdm=True,
     )
     prompts = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in job["prompts"]])
-    clock = Clock()
+    clock = Clock(job["new_tokens"])
     trainer = TimedTrainer(
         model,
         reward_funcs=reward,
@@ -96,6 +101,7 @@ def theirs(job: dict[str, Any], folder: str) -> dict[str, Any]:
         train_dataset=prompts,
         processing_class=AutoTokenizer.from_pretrained(job["model"], trust_remote_code=False),
         callbacks=[clock],
+        peft_config=LoraConfig(r=job["lora"], target_modules="all-linear") if job["lora"] else None,
     )
     trainer.generate_seconds = []
     trainer.train()
@@ -104,9 +110,9 @@ def theirs(job: dict[str, Any], folder: str) -> dict[str, Any]:
         step["generate"] = seconds
     return {
         "steps": clock.steps,
-        "peak_mb": memory_mb("VmHWM") - imports,
+        "peak_mb": peak_mb(job["device"], imports),
         "imports_mb": imports,
-        "prompt_tokens": trainer.prompt_tokens // GROUP,
+        "prompt_tokens": trainer.prompt_tokens // job["group"],
     }
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import httpx
@@ -15,34 +15,20 @@ from hypothesis import strategies as st
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.remote.endpoint import Endpoint
 from toolwise.remote.server_errors import ServerError
+from toolwise.testing import virtual_time
 
 T = TypeVar("T")
 URL = "http://server.test/v1/chat/completions"
 Answer = Callable[[httpx.Request], Awaitable[httpx.Response]]
 
 
-class Leaping(selectors.DefaultSelector):
-    """Jumps to the next timer instead of waiting for it."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        assert timeout is not None, "everything waits for ever"
-        self.now += max(0.0, timeout)
-        return super().select(0)
-
-
 def simulate(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
     """The result of `work`, and how long it took in simulated time."""
-    selector = Leaping()
 
-    def make() -> asyncio.AbstractEventLoop:
-        loop = asyncio.SelectorEventLoop(selector)
-        loop.time = lambda: selector.now  # type: ignore[method-assign]
-        return loop
+    async def timed() -> tuple[T, float]:
+        return await work, asyncio.get_running_loop().time()
 
-    with asyncio.Runner(loop_factory=make) as runner:
-        return runner.run(work), selector.now
+    return virtual_time.simulate(timed())
 
 
 def status(code: int, **headers: str) -> Answer:
@@ -164,16 +150,19 @@ def test_a_full_context_is_an_ending_and_no_failure() -> None:
 
 
 def test_pauses_double_with_chance_in_them_up_to_a_limit() -> None:
-    pauses: list[float] = []
+    def pauses(seed: int) -> list[float]:
+        times: list[float] = []
 
-    async def sleep(pause_s: float) -> None:
-        pauses.append(pause_s)
+        async def failing(request: httpx.Request) -> httpx.Response:
+            times.append(asyncio.get_running_loop().time())
+            return httpx.Response(500)
 
-    for seed in (1, 1, 2):
-        ask(endpoint([status(500)] * 5, max_retries=5, sleep=sleep, seed=seed))
-    first, again, other = pauses[:5], pauses[5:10], pauses[10:]
+        refused(endpoint([failing] * 6, max_retries=5, seed=seed))
+        return [later - earlier for earlier, later in pairwise(times)]
+
+    first, again, other = map(pauses, (1, 1, 2))
     assert first == again != other
-    assert all(1 / 2 <= pause / 2**i <= 1 for i, pause in enumerate(first))
+    assert all(1 / 2 <= pause / 2**i <= 1 + 1e-9 for i, pause in enumerate(first))
 
 
 def test_a_server_that_names_a_wait_is_given_it() -> None:

@@ -139,19 +139,15 @@ async def run_with_deadline(
     if limit_s <= 0:
         work.close()
         raise timeout_error
-    loop = asyncio.get_running_loop()
-    woken: asyncio.Future[None] = loop.create_future()
+    woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     guarded = _notify_when_done(work, woken)
     # The name it is reported under if it is abandoned.
     cast("Any", guarded).__qualname__ = getattr(work, "__qualname__", "") or str(work)
-    timer: asyncio.TimerHandle | None = None
-    if clock is None:
-        task, timer = spawn(guarded), loop.call_later(limit_s, wake, woken)
-    else:
-        clock.start(limit_s, woken)
-        token = _clock.set(clock)
-        task = spawn(guarded)  # the task copies the context
-        _clock.reset(token)
+    timer = clock or WorkClock()
+    timer.start(limit_s, woken)
+    token = _clock.set(clock or _clock.get())
+    task = spawn(guarded)  # the task copies the context
+    _clock.reset(token)
     try:
         await woken
         if not task.done():
@@ -160,10 +156,7 @@ async def run_with_deadline(
             raise user_code.UserCodeError("it cancelled itself")
         return task.result()
     finally:
-        if timer is not None:
-            timer.cancel()
-        elif clock is not None:
-            clock.stop()
+        timer.stop()
         if not task.done():
             await _cancel_and_wait(task, work)
         elif not task.cancelled():

@@ -1,6 +1,6 @@
 """Requests to an OpenAI-compatible server, with retries within one deadline, and metrics.
 
-Time and randomness are injected (`sleep`, `clock`, `seed`, `client`), so that tests can simulate hours of failures.
+Waits use the running loop's clock, so that tests can simulate hours of failures (`toolwise.testing.virtual_time`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolwise.errors import ConfigError, ContextFullError, PolicyError
@@ -24,11 +24,6 @@ T = TypeVar("T")
 
 _MAX_ERROR_BYTES = 16_384
 _JSON = {"Content-Type": "application/json", "Accept": "application/json"}
-
-
-def loop_time() -> float:
-    """The running loop's clock, which its timeouts use, real or simulated."""
-    return asyncio.get_running_loop().time()
 
 
 class Endpoint:
@@ -48,8 +43,6 @@ class Endpoint:
         max_concurrent: int = 256,
         max_reply_bytes: int = 64_000_000,
         seed: int = 0,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        clock: Callable[[], float] = loop_time,
         client: httpx.AsyncClient | None = None,
     ) -> None:
         self.url = _validate_url(url)
@@ -63,8 +56,6 @@ class Endpoint:
         self._headers = _JSON | _authorization(api_key)
         self._api_key = api_key
         self._rng = random.Random(seed)
-        self._sleep = sleep
-        self._clock = clock
         self._external_client = client
         self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore] | None = None
         self._counts: Counter[str] = Counter()
@@ -73,7 +64,8 @@ class Endpoint:
         """Send `body` and return `read(json, headers)` of the reply. `read` may raise a retryable `ServerError`: a
         server that returned nonsense once may not do so again."""
         content = json.dumps(body).encode()  # as ASCII: a lone surrogate in a rollout must not fail here
-        deadline = self._clock() + self.deadline_s
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self.deadline_s
         attempts = 0
         while True:
             attempts += 1
@@ -86,18 +78,18 @@ class Endpoint:
                 raise ContextFullError(self._error_message(str(full), attempts)) from None
             except ServerError as fault:
                 pause_s = self._retry_delay_s(attempts, fault.wait_s)
-                if not fault.retryable or attempts > self.max_retries or self._clock() + pause_s >= deadline:
+                if not fault.retryable or attempts > self.max_retries or clock() + pause_s >= deadline:
                     self._counts[f"failures/{fault.kind}"] += 1
                     message = self._error_message(str(fault), attempts)
                     raise ServerError(fault.kind, message, denied=fault.denied) from fault
                 self._counts[f"retries/{fault.kind}"] += 1
-            await self._sleep(pause_s)
+            await asyncio.sleep(pause_s)
 
     async def _send_once(self, content: bytes, deadline: float) -> tuple[bytes, Mapping[str, str]]:
         import httpx
 
         client, slots = self._connections()
-        left_s = max(0.0, deadline - self._clock())
+        left_s = max(0.0, deadline - asyncio.get_running_loop().time())
         try:
             # Around everything: httpx's own timeouts restart with each byte from a slow server.
             async with (

@@ -3,10 +3,9 @@ log-probs if the server returns them."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from toolwise.errors import PolicyError
 from toolwise.messages import Message, Prefix
 from toolwise.policies.openai.reply import NEUTRAL_SAMPLING, Reply, read_reply
 from toolwise.protocols import Metrics, Sampling
-from toolwise.remote.endpoint import Endpoint, loop_time
+from toolwise.remote.endpoint import Endpoint
 from toolwise.rollout.parsers import PARSERS, to_action
 
 if TYPE_CHECKING:
@@ -53,8 +52,6 @@ class OpenAIAgentPolicy:
         return_token_ids: bool = True,
         extra_body: Mapping[str, Any] | None = None,
         seed: int = 0,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        clock: Callable[[], float] = loop_time,
         client: httpx.AsyncClient | None = None,
     ) -> None:
         if parser != _SERVER_PARSER and parser not in PARSERS:
@@ -76,8 +73,6 @@ class OpenAIAgentPolicy:
             backoff_s=backoff_s,
             max_concurrent=max_concurrent,
             seed=seed,
-            sleep=sleep,
-            clock=clock,
             client=client,
         )
         self._without_ids = 0

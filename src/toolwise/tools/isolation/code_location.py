@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,10 +84,7 @@ class ObjectRef:
         return cls(ModuleRef(module if by_name else None, str(path), file_version(path)), name)
 
     def find(self, module: ModuleType) -> Any:
-        value: Any = module
-        for part in self.name.split("."):
-            value = getattr(value, part)
-        return value
+        return attrgetter(self.name)(module)
 
 
 def has_main_guard(file: Path) -> bool:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from toolwise.concurrency.tasks import all_tasks, hide_task, spawn, unhide_task, unregister_task
+from toolwise.concurrency.tasks import all_tasks, hide_task, spawn, unhide_task, unregister_task, wait_all
 from toolwise.untrusted import user_code
 
 log = logging.getLogger("toolwise.concurrency.deadlines")
@@ -183,23 +183,16 @@ async def _notify_when_done(work: Coroutine[Any, Any, T], woken: asyncio.Future[
 async def _cancel_and_wait(task: asyncio.Task[Any], work: Coroutine[Any, Any, Any]) -> None:
     """Cancel `task` and wait for it, the full grace period even if the caller is cancelled, so that work that keeps
     running is always counted."""
-    loop = asyncio.get_running_loop()
     task.cancel()
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the result comes too late
-    until = loop.time() + GRACE_S
-    cancelled = False
-    while not task.done() and (remaining_s := until - loop.time()) > 0:
-        try:
-            await asyncio.wait({task}, timeout=remaining_s)
-        except asyncio.CancelledError:
-            cancelled = True
-    if task.done():
-        work.close()  # in case it never started: avoids the "never awaited" warning
-    else:
-        unhide_task(task)  # no longer managed here
-        _abandon(getattr(work, "__qualname__", str(work)), "ignores its cancellation")
-    if cancelled:
-        raise asyncio.CancelledError
+    try:
+        await wait_all([task], GRACE_S)
+    finally:
+        if task.done():
+            work.close()  # in case it never started: avoids the "never awaited" warning
+        else:
+            unhide_task(task)  # no longer managed here
+            _abandon(getattr(work, "__qualname__", str(work)), "ignores its cancellation")
 
 
 async def call_in_thread(work: Callable[[], T], *, name: str = "blocking work") -> T:

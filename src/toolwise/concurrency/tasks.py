@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -16,12 +17,13 @@ def spawn(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     return hide_task(asyncio.get_running_loop().create_task(work))
 
 
-async def wait_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Wait for all tasks to finish, however often the caller is cancelled meanwhile."""
-    cancelled = False
-    while pending := [task for task in tasks if not task.done()]:
+async def wait_all(tasks: Sequence[asyncio.Future[Any]], timeout_s: float = math.inf) -> None:
+    """Wait for all tasks to finish, or for `timeout_s`, however often the caller is cancelled meanwhile."""
+    loop = asyncio.get_running_loop()
+    until, cancelled = loop.time() + timeout_s, False
+    while (pending := [task for task in tasks if not task.done()]) and (left_s := until - loop.time()) > 0:
         try:
-            await asyncio.wait(pending)
+            await asyncio.wait(pending, timeout=left_s if left_s < math.inf else None)
         except asyncio.CancelledError:
             cancelled = True
     if cancelled:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar, get_args
 
 from toolwise.concurrency.deadlines import exclude_pool_queue_time
+from toolwise.concurrency.tasks import wait_all
 from toolwise.sandbox.base_sandbox import LIVE_SANDBOXES, BaseSandbox
 from toolwise.sandbox.faults import SandboxError
 from toolwise.sandbox.layers.bubblewrap import MountView, host_namespaces
@@ -168,9 +169,8 @@ async def _await_completion(future: Future[T], stop: Callable[[], None] = lambda
     except asyncio.CancelledError:
         stop()
         future.cancel()  # works only if it has not started
-        while not waiter.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait({waiter})
+        with suppress(asyncio.CancelledError):
+            await wait_all([waiter])
         if not waiter.cancelled():
             waiter.exception()  # retrieve it: no caller is left to handle it
         raise

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from toolwise.concurrency import deadlines
 from toolwise.concurrency.limits import Gate
 from toolwise.envs.tool_env import ToolEnv, validate_reward
 from toolwise.messages import Message, ToolCall
@@ -84,7 +83,7 @@ async def live(env: ToolEnv, *calls: ToolCall) -> tuple[list[Message], float | N
 
 def call_witness(witness: Witness, **more: Any) -> tuple[str, float | None, dict[str, Any]]:
     env = ToolEnv(a_task(), {"witness": witness}, **more)
-    messages, reward, _, info = run(live(env, ToolCall(id="call_0", name="witness", arguments={"x": 1})))
+    messages, reward, _, info = simulate(live(env, ToolCall(id="call_0", name="witness", arguments={"x": 1})))
     return messages[0].content or "", reward, info
 
 
@@ -103,7 +102,7 @@ def test_calls_are_answered_in_their_order() -> None:
         ToolCall(id="a", name="slow", arguments={"x": 1}),
         ToolCall(id="b", name="calculator", arguments={"expression": "6 * 7"}),
     ]
-    messages, reward, done, info = run(live(ToolEnv(a_task(), tools), *calls))
+    messages, reward, done, info = simulate(live(ToolEnv(a_task(), tools), *calls))
     assert [(m.role, m.tool_call_id, m.name, m.content) for m in messages] == [
         ("tool", "a", "slow", "slow"),
         ("tool", "b", "calculator", "42"),
@@ -121,9 +120,12 @@ def test_calls_of_one_turn_run_at_the_same_time() -> None:
         await asyncio.sleep(1.0)
 
     calls = [ToolCall(name="witness", arguments={"x": i}) for i in range(10)]
-    began = time.monotonic()
-    run(live(ToolEnv(a_task(), {"witness": Witness(execute=slow)}), *calls))
-    assert time.monotonic() - began < 6  # one after another they would take 10
+
+    async def episode() -> float:
+        await live(ToolEnv(a_task(), {"witness": Witness(execute=slow)}), *calls)
+        return asyncio.get_running_loop().time()
+
+    assert simulate(episode()) == 1.0
 
 
 def test_the_rewards_of_a_turn_are_summed() -> None:
@@ -201,12 +203,10 @@ def test_a_tool_that_is_too_slow_is_ended_and_told() -> None:
         finally:
             ended.append(True)
 
-    began = time.monotonic()
     text, _, info = call_witness(Witness(execute=slow), tool_timeout_s=0.05)
     assert text == "error: witness took longer than 0.05 s"
     assert info["failed_calls"] == {"timeout": 1}
     assert ended == [True]
-    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize(("works_s", "ends_s", "answer"), [(60, 30, "took longer than 30 s"), (29, 29, "seen")])
@@ -221,8 +221,7 @@ def test_a_tool_has_exactly_its_timeout(works_s: float, ends_s: float, answer: s
     assert ended_s == pytest.approx(ends_s)
 
 
-def test_a_tool_that_does_not_heed_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadlines, "GRACE_S", 0.05)
+def test_a_tool_that_does_not_heed_its_cancellation_is_left_behind() -> None:
     free: list[asyncio.Event] = []
 
     async def stubborn() -> None:
@@ -239,9 +238,7 @@ def test_a_tool_that_does_not_heed_its_cancellation_is_left_behind(monkeypatch: 
         free[0].set()
         return messages[0].content or ""
 
-    began = time.monotonic()
-    assert run(episode()) == "error: witness took longer than 0.05 s"
-    assert time.monotonic() - began < 10
+    assert simulate(episode()) == "error: witness took longer than 0.05 s"
 
 
 def test_a_synchronous_function_too_is_not_waited_for() -> None:
@@ -412,7 +409,7 @@ def test_a_tool_that_takes_too_long_to_make_is_not_waited_for() -> None:
 
     env = ToolEnv(a_task(), {"witness": Witness(create=slow)}, tool_timeout_s=0.05)
     with pytest.raises(TimeoutError, match=r"took longer than 0.05 s"):
-        run(env.reset())
+        simulate(env.reset())
 
 
 def test_a_turn_that_is_cancelled_ends_its_calls_first() -> None:
@@ -436,7 +433,7 @@ def test_a_turn_that_is_cancelled_ends_its_calls_first() -> None:
         with pytest.raises(asyncio.CancelledError):
             await turn
 
-    run(episode())
+    simulate(episode())
     assert ended == [True] * 3
 
 
@@ -473,6 +470,6 @@ def test_queue_time_is_reported_and_not_counted_as_tool_time() -> None:
     calls = [ToolCall(name="witness", arguments={"x": i}) for i in range(3)]
     gates = {"witness": Gate(1)}
     env = ToolEnv(a_task(), {"witness": Witness(execute=short)}, tool_timeout_s=0.25, gates=gates)
-    info = run(live(env, *calls))[3]
+    info = simulate(live(env, *calls))[3]
     assert info["failed_calls"] == {}
-    assert max(info["queue_s"]) > 0.25
+    assert info["queue_s"] == pytest.approx([0.0, 0.15, 0.3])

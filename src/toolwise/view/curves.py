@@ -221,12 +221,12 @@ def label_step_axes(axes: Any, title: str, palette: Palette, *, share: bool = Fa
     draw_legend(axes, palette)
 
 
-def draw_legend(axes: Any, palette: Palette) -> None:
+def draw_legend(axes: Any, palette: Palette, columns: int = 3) -> None:
     """Between the title and the axes, where it hides no line."""
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(-0.02, 0.995),
-        ncols=3,
+        ncols=columns,
         frameon=False,
         fontsize=9,
         labelcolor=palette.muted,

@@ -165,7 +165,7 @@ def _draw_fixed(axes: Any, fixed: Mapping[str, Mapping[str, Any]], palette: Pale
         at = (float(point["cost"]["value"]), float(point["score"]["value"]))
         close = any(abs(at[0] - x) < 0.2 and abs(at[1] - y) < 0.03 for x, y in points)
         points.append(at)
-        axes.plot(*at, "o", color=palette.cost, markersize=6, zorder=5)
+        axes.plot(*at, "o", color=palette.ink, markersize=6, zorder=5)
         axes.annotate(
             name.lower(),
             at,

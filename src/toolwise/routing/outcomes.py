@@ -15,15 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from toolwise.advantages.arrays import Doubles
 from toolwise.config.router import RouterConfig
 from toolwise.routing.families import ROUTES
-from toolwise.routing.route_advantages import (
-    Doubles,
-    finite_array,
-    independent_advantages,
-    router_rewards,
-    stratified_credit,
-)
+from toolwise.routing.route_advantages import finite_array, independent_advantages, router_rewards, stratified_credit
 
 RouteProbs = Mapping[str, Sequence[float]]
 """prompt id -> probability of each route"""

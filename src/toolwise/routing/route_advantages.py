@@ -20,14 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolwise.errors import ToolwiseError
+from toolwise.advantages.arrays import CreditError, Doubles, integer_codes, normalize
 from toolwise.routing.families import ROUTES
-
-Doubles = NDArray[np.float64]
-
-
-class RouterCreditError(ToolwiseError, ValueError):
-    """Rewards, costs, routes and groups are inconsistent."""
 
 
 def router_rewards(
@@ -67,12 +61,7 @@ def independent_advantages(
     `divide_by_std_as_a_control` is a negative control: it makes the router insensitive to λ.
     """
     r = finite_array(rewards, "router rewards", len(groups))
-    advantages = np.zeros(len(r))
-    for members in _group_indices(groups).values():
-        x = r[members]
-        if len(x) > 1 and not bool((x == x[0]).all()):
-            advantages[members] = (x - x.mean()) / (x.std(ddof=1) + 1e-6 if divide_by_std_as_a_control else 1.0)
-    return advantages
+    return normalize(r, integer_codes(list(groups)), "mean_std_norm" if divide_by_std_as_a_control else "mean_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +92,12 @@ def stratified_credit(
     r = finite_array(rewards, "router rewards", len(groups))
     route = np.asarray(routes, dtype=np.intp)
     if len(route) != len(r) or (len(route) and not 0 <= route.min() <= route.max() < len(ROUTES)):
-        raise RouterCreditError(f"give one route from 0 to {len(ROUTES) - 1} for each of {len(r)} rollouts")
-    indices = _group_indices(groups)
+        raise CreditError(f"give one route from 0 to {len(ROUTES) - 1} for each of {len(r)} rollouts")
+    prompt = integer_codes(list(groups))
+    first_rollouts = np.unique(prompt, return_index=True)[1]
     pi = np.asarray(probs, dtype=np.float64)
-    if pi.shape != (len(indices), len(ROUTES)):
-        raise RouterCreditError(f"probs has shape {pi.shape}; expected {len(indices)} prompts × {len(ROUTES)} routes")
-    prompt = np.empty(len(r), dtype=np.intp)
-    for number, members in enumerate(indices.values()):
-        prompt[members] = number
+    if pi.shape != (len(first_rollouts), len(ROUTES)):
+        raise CreditError(f"probs has shape {pi.shape}; expected {len(first_rollouts)} prompts × {len(ROUTES)} routes")
     cell = prompt * len(ROUTES) + route
     counts = np.bincount(cell, minlength=pi.size).reshape(pi.shape)
     seen = counts > 0
@@ -121,8 +108,7 @@ def stratified_credit(
     weights = np.where(seen, pi, 0.0)
     weights = weights / np.maximum(weights.sum(axis=1, keepdims=True), np.finfo(float).tiny)
     # Relative to one of the prompt's rewards, so that equal rewards give advantages of exactly 0.
-    anchor = r[[members[0] for members in indices.values()]]
-    relative = by_route(r - anchor[prompt])
+    relative = by_route(r - r[first_rollouts][prompt])
     advantages = np.where(seen, relative - (weights * relative).sum(axis=1, keepdims=True), 0.0)
     if divide_by_std_as_a_control:
         advantages = advantages / (np.sqrt((weights * advantages**2).sum(axis=1, keepdims=True)) + 1e-6)
@@ -133,18 +119,11 @@ def stratified_credit(
     return RouteCredit(seen, advantages, policy_costs)
 
 
-def _group_indices(groups: Sequence[Hashable]) -> dict[Hashable, list[int]]:
-    indices: dict[Hashable, list[int]] = {}
-    for index, group in enumerate(groups):
-        indices.setdefault(group, []).append(index)
-    return indices
-
-
 def finite_array(values: Any, what: str, length: int | None = None) -> Doubles:
     """A 1-D float64 array of finite numbers with `length` entries; raises otherwise."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or (length is not None and len(array) != length):
-        raise RouterCreditError(f"{what}: got shape {array.shape}, expected {length or 'a flat list'}")
+        raise CreditError(f"{what}: got shape {array.shape}, expected {length or 'a flat list'}")
     if not np.isfinite(array).all():
-        raise RouterCreditError(f"{what}: entry {int(np.flatnonzero(~np.isfinite(array))[0])} is not finite")
+        raise CreditError(f"{what}: entry {int(np.flatnonzero(~np.isfinite(array))[0])} is not finite")
     return array

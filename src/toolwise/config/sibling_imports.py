@@ -86,8 +86,10 @@ class Siblings:
 
 
 class FileLoader(SourceFileLoader):
-    """Loads a file that can import its siblings. Ignores bytecode in __pycache__, which stays valid for edits within the
-    same second that keep the file size."""
+    """Loads a file that can import its siblings.
+
+    Ignores bytecode in __pycache__, which stays valid for edits within the same second that keep the file size.
+    """
 
     def __init__(self, name: str, path: str, siblings: Siblings) -> None:
         super().__init__(name, path)

@@ -11,11 +11,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from toolwise.view.curves import draw_seeds
+from toolwise.errors import ToolwiseError
+from toolwise.training.run_folder import open_run, shared_steps
+from toolwise.view.curves import LIGHT, label_step_axes, new_figure, style_axes, to_png
 
 COLUMNS = (
     *("seed", "correct before", "after", "rise", "cost before", "after", "cost, sampled routes"),
@@ -46,6 +49,29 @@ def demo(more: list[str], seed: int, folder: Path) -> str:
         f"{os.getloadavg()[0]:.1f}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def draw_seeds(run_dirs: Sequence[Path], out: Path) -> Path:
+    """Plot validation over steps for several runs of one recipe: thin lines for runs, a bold one for the mean."""
+    runs = [open_run(run_dir) for run_dir in run_dirs]
+    name = "correct" if any(run.series("eval/correct")[0] for run in runs) else "score"
+    if not (curves := [series for run in runs if (series := run.series(f"eval/{name}"))[0]]):
+        raise ToolwiseError(f"no validation metrics in {', '.join(map(str, run_dirs)) or 'no runs'}; nothing to plot")
+    figure = new_figure(LIGHT, (900, 560))
+    axes = figure.add_axes((0.09, 0.12, 0.87, 0.76))
+    style_axes(axes, LIGHT)
+    for index, (steps, values) in enumerate(curves):
+        label = None if index else f"{len(curves)} runs, one line each"
+        axes.plot(steps, values, color=LIGHT.before, linewidth=1.3, label=label, zorder=2)
+    shared, by_run = shared_steps(curves)
+    if len(curves) > 1 and shared:
+        mean = [sum(values) / len(values) for values in zip(*by_run, strict=True)]
+        axes.plot(shared, mean, color=LIGHT.after, linewidth=2.4, marker="o", markersize=5, label="mean", zorder=3)
+    label_step_axes(
+        axes, f"{'share correct' if name == 'correct' else name}, held-out tasks", LIGHT, share=name == "correct"
+    )
+    out.write_bytes(to_png(figure))
+    return out
 
 
 def main() -> None:

@@ -87,8 +87,13 @@ def classified(out: Path, config: Any, outcomes: Any) -> dict[str, Any]:
     import torch
 
     from toolwise.data import load_tasks
-    from toolwise.frontier.baselines import classifier_log_probs, targets_by_labels, targets_by_oracle
-    from toolwise.frontier.presentation import CLASSIFIER, ORACLE_LABELS
+    from toolwise.frontier.baselines import (
+        CLASSIFIER,
+        ORACLE_LABELS,
+        classifier_log_probs,
+        targets_by_labels,
+        targets_by_oracle,
+    )
     from toolwise.models import load_model
     from toolwise.routing.families import MIXED, RouteAction
     from toolwise.routing.head.predictor import prompt_features

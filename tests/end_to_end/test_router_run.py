@@ -188,8 +188,11 @@ def test_an_actors_advantage_does_not_depend_on_what_other_routes_earned(tmp_pat
 
 def test_a_prompt_passes_the_trunk_once_for_its_route(tmp_path: Path) -> None:
     run = assemble(config(tmp_path))
+    model, encoded = run.router.model, list[int]()
+    encode = model.encode
+    model.encode = lambda prompts: encoded.append(len(prompts)) or encode(prompts)
     turn(run, 2)
-    assert run.router.model.prefills == 2 * 3  # prompts, and not 2 × 18 rollouts
+    assert sum(encoded) == 2 * 3  # prompts, and not 2 × 18 rollouts
 
 
 @pytest.mark.long

@@ -17,6 +17,8 @@ from toolwise.data import load_tasks
 from toolwise.demo.tasks import write_rows
 from toolwise.errors import ConfigError
 from toolwise.frontier.baselines import (
+    CLASSIFIER,
+    ORACLE_LABELS,
     Classifier,
     baseline_routers,
     classifier_log_probs,
@@ -24,7 +26,6 @@ from toolwise.frontier.baselines import (
     targets_by_labels,
     targets_by_oracle,
 )
-from toolwise.frontier.presentation import CLASSIFIER, ORACLE_LABELS
 from toolwise.models import locate
 from toolwise.routing.families import ROUTES
 from toolwise.routing.head.head import HeadSettings, RouterHead, save_head

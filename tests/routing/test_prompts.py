@@ -22,7 +22,6 @@ from toolwise.messages import Message, ToolCall
 from toolwise.routing.families import ROUTES, Family, RouteAction, families_of_task
 from toolwise.routing.prompts import (
     EMPTY_WORDING,
-    PARTS,
     ConditionedPrompt,
     allowed_tools,
     condition,
@@ -35,6 +34,7 @@ from toolwise.tools.catalog import build_tools
 from toolwise.types import Task
 
 ANSWER, SEARCH, CALCULATE = ROUTES
+PARTS = {"rlla": ("block", "note", "append"), "chat": ("note", "append")}
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "routed"
 VARIANTS: dict[str, dict[str, Any]] = {"hard": {}, "soft": {"hard": False}, "append": {"mode": "append"}}
 FAMILIES = {"calculator": Family.CALCULATE, "search": Family.SEARCH, "mail": Family.OTHER}
@@ -387,16 +387,16 @@ def test_a_copy_overrides_only_what_it_contains(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[chatt.ANSWER]\nnote = ''", "unknown name chatt; did you mean 'chat'\\?; use rlla, chat"),
-        ("[chat.ANSWERS]\nnote = ''", "unknown name chat.ANSWERS; did you mean 'ANSWER'\\?"),
-        ("[chat.ANSWER]\nblock = ''", "unknown name chat.ANSWER.block; use note, append"),
-        ("[chat.ANSWER]\nnote = 3", "chat.ANSWER.note is 3; write a string"),
-        ("[chat]\nANSWER = 3", "chat.ANSWER is 3; write a table"),
-        ("chat = 3", "chat is 3; write a table"),
+        ("[chatt.ANSWER]\nnote = ''", "unknown key `chatt` \\(did you mean `chat`\\?\\)"),
+        ("[chat.ANSWERS]\nnote = ''", "`chat.ANSWERS` must be 'ANSWER', .*did you mean 'ANSWER'\\?"),
+        ("[chat.ANSWER]\nblock = ''", "unknown key `chat.ANSWER.block` \\(known keys: note, append\\)"),
+        ("[chat.ANSWER]\nnote = 3", "`chat.ANSWER.note` must be a valid string, got 3"),
+        ("[chat]\nANSWER = 3", "`chat.ANSWER` must be a table, got 3"),
+        ("chat = 3", "`chat` must be a table, got 3"),
         ("[chat.ANSWER]\nnote = '{{ tool }}'", "chat.ANSWER.note: 'tool' is undefined"),
         ("[chat.ANSWER]\nnote = '{% if %}'", "chat.ANSWER.note: "),
         ('[chat.ANSWER]\nnote = "{{ first.__class__.__mro__ }}"', "chat.ANSWER.note: access to attribute"),
-        ("[chat", "copy wording.toml from the package"),
+        ("[chat", "is not valid TOML"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, text: str, told: str) -> None:

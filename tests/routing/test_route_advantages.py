@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolwise.advantages import compute_grpo_outcome_advantage
+from toolwise.advantages.arrays import CreditError
 from toolwise.advantages.grpo import group_advantages
 from toolwise.routing.families import ROUTES
 from toolwise.routing.route_advantages import (
-    RouterCreditError,
     independent_advantages,
     router_rewards,
     router_token_level_rewards,
@@ -198,5 +198,5 @@ def test_the_stratified_gradient_is_that_of_the_expected_reward() -> None:
     ],
 )
 def test_inconsistent_inputs_are_refused(call: Any, told: str) -> None:
-    with pytest.raises(RouterCreditError, match=told):
+    with pytest.raises(CreditError, match=told):
         call()

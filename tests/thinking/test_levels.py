@@ -79,12 +79,12 @@ def test_a_custom_file_replaces_the_built_in_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ('name = "act"\n', "", "level 1: must have exactly name, instruction, skeleton"),
-        ('name = "act"', "name = 3", "level 1: name must be a non-empty string"),
+        ('name = "act"\n', "", "`level[0].name` is required: add it"),
+        ('name = "act"', "name = 3", "`level[0].name` must be a valid string, got 3"),
         (
             'instruction = "say what the state is"',
             'instruction = " "',
-            "level 2: instruction must be a non-empty",
+            "`level[1].instruction`: String should have at least 1 character",
         ),
         ("<level>2</level>", "<level>3</level>", "level 2: the skeleton must be <level>2</level><think>…</think>"),
         ("<level>1</level>", "<level>1</level><think>hm</think>", "level 1: the skeleton must be"),
@@ -92,9 +92,9 @@ def test_a_custom_file_replaces_the_built_in_one(tmp_path: Path) -> None:
         ("<think>State:", "<think><think>State:", "level 2: the skeleton must be"),
         ("<action>{action}", "<action>action", "level 1: the skeleton must be"),
         ("State: {state}</think>", "I {action}</think>", "level 2: the skeleton has {action} in its thought"),
-        ("{levels}", "levels", "prompt must be a string that contains {levels}"),
-        ("prompt =", "promt =", "has an unknown key 'promt'; only prompt and four"),
-        ("[[level]]", "[level]", "cannot read"),
+        ("{levels}", "levels", "`prompt`: String should match pattern '\\{levels\\}'"),
+        ("prompt =", "promt =", "unknown key `promt` (did you mean `prompt`?)"),
+        ("[[level]]", "[level]", "is not valid TOML"),
     ],
 )
 def test_errors_in_a_file_are_one_line(tmp_path: Path, old: str, new: str, told: str) -> None:
@@ -107,10 +107,10 @@ def test_errors_in_a_file_are_one_line(tmp_path: Path, old: str, new: str, told:
 def test_three_levels_are_not_enough(tmp_path: Path) -> None:
     path = tmp_path / "three.toml"
     path.write_text(LEVELS_FILE.read_text(encoding="utf-8").rpartition("[[level]]")[0], encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"has 3 \[\[level\]\] tables; there must be 4"):
+    with pytest.raises(ConfigError, match="`level`: List should have at least 4 items after validation, not 3"):
         load_levels(path)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="levels: cannot read"):
+    with pytest.raises(ConfigError, match=r"none\.toml does not exist"):
         load_levels(tmp_path / "none.toml")

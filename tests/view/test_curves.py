@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from five_seeds import draw_seeds
 
 from toolwise.errors import ToolwiseError
 from toolwise.training.run_folder import open_run
-from toolwise.view.curves import draw_seeds, render_curves
+from toolwise.view.curves import render_curves
 
 MakeRun = Callable[..., Path]
 PNG = b"\x89PNG\r\n\x1a\n"

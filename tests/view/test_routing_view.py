@@ -12,7 +12,7 @@ import pytest
 from toolwise.errors import CheckpointError
 from toolwise.training.run_folder import open_run
 from toolwise.view.curves import DARK
-from toolwise.view.frontier import frontier_rows, read_frontier, render_frontier
+from toolwise.view.frontier import budget_rows, read_frontier, render_frontier
 from toolwise.view.panels import budget_units, logged_routes, render_routing, render_thinking, routing_columns
 from toolwise.view.report import write_report
 
@@ -119,7 +119,7 @@ def test_a_frontier_of_an_earlier_version_is_shown_with_the_new_names(make_run: 
 
 
 def test_what_is_no_number_is_a_dash() -> None:
-    assert frontier_rows(a_frontier())["held"][0][-1] == "–"
+    assert budget_rows(a_frontier())[0][-1] == "–"
 
 
 def test_the_picture_is_drawn_in_both_palettes() -> None:

@@ -70,8 +70,6 @@ def copo_weights(utilities: Doubles, score: LevelScoreKind = "logprob", *, floor
     weights = np.full(utilities.shape, np.nan)
     complete = np.isfinite(utilities).all(1)
     u = utilities[complete]
-    if len(u) == 0:
-        return weights
     c = np.exp(u - u.max(1, keepdims=True)) if score == "logprob" else u  # min-max ignores a common factor
     low, high = c.min(1, keepdims=True), c.max(1, keepdims=True)
     flat = (np.ptp(u, axis=1) < floor)[:, None] | (high <= low)

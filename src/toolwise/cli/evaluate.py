@@ -130,9 +130,8 @@ def measure_frontier(
     from toolwise.agent.loader import find_router, load_router
     from toolwise.concurrency import deadlines
     from toolwise.frontier.evaluation import evaluate_frontier
-    from toolwise.frontier.presentation import as_json as to_json
-    from toolwise.frontier.presentation import tables
     from toolwise.terminal.display import Console, Status
+    from toolwise.view.frontier import frontier_tables
 
     levels = read_budgets(budgets)
     config, model = find_router(source, overrides)
@@ -160,8 +159,8 @@ def measure_frontier(
     if store:
         store_calibration(model, evaluation.calibration)
     if as_json:
-        return print_json(to_json(evaluation.frontier))
-    for table in tables(evaluation.frontier, str(source)):
+        return print_json(evaluation.frontier.to_json())
+    for table in frontier_tables(evaluation.frontier.to_json(), str(source)):
         Console().print(table)
     for note in evaluation.notes:
         print_line(note)

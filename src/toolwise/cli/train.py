@@ -218,8 +218,8 @@ def _show_frontier(folder: Path) -> None:
     """Evaluate accuracy against cost, show it, and suggest next commands."""
     from toolwise.concurrency import deadlines
     from toolwise.demo.recipe import evaluate_small_frontier
-    from toolwise.frontier.presentation import tables
     from toolwise.terminal.display import Console, Status
+    from toolwise.view.frontier import frontier_tables
     from toolwise.view.report import write_report
 
     try:
@@ -237,7 +237,7 @@ def _show_frontier(folder: Path) -> None:
         )
         os._exit(130)  # a normal exit would wait for the model to finish generating
     write_report(folder)
-    first, *_, fixed = tables(evaluation.frontier, "accuracy against cost on held-out tasks")
+    first, *_, fixed = frontier_tables(evaluation.frontier.to_json(), "accuracy against cost on held-out tasks")
     for table in (first, fixed):
         Console().print(table)
     if evaluation.time is not None:

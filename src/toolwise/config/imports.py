@@ -9,15 +9,14 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable
-from importlib.machinery import SourceFileLoader
 from operator import attrgetter
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from toolwise.config.moved_modules import current_module
-from toolwise.config.sibling_imports import siblings_of
+from toolwise.config.sibling_imports import FileLoader, siblings_of
 from toolwise.errors import ConfigError, RewardError
 
 WORKER_ENV_VAR = "TOOLWISE_WORKER"
@@ -128,13 +127,6 @@ def check_name(value: str, names: Iterable[str]) -> str:
     raise ValueError(f"there is no {value!r}{hint}")
 
 
-class _Loader(SourceFileLoader):
-    """Ignores bytecode in __pycache__, which stays valid for edits within the same second that keep the file size."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
 def _load_file(source: str, what: str) -> ModuleType:
     path = Path(source).expanduser().resolve()
     if not path.is_file():
@@ -144,12 +136,11 @@ def _load_file(source: str, what: str) -> ModuleType:
     name = f"toolwise_file_{path.stem}_{key}"
     if name in sys.modules:
         return sys.modules[name]
-    loader = _Loader(name, str(path))
+    loader = FileLoader(name, str(path), siblings_of(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if spec is None:
         raise ConfigError(f"{what}: {source!r} cannot be loaded as Python")
     module = importlib.util.module_from_spec(spec)
-    vars(module)["__builtins__"] = siblings_of(path).builtins
     sys.modules[name] = module
     try:
         loader.exec_module(module)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 PREFIX = "toolwise_file_folder_"
@@ -76,7 +76,7 @@ class Siblings:
         base = self.folder.joinpath(*parts)
         if (file := _file_of(base)) is not None:
             inner = [str(base)] if file.name == "__init__.py" else None
-            loader = _Loader(name, str(file), self)
+            loader = FileLoader(name, str(file), self)
             return importlib.util.spec_from_file_location(name, file, loader=loader, submodule_search_locations=inner)
         if not base.is_dir():
             return None
@@ -85,10 +85,18 @@ class Siblings:
         return spec
 
 
-class _Loader(SourceFileLoader):
+class FileLoader(SourceFileLoader):
+    """Loads a file that can import its siblings.
+
+    Ignores bytecode in __pycache__, which stays valid for edits within the same second that keep the file size.
+    """
+
     def __init__(self, name: str, path: str, siblings: Siblings) -> None:
         super().__init__(name, path)
         self._siblings = siblings
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["__builtins__"] = self._siblings.builtins

@@ -15,7 +15,6 @@ import numpy as np
 
 from toolwise.agent.inference import TrainedRouter
 from toolwise.errors import ConfigError
-from toolwise.frontier.presentation import CLASSIFIER, ORACLE_LABELS
 from toolwise.frontier.router_comparison import RouteValues
 from toolwise.routing.families import (
     MIXED,
@@ -32,6 +31,7 @@ from toolwise.tools.base import BaseTool
 from toolwise.training.tasks import attach_labels, load_split
 from toolwise.types import Task
 
+CLASSIFIER, ORACLE_LABELS = "classifier", "oracle labels"
 ORACLE_ROUTE_KEY = "oracle_route"
 """In `extra_info`: the best route for the row (or MIXED), where the author of the rows knows it."""
 

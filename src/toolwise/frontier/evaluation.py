@@ -15,7 +15,6 @@ from toolwise.agent.agent import RoutedAgent, TimeSaved, time_saved
 from toolwise.agent.inference import Calibration, TrainedRouter, values_of
 from toolwise.config.schema import RunConfig
 from toolwise.frontier.baselines import baseline_routers
-from toolwise.frontier.presentation import as_json, plot_frontier
 from toolwise.frontier.rollout_pool import ALL_TOOLS, OTC, OutcomeTable, PoolPlan, fill_pool, read_cells
 from toolwise.frontier.router_comparison import Frontier, RouteValues, calibrate, compute_frontier
 from toolwise.frontier.shards import count_cells, merge_shards, run_in_processes, shard_path, shard_paths
@@ -26,6 +25,7 @@ from toolwise.training.evaluate import build_scoring
 from toolwise.training.rollout_setup import build_scheduler, local_policy
 from toolwise.training.tasks import check_task_tools
 from toolwise.types import Task
+from toolwise.view.frontier import render_frontier
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class FrontierEvaluation:
 
     def write(self, folder: Path, title: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        record = as_json(self.frontier) | {"calibration": asdict(self.calibration), "notes": list(self.notes)}
+        record = self.frontier.to_json() | {"calibration": asdict(self.calibration), "notes": list(self.notes)}
         (folder / "frontier.json").write_text(json_text(record, indent=2) + "\n", encoding="utf-8")
-        (folder / "frontier.png").write_bytes(plot_frontier(self.frontier, title))
+        (folder / "frontier.png").write_bytes(render_frontier(record, name=title))
 
 
 async def evaluate_frontier(

@@ -7,7 +7,7 @@ meets a budget through a threshold that was fitted on other rows than those it i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from toolwise.frontier.reference_curves import (
 )
 from toolwise.frontier.rollout_pool import OutcomeTable
 from toolwise.routing.threshold import Floats, Threshold, find_threshold
+from toolwise.serialization.json_text import to_jsonable
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,11 @@ class Frontier:
     """Per other router and budget: the first router's score minus the other's."""
     shares: list[dict[str, float]]
     """Per budget: route -> share of rows that the first router sends there."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Every estimate with its interval; null where a value is not finite."""
+        record: dict[str, Any] = to_jsonable(asdict(self))
+        return record
 
 
 def compute_frontier(

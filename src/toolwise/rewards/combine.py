@@ -47,9 +47,8 @@ def combine(
     scores = [[result.score if result.has_valid_score else None for result in results] for _, results in parts]
     scales = [[1.0] * len(groups) for _ in parts]
     if combine_mode == "normalize":
-        statistics = [_group_statistics(part, groups) for part in scores]
-        scales = [[part[group][1] for group in groups] for part in statistics]
-        scores = [normalize_by_group(part, groups) for part in scores]
+        normalized = [normalize_by_group(part, groups) for part in scores]
+        scores, scales = [part for part, _ in normalized], [part for _, part in normalized]
     combined = []
     for i in range(len(groups)):
         members = [(weighted, results[i], scores[p][i], scales[p][i]) for p, (weighted, results) in enumerate(parts)]
@@ -60,27 +59,23 @@ def combine(
     return combined
 
 
-def normalize_by_group(scores: Sequence[float | None], groups: Sequence[str]) -> list[float | None]:
-    """(score − group mean) / sample standard deviation of the group, ignoring invalid scores (None)."""
-    statistics = _group_statistics(scores, groups)
-    return [
-        None if score is None else (score - mean) * scale if scale else 0.0
-        for score, (mean, scale) in zip(scores, (statistics[group] for group in groups), strict=True)
-    ]
-
-
-def _group_statistics(scores: Sequence[float | None], groups: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """The mean of each group, and the factor for its scores and step rewards; 0 if all its scores are equal."""
+def normalize_by_group(scores: Sequence[float | None], groups: Sequence[str]) -> tuple[list[float | None], list[float]]:
+    """(score − group mean) / sample standard deviation of the group, ignoring invalid scores (None); and the factor for
+    each rollout's step rewards, which is 0 if all scores of the group are equal."""
     members: dict[str, list[float]] = {group: [] for group in groups}
     for score, group in zip(scores, groups, strict=True):
         if score is not None:
             members[group].append(score)
-    statistics: dict[str, tuple[float, float]] = {}
+    means, scales = dict[str, float](), dict[str, float]()
     for group, values in members.items():
-        mean = sum(values) / max(len(values), 1)
+        mean = means[group] = sum(values) / max(len(values), 1)
         std = (sum((x - mean) ** 2 for x in values) / max(len(values) - 1, 1)) ** 0.5
-        statistics[group] = (mean, 1 / (std + 1e-6) if len(set(values)) > 1 else 0.0)
-    return statistics
+        scales[group] = 1 / (std + 1e-6) if len(set(values)) > 1 else 0.0
+    normalized = [
+        None if score is None else (score - means[group]) * scales[group] if scales[group] else 0.0
+        for score, group in zip(scores, groups, strict=True)
+    ]
+    return normalized, [scales[group] for group in groups]
 
 
 def _combine_step_outputs(parts: Sequence[tuple[float, EvaluateResult]]) -> list[StepOutput]:

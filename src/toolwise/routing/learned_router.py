@@ -17,7 +17,13 @@ from typing import Any
 from toolwise.protocols import Metrics
 from toolwise.routing.families import MIXED, ROUTES, RouteAction, Target, parse_target
 from toolwise.routing.inference_router import UNIFORM, InferenceRouter, PredictedPrompt
-from toolwise.routing.outcomes import KindStandardizer, RouteOutcome, RunningBaseline, credit_routes, policy_weights
+from toolwise.routing.route_advantages import (
+    KindStandardizer,
+    RouteOutcome,
+    RunningBaseline,
+    credit_routes,
+    policy_weights,
+)
 from toolwise.routing.samples import RoutePrediction, RouterExample, RouterModel, RouteSample
 from toolwise.types import RouteDecision, ScoredRollout, Task
 

@@ -9,26 +9,24 @@ can replace.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr
 
-from toolwise.config.imports import did_you_mean
+from toolwise.config.loader import Section, build_config, read_settings
 from toolwise.data.rlla_rows import TOOL_ENTRY
 from toolwise.errors import ConfigError
 from toolwise.messages import Message
-from toolwise.routing.families import ROUTE_FAMILIES, ROUTES, Family, RouteAction, family_of_call
+from toolwise.routing.families import ROUTE_FAMILIES, Family, RouteAction, family_of_call
 
 WORDING_FILE = Path(__file__).with_name("wording.toml")
 
 Style = Literal["rlla", "chat"]
 Part = Literal["block", "note", "append"]
-PARTS: Mapping[str, tuple[Part, ...]] = {"rlla": ("block", "note", "append"), "chat": ("note", "append")}
 ConditioningMode = Literal["rewrite", "append"]
 _HEADING = re.compile(r"^\*\*Available Tools\*\*\n(?:.*\n)?\Z", re.MULTILINE)
 _NUMBER = re.compile(r"\A\d+\. ")
@@ -62,32 +60,31 @@ def _shipped_templates() -> dict[tuple[str, RouteAction, str], str]:
     return _read_templates(WORDING_FILE)
 
 
+class _ChatTexts(Section):
+    note: str = ""
+    append: str = ""
+
+
+class _RllaTexts(_ChatTexts):
+    block: str = ""
+
+
+class _WordingFile(Section):
+    rlla: dict[RouteAction, _RllaTexts] = Field(default_factory=dict)
+    chat: dict[RouteAction, _ChatTexts] = Field(default_factory=dict)
+
+
 def _read_templates(path: Path) -> dict[tuple[str, RouteAction, str], str]:
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as fault:
-        raise ConfigError(f"{path}: {fault}; copy {WORDING_FILE.name} from the package and edit the copy") from fault
-    templates = {}
-    for style, routes in tables.items():
-        _check_known(path, style, PARTS, routes)
-        for name, parts in routes.items():
-            where = f"{style}.{name}"
-            _check_known(path, name, ROUTES, parts, where)
-            for part, text in parts.items():
-                _check_known(path, part, PARTS[style], {}, f"{where}.{part}")
-                if not isinstance(text, str):
-                    raise ConfigError(f"{path}: {where}.{part} is {text!r}; write a string")
-                _check_template(path, f"{where}.{part}", text)
-                templates[style, RouteAction.parse(name), part] = text
+    file = build_config(_WordingFile, read_settings(path), source=str(path))
+    templates = {
+        (style, route, part): text
+        for style, routes in file
+        for route, texts in routes.items()
+        for part, text in texts.model_dump(exclude_unset=True).items()
+    }
+    for (style, route, part), text in templates.items():
+        _check_template(path, f"{style}.{route}.{part}", text)
     return templates
-
-
-def _check_known(path: Path, name: str, known: Any, table: Any, where: str | None = None) -> None:
-    names = [str(item) for item in known]
-    if name not in names:
-        raise ConfigError(f"{path}: unknown name {where or name}{did_you_mean(name, names)}; use {', '.join(names)}")
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path}: {where or name} is {table!r}; write a table")
 
 
 def _check_template(path: Path, where: str, text: str) -> None:

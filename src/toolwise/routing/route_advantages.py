@@ -1,4 +1,4 @@
-"""The router's advantages, per rollout or per route, from the rewards and costs of rollouts.
+"""The router's advantages for one step, per rollout or per route, from the rewards and costs of its rollouts.
 
     r_router = r_task − Σ_u λ_u · cost_u
     independent routes   A_i = r_i − mean(r of its prompt)                  loss −E[log π_r(a_i|x) · A_i]
@@ -9,10 +9,15 @@
 Advantages are centred but never divided by their standard deviation: where only cost differs, that would give the same
 advantage at λ = 0.001 and at λ = 5, and λ would have no effect. Statistics are float64 and within a prompt, independent
 of other prompts. The actor's advantages are computed elsewhere, from r_task alone, within (prompt, route).
+
+Where a prompt has nothing to compare, A = (r_task − b_task) − Σ_u λ_u (cost_u − b_u), with running means b over earlier
+batches: separate ones for r_task and each cost, because a mean of r_task − λ·cost would contain old values of λ.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +25,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolwise.errors import ToolwiseError
+from toolwise.advantages.arrays import CreditError, Doubles, integer_codes, normalize
+from toolwise.config.router import RouterConfig
 from toolwise.routing.families import ROUTES
 
-Doubles = NDArray[np.float64]
-
-
-class RouterCreditError(ToolwiseError, ValueError):
-    """Rewards, costs, routes and groups are inconsistent."""
+RouteProbs = Mapping[str, Sequence[float]]
+"""prompt id -> probability of each route"""
 
 
 def router_rewards(
@@ -67,12 +70,7 @@ def independent_advantages(
     `divide_by_std_as_a_control` is a negative control: it makes the router insensitive to λ.
     """
     r = finite_array(rewards, "router rewards", len(groups))
-    advantages = np.zeros(len(r))
-    for members in _group_indices(groups).values():
-        x = r[members]
-        if len(x) > 1 and not bool((x == x[0]).all()):
-            advantages[members] = (x - x.mean()) / (x.std(ddof=1) + 1e-6 if divide_by_std_as_a_control else 1.0)
-    return advantages
+    return normalize(r, integer_codes(list(groups)), "mean_std_norm" if divide_by_std_as_a_control else "mean_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +101,12 @@ def stratified_credit(
     r = finite_array(rewards, "router rewards", len(groups))
     route = np.asarray(routes, dtype=np.intp)
     if len(route) != len(r) or (len(route) and not 0 <= route.min() <= route.max() < len(ROUTES)):
-        raise RouterCreditError(f"give one route from 0 to {len(ROUTES) - 1} for each of {len(r)} rollouts")
-    indices = _group_indices(groups)
+        raise CreditError(f"give one route from 0 to {len(ROUTES) - 1} for each of {len(r)} rollouts")
+    prompt = integer_codes(list(groups))
+    first_rollouts = np.unique(prompt, return_index=True)[1]
     pi = np.asarray(probs, dtype=np.float64)
-    if pi.shape != (len(indices), len(ROUTES)):
-        raise RouterCreditError(f"probs has shape {pi.shape}; expected {len(indices)} prompts × {len(ROUTES)} routes")
-    prompt = np.empty(len(r), dtype=np.intp)
-    for number, members in enumerate(indices.values()):
-        prompt[members] = number
+    if pi.shape != (len(first_rollouts), len(ROUTES)):
+        raise CreditError(f"probs has shape {pi.shape}; expected {len(first_rollouts)} prompts × {len(ROUTES)} routes")
     cell = prompt * len(ROUTES) + route
     counts = np.bincount(cell, minlength=pi.size).reshape(pi.shape)
     seen = counts > 0
@@ -121,8 +117,7 @@ def stratified_credit(
     weights = np.where(seen, pi, 0.0)
     weights = weights / np.maximum(weights.sum(axis=1, keepdims=True), np.finfo(float).tiny)
     # Relative to one of the prompt's rewards, so that equal rewards give advantages of exactly 0.
-    anchor = r[[members[0] for members in indices.values()]]
-    relative = by_route(r - anchor[prompt])
+    relative = by_route(r - r[first_rollouts][prompt])
     advantages = np.where(seen, relative - (weights * relative).sum(axis=1, keepdims=True), 0.0)
     if divide_by_std_as_a_control:
         advantages = advantages / (np.sqrt((weights * advantages**2).sum(axis=1, keepdims=True)) + 1e-6)
@@ -133,18 +128,149 @@ def stratified_credit(
     return RouteCredit(seen, advantages, policy_costs)
 
 
-def _group_indices(groups: Sequence[Hashable]) -> dict[Hashable, list[int]]:
-    indices: dict[Hashable, list[int]] = {}
-    for index, group in enumerate(groups):
-        indices.setdefault(group, []).append(index)
-    return indices
-
-
 def finite_array(values: Any, what: str, length: int | None = None) -> Doubles:
     """A 1-D float64 array of finite numbers with `length` entries; raises otherwise."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or (length is not None and len(array) != length):
-        raise RouterCreditError(f"{what}: got shape {array.shape}, expected {length or 'a flat list'}")
+        raise CreditError(f"{what}: got shape {array.shape}, expected {length or 'a flat list'}")
     if not np.isfinite(array).all():
-        raise RouterCreditError(f"{what}: entry {int(np.flatnonzero(~np.isfinite(array))[0])} is not finite")
+        raise CreditError(f"{what}: entry {int(np.flatnonzero(~np.isfinite(array))[0])} is not finite")
     return array
+
+
+@dataclass(frozen=True, slots=True)
+class RouteOutcome:
+    prompt_id: str
+    route: int
+    reward: float
+    """r_task"""
+    costs: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterAdvantages:
+    route_advantages: Mapping[str, tuple[float | None, ...]]
+    """For stratified routes: prompt id -> advantage of every route, None for a route without a rollout"""
+    rollout_advantages: Sequence[float]
+    """For routes sampled from the policy: one advantage per rollout."""
+    spent: Mapping[str, Sequence[float]]
+    """unit -> what the policy spends: per prompt for stratified routes, per rollout for sampled ones"""
+
+
+def credit_routes(
+    outcomes: Sequence[RouteOutcome],
+    probs: RouteProbs,
+    lambdas: Mapping[str, float],
+    training: RouterConfig,
+    baseline: RunningBaseline,
+    units: Sequence[str],
+) -> RouterAdvantages:
+    """Advantages centred within the prompt, or against the running baseline if a prompt has nothing to compare (one
+    route for all rollouts, or one rollout). Every step updates the baseline."""
+    rewards, routes, groups = [c.reward for c in outcomes], [c.route for c in outcomes], [c.prompt_id for c in outcomes]
+    costs = {unit: [c.costs[unit] for c in outcomes] for unit in units}
+    net_rewards = router_rewards(rewards, costs, lambdas)
+    control = training.divide_by_std
+    if training.routes == "stratified":
+        prompt_ids = list(dict.fromkeys(groups))
+        table = np.array([probs[p] for p in prompt_ids], dtype=np.float64).reshape(len(prompt_ids), len(ROUTES))
+        credit = stratified_credit(net_rewards, costs, routes, groups, table, divide_by_std_as_a_control=control)
+        route_advantages = {
+            prompt_id: tuple(float(a) if seen else None for a, seen in zip(row, seen_routes, strict=True))
+            for prompt_id, row, seen_routes in zip(prompt_ids, credit.advantages, credit.seen, strict=True)
+        }
+        policy_costs = {unit: c.tolist() for unit, c in credit.policy_costs.items()}
+        result = RouterAdvantages(route_advantages, [0.0] * len(routes), policy_costs)
+    else:
+        if training.routes == "one" or len(set(groups)) == len(groups):
+            advantages = baseline.advantages(rewards, costs, lambdas)
+        else:
+            advantages = independent_advantages(net_rewards, groups, divide_by_std_as_a_control=control)
+        result = RouterAdvantages({}, advantages.tolist(), costs)
+    baseline.update(rewards, costs)
+    return result
+
+
+def policy_weights(outcomes: Sequence[RouteOutcome], probs: RouteProbs, routes: str) -> list[float]:
+    """The weight of each rollout in the mean under the policy: π for stratified routes, equal for sampled ones."""
+    if routes != "stratified":
+        return [1.0] * len(outcomes)
+    counts = Counter((c.prompt_id, c.route) for c in outcomes)
+    seen = dict.fromkeys(probs, 0.0)
+    for prompt_id, route in counts:
+        seen[prompt_id] += probs[prompt_id][route]
+    tiny = float(np.finfo(float).tiny)
+    return [probs[c.prompt_id][c.route] / counts[c.prompt_id, c.route] / max(seen[c.prompt_id], tiny) for c in outcomes]
+
+
+class RunningBaseline:
+    """Exponential moving averages of r_task and of each cost, bias-corrected; saved in checkpoints."""
+
+    def __init__(self, decay: float = 0.9) -> None:
+        self.decay = decay
+        self._means: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def advantages(
+        self,
+        task_rewards: Sequence[float] | Doubles,
+        costs: Mapping[str, Sequence[float] | Doubles],
+        lambdas: Mapping[str, float],
+    ) -> Doubles:
+        """Advantages against the current means, without this batch (`update` adds it later), so that no sample is in
+        its own baseline. Before the first update, uses the batch's mean."""
+        rewards = finite_array(task_rewards, "r_task")
+        result = rewards - self._mean("task", rewards)
+        for unit, lambda_ in lambdas.items():
+            unit_costs = finite_array(costs[unit], f"cost in {unit!r}", len(rewards))
+            result = result - lambda_ * (unit_costs - self._mean(f"cost/{unit}", unit_costs))
+        return result
+
+    def update(self, task_rewards: Sequence[float] | Doubles, costs: Mapping[str, Sequence[float] | Doubles]) -> None:
+        for name, values in {"task": task_rewards, **{f"cost/{unit}": c for unit, c in costs.items()}}.items():
+            batch = finite_array(values, name)
+            if len(batch):
+                self._means[name] = self.decay * self._means.get(name, 0.0) + (1 - self.decay) * float(batch.mean())
+                self._weights[name] = self.decay * self._weights.get(name, 0.0) + (1 - self.decay)
+
+    def _mean(self, name: str, batch: Doubles) -> float:
+        if name in self._means:
+            return self._means[name] / self._weights[name]
+        return float(batch.mean()) if len(batch) else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"means": dict(self._means), "weights": dict(self._weights)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._means, self._weights = dict(state["means"]), dict(state["weights"])
+
+
+class KindStandardizer:
+    """Standardizes r_task within each kind of row, over everything seen of that kind; saved in checkpoints.
+
+    It changes which rows a tight budget sacrifices: leave it off for frontiers.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[float]] = {}
+        """kind -> [count, mean, sum of squared deviations]"""
+
+    def __call__(self, task_rewards: Sequence[float] | Doubles, kinds: Sequence[str]) -> Doubles:
+        """Adds the batch to the statistics, then standardizes it; 0 for a kind that has not varied yet."""
+        rewards = finite_array(task_rewards, "r_task", len(kinds))
+        for kind, reward in zip(kinds, rewards.tolist(), strict=True):
+            count, old_mean, squares = self._seen.get(kind, [0.0, 0.0, 0.0])
+            mean = old_mean + (reward - old_mean) / (count + 1)
+            self._seen[kind] = [count + 1, mean, squares + (reward - old_mean) * (reward - mean)]
+        return np.array([self._standardize(r, kind) for r, kind in zip(rewards.tolist(), kinds, strict=True)])
+
+    def _standardize(self, reward: float, kind: str) -> float:
+        count, mean, squares = self._seen[kind]
+        deviation = math.sqrt(squares / (count - 1)) if count > 1 else 0.0
+        return (reward - mean) / deviation if deviation > 1e-9 else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {kind: list(seen) for kind, seen in self._seen.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._seen = {kind: list(seen) for kind, seen in state.items()}

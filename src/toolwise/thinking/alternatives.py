@@ -10,10 +10,10 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from toolwise.errors import ContextFullError, PolicyError, ToolwiseError
 from toolwise.protocols import Generation, Sampling
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.thinking.levels import END_THINK, Level, Levels
 from toolwise.thinking.parsed_step import ParsedStep, token_spans
 from toolwise.thinking.reply import FormatFault, parse_reply
@@ -28,17 +28,7 @@ _CLOSING = re.compile(re.escape(END_THINK), re.IGNORECASE | re.ASCII)
 _WORD = re.compile(r"\w", re.ASCII)
 
 
-class Codec(Protocol):
-    """Converts text to tokens and back, as `ChatTokenizer` does."""
-
-    stop_ids: tuple[int, ...]
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], stop_ids: Sequence[int] = ()) -> str: ...
-
-
-def without_end(ids: Sequence[int], codec: Codec) -> list[int]:
+def without_end(ids: Sequence[int], codec: ChatTokenizer) -> list[int]:
     """The tokens before the one that ends a turn."""
     return list(ids[:-1] if len(ids) and ids[-1] in codec.stop_ids else ids)
 
@@ -52,7 +42,7 @@ class AlternativeWriter:
     """Generates alternatives; those of one call run concurrently."""
 
     model: ThinkingModel
-    codec: Codec
+    codec: ChatTokenizer
     levels: Levels
     sampling: Sampling
     """`max_new_tokens` limits the thought; `seed` is the run's."""

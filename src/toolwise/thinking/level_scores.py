@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolwise.thinking.alternatives import Codec, LeakError
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
+from toolwise.thinking.alternatives import LeakError
 from toolwise.thinking.parsed_step import ParsedStep
 from toolwise.thinking.thinking_model import ScoringRequest, ThinkingModel, TokenScores
 from toolwise.types import Alternative, LevelScore, ThinkingGroup
@@ -49,7 +50,7 @@ class _Context:
 
 async def score_levels(
     model: ThinkingModel,
-    codec: Codec,
+    codec: ChatTokenizer,
     steps: Sequence[ParsedStep],
     alternatives: Sequence[Sequence[Alternative]],
     *,
@@ -84,7 +85,7 @@ async def score_levels(
     return LevelScores(groups, failures, thought_gap, action_gap, token_count)
 
 
-def _context(step: ParsedStep, alternative: Alternative, codec: Codec) -> _Context | str:
+def _context(step: ParsedStep, alternative: Alternative, codec: ChatTokenizer) -> _Context | str:
     """The other level's head followed by the step's action; or the reason why that is impossible."""
     if alternative.failure is not None:
         return alternative.failure

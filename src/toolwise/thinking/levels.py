@@ -6,12 +6,15 @@ Choosing a level is part of the policy's reply: `<level>k</level>`, the thought 
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field, StringConstraints
+
+from toolwise.config.loader import Section, build_config, read_settings
 from toolwise.errors import ConfigError
 from toolwise.types import LEVEL_COUNT
 
@@ -19,7 +22,7 @@ LEVELS_FILE = Path(__file__).with_name("levels.toml")
 THINK, END_THINK = "<think>", "</think>"
 ACTION, END_ACTION = "<action>", "</action>"
 _PART = re.compile(r"\{(\w+)\}")
-_KEYS = ("name", "instruction", "skeleton")
+_Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -96,42 +99,35 @@ class Levels:
         return self.prompt.replace("{levels}", "\n".join(lines)).strip()
 
 
+class _LevelTable(Section):
+    name: _Text
+    instruction: _Text
+    skeleton: _Text
+
+
+class _LevelsFile(Section):
+    prompt: str = Field(default="{levels}", pattern=r"\{levels\}")
+    level: list[_LevelTable] = Field(min_length=LEVEL_COUNT, max_length=LEVEL_COUNT)
+
+
 def load_levels(path: str | Path = LEVELS_FILE) -> Levels:
     """Read and check a template file."""
-    file = Path(path)
-    try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"levels: cannot read {file}: {error}") from None
-    if unknown := sorted(set(table) - {"prompt", "level"}):
-        raise ConfigError(
-            f"levels: {file} has an unknown key {unknown[0]!r}; only prompt and four [[level]] tables are allowed"
-        )
-    rows = table.get("level", [])
-    if not isinstance(rows, list) or len(rows) != LEVEL_COUNT:
-        count = len(rows) if isinstance(rows, list) else "no list of"
-        raise ConfigError(f"levels: {file} has {count} [[level]] tables; there must be {LEVEL_COUNT}")
-    prompt = table.get("prompt", "{levels}")
-    if not isinstance(prompt, str) or "{levels}" not in prompt:
-        raise ConfigError(f"levels: {file}: prompt must be a string that contains {{levels}}, where the levels go")
-    return Levels(prompt, tuple(_read_level(file, number, row) for number, row in enumerate(rows, start=1)))
+    file = build_config(_LevelsFile, read_settings(path), source=f"levels: {path}")
+    levels = [Level(number, **dict(table)) for number, table in enumerate(file.level, start=1)]
+    for level in levels:
+        _check_skeleton(level, f"levels: {path}, level {level.number}")
+    return Levels(file.prompt, tuple(levels))
 
 
-def _read_level(file: Path, number: int, row: object) -> Level:
-    prefix = f"levels: {file}, level {number}"
-    if not isinstance(row, dict) or sorted(row) != sorted(_KEYS):
-        raise ConfigError(f"{prefix}: must have exactly {', '.join(_KEYS)}")
-    if empty := [key for key in _KEYS if not isinstance(row[key], str) or not row[key].strip()]:
-        raise ConfigError(f"{prefix}: {empty[0]} must be a non-empty string")
-    level = Level(number, *(row[key].strip() for key in _KEYS))
-    shape = f"<level>{number}</level>{f'{THINK}…{END_THINK}' if number > 1 else ''}{ACTION}{{action}}{END_ACTION}"
+def _check_skeleton(level: Level, where: str) -> None:
+    thought = f"{THINK}…{END_THINK}" if level.number > 1 else ""
+    shape = f"<level>{level.number}</level>{thought}{ACTION}{{action}}{END_ACTION}"
     if not re.fullmatch(re.escape(shape).replace("…", r"(?:(?!</?\w+>).)*"), level.skeleton, re.DOTALL):
-        raise ConfigError(f"{prefix}: the skeleton must be {shape}, got {level.skeleton!r:.80}")
+        raise ConfigError(f"{where}: the skeleton must be {shape}, got {level.skeleton!r:.80}")
     if level.skeleton.count("{action}") > 1:
         raise ConfigError(
-            f"{prefix}: the skeleton has {{action}} in its thought, which would train thoughts to state the action"
+            f"{where}: the skeleton has {{action}} in its thought, which would train thoughts to state the action"
         )
-    return level
 
 
 DEFAULT_LEVELS = load_levels()

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Literal
 
-from toolwise.thinking.alternatives import AlternativeWriter, Codec, without_end
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
+from toolwise.thinking.alternatives import AlternativeWriter, without_end
 from toolwise.thinking.parsed_step import ParsedStep, token_spans
 from toolwise.thinking.reply import parse_reply
 from toolwise.thinking.thinking_model import NoLogprobsError
@@ -21,7 +22,7 @@ MAX_WAVES = 8
 """Under a token budget, alternatives are generated in waves: the next wave uses what the last one left unspent."""
 
 
-def parse_steps(scored: Sequence[ScoredRollout], codec: Codec) -> list[ParsedStep]:
+def parse_steps(scored: Sequence[ScoredRollout], codec: ChatTokenizer) -> list[ParsedStep]:
     """Every step of every rollout in which the policy sampled something."""
     steps = [step for s in scored for step in s.steps]
     if steps and all(step.policy_logprobs is None for step in steps):
@@ -37,7 +38,7 @@ def parse_steps(scored: Sequence[ScoredRollout], codec: Codec) -> list[ParsedSte
     ]
 
 
-def parse_step(rollout_id: str, group_id: str, index: int, step: StepData, codec: Codec) -> ParsedStep:
+def parse_step(rollout_id: str, group_id: str, index: int, step: StepData, codec: ChatTokenizer) -> ParsedStep:
     tokens = step.tokens
     if not tokens.has_ids:
         raise NoLogprobsError(

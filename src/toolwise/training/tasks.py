@@ -30,9 +30,9 @@ def attach_labels(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
         return tasks
     from toolwise.routing.labels.label_files import join_labels, read_labels
 
-    joined = join_labels(tasks, read_labels(config.router.labels))
-    log.info("%s: %s", config.router.labels, joined.describe())
-    return joined.tasks
+    joined, description = join_labels(tasks, read_labels(config.router.labels))
+    log.info("%s: %s", config.router.labels, description)
+    return joined
 
 
 def without_held_out_tools(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
-from toolwise.errors import ToolwiseError
-from toolwise.training.run_folder import RunFolder, Series, open_run, shared_steps
+from toolwise.training.run_folder import RunFolder, Series
 from toolwise.training.trackers.conversation import clean_text, shorten
 from toolwise.view.comparison import headline, rows_by_kind
 
@@ -65,28 +62,6 @@ def draw_panels(figure: Any, run: RunFolder, palette: Palette, panels: Sequence[
         style_axes(axes, palette)
         draw(axes, run, palette)
     return to_png(figure)
-
-
-def draw_seeds(run_dirs: Sequence[str | os.PathLike[str]], out_png: str | os.PathLike[str]) -> Path:
-    """Plot validation over steps for several runs of one recipe: thin lines for runs, a bold one for the mean."""
-    runs = [open_run(run_dir) for run_dir in run_dirs]
-    name = "correct" if any(run.series("eval/correct")[0] for run in runs) else "score"
-    if not (curves := [series for run in runs if (series := run.series(f"eval/{name}"))[0]]):
-        raise ToolwiseError(f"no validation metrics in {', '.join(map(str, run_dirs)) or 'no runs'}; nothing to plot")
-    figure = new_figure(LIGHT, (900, 560))
-    axes = figure.add_axes((0.09, 0.12, 0.87, 0.76))
-    style_axes(axes, LIGHT)
-    for index, (steps, values) in enumerate(curves):
-        label = None if index else f"{len(curves)} runs, one line each"
-        axes.plot(steps, values, color=LIGHT.before, linewidth=1.3, label=label, zorder=2)
-    shared, by_run = shared_steps(curves)
-    if len(curves) > 1 and shared:
-        mean = [sum(values) / len(values) for values in zip(*by_run, strict=True)]
-        axes.plot(shared, mean, color=LIGHT.after, linewidth=2.4, marker="o", markersize=5, label="mean", zorder=3)
-    label_step_axes(axes, f"{_metric_label(name)}, held-out tasks", LIGHT, share=name == "correct")
-    out = Path(out_png)
-    out.write_bytes(to_png(figure))
-    return out
 
 
 def _main_metric(run: RunFolder) -> str | None:
@@ -221,12 +196,12 @@ def label_step_axes(axes: Any, title: str, palette: Palette, *, share: bool = Fa
     draw_legend(axes, palette)
 
 
-def draw_legend(axes: Any, palette: Palette) -> None:
+def draw_legend(axes: Any, palette: Palette, columns: int = 3) -> None:
     """Between the title and the axes, where it hides no line."""
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(-0.02, 0.995),
-        ncols=3,
+        ncols=columns,
         frameon=False,
         fontsize=9,
         labelcolor=palette.muted,

@@ -1,19 +1,40 @@
-"""The cost-score frontier in a run's report, read from frontier.json in its folder."""
+"""A cost-score frontier as tables and as a plot, from `Frontier.to_json` or from frontier.json in a run's folder."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import CheckpointError
-from toolwise.frontier.presentation import rename_old_curves
 from toolwise.training.run_folder import RunFolder
 from toolwise.training.trackers.conversation import clean_text
 from toolwise.view.curves import LIGHT, Palette, draw_legend, draw_title, new_figure, style_axes, to_png
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 FrontierRecord = Mapping[str, Any]
+_OLD_NAMES = {
+    "told the kinds": "oracle labels",
+    "best blind lottery": "best fixed mixture",
+    "oracle, other draws": "oracle, held-out draws",
+}
+"""Names in frontier.json files of earlier versions -> names now."""
+_OLD_NAME = re.compile("|".join(_OLD_NAMES))
+_CURVE_STYLES = {
+    "router": ("after", "-", "o"),
+    "classifier": ("cost", "-", "o"),
+    "oracle labels": ("cost", "-.", "o"),
+    "random": ("before", "--", ""),
+    "best fixed mixture": ("muted", "--", ""),
+    "oracle": ("ink", "--", ""),
+    "oracle, held-out draws": ("ink", ":", ""),
+}
+"""Colour in the palette, line and marker."""
+_SIGNED, _PERCENT = ("+.3f", "+.2f"), (".0%", ".0%")
 
 
 def read_frontier(run: RunFolder) -> FrontierRecord | None:
@@ -29,47 +50,112 @@ def read_frontier(run: RunFolder) -> FrontierRecord | None:
     return dict(record)
 
 
-def frontier_rows(frontier: FrontierRecord) -> dict[str, Any]:
-    """Two tables: one row per budget, and one row per policy without a budget."""
+def rename_old_curves(record: Any) -> Any:
+    """A stored frontier with the names that this version gives to curves and baselines."""
+    if isinstance(record, dict):
+        # Old names also occur within longer ones: "ahead of NAME", "NAME, as trained".
+        return {_OLD_NAME.sub(lambda m: _OLD_NAMES[m[0]], key): rename_old_curves(v) for key, v in record.items()}
+    return [rename_old_curves(item) for item in record] if isinstance(record, list) else record
+
+
+def budget_rows(frontier: FrontierRecord, gap_forms: Sequence[str] = (".0%",)) -> list[list[str]]:
+    """The router at each budget: budget, cost, score, the scores of random routes and of the oracle at that cost, and
+    how much of the gap between these two the router closes."""
     same = frontier["at_its_cost"]
-    return {
-        "held": [
-            [f"{point['budget']:g}", _format_estimate(point["cost"]), _format_estimate(point["score"], interval=True)]
-            + [_format_estimate(same[name][index]) for name in ("random", "oracle")]
-            + [_format_estimate(frontier["gap_closed"]["router"][index], form=".0%")]
-            for index, point in enumerate(frontier["curves"]["router"])
-        ],
-        "fixed": [
-            [clean_text(name).lower(), _format_estimate(point["cost"]), _format_estimate(point["score"], interval=True)]
-            for name, point in frontier["fixed"].items()
-        ],
-        "rows": frontier["rows"],
-        "draws": frontier["draws"],
-    }
+    return [
+        [
+            *_point_cells(point),
+            *(_format_estimate(same[name][index], ".3f") for name in ("random", "oracle")),
+            _format_estimate(frontier["gap_closed"]["router"][index], *gap_forms),
+        ]
+        for index, point in enumerate(frontier["curves"]["router"])
+    ]
 
 
-def render_frontier(frontier: FrontierRecord, palette: Palette = LIGHT) -> bytes:
+def fixed_rows(frontier: FrontierRecord) -> list[list[str]]:
+    """Policies without a budget: name, cost, score."""
+    return [
+        [clean_text(name), _format_estimate(point["cost"]), _format_estimate(point["score"])]
+        for name, point in frontier["fixed"].items()
+    ]
+
+
+def frontier_tables(frontier: FrontierRecord, title: str) -> list[Table]:
+    """For a terminal: one table of budgets, one per baseline router, and one of the policies without a budget."""
+    router, *others = frontier["gap_closed"]
+    left = f"; {frontier['left_out']:,} more could not be scored" if frontier["left_out"] else ""
+    size = f"{frontier['rows']:,} rows × {frontier['draws']} draws{left}"
+    tables = [
+        _table(
+            ["budget", "cost", router, "random", "oracle", "gap closed"],
+            budget_rows(frontier, _PERCENT),
+            title=title,
+            caption=f"{size}; random and oracle at the router's cost",
+        )
+    ]
+    for name in others:
+        closed, ahead = frontier["gap_closed"][name], frontier["ahead"][name]
+        rows = [
+            [*_point_cells(point), _format_estimate(closed[i], *_PERCENT), _format_estimate(ahead[i], *_SIGNED)]
+            for i, point in enumerate(frontier["curves"][name])
+        ]
+        tables.append(_table(["budget", "cost", name, "gap closed", f"{router} ahead by"], rows))
+    caption = None
+    if trained := frontier["as_trained"]:
+        gap = f"{router}, as trained: {_format_estimate(trained['gap_closed'], *_PERCENT)} of the gap closed"
+        leads = (f"{_format_estimate(trained[f'ahead of {name}'], *_SIGNED)} ahead of {name}" for name in others)
+        caption = "; ".join([gap, *leads])
+    return [*tables, _table(["no budget", "cost", "score"], fixed_rows(frontier), caption=caption)]
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], **options: Any) -> Table:
+    from rich.table import Column, Table
+
+    headers = (Column(name, justify="right" if index else "left", no_wrap=True) for index, name in enumerate(columns))
+    table = Table(*headers, **options)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _point_cells(point: Mapping[str, Any]) -> list[str]:
+    """Budget, cost, and score with its interval."""
+    return [f"{point['budget']:g}", _format_estimate(point["cost"], ".3f"), _format_estimate(point["score"])]
+
+
+def _format_estimate(estimate: Mapping[str, Any], *forms: str) -> str:
+    """The value in the first form and, if there is a second one, the interval; by default both."""
+    form, *bound_form = forms or (".3f", ".2f")
+    if not isinstance(estimate["value"], int | float):
+        return "–"
+    within = [f" [{_number(estimate['low']):{f}} {_number(estimate['high']):{f}}]" for f in bound_form]
+    return "".join([f"{estimate['value']:{form}}", *within])
+
+
+def render_frontier(frontier: FrontierRecord, palette: Palette = LIGHT, name: str = "") -> bytes:
     """Plot score against cost: curves for policies that follow a budget, dots for fixed ones."""
     figure = new_figure(palette, (1200, 620))
     axes = figure.add_axes((0.06, 0.11, 0.91, 0.74))
     style_axes(axes, palette)
-    for name, colour, line, width, label in (
-        ("router", palette.after, "-", 2.4, "router, within a budget"),
-        ("random", palette.before, "--", 1.5, "random routes"),
-        ("oracle", palette.ink, "--", 1.3, "oracle, knows the result of every route"),
-    ):
-        points = sorted(frontier["curves"][name], key=lambda point: point["cost"]["value"])
-        xs, ys = ([point[what]["value"] for point in points] for what in ("cost", "score"))
-        axes.plot(xs, ys, color=colour, linestyle=line, linewidth=width, label=label, zorder=3)
-        if name == "router":
-            axes.plot(xs, ys, "o", color=colour, markersize=5, zorder=4)
-            band = ([_number(point["score"][end]) for point in points] for end in ("low", "high"))
-            axes.fill_between(xs, *band, color=colour, alpha=0.13, linewidth=0, zorder=1)
+    for curve, points in frontier["curves"].items():
+        _draw_curve(axes, curve, sorted(points, key=lambda point: point["cost"]["value"]), palette)
     _draw_fixed(axes, frontier["fixed"], palette)
-    axes.set_xlabel("calls per question", color=palette.muted, fontsize=9.5)
-    draw_title(axes, f"score against cost, {frontier['rows']} held-out tasks × {frontier['draws']} samples", palette)
-    draw_legend(axes, palette)
+    axes.set_xlabel("mean cost per question", color=palette.muted, fontsize=9.5)
+    title = f"score against cost, {frontier['rows']} held-out tasks × {frontier['draws']} samples"
+    draw_title(axes, f"{name}: {title}" if name else title, palette)
+    draw_legend(axes, palette, columns=len(frontier["curves"]))
     return to_png(figure)
+
+
+def _draw_curve(axes: Any, name: str, points: Sequence[Mapping[str, Any]], palette: Palette) -> None:
+    """Routers have a marker at each budget, and the evaluated one its interval."""
+    colour_name, line, marker = _CURVE_STYLES.get(name, ("muted", "-", ""))
+    colour, width = getattr(palette, colour_name), 2.4 if name == "router" else 1.4
+    xs, ys = ([point[what]["value"] for point in points] for what in ("cost", "score"))
+    axes.plot(xs, ys, color=colour, linestyle=line, linewidth=width, marker=marker, markersize=5, label=name, zorder=3)
+    if name == "router":
+        band = ([_number(point["score"][end]) for point in points] for end in ("low", "high"))
+        axes.fill_between(xs, *band, color=colour, alpha=0.13, linewidth=0, zorder=1)
 
 
 def _draw_fixed(axes: Any, fixed: Mapping[str, Mapping[str, Any]], palette: Palette) -> None:
@@ -79,7 +165,7 @@ def _draw_fixed(axes: Any, fixed: Mapping[str, Mapping[str, Any]], palette: Pale
         at = (float(point["cost"]["value"]), float(point["score"]["value"]))
         close = any(abs(at[0] - x) < 0.2 and abs(at[1] - y) < 0.03 for x, y in points)
         points.append(at)
-        axes.plot(*at, "o", color=palette.cost, markersize=6, zorder=5)
+        axes.plot(*at, "o", color=palette.ink, markersize=6, zorder=5)
         axes.annotate(
             name.lower(),
             at,
@@ -93,10 +179,3 @@ def _draw_fixed(axes: Any, fixed: Mapping[str, Mapping[str, Any]], palette: Pale
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
-
-
-def _format_estimate(estimate: Mapping[str, Any], *, interval: bool = False, form: str = ".3f") -> str:
-    if not isinstance(estimate["value"], int | float):
-        return "–"
-    within = f" [{_number(estimate['low']):.2f} {_number(estimate['high']):.2f}]" if interval else ""
-    return f"{estimate['value']:{form}}{within}"

@@ -33,7 +33,7 @@ from toolwise.view.comparison import (
     rows_by_kind,
 )
 from toolwise.view.curves import DARK, LIGHT, Palette, render_curves
-from toolwise.view.frontier import frontier_rows, read_frontier, render_frontier
+from toolwise.view.frontier import budget_rows, fixed_rows, read_frontier, render_frontier
 from toolwise.view.panels import render_routing, render_thinking, routing_columns, thinking_columns
 
 if TYPE_CHECKING:
@@ -128,7 +128,14 @@ def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
         rows=rows_by_kind(run.summary),
         curves={"light": _data_uri(light), "dark": _data_uri(dark)},
         routing=_pictures(partial(render_routing, run)),
-        frontier=frontier and {**frontier_rows(frontier), **(_pictures(partial(render_frontier, frontier)) or {})},
+        frontier=frontier
+        and {
+            "rows": frontier["rows"],
+            "draws": frontier["draws"],
+            "held": budget_rows(frontier),
+            "fixed": fixed_rows(frontier),
+            **(_pictures(partial(render_frontier, frontier)) or {}),
+        },
         thinking=_pictures(partial(render_thinking, run)),
         tasks=[_task_view(change) for change in changed_tasks(run.rollouts_before, run.rollouts_after)],
         groups=_group_views(run.latest_training),

@@ -41,18 +41,17 @@ def test_round_trip(tmp_path: Path, ending: str) -> None:
 
 
 def test_labels_are_joined_by_row_id_and_mismatches_reported() -> None:
-    joined = join_labels([task("b", kind="k"), task("z"), task("a")], LABELS)
-    assert [target_of(each) for each in joined.tasks] == [MIXED, None, RouteAction.ANSWER]
-    assert joined.tasks[0].extra_info["tool_families"] == {"Get, News": "SEARCH", "add": "CALCULATE"}
-    assert joined.tasks[0].extra_info["kind"] == "k"
-    assert (joined.labelled, joined.unlabelled, joined.unmatched) == (2, ("z",), ("c",))
-    assert joined.describe() == "2 of 3 tasks have a label; 1 have none, first z; 1 labels match no task, first c"
+    joined, description = join_labels([task("b", kind="k"), task("z"), task("a")], LABELS)
+    assert [target_of(each) for each in joined] == [MIXED, None, RouteAction.ANSWER]
+    assert joined[0].extra_info["tool_families"] == {"Get, News": "SEARCH", "add": "CALCULATE"}
+    assert joined[0].extra_info["kind"] == "k"
+    assert description == "2 of 3 tasks have a label; 1 have none, first z; 1 labels match no task, first c"
 
 
 def test_a_label_without_a_target_takes_none_away() -> None:
-    joined = join_labels([task("c", router_target_action="ANSWER")], LABELS)
-    assert target_of(joined.tasks[0]) is RouteAction.ANSWER
-    assert joined.tasks[0].extra_info["tool_families"] == {"x": "OTHER"}
+    joined, _ = join_labels([task("c", router_target_action="ANSWER")], LABELS)
+    assert target_of(joined[0]) is RouteAction.ANSWER
+    assert joined[0].extra_info["tool_families"] == {"x": "OTHER"}
 
 
 def test_columns_beside_the_data_come_back_with_the_tasks_and_not_as_arguments_of_the_reward(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from toolwise.concurrency.tasks import hide_task
 from toolwise.errors import ConfigError
@@ -26,6 +25,7 @@ from toolwise.remote.server_errors import ServerError
 from toolwise.rewards.function import reward_function
 from toolwise.rewards.results import fault_result
 from toolwise.rewards.transcript import split_thought
+from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_text
 from toolwise.types import EvaluateResult, MetricResult
 
@@ -85,10 +85,8 @@ class Judge:
     def request_body(self, messages: Sequence[Message], ground_truth: Any, rubric: str) -> dict[str, Any]:
         """The request for one rollout. Equal questions have equal bodies, which the cache relies on."""
         record = "\n".join(json.dumps(m.to_openai(), ensure_ascii=False) for m in messages)
-        # A delimiter that the record cannot contain, since it is a hash of it; the same record gives the same
-        # delimiter.
-        mark = f"=== {hashlib.sha256(record.encode(errors='surrogatepass')).hexdigest()[:24]} ==="
-        reference = "" if ground_truth is None else f"Reference answer: {_as_text(ground_truth)}\n\n"
+        mark = delimiter_of(record)
+        reference = "" if ground_truth is None else f"Reference answer: {as_text(ground_truth)}\n\n"
         return {
             "model": self.model,
             "messages": [
@@ -135,15 +133,8 @@ class Judge:
             return fault_result("exception", f"judge at {self.url}: {type(fault).__name__}: {fault}")
 
     def _read_reply(self, body: Any, headers: Mapping[str, str]) -> tuple[str, EvaluateResult]:
-        """The judge's text and its verdict. A model that rambled once may not do so again, so its errors are
-        retryable."""
-        try:
-            reply = body["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError):
-            message = f"the reply has no choices[0].message.content: {body!r:.80}"
-            raise ServerError("bad_type", message, retryable=True) from None
-        if not isinstance(reply, str):
-            raise ServerError("bad_type", f"the reply's content is a {type(reply).__name__}, not text", retryable=True)
+        """The judge's text and its verdict."""
+        reply = reply_text(body)
         return reply, read_verdict(reply, self.scale)
 
     def _api_key(self) -> str | None:
@@ -170,18 +161,31 @@ class Judge:
     def _write_cached(self, key: str, reply: str) -> None:
         if self.cache is None:
             return
-        path = self.cache / key[:2] / f"{key}.json"
-        temporary = path.with_suffix(f".{uuid4().hex}.part")  # a unique name: other runs may share the cache
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json_text({"reply": reply}), encoding="utf-8")
-            temporary.replace(path)  # atomic
+            write_atomic(self.cache / key[:2] / f"{key}.json", json_text({"reply": reply}).encode())
         except OSError as fault:  # keep the verdict even if it cannot be cached
             log.warning("judge: cannot write to the cache %s: %s", self.cache, fault)
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def delimiter_of(record: str) -> str:
+    """A line that `record` cannot contain, since it is a hash of it; the same for the same record."""
+    return f"=== {hashlib.sha256(record.encode(errors='surrogatepass')).hexdigest()[:24]} ==="
+
+
+def reply_text(body: Any) -> str:
+    """The text of a chat completion. A model that rambled once may not do so again, so all errors are retryable."""
+    try:
+        text = body["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        message = f"the reply has no choices[0].message.content: {body!r:.80}"
+        raise ServerError("bad_reply", message, retryable=True) from None
+    if not isinstance(text, str):
+        raise ServerError("bad_reply", f"the reply's content is a {type(text).__name__}, not text", retryable=True)
+    return text
 
 
 def read_verdict(reply: str, scale: tuple[float, float]) -> EvaluateResult:
@@ -189,7 +193,7 @@ def read_verdict(reply: str, scale: tuple[float, float]) -> EvaluateResult:
     answer = split_thought(reply)[1]
     if len(answer) > MAX_REPLY_CHARS:
         raise ServerError("too_big", f"the judge replied with {len(answer)} characters", retryable=True)
-    if (verdict := _last_object(answer)) is None:
+    if (verdict := last_object(answer, "score")) is None:
         raise ServerError(
             "bad_type", f'the judge\'s reply has no {{"score": …}}: {answer.strip()[-120:]!r}', retryable=True
         )
@@ -214,7 +218,8 @@ MAX_FAILED_PARSES = 200
 """After this many braces that do not start JSON, only the last this many are tried: each may scan the whole text."""
 
 
-def _last_object(text: str) -> dict[str, Any] | None:
+def last_object(text: str, key: str) -> dict[str, Any] | None:
+    """The last JSON object in `text` that has `key`."""
     decoder, result, start, failures = json.JSONDecoder(), None, text.find("{"), 0
     while start >= 0:
         try:
@@ -224,7 +229,7 @@ def _last_object(text: str) -> dict[str, Any] | None:
             if failures == MAX_FAILED_PARSES:
                 end = max(end, [index for index, character in enumerate(text) if character == "{"][-MAX_FAILED_PARSES])
         else:
-            if isinstance(value, dict) and "score" in value:
+            if isinstance(value, dict) and key in value:
                 result = value
         start = text.find("{", end)
     return result

@@ -159,8 +159,6 @@ class HeadPredictor:
         self.encode = encode or self._encode
         self.average = HeadAverage()
         """Empty unless the head is trained."""
-        self.prefills = 0
-        """Number of prompts encoded for predictions."""
 
     def _encode(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         s = self.head.settings
@@ -173,7 +171,6 @@ class HeadPredictor:
         if not prompts:
             return []
         features = self.encode(prompts).detach()
-        self.prefills += len(prompts)
         head, used_multipliers = self.average.of(self.head, multipliers) if averaged else (self.head, multipliers)
         return [
             replace(prediction, head_inputs=(tuple(prompt), features[i] if not self.trunk else None))

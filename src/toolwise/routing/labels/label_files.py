@@ -40,32 +40,17 @@ class Label:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class LabelledTasks:
-    tasks: list[Task]
-    labelled: int
-    unlabelled: tuple[str, ...]
-    """Ids of tasks without a label."""
-    unmatched: tuple[str, ...]
-    """Ids of labels without a task."""
-
-    def describe(self) -> str:
-        parts = [f"{self.labelled} of {len(self.tasks)} tasks have a label"]
-        parts += [f"{len(self.unlabelled)} have none, first {self.unlabelled[0]}"] if self.unlabelled else []
-        parts += [f"{len(self.unmatched)} labels match no task, first {self.unmatched[0]}"] if self.unmatched else []
-        return "; ".join(parts)
-
-
-def join_labels(tasks: Sequence[Task], labels: Iterable[Label]) -> LabelledTasks:
-    """Adds the labels to the tasks' `extra_info`; they override labels in the data."""
+def join_labels(tasks: Sequence[Task], labels: Iterable[Label]) -> tuple[list[Task], str]:
+    """The tasks with the labels in their `extra_info`, where they override those of the data; and a line about them."""
     by_id = {label.task_id: label for label in labels}
     known = {task.task_id for task in tasks}
-    return LabelledTasks(
-        [_with_label(task, by_id[task.task_id]) if task.task_id in by_id else task for task in tasks],
-        labelled=len(known & by_id.keys()),
-        unlabelled=tuple(task.task_id for task in tasks if task.task_id not in by_id),
-        unmatched=tuple(name for name in by_id if name not in known),
-    )
+    unlabelled = [task.task_id for task in tasks if task.task_id not in by_id]
+    unmatched = [name for name in by_id if name not in known]
+    parts = [f"{len(known & by_id.keys())} of {len(tasks)} tasks have a label"]
+    parts += [f"{len(unlabelled)} have none, first {unlabelled[0]}"] if unlabelled else []
+    parts += [f"{len(unmatched)} labels match no task, first {unmatched[0]}"] if unmatched else []
+    joined = [_with_label(task, by_id[task.task_id]) if task.task_id in by_id else task for task in tasks]
+    return joined, "; ".join(parts)
 
 
 def _with_label(task: Task, label: Label) -> Task:

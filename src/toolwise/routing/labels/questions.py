@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
-from itertools import islice
 from typing import Any, TypeVar
 
 from toolwise.errors import ToolwiseError
 from toolwise.remote.server_errors import ServerError
+from toolwise.rewards.library.judge import as_text, delimiter_of, last_object, reply_text
+from toolwise.rewards.transcript import split_thought
 from toolwise.routing.families import Family, Target, parse_target
 from toolwise.types import Task
 
@@ -40,11 +40,9 @@ def tool_question(model: str, name: str, description: str) -> dict[str, Any]:
 def row_question(model: str, task: Task, families: Mapping[str, Family]) -> dict[str, Any]:
     tools = "\n".join(f"- {name}: {family}" for name, family in families.items()) or "- none"
     prompt = "\n".join(json.dumps(m.to_openai(), ensure_ascii=False) for m in task.prompt)
-    truth = task.ground_truth
-    answer = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
-    record = f"Task:\n{_truncate_middle(prompt)}\n\nTools:\n{tools}\n\nRight answer:\n{_truncate_middle(answer)}"
-    # A digest of the record, which the record therefore cannot contain.
-    mark = f"=== {hashlib.sha256(record.encode(errors='surrogatepass')).hexdigest()[:24]} ==="
+    answer = _truncate_middle(as_text(task.ground_truth))
+    record = f"Task:\n{_truncate_middle(prompt)}\n\nTools:\n{tools}\n\nRight answer:\n{answer}"
+    mark = delimiter_of(record)
     return _question(model, _ROW_PROMPT.format(mark=mark), f"{mark}\n{record}\n{mark}")
 
 
@@ -69,36 +67,10 @@ def read_target(body: Any, headers: Mapping[str, str]) -> Target:
 
 
 def _read(body: Any, key: str, parse: Callable[[str], T]) -> T:
-    value = _json_value(body, key)
+    """The value of `key` in the model's JSON object; models add words and code fences around it."""
+    text = split_thought(reply_text(body))[1]
     try:
-        return parse(value if isinstance(value, str) else "")
-    except ToolwiseError:
-        raise _bad_reply(f"its {key!r} is {value!r:.60}") from None
-
-
-MAX_STARTS = 200
-"""Number of braces tried as the start of an object; each try may scan the whole text."""
-
-
-def _json_value(body: Any, key: str) -> Any:
-    """The value of `key` in the first JSON object that has it; models add words and code fences around it."""
-    try:
-        text = body["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        raise _bad_reply("it is not a chat completion") from None
-    if not isinstance(text, str):
-        raise _bad_reply("it has no text")
-    text = text.rpartition("</think>")[2]
-    for start in islice((index for index, character in enumerate(text) if character == "{"), MAX_STARTS):
-        try:
-            value, _ = json.JSONDecoder().raw_decode(text, start)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict) and key in value:
-            return value[key]
-    raise _bad_reply(f"it has no JSON object with {key!r}: {text[:80]!r}")
-
-
-def _bad_reply(problem: str) -> ServerError:
-    """Retryable: a truncated or rambling reply may be complete the next time."""
-    return ServerError("bad_reply", f"the reply cannot be used: {problem}", retryable=True)
+        return parse(str((last_object(text, key) or {}).get(key)))
+    except ToolwiseError as fault:  # retryable: a truncated or rambling reply may be complete the next time
+        problem = f"the reply cannot be used: {fault}; it is {text[:80]!r}"
+        raise ServerError("bad_reply", problem, retryable=True) from None

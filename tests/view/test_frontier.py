@@ -7,9 +7,9 @@ import json
 import numpy as np
 from rich.console import Console
 
-from toolwise.frontier.presentation import as_json, plot_frontier, rename_old_curves, tables
 from toolwise.frontier.rollout_pool import ALL_TOOLS, OutcomeTable
 from toolwise.frontier.router_comparison import Frontier, RouteValues, compute_frontier
+from toolwise.view.frontier import frontier_tables, rename_old_curves, render_frontier
 
 ROUTES = ("ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY")
 
@@ -27,7 +27,7 @@ def frontier(*, classifier: bool = True) -> Frontier:
 
 def shown(found: Frontier, width: int) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    for table in tables(found, "a run"):
+    for table in frontier_tables(found.to_json(), "a run"):
         console.print(table)
     return console.export_text()
 
@@ -41,7 +41,7 @@ def test_the_tables_fit_a_terminal_and_hold_every_baseline() -> None:
 
 
 def test_the_json_is_json_and_has_nulls_where_there_is_no_number() -> None:
-    found = as_json(frontier())
+    found = frontier().to_json()
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["gap_closed"]["router"][0]["value"] is None  # at no cost there is no gap between random and oracle
     assert set(found["curves"]) >= {"router", "classifier", "random", "oracle"}
@@ -64,11 +64,11 @@ def test_old_names_of_curves_are_replaced() -> None:
         "as_trained": {"oracle labels": 1, "oracle labels, cost": 2, "ahead of oracle labels": 3},
         "notes": ["no OTC actor"],
     }
-    new = as_json(frontier())
+    new = frontier().to_json()
     assert rename_old_curves(new) == new
 
 
 def test_the_picture_is_a_png() -> None:
-    png = plot_frontier(frontier(), "a run")
+    png = render_frontier(frontier().to_json(), name="a run")
     assert png.startswith(b"\x89PNG\r\n")
     assert len(png) > 10_000

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from toolwise.config.router import RouterConfig
-from toolwise.routing.outcomes import (
+from toolwise.routing.route_advantages import (
     KindStandardizer,
     RouteOutcome,
     RouterAdvantages,

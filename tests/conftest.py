@@ -64,7 +64,6 @@ PIXEL = bytes.fromhex(
 
 TINY: dict[str, Any] = {
     "name": "tiny",
-    "deterministic": True,
     "model": {"path": "builtin:small", "device": "cpu"},
     "data": {"train": "train.jsonl", "val": "heldout.jsonl", "batch_size": 2},
     "tools": ["calculator", "search"],

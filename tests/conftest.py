@@ -26,6 +26,9 @@ settings.register_profile("thorough", max_examples=300, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
+gc.disable()  # until all is imported and collected: it would look through every module again and again
+
+
 WHOLE_RUNS = {"end_to_end", "training", "cli", "checks", "agent", "test_api.py"}
 """Folders whose tests train, evaluate or check from beginning to end."""
 
@@ -40,6 +43,7 @@ def pytest_collection_finish() -> None:
     """Imported modules are never garbage: without them a full collection takes milliseconds, not half a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 WITH_FIGURES = {"view", "frontier", "docs", "demo"}
@@ -64,7 +68,6 @@ PIXEL = bytes.fromhex(
 
 TINY: dict[str, Any] = {
     "name": "tiny",
-    "deterministic": True,
     "model": {"path": "builtin:small", "device": "cpu"},
     "data": {"train": "train.jsonl", "val": "heldout.jsonl", "batch_size": 2},
     "tools": ["calculator", "search"],

@@ -5,8 +5,9 @@ This module holds only the public names; each is imported on first use, so `impo
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from toolwise.lazy_imports import lazy_names
 
 __version__ = "0.1.0"
 
@@ -61,17 +62,10 @@ _NAMES_BY_MODULE = {
     "toolwise.api": ["evaluate", "resume", "sft", "train"],
     "toolwise.agent.agent": ["RoutedAgent"],
 }
-_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
-__all__ = sorted([*_MODULE_OF, "__version__"])
+__all__ = sorted(["__version__", *(name for names in _NAMES_BY_MODULE.values() for name in names)])
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'toolwise' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _NAMES_BY_MODULE)
 
 
 def __dir__() -> list[str]:

@@ -40,6 +40,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, make_config: Callable[..., 
     folder = tmp_path_factory.mktemp("determinism")
     (folder / "judge.py").write_text(JUDGE, encoding="utf-8")
     changes = {
+        "deterministic": True,
         "reward": {"function": "judge.py:judge", "sandbox": {"tier": "off"}},  # it writes a file
         "actor": {"lr": 1e-3, "mini_batches": 2, "warmup_steps": 3, "weight_decay": 0.01},
         "validation": {"every": 2},

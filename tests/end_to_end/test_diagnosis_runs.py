@@ -176,7 +176,6 @@ def test_from_python_a_run_that_never_updated_returns_and_says_so(
 
 def test_adapters_that_move_are_an_update(tmp_path: Path, cli: Cli, make_config: MakeConfig) -> None:
     """The model's own weights stay as they are under LoRA: what counts are those that learn."""
-    pytest.importorskip("peft")
     config, run = set_up(tmp_path, make_config, "random_reward", 1), tmp_path / "run"
     ended = cli("train", config, "--out", run, "--set", "actor.lora.rank=2")
     assert ended.status == 0, ended.err

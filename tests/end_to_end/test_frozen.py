@@ -16,6 +16,8 @@ import pytest
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "frozen_run.tar.gz"
 Cli = Callable[..., Any]
+ONE_WORKER = ("--set", "reward.sandbox.workers=1")
+"""Two rewards take turns in the sandbox: with more workers, more processes start for each turn."""
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_of_before_gives_the_same_figures_again(frozen: Path, cli: Cli) -> None:
-    ended = cli("train", frozen / "run.toml", "--out", frozen / "again")
+    ended = cli("train", frozen / "run.toml", "--out", frozen / "again", *ONE_WORKER)
     assert ended.status == 0, ended.err
     before, now = metrics(frozen / "run"), metrics(frozen / "again")
     assert [line["step"] for line in now] == [0, 1, 2, 2]
@@ -44,11 +46,11 @@ def test_a_run_of_before_gives_the_same_figures_again(frozen: Path, cli: Cli) ->
 
 def test_a_run_of_before_is_resumed_evaluated_and_scored(frozen: Path, cli: Cli) -> None:
     run = frozen / "run"
-    evaluated = cli("eval", run)
+    evaluated = cli("eval", run, *ONE_WORKER)
     assert evaluated.status == 0, evaluated.err
     scored = cli("score", run)
     assert scored.status == 0, scored.err
-    ended = cli("resume", run, "--set", "trainer.total_steps=3")
+    ended = cli("resume", run, "--set", "trainer.total_steps=3", *ONE_WORKER)
     assert ended.status == 0, ended.err
     assert [line["step"] for line in metrics(run)][-2:] == [3, 3]
     assert json.loads((run / "summary.json").read_text("utf-8"))["steps"] == 3

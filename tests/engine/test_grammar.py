@@ -33,7 +33,6 @@ from toolwise.policies.local import LocalPolicy
 from toolwise.protocols import Generation, Sampling
 from toolwise.training.rollout_setup import local_policy
 
-llguidance = pytest.importorskip("llguidance")
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {

@@ -15,7 +15,7 @@ NOBODY = 65534
 def readable_copy(folder: Path, program: str = "abuse_cases") -> dict[str, str]:
     """A copy of Toolwise and of what it needs that any user may read, and `run.py`, which calls `main` of `program`.
 
-    Gives the environment to run it in.
+    Bytecode comes along: each worker would compile it all again. Gives the environment to run it in.
     """
     import pydantic
 
@@ -24,12 +24,12 @@ def readable_copy(folder: Path, program: str = "abuse_cases") -> dict[str, str]:
     for name in names:
         source = packages / name
         if source.is_dir():
-            shutil.copytree(source, folder / "lib" / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, folder / "lib" / name)
         else:
             (folder / "lib").mkdir(exist_ok=True)
             shutil.copy(source, folder / "lib" / name)
     own = HERE.parents[1] / "src" / "toolwise"
-    shutil.copytree(own, folder / "src" / "toolwise", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    shutil.copytree(own, folder / "src" / "toolwise", ignore=shutil.ignore_patterns("*.safetensors"))
     for source in (*HERE.glob("abuse_*.py"), HERE / "program_cases.py"):
         shutil.copy(source, folder)
     (folder / "run.py").write_text(

@@ -28,7 +28,6 @@ from toolwise.protocols import Sampling
 from toolwise.rollout.parsers import PARSERS
 from toolwise.routing.head.head import HeadSettings, RouterHead, save_head
 
-pytest.importorskip("llguidance")
 torch.set_num_threads(1)
 SEARCH = {
     "type": "object",

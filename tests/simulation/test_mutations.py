@@ -15,6 +15,7 @@ from sim_world import Plan, play
 SEEDS = 300
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some bugs leave coroutines behind
 @pytest.mark.parametrize("plant", ROLLOUT_MUTATIONS, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_in_the_rollouts_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)

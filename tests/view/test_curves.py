@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from five_seeds import draw_seeds
+from PIL import Image
 
 from toolwise.errors import ToolwiseError
 from toolwise.training.run_folder import open_run
@@ -29,7 +30,7 @@ def size_of(png: Path) -> tuple[int, int]:
 
 
 def colours_in(png: Path) -> set[str]:
-    image = pytest.importorskip("PIL.Image").open(png).convert("RGB")
+    image = Image.open(png).convert("RGB")
     return {"#{:02x}{:02x}{:02x}".format(*pixel) for _, pixel in image.getcolors(1 << 24)}
 
 

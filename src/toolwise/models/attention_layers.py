@@ -133,7 +133,7 @@ def check_states(found: Tensor, expected: Tensor, how: str) -> None:
 def state_difference(found: Tensor, expected: Tensor) -> str | None:
     """How far the hidden states [tokens, width] differ if that is more than rounding, or None."""
     dtype = expected.dtype
-    found, expected = found.double(), expected.double()
+    found, expected = found.detach().double(), expected.detach().double()
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
     error = float(errors.max() if dtype in MAX_ERROR else errors.median())
     return None if error <= MAX_ERROR.get(dtype, MAX_MEDIAN_ERROR) else f"relative error {error:.1g}"

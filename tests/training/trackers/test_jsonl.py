@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +38,6 @@ def test_what_is_not_finite_is_null_and_keeps_its_name(tmp_path: Path) -> None:
 
 
 def test_numbers_of_numpy_are_written_as_numbers(tmp_path: Path) -> None:
-    np = pytest.importorskip("numpy")
     log = JsonlTracker(tmp_path / "m.jsonl")
     log.log(1, {"a": np.float32(0.5), "b": np.int64(3)})
     log.close()

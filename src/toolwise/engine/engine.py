@@ -1,7 +1,8 @@
 """The engine: a thread steps the model (schedule, run, process) for requests that arrive and leave at any time.
 
-It uses the learner's parameters directly. After an update `weights_changed` clears the cache and recomputes the
-requests in progress; each token records the version of the weights that sampled it.
+It uses the learner's parameters directly, or with adapters the merged weights that the learner uses too. After an
+update `weights_changed` clears the cache and recomputes the requests in progress; each token records the version of the
+weights that sampled it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from toolwise.engine.scheduler import Plan, Scheduler
 from toolwise.errors import ContextFullError, ModelError, PolicyError
 from toolwise.models.decoder_layers import max_context
 from toolwise.models.logits import logits_head
+from toolwise.models.merged_weights import merged_copy
 from toolwise.protocols import Generation, GenerationEngine, Metrics, Sampling
 from toolwise.untrusted.user_code import describe
 
@@ -64,13 +66,14 @@ class Engine(GenerationEngine):
         results bitwise identical whatever else runs. `decode` turns tokens into text, for stop strings. `fused`: True
         uses the fused kernels, None uses them if the GPU supports them for this model, False uses the model's stock
         forward throughout, without the multi-step decoding of the CPU runner."""
-        path, reason = engine_path(model)
+        merged = merged_copy(model)
+        path, reason = engine_path(merged)
         if path == TRANSFORMERS:
             raise ModelError(
                 f'the engine cannot run {type(model).__name__}: {reason}; set rollout.engine = "transformers"'
             )
         config = model.get_decoder().config
-        max_batch_tokens = max_batch_tokens or _batch_tokens(model)
+        max_batch_tokens = max_batch_tokens or _batch_tokens(merged)
         self.model = model
         self.max_context = max_context(config)
         self.vocabulary = int(config.vocab_size)
@@ -82,7 +85,7 @@ class Engine(GenerationEngine):
         self.runner: Runner
         if deterministic or fused is False:
             self.runner = Runner(model, block_size, fixed_rows=fixed_rows)
-        elif fused or (path == FAST and supports_fused_kernels(model)):
+        elif fused or (path == FAST and supports_fused_kernels(merged)):
             self.runner = CudaRunner(model, block_size, head, max_requests=max_requests, max_context=self.max_context)
         elif path == FAST:
             self.runner = CpuRunner(model, block_size, head)

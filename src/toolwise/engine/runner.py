@@ -22,6 +22,7 @@ from toolwise.engine.scheduler import Plan
 from toolwise.errors import ModelError
 from toolwise.kernels.host_to_device import to_device
 from toolwise.models.attention_layers import attention_layers
+from toolwise.models.merged_weights import merged_copy
 from toolwise.models.weight_sharing import register_attention, shared_copy
 
 SplitChunks = Callable[[Request, int], Iterator[tuple[int, int]]]
@@ -44,14 +45,14 @@ class Runner:
     """The model and its KV cache: per layer [blocks, block size, key heads, head size]."""
 
     def __init__(self, model: Any, block_size: int, *, fixed_rows: int | None = None) -> None:
-        self.model = model
+        self.source = model
         self.refresh()
         self.block_size = block_size
         self.fixed_rows = fixed_rows
         """Pad each forward pass to this many rows: the rounding of a matrix product depends on its shape."""
-        weight = model.get_input_embeddings().weight
+        weight = self.model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
-        self.attention = attention_layers(model).layers
+        self.attention = attention_layers(self.model).layers
         self.uses_block_tables = self.device.type == "cuda" and all(map(fits_attention_kernels, self.attention))
         """Attention reads block tables directly, so nothing needs to be gathered for it."""
         self.layers = len(self.attention)
@@ -64,7 +65,8 @@ class Runner:
         self.values: list[Tensor] = []
 
     def refresh(self) -> None:
-        """Copy the model's modules again: they change when adapters are added."""
+        """Merge the model's adapters again, and copy its modules: they change when adapters are added."""
+        self.model = merged_copy(self.source)
         self.trunk = shared_copy(self.model.get_decoder(), attention=register_attention(ATTENTION_NAME, attend))
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from toolwise.config.schema import LoraConfig
 from toolwise.errors import ConfigError, import_extra
+from toolwise.models.merged_weights import base_layer, merged_copy
 from toolwise.models.weight_sharing import shared_copy
 
 
@@ -46,16 +46,11 @@ class Adapters:
 
     def base_model(self) -> Any:
         """The model without adapters: a copy of its modules over the same weights."""
-        adapter_type = self.peft.tuners.tuners_utils.BaseTunerLayer
-
-        def base_layer(module: Any) -> Any:
-            return module.get_base_layer() if isinstance(module, adapter_type) else module
-
         return shared_copy(self.model, substitute=base_layer)
 
     def save_merged(self, folder: Path) -> None:
-        """Save a plain model with the adapters merged in. Merges a copy, since merging and unmerging is not exact."""
-        copy.deepcopy(self.wrapped).merge_and_unload().save_pretrained(folder)
+        """Save a plain model with the adapters merged in: the weights that engine and learner compute with."""
+        merged_copy(self.model).save_pretrained(folder)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.peft.get_peft_model_state_dict(self.wrapped)

@@ -28,7 +28,7 @@ def supports_fused_kernels(model: Any) -> bool:
 
 
 class CudaRunner(Runner):
-    """A `Runner` on the model's own parameters, or those with its adapters merged, concatenated for the fused kernels (kernels/llama.py)."""
+    """A `Runner` on the model's parameters (or merged ones), concatenated for the fused kernels (kernels/llama.py)."""
 
     max_decode_steps = MAX_DECODE_STEPS
 

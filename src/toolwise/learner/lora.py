@@ -6,6 +6,7 @@ peft creates, names and stores the adapters. What engine and learner compute wit
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from toolwise.config.imports import did_you_mean
 from toolwise.config.schema import LoraConfig
 from toolwise.errors import CheckpointError, ConfigError, import_extra
-from toolwise.models.merged_weights import base_layer, merged_copy
+from toolwise.models.merged_weights import base_layer, is_adapter, merged_copy
 from toolwise.models.weight_sharing import shared_copy
 
 PREFIX = "base_model.model."
@@ -31,22 +32,40 @@ class Adapters:
         self.peft = import_extra("peft", "peft")
         self.model = model
         self.lora = lora
-        _check_layers(model, lora, find_layers(model, lora.target_modules))
+        layers = find_layers(model, lora.target_modules)
+        _check_layers(model, lora, layers)
         config = self.peft.LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha,
             lora_dropout=0.0,  # dropout would move the ratio off 1
-            target_modules=lora.target_modules or "all-linear",
+            target_modules=list(layers),
             task_type="CAUSAL_LM",
         )
         try:
-            with torch.random.fork_rng(devices=[]):  # seeded, without touching the global random state
+            # Seeded, without touching the global random state.
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # GPT-2's layers are transposed, which peft handles
                 torch.manual_seed(seed)
                 self.wrapped = self.peft.get_peft_model(model, config)
         except ValueError as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"actor.lora.target_modules does not fit {type(model).__name__}: {reason}") from error
+        self._check_adapted(layers)
         self.wrapped.eval()
+
+    def _check_adapted(self, layers: Mapping[str, Any]) -> None:
+        """Raise unless these layers have adapters, and nothing else has: peft may adapt the experts of a mixture in
+        place of other layers with the same names."""
+        adapted = {name for name, module in self.model.named_modules() if is_adapter(module)}
+        if adapted == layers.keys():
+            return
+        self.wrapped.unload()
+        wrong = {_short_name(name.removesuffix(".base_layer")) for name in adapted ^ layers.keys()}
+        fine = sorted({_short_name(name) for name in layers} - {_short_name(n) for n in layers.keys() - adapted})
+        raise ConfigError(
+            f"actor.lora.target_modules: peft adapts the layers of {type(self.model).__name__} in another way "
+            f"({', '.join(sorted(wrong))}): set it to {fine}"
+        )
 
     def base_model(self) -> Any:
         """The model without adapters: a copy of its modules over the same weights."""

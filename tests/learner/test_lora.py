@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import build
 from learner_cases import LR, PAD, changed, credit, current_logprobs, sample, tiny_model
 from selection import quick_first
 from transformers import LlamaForCausalLM
@@ -223,6 +224,14 @@ def test_settings_that_do_not_fit_the_model_are_refused(lora: dict[str, Any], sa
     with pytest.raises(ConfigError, match=said):
         Adapters(model, LoraConfig(**lora))
     assert not any("lora_" in name for name, _ in model.named_parameters()), "the model was changed"
+
+
+def test_layers_that_peft_adapts_in_another_way_are_refused() -> None:
+    """It would adapt the experts in place of the shared expert, whose layers have the same names."""
+    with pytest.raises(
+        ConfigError, match=r"\(down_proj, experts, gate_proj, up_proj\): set it to \['kv_a_proj_with_mqa'"
+    ):
+        Adapters(build("deepseek-v3"), LoraConfig(rank=2))
 
 
 def test_a_rank_as_large_as_the_smallest_layer_is_allowed() -> None:

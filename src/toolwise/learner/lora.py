@@ -44,7 +44,7 @@ class Adapters:
         try:
             # Seeded, without touching the global random state.
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # GPT-2's layers are transposed, which peft handles
+                warnings.simplefilter("ignore")  # about layers that are transposed or fused; see _check_adapted
                 torch.manual_seed(seed)
                 self.wrapped = self.peft.get_peft_model(model, config)
         except ValueError as error:

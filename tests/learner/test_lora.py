@@ -27,7 +27,7 @@ from toolwise.errors import CheckpointError, ConfigError, MissingExtraError
 from toolwise.learner.actor import Actor
 from toolwise.learner.critic import Critic
 from toolwise.learner.lora import Adapters, write_adapters
-from toolwise.models.merged_weights import merged_copy
+from toolwise.models.merged_weights import merged_copy, plain_layer
 from toolwise.policies.transformers_generation import generate_batch
 from toolwise.protocols import Generation, Sampling
 from toolwise.types import AnnotatedRollout, CreditedRollout
@@ -167,7 +167,11 @@ def test_engine_and_learner_agree_at_every_update(dtype: torch.dtype, updates: i
         engine.weights_changed(actor.version)
         gaps.append(metrics["canary/logprob_gap_max" if dtype is torch.float32 else "canary/logprob_gap_mean"])
     assert max(gaps) < (1e-4 if dtype is torch.float32 else 5e-3)
-    assert all(bool(weight.detach().any()) for name, weight in model.named_parameters() if "lora_B" in name)
+    layer = model.model.layers[0].mlp.up_proj
+    expected = layer.base_layer.weight.float() + layer.get_delta_weight("default")
+    errors = (plain_layer(layer).weight.float() - expected).abs()
+    assert (errors <= expected.abs() * torch.finfo(dtype).eps + 1e-6).all(), "not merged after the last update"
+    assert not torch.equal(plain_layer(layer).weight, layer.base_layer.weight)
 
 
 def test_half_precision_adapters_are_fp32_and_frozen_weights_have_no_masters() -> None:

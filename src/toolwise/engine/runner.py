@@ -27,6 +27,7 @@ from toolwise.models.weight_sharing import register_attention, shared_copy
 
 SplitChunks = Callable[[Request, int], Iterator[tuple[int, int]]]
 MAX_CPU_CACHE_BYTES = 4 << 30
+CPU_BATCH_TOKENS, MAX_GPU_BATCH_TOKENS = 4096, 65_536
 
 
 @dataclass(slots=True)
@@ -203,3 +204,13 @@ def padded_tables(tables: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
     padded = np.zeros((len(tables), lengths.max()), dtype=np.int32)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(tables), dtype=np.int32)
     return padded
+
+
+def batch_tokens(model: Any) -> int:
+    """Tokens per forward pass: on a GPU as many as fit into a twentieth of its memory between two layers."""
+    weight, config = model.get_input_embeddings().weight, model.get_decoder().config
+    if weight.device.type != "cuda":
+        return CPU_BATCH_TOKENS
+    bytes_per_token = 6 * int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size) * weight.element_size()
+    memory = torch.cuda.get_device_properties(weight.device).total_memory // 20
+    return int(min(MAX_GPU_BATCH_TOKENS, max(CPU_BATCH_TOKENS, memory // bytes_per_token)))

@@ -4,8 +4,10 @@ what the learner trains, at every update."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ import pytest
 import torch
 from selection import quick_first
 
+from toolwise.agent.agent import RoutedAgent
 from toolwise.config.schema import RunConfig, load_config
 from toolwise.engine.cpu_runner import CpuRunner
 from toolwise.learner.mismatch import MAX_GAP_FP32
+from toolwise.models.merged_weights import merged_copy
 from toolwise.protocols import Metrics, Sampling
 from toolwise.training.loop import train_step
 from toolwise.training.run import Run, assemble
@@ -98,6 +102,27 @@ def exported(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
+def assert_adapters_alone(out: Path, folder: Path, cli: Cli, base: Any, merged: Any) -> None:
+    """Plain peft loads what `--adapters` exports, and answers like the merged model."""
+    from peft import PeftModel
+
+    ended = cli("export", out, "--out", folder / "adapters", "--adapters")
+    assert ended.status == 0, ended.err
+    assert "adapters of step" in ended.out
+    names = {path.name for path in (folder / "adapters").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md", "tools.json"} <= names
+    assert not {"config.json", "model.safetensors"} & names
+    card = (folder / "adapters" / "README.md").read_text(encoding="utf-8")
+    assert "library_name: peft" in card
+    assert 'base = AutoModelForCausalLM.from_pretrained("builtin:small")' in card
+    assert "adapters of rank 4 (alpha 8), to be added to the base model" in card
+    loaded = PeftModel.from_pretrained(copy.deepcopy(base), folder / "adapters").eval()
+    for ids in prompts():
+        with torch.inference_mode():
+            found, expected = (model(input_ids=torch.tensor([ids])).logits for model in (loaded, merged))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+
+
 def assert_whole_loop(config: RunConfig, folder: Path, cli: Cli, steps: int) -> None:
     out = folder / "run"
     run = train(config, out)
@@ -114,6 +139,7 @@ def assert_whole_loop(config: RunConfig, folder: Path, cli: Cli, steps: int) -> 
     assert not any("lora" in name for name, _ in merged.named_parameters())
     assert_draws_from(run, merged)
     base = exported(Path(run.policy.model.config._name_or_path))
+    assert_adapters_alone(out, folder, cli, base, merged)
     written = [says(base, ids, tokens)[0] for ids, (tokens, _) in zip(prompts(), greedy(run), strict=True)]
     assert max(float((a - torch.tensor(b)).abs().max()) for a, (_, b) in zip(written, greedy(run), strict=True)) > 0.01
 
@@ -152,6 +178,12 @@ NEIGHBOURS: dict[str, dict[str, Any]] = {
     "reference": {"algorithm": {"kl": "loss", "kl_coef": 0.1}},
     "critic": {"algorithm": {"adv_estimator": "gae"}, "critic": {"lr": 1e-3}},
     "thinking levels": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {"enable": True}}},
+    "step-level credit": {"algorithm": {"adv_estimator": "gigpo"}},
+    "router and thinking levels": {
+        "router": ROUTER,
+        "rollout": {"n": 6, "max_new_tokens": 16},
+        "algorithm": {"adv_estimator": "rlvcr", "rlvcr": {"enable": True}},
+    },
     "checkpointing": {"actor": {"activation_checkpointing": True}},
     "deterministic": {"deterministic": True},
     "some layers": {"actor": {"lora": {"rank": 2, "alpha": 16.0, "target_modules": ["q_proj", "down_proj"]}}},
@@ -159,7 +191,7 @@ NEIGHBOURS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("router", "reference")
+QUICK = ("reference", "step-level credit", "router and thinking levels")
 
 
 @pytest.mark.parametrize("beside", quick_first(NEIGHBOURS, QUICK))
@@ -176,3 +208,64 @@ def test_adapters_beside(beside: str, tmp_path: Path, make_config: MakeConfig) -
         assert_draws_from(run, exported(tmp_path / "model"))
     finally:
         run.close()
+
+
+def actor_state(run: Run) -> dict[str, torch.Tensor]:
+    """The adapters, the optimiser's moments and the router's head."""
+    state = run.learner.state_dict()  # type: ignore[attr-defined]
+    tensors = {f"adapter {name}": weight for name, weight in state["adapters"].items()}
+    for number, moments in state["optimizer"]["adamw"]["state"].items():
+        tensors |= {f"{name} {number}": value for name, value in moments.items()}
+    if run.head is not None:
+        tensors |= {f"head {name}": weight for name, weight in run.head.named_parameters()}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("beside", quick_first(["router and thinking levels", "reference"], ["reference"]))
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(beside: str, tmp_path: Path, make_config: MakeConfig) -> None:
+    changes = {"trainer": {"total_steps": 2, "save_every": 1, "keep_checkpoints": 2}, "deterministic": True}
+    short = {"rollout": {"n": 6 if "router" in beside else 2, "max_new_tokens": 12}}
+    config = configured(tmp_path, make_config, **NEIGHBOURS[beside] | changes | short)
+    whole = actor_state(train(config, tmp_path / "run"))
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000002")  # as if it had been killed before
+    parts = actor_state(train(config, tmp_path / "run", resume=True))
+    assert whole.keys() == parts.keys()
+    assert any(bool(weight.any()) for name, weight in whole.items() if "lora_B" in name)
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, parts[name]), name
+
+
+def test_layers_that_the_model_does_not_have_are_named_before_anything_runs(
+    tmp_path: Path, make_config: MakeConfig, cli: Cli
+) -> None:
+    configured(tmp_path, make_config, actor={"lora": {"rank": 4, "target_modules": ["q_prj"]}})
+    ended = cli("train", tmp_path / "run.toml", "--out", tmp_path / "run")
+    assert ended.status == 2
+    assert "no layer 'q_prj'; did you mean 'q_proj'" in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.long
+def test_a_routed_agent_answers_the_same_from_its_checkpoint_and_its_export(
+    tmp_path: Path, make_config: MakeConfig, cli: Cli
+) -> None:
+    changes = NEIGHBOURS["router and thinking levels"] | {"trainer": {"total_steps": 2, "save_every": 2}}
+    run = train(configured(tmp_path, make_config, **changes), tmp_path / "run")
+    ended = cli("export", tmp_path / "run", "--out", tmp_path / "exported")
+    assert ended.status == 0, ended.err
+    tools = {"tools": ["calculator", "search"], "documents": ["Alder has 12 mills."]}
+    agents = [RoutedAgent.load(folder, **tools) for folder in (tmp_path / "run", tmp_path / "exported")]
+    for question in ("How many mills does Alder have?", "What is 3 + 4?"):
+        first, second = (agent.ask(question) for agent in agents)
+        assert (first.text, first.route, first.calls) == (second.text, second.route, second.calls)
+        assert first.route_probs == pytest.approx(second.route_probs, abs=1e-6)
+    trained = dict(run.head.named_parameters())  # type: ignore[union-attr]
+    for agent in agents:
+        loaded = dict(agent.routing.predictor.head.named_parameters())
+        assert all(torch.equal(loaded[name], weight) for name, weight in trained.items())
+        assert_same_policy(agent.routing.policy.model, run.policy.model)
+
+
+def assert_same_policy(model: Any, adapted: Any) -> None:
+    weights = merged_copy(adapted).state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())

@@ -27,6 +27,7 @@ from toolwise.engine.cuda_runner import CudaRunner
 from toolwise.engine.runner import Runner
 from toolwise.errors import ConfigError
 from toolwise.learner.lora import Adapters
+from toolwise.policies.transformers_generation import generate_batch
 from toolwise.protocols import Sampling
 
 NEW = 20
@@ -125,6 +126,53 @@ def test_prompts_are_read_and_continuations_scored_through_them(runner: str) -> 
     with torch.inference_mode():
         states = plain.get_decoder()(input_ids=torch.tensor([prefix])).last_hidden_state[0]
     torch.testing.assert_close(run_async(engine.encode(prefix)), states[-1], atol=1e-4, rtol=1e-4)
+
+
+def test_plain_transformers_generation_is_that_of_the_merged_model() -> None:
+    model = model_of("llama")
+    adapters = adapted(model)
+    for version in range(2):
+        plain = merged(adapters)
+        samplings = [greedily(model, NEW)] * len(PROMPTS)
+        found = generate_batch(model, PROMPTS, samplings, pad_id=0, policy_version=version)
+        for ids, result in zip(PROMPTS, found, strict=True):
+            assert_greedy(plain, ids, list(result.token_ids), reference(plain, ids, NEW))
+            assert_forced(plain, ids, result)
+        move(model, seed=version + 1)
+
+
+def test_prefixes_are_shared_until_the_adapters_move() -> None:
+    model = model_of("llama")
+    adapted(model)
+    engine = counted(model)
+    prompt, sampling = [random_ids(40, 1)], [greedily(model, 2)]
+
+    def reused() -> float:
+        before = engine.metrics()["engine/reused_tokens"]
+        generate_all(engine, prompt, sampling)
+        return engine.metrics()["engine/reused_tokens"] - before
+
+    assert reused() == 0
+    assert reused() > 0
+    move(model, seed=1)
+    engine.weights_changed(1)
+    assert reused() == 0, "keys and values of the old adapters"
+    assert reused() > 0
+
+
+def test_the_engine_decodes_with_plain_layers_whose_weights_stay_in_place() -> None:
+    """No adapter in the forward pass, and nothing that was captured or concatenated is built again after an update."""
+    model = model_of("llama")
+    adapted(model)
+    engine = counted(model, fused=True)
+    generate_all(engine, PROMPTS, [greedily(model, 3)] * len(PROMPTS))
+    assert isinstance(engine.runner, CudaRunner)
+    before = engine.runner._ready()[0]
+    assert all(type(part) is torch.nn.Linear for layer in before.decoder.layers for part in layer.projections)
+    move(model, seed=1)
+    engine.weights_changed(1)
+    generate_all(engine, PROMPTS, [greedily(model, 3)] * len(PROMPTS))
+    assert engine.runner._ready()[0] is before
 
 
 def test_drawing_at_random_goes_by_the_merged_model_too() -> None:

@@ -70,7 +70,7 @@ def test_the_kernels_of_a_gpu_compute_these_too(name: str) -> None:
         assert_forced(model, ids, result)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "olmo2"])
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "olmo2", "gpt2", "mixtral", "gpt-oss"])
 def test_adapters_are_decoded_with(name: str) -> None:
     model = build(name)
     engine = counted(model)
@@ -81,8 +81,9 @@ def test_adapters_are_decoded_with(name: str) -> None:
             if "lora_" in parameter_name:
                 weight.copy_(0.2 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
     engine.weights_changed(1)
-    assert isinstance(engine.runner, CpuRunner)
-    assert engine.runner.decoder is not None
+    if engine_path(model)[0] == FAST:
+        assert isinstance(engine.runner, CpuRunner)
+        assert engine.runner.decoder is not None
     merged = copy.deepcopy(adapters.wrapped).merge_and_unload()
     found = generate_all(engine, PROMPTS, [Sampling(max_new_tokens=NEW, do_sample=False)] * len(PROMPTS))
     for ids, result in zip(PROMPTS, found, strict=True):

@@ -14,6 +14,7 @@ from toolwise.config.schema import LoraConfig
 from toolwise.engine import Engine, engine_path
 from toolwise.engine.cuda_runner import CudaRunner
 from toolwise.learner.lora import Adapters
+from toolwise.models.merged_weights import merged_copy
 from toolwise.protocols import Generation, Sampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -176,14 +177,27 @@ def test_adapters_are_decoded_with_in_captured_steps(family: str, targets: tuple
             chosen = says[range(len(found.token_ids)), list(found.token_ids)]
             assert (says.max(-1).values - chosen).max() < 1e-3, "a token that is not the likeliest"
             assert (chosen.cpu() - torch.tensor(list(found.logprobs))).abs().max() < 1e-3
+        assert isinstance(engine.runner, CudaRunner)
+        captured = engine.runner._multi_step
         move(model, seed=version)
         engine.weights_changed(version)
-    assert isinstance(engine.runner, CudaRunner)
+        generate_all(engine, prompts[:1], samplings[:1])
+        assert engine.runner._multi_step is captured, "captured again after an update"
     assert engine.runner.shapes
 
 
+def test_merging_on_a_gpu_gives_the_same_numbers_every_time() -> None:
+    model = on_gpu("llama", torch.bfloat16)
+    with_adapters(model)
+    first = [weight.clone() for weight in merged_copy(model).parameters()]
+    move(model, seed=1)
+    assert not all(torch.equal(a, b) for a, b in zip(first, merged_copy(model).parameters(), strict=True))
+    move(model, seed=0)
+    assert all(torch.equal(a, b) for a, b in zip(first, merged_copy(model).parameters(), strict=True))
+
+
 def test_bf16_with_adapters_is_within_the_canary_s_bound() -> None:
-    """peft keeps the adapters in fp32; compared with the adapted model itself, which is what a learner runs."""
+    """Merged weights are rounded; compared with peft's own modules, which add fp32 adapters in the forward pass."""
     model = on_gpu("qwen3", torch.bfloat16)
     with_adapters(model)
     engine = Engine(model, blocks=512)

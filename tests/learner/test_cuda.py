@@ -12,11 +12,14 @@ from architectures import build
 from learner_cases import LR, changed, credit, pack, sample, tiny_model
 
 from toolwise.advantages import Gae
+from toolwise.config.schema import LoraConfig
 from toolwise.engine import Engine
 from toolwise.engine.cuda_runner import CudaRunner
 from toolwise.learner.actor import Actor
 from toolwise.learner.critic import Critic
 from toolwise.learner.forward import hidden_states, token_logprobs
+from toolwise.learner.lora import Adapters
+from toolwise.models.merged_weights import plain_layer
 from toolwise.protocols import Generation, Sampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -112,3 +115,35 @@ def test_adapters_learn_from_the_engine_s_samples(dtype: torch.dtype, checkpoint
     moved = [weight for name, weight in model.named_parameters() if "lora_B" in name]
     assert moved
     assert all(bool(weight.detach().any()) for weight in moved)
+    layer = model.model.layers[0].mlp.up_proj
+    merged = plain_layer(layer).weight
+    expected = layer.base_layer.weight.float() + layer.get_delta_weight("default")
+    step = expected.abs() * torch.finfo(dtype).eps
+    assert ((merged.float() - expected).abs() <= step + 1e-6).all(), "not merged again after the last update"
+    assert not torch.equal(merged, layer.base_layer.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_adapters_are_those_of_peft(dtype: torch.dtype) -> None:
+    """With the fused modules of a GPU, over packed rows; peft runs its own modules over padded ones."""
+    model = tiny_model(head_dim=16).to("cuda", dtype)
+    Adapters(model, LoraConfig(rank=4, alpha=8.0))
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.copy_(0.1 * torch.randn(weight.shape, generator=draw))
+    rows = [Tokens([3, 5, 7, 9, 11, 13, 15, *tail], [False] * 7 + [True] * 6) for tail in ([1] * 6, [2, 4] * 3)]
+    [packed] = pack(rows, 500, share_prefixes=True, device="cuda")
+    weights = torch.linspace(-1, 1, packed.S, device="cuda")
+
+    def gradients(logprobs: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        (logprobs * weights).sum().backward()
+        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+        return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.requires_grad])
+
+    found = gradients(token_logprobs(model, hidden_states(model, packed), packed, 1.0)[0])
+    logits = model(input_ids=torch.tensor([row.ids for row in rows], device="cuda")).logits.float()
+    expected = gradients(torch.log_softmax(logits, -1)[packed.row, packed.at - 1, packed.target])
+    assert (found - expected).norm() / expected.norm() < (1e-4 if dtype is torch.float32 else 0.1)

@@ -138,12 +138,17 @@ def export(
             show_default=False,
         ),
     ] = "",
+    adapters: Annotated[
+        bool,
+        typer.Option("--adapters", help="Export the LoRA adapters as a peft folder, instead of merged with the model."),
+    ] = False,
 ) -> None:
     """Export a run's model to a folder that transformers loads, with a model card."""
     from toolwise.agent.export import export_model
 
-    exported = export_model(source, out, dtype=dtype, best=best)
-    print_line(f"{exported.out}: model of step {exported.checkpoint.step} in {exported.dtype}; model card: README.md")
+    exported = export_model(source, out, dtype=dtype, best=best, adapters=adapters)
+    what = "adapters" if adapters else "model"
+    print_line(f"{exported.out}: {what} of step {exported.checkpoint.step} in {exported.dtype}; model card: README.md")
 
 
 def run_dry_run(config: RunConfig, out: Path | None, resume: bool) -> None:

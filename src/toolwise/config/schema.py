@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from toolwise.config.algorithm import AlgorithmConfig
 from toolwise.config.loader import Section, apply_overrides, build_config, read_settings
@@ -169,7 +169,23 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 32.0
     """LoRA scaling factor α."""
     target_modules: list[str] = Field(default_factory=list)
-    """Names of the layers to adapt; empty: all linear layers except the head."""
+    """Names of the layers to adapt, such as q_proj; empty: all linear layers except the head."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_dropout(cls, values: Any) -> Any:
+        if isinstance(values, dict) and (names := {"dropout", "lora_dropout"} & values.keys()):
+            raise ValueError(
+                f"{min(names)} is not supported: the ratio of new to old probabilities would not be 1 before the first "
+                "update; remove it"
+            )
+        return values
+
+    @model_validator(mode="after")
+    def _check_rank(self) -> LoraConfig:
+        if self.target_modules and not self.rank:
+            raise ValueError("target_modules is set but rank is 0, which trains the full model: set actor.lora.rank")
+        return self
 
 
 class ActorConfig(Section):

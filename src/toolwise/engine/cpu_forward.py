@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Embedding, Linear
+from torch.nn import Embedding
 from torch.nn.functional import embedding, linear, rms_norm
 
 from toolwise.models.attention_layers import state_difference
@@ -223,8 +223,7 @@ def _norm(norm: RmsNorm | None) -> Norm | None:
 
 
 def _projection(module: Any) -> Projection:
-    """The plain matrix product, or the module itself if it does more (an adapter)."""
-    return partial(linear, weight=module.weight, bias=module.bias) if type(module) is Linear else module
+    return partial(linear, weight=module.weight, bias=module.bias)
 
 
 def _apply_norm(states: Tensor, norm: Norm) -> Tensor:

@@ -13,7 +13,7 @@ from toolwise.engine.cuda_graphs import MAX_DECODE_STEPS, MultiStepDecoder, Shap
 from toolwise.engine.request import Request
 from toolwise.engine.runner import Inputs, Runner
 from toolwise.kernels import available
-from toolwise.kernels.llama import FusedDecoder, PagedCache, unsupported_reason
+from toolwise.kernels.llama import FusedDecoder, PagedCache, storage_key, unsupported_reason
 
 
 def fused_kernels_problem(model: Any) -> str | None:
@@ -28,7 +28,7 @@ def supports_fused_kernels(model: Any) -> bool:
 
 
 class CudaRunner(Runner):
-    """A `Runner` on the model's own parameters, concatenated for the fused kernels (kernels/llama.py)."""
+    """A `Runner` on the model's parameters (or merged ones), concatenated for the fused kernels (kernels/llama.py)."""
 
     max_decode_steps = MAX_DECODE_STEPS
 
@@ -88,9 +88,9 @@ class CudaRunner(Runner):
 
     def _ready(self) -> tuple[FusedDecoder, PagedCache]:
         """The decoder and cache, rebuilt if parameters have moved: CUDA graphs hold addresses."""
-        if self._fused is None or self._layout != self._fused.storage_key():
+        if self._fused is None or self._layout != storage_key(self.model):
             self._fused = FusedDecoder(self.model)
-            self._layout = self._fused.storage_key()
+            self._layout = storage_key(self.model)
             self._cache = self._multi_step = None
         if self._cache is None:
             with torch.inference_mode():

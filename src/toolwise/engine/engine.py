@@ -1,7 +1,8 @@
 """The engine: a thread steps the model (schedule, run, process) for requests that arrive and leave at any time.
 
-It uses the learner's parameters directly. After an update `weights_changed` clears the cache and recomputes the
-requests in progress; each token records the version of the weights that sampled it.
+It uses the learner's parameters directly, or with adapters the merged weights that the learner uses too. After an
+update `weights_changed` clears the cache and recomputes the requests in progress; each token records the version of the
+weights that sampled it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from toolwise.engine.blocks import BlockManager
@@ -25,17 +25,17 @@ from toolwise.engine.cuda_runner import CudaRunner, supports_fused_kernels
 from toolwise.engine.paths import FAST, TRANSFORMERS, engine_path
 from toolwise.engine.request import ContinuationScores, LogitsMask, Request
 from toolwise.engine.results import Decode, OutputProcessor
-from toolwise.engine.runner import Runner
+from toolwise.engine.runner import Runner, batch_tokens
 from toolwise.engine.sampler import NaNLogitsError
 from toolwise.engine.scheduler import Plan, Scheduler
 from toolwise.errors import ContextFullError, ModelError, PolicyError
 from toolwise.models.decoder_layers import max_context
 from toolwise.models.logits import logits_head
+from toolwise.models.merged_weights import merged_copy
 from toolwise.protocols import Generation, GenerationEngine, Metrics, Sampling
 from toolwise.untrusted.user_code import describe
 
 log = logging.getLogger(__name__)
-CPU_BATCH_TOKENS, MAX_GPU_BATCH_TOKENS = 4096, 65_536
 MAX_STEPS_WHILE_QUEUED = 8
 """Decode steps per scheduling round while other requests wait for a slot, so that finished ones make room soon."""
 MAX_EVICTING_STEPS = 32
@@ -64,13 +64,14 @@ class Engine(GenerationEngine):
         results bitwise identical whatever else runs. `decode` turns tokens into text, for stop strings. `fused`: True
         uses the fused kernels, None uses them if the GPU supports them for this model, False uses the model's stock
         forward throughout, without the multi-step decoding of the CPU runner."""
-        path, reason = engine_path(model)
+        merged = merged_copy(model)
+        path, reason = engine_path(merged)
         if path == TRANSFORMERS:
             raise ModelError(
                 f'the engine cannot run {type(model).__name__}: {reason}; set rollout.engine = "transformers"'
             )
         config = model.get_decoder().config
-        max_batch_tokens = max_batch_tokens or _batch_tokens(model)
+        max_batch_tokens = max_batch_tokens or batch_tokens(merged)
         self.model = model
         self.max_context = max_context(config)
         self.vocabulary = int(config.vocab_size)
@@ -82,7 +83,7 @@ class Engine(GenerationEngine):
         self.runner: Runner
         if deterministic or fused is False:
             self.runner = Runner(model, block_size, fixed_rows=fixed_rows)
-        elif fused or (path == FAST and supports_fused_kernels(model)):
+        elif fused or (path == FAST and supports_fused_kernels(merged)):
             self.runner = CudaRunner(model, block_size, head, max_requests=max_requests, max_context=self.max_context)
         elif path == FAST:
             self.runner = CpuRunner(model, block_size, head)
@@ -364,16 +365,6 @@ class Engine(GenerationEngine):
 @cache
 def _log_general_path(model: str, reason: str) -> None:
     log.info("%s uses its stock forward over the paged cache, not the fast path: %s", model, reason)
-
-
-def _batch_tokens(model: Any) -> int:
-    """Tokens per forward pass: on a GPU as many as fit into a twentieth of its memory between two layers."""
-    weight, config = model.get_input_embeddings().weight, model.get_decoder().config
-    if weight.device.type != "cuda":
-        return CPU_BATCH_TOKENS
-    bytes_per_token = 6 * int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size) * weight.element_size()
-    memory = torch.cuda.get_device_properties(weight.device).total_memory // 20
-    return int(min(MAX_GPU_BATCH_TOKENS, max(CPU_BATCH_TOKENS, memory // bytes_per_token)))
 
 
 def deliver(finished: Iterable[Request]) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 from toolwise.engine.cpu_forward import cpu_forward_problem
 from toolwise.engine.cuda_runner import fused_kernels_problem
 from toolwise.models.attention_layers import attention_layers, head_problem
+from toolwise.models.merged_weights import merged_copy
 
 FAST, GENERAL, TRANSFORMERS = "toolwise-fast", "toolwise-general", "transformers"
 
 
 def engine_path(model: Any) -> tuple[str, str]:
     """The path's name and the reason: what keeps the model from a faster path, or what makes the fast one fit."""
+    model = merged_copy(model)
     problem = attention_layers(model).problem
     if problem is None and (difference := head_problem(model)) is not None:
         problem = f"its forward pass changes the logits of its head ({difference})"

@@ -22,10 +22,12 @@ from toolwise.engine.scheduler import Plan
 from toolwise.errors import ModelError
 from toolwise.kernels.host_to_device import to_device
 from toolwise.models.attention_layers import attention_layers
+from toolwise.models.merged_weights import merged_copy
 from toolwise.models.weight_sharing import register_attention, shared_copy
 
 SplitChunks = Callable[[Request, int], Iterator[tuple[int, int]]]
 MAX_CPU_CACHE_BYTES = 4 << 30
+CPU_BATCH_TOKENS, MAX_GPU_BATCH_TOKENS = 4096, 65_536
 
 
 @dataclass(slots=True)
@@ -44,14 +46,14 @@ class Runner:
     """The model and its KV cache: per layer [blocks, block size, key heads, head size]."""
 
     def __init__(self, model: Any, block_size: int, *, fixed_rows: int | None = None) -> None:
-        self.model = model
+        self.source = model
         self.refresh()
         self.block_size = block_size
         self.fixed_rows = fixed_rows
         """Pad each forward pass to this many rows: the rounding of a matrix product depends on its shape."""
-        weight = model.get_input_embeddings().weight
+        weight = self.model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
-        self.attention = attention_layers(model).layers
+        self.attention = attention_layers(self.model).layers
         self.uses_block_tables = self.device.type == "cuda" and all(map(fits_attention_kernels, self.attention))
         """Attention reads block tables directly, so nothing needs to be gathered for it."""
         self.layers = len(self.attention)
@@ -64,7 +66,8 @@ class Runner:
         self.values: list[Tensor] = []
 
     def refresh(self) -> None:
-        """Copy the model's modules again: they change when adapters are added."""
+        """Merge the model's adapters again, and copy its modules: they change when adapters are added."""
+        self.model = merged_copy(self.source)
         self.trunk = shared_copy(self.model.get_decoder(), attention=register_attention(ATTENTION_NAME, attend))
 
     @property
@@ -201,3 +204,13 @@ def padded_tables(tables: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
     padded = np.zeros((len(tables), lengths.max()), dtype=np.int32)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(tables), dtype=np.int32)
     return padded
+
+
+def batch_tokens(model: Any) -> int:
+    """Tokens per forward pass: on a GPU as many as fit into a twentieth of its memory between two layers."""
+    weight, config = model.get_input_embeddings().weight, model.get_decoder().config
+    if weight.device.type != "cuda":
+        return CPU_BATCH_TOKENS
+    bytes_per_token = 6 * int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size) * weight.element_size()
+    memory = torch.cuda.get_device_properties(weight.device).total_memory // 20
+    return int(min(MAX_GPU_BATCH_TOKENS, max(CPU_BATCH_TOKENS, memory // bytes_per_token)))

@@ -86,6 +86,11 @@ def _unsupported_layer(layer: DecoderLayer) -> str | None:
     return None
 
 
+def storage_key(model: Any) -> tuple[int, ...]:
+    """Changes when a parameter gets new storage, which makes captured graphs and a `FusedDecoder` stale."""
+    return tuple(p.data_ptr() for p in model.parameters())
+
+
 def _device(model: Any) -> torch.device:
     device: torch.device = next(model.parameters()).device
     return device
@@ -156,10 +161,6 @@ class FusedDecoder:
         self.decode: Callable[..., torch.Tensor] = kernel("paged_attention_decode", device)
         self.prefill: Callable[..., torch.Tensor] = kernel("paged_attention_prefill", device)
         self.shared_decode: Callable[..., torch.Tensor] = kernel("shared_prefix_decode", device)
-
-    def storage_key(self) -> tuple[int, ...]:
-        """Changes when a parameter gets new storage, which makes captured graphs and this object stale."""
-        return tuple(p.data_ptr() for p in self.model.parameters())
 
     def forward(self, ids: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Token ids [T] to normed hidden states [T, W]; `attend` handles the cache."""
@@ -291,9 +292,7 @@ def _fused_layer(layer: DecoderLayer) -> FusedLayer:
 
 
 def _fused_projection(parts: Sequence[Any]) -> ProjectionFn:
-    """Concatenated outputs of layers with the same input: in one matmul, or one by one if they have adapters."""
-    if any(type(part) is not nn.Linear for part in parts):
-        return lambda x: torch.cat([part(x) for part in parts], dim=-1)
+    """Concatenated outputs of layers with the same input, in one matmul."""
     biased = [part.bias is not None for part in parts]
     if any(biased) != all(biased):
         raise PolicyError("the fused forward needs a bias on all of q, k and v or on none; use the stock forward")

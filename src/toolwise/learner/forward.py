@@ -22,6 +22,7 @@ from toolwise.learner.packing import Packed
 from toolwise.models.attention_layers import attention_layers, head_problem
 from toolwise.models.decoder_layers import longrope_limit
 from toolwise.models.logits import logits_head
+from toolwise.models.merged_weights import trainable_layer
 from toolwise.models.weight_sharing import register_attention, shared_copy
 
 CHUNK_TOKENS, CHUNK_BYTES = 1024, 1 << 29
@@ -52,8 +53,8 @@ def hidden_states(model: Any, packed: Packed) -> Tensor:
     limit = longrope_limit(trunk.config)
     beyond_limit = limit is not None and int(packed.positions.max()) >= limit
     if report.problem is not None or beyond_limit:
-        return _padded(trunk, packed, limit)
-    copied = shared_copy(trunk, attention=register_attention(ATTENTION_NAME, attend))
+        return _padded(shared_copy(trunk, substitute=trainable_layer), packed, limit)
+    copied = shared_copy(trunk, attention=register_attention(ATTENTION_NAME, attend), substitute=trainable_layer)
     fuse(copied, trunk)
     layout = Layout.of(
         packed.segments, packed.ids.device, keep_gathered=_recompute_layers(copied), windows=report.windows
@@ -130,7 +131,7 @@ def token_logprobs(
             f"{type(model).__name__} changes the logits of its head in a way that the learner does not know "
             f"({difference}): train another model"
         )
-    head = logits_head(model)
+    head = logits_head(model, layer=trainable_layer)
 
     def of_chunk(states: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return logprobs_and_entropy(head(states), rows, targets, temperature)

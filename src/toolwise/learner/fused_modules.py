@@ -37,12 +37,15 @@ _NORMS: WeakKeyDictionary[Module, RmsNorm | None] = WeakKeyDictionary()
 
 def fuse(copied: Module, original: Module) -> None:
     """Patch the norms, MLPs and rotary embeddings of `copied`; do nothing on devices without kernels. `copied` is a
-    `shared_copy` of `original`; checks run on `original`, so each module is checked only once."""
+    `shared_copy` of `original`, perhaps with other layers in place of adapters; checks run on `original`, so each
+    module is checked only once."""
     if not available(next(original.parameters()).device):
         return
-    for module, source in zip(copied.modules(), original.modules(), strict=True):
-        if "forward" in vars(module):
-            continue  # already patched by someone else
+    originals = dict(original.named_modules())
+    for name, module in copied.named_modules():
+        source = originals.get(name)
+        if source is None or "forward" in vars(module):
+            continue  # part of a substitute, or already patched by someone else
         if can_fuse(source):
             norm = _as_norm(source)
             module.forward = _mlp(module, SiluMul.apply) if norm is None else _norm(module, norm)

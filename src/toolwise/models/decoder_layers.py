@@ -159,9 +159,8 @@ def _describe_layer(layer: Any, shape: AttentionLayer, trunk: Any, index: int) -
         _rope_name(trunk, attention, index),
         float(getattr(layer, "residual_multiplier", 1.0)),
     )
-    # peft's adapters have the plain layer as `base_layer`.
-    if any(type(getattr(part, "base_layer", part)) is not nn.Linear for part in described.projections):
-        raise UndescribedError("its projections are not linear layers (with or without LoRA)")
+    if any(type(part) is not nn.Linear for part in described.projections):
+        raise UndescribedError("its projections are not linear layers")
     _check_parameters(layer, (*described.projections, *(norm.module for norm in described.norms if norm is not None)))
     return described
 

@@ -29,6 +29,7 @@ from toolwise.engine.sampler import draw
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.models.attention_layers import state_difference
 from toolwise.models.decoder_layers import longrope_limit
+from toolwise.models.merged_weights import merged_copy
 from toolwise.protocols import Generation, GenerationEngine, Sampling
 from toolwise.untrusted.user_code import describe
 
@@ -149,7 +150,7 @@ def generate_batch(
     Prompts of different lengths are padded on the left; a model with recurrent layers, which would read the padding,
     runs those of each length apart.
     """
-    stock = StockForward(model)
+    stock = StockForward(merged_copy(model))
     check_cache(stock)
     by_length: dict[int, list[int]] = {}
     for i, prompt in enumerate(prompts):

@@ -264,12 +264,17 @@ def memory_parts(model: Any, config: RunConfig) -> dict[str, int]:
     """Bytes of what training holds besides activations: by the weights' sizes and what is trained."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     count = sum(p.numel() for p in model.parameters())
-    rank = config.actor.lora.rank
-    if rank:
-        count = sum(rank * (m.in_features + m.out_features) for m in model.modules() if hasattr(m, "in_features"))
+    lora, merged = config.actor.lora, {}
+    if lora.rank:
+        from toolwise.learner.lora import find_layers
+
+        adapted = [layer.weight for layer in find_layers(model, lora.target_modules).values()]
+        count = sum(lora.rank * sum(weight.shape) for weight in adapted)
+        weights += FP32 * count
+        merged = {"merged weights": sum(weight.numel() * weight.element_size() for weight in adapted)}
     trained = {"gradients": FP32 * count, "optimizer states": 2 * FP32 * count}
-    masters = {} if _dtype(model) == "float32" or rank else {"fp32 master weights": FP32 * count}
-    return {"weights": weights} | trained | masters
+    masters = {} if _dtype(model) == "float32" or lora.rank else {"fp32 master weights": FP32 * count}
+    return {"weights": weights} | merged | trained | masters
 
 
 def kv_bytes_per_token(model: Any) -> int:

@@ -241,3 +241,9 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
         saved_dtype(tmp_path)
     with pytest.raises(ModelError, match="--dtype is 'int8': use one of float32"):
         convert(tmp_path, "int8")
+
+
+def test_a_run_without_adapters_has_none_to_export(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no adapters, since actor\.lora\.rank is 0: export its model without"):
+        export_model(trained, tmp_path / "out", adapters=True)
+    assert not (tmp_path / "out").exists()

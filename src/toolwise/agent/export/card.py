@@ -28,8 +28,10 @@ def model_card(
     dtype: str,
     saved_in: str,
     tool_prompt: ToolPrompt | None = None,
+    adapters: bool = False,
 ) -> str:
-    """README.md of an exported model; `tool_prompt` is how prompts describe its tools, None for a model without any."""
+    """README.md of an exported model, or of its `adapters`; `tool_prompt` is how prompts describe its tools, None for a
+    model without any."""
     from jinja2 import Environment, StrictUndefined
 
     version = source.facts.get("toolwise", __version__)
@@ -42,23 +44,29 @@ def model_card(
         base_model=json.dumps(config.model.path) if _HUB_NAME.fullmatch(config.model.path) else "",
         version=version,
         training={
-            **_training(config, source),
+            **_training(config, source, adapters),
             "weights": dtype if dtype == saved_in else f"{dtype}, converted from {saved_in}",
             "made with": f"toolwise {version}",
         },
         tools_in=tools_in,
         description=tool_prompt.describe() if tools_in and tool_prompt is not None else "",
         tool_text=TOOL_TEXT,
+        adapters_of=json.dumps(public_name(config.model.path)) if adapters else "",
         **_results(run, source.step),
     )
 
 
-def _training(config: RunConfig, source: Checkpoint) -> dict[str, str]:
-    lora, path = config.actor.lora, config.model.path
-    public = path.startswith("builtin:") or _HUB_NAME.fullmatch(path)
+def public_name(path: str) -> str:
+    """The name of the base model: of a folder without the folders that it is in."""
+    return path if path.startswith("builtin:") or _HUB_NAME.fullmatch(path) else Path(path).name
+
+
+def _training(config: RunConfig, source: Checkpoint, adapters: bool) -> dict[str, str]:
+    lora = config.actor.lora
+    where = "to be added to the base model" if adapters else "merged into the weights"
     turns = f", up to {config.multi_turn.max_turns} turns" if config.multi_turn.enable else ", one turn"
     return {
-        "base model": _code(path if public else Path(path).name),
+        "base model": _code(public_name(config.model.path)),
         "training data": _file(config.data.train),
         "held-out data": _file(config.data.val) if config.data.val else "",
         "tools": ", ".join(
@@ -70,7 +78,7 @@ def _training(config: RunConfig, source: Checkpoint) -> dict[str, str]:
         "policy loss": _reference(config.actor.policy_loss) if config.actor.policy_loss != "ppo" else "",
         "steps": f"{source.step} of {config.data.batch_size} tasks × {config.rollout.n} rollouts{turns}",
         "learning rate": f"{config.actor.lr:g}",
-        "LoRA": f"adapters of rank {lora.rank} (alpha {lora.alpha:g}), merged into the weights" if lora.rank else "",
+        "LoRA": f"adapters of rank {lora.rank} (alpha {lora.alpha:g}), {where}" if lora.rank else "",
         "seed": str(config.seed),
     }
 

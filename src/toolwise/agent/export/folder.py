@@ -1,4 +1,5 @@
-"""Exports a checkpoint to a folder that plain `transformers` loads; its weights keep their dtype or are converted.
+"""Exports a checkpoint to a folder that plain `transformers` loads; its weights keep their dtype or are converted. With
+LoRA, the adapters alone can be exported, as a folder that plain `peft` loads.
 
 The folder is written atomically and test-loaded first.
 """
@@ -13,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolwise.agent.export.card import TOOL_TEXT, model_card
+from toolwise.agent.export.card import TOOL_TEXT, model_card, public_name
 from toolwise.agent.loader import find_checkpoint, find_run
 from toolwise.config.schema import RunConfig, inference_settings, load_config
 from toolwise.errors import CheckpointError, ConfigError, ModelError
+from toolwise.learner.lora import write_adapters
 from toolwise.models import load_model
 from toolwise.rollout.tool_prompt import describe_tools
 from toolwise.routing.head import ROUTER_METADATA_FILE, ROUTER_WEIGHTS_FILE
@@ -36,21 +38,26 @@ class Export:
     dtype: str
 
 
-def export_model(source: Path, out: Path, *, dtype: str | None = None, best: str = "") -> Export:
+def export_model(
+    source: Path, out: Path, *, dtype: str | None = None, best: str = "", adapters: bool = False
+) -> Export:
     """Write the model of `source`, a run's folder or one of its checkpoints, to `out`.
 
     For a run, exports the latest checkpoint, or the best by the validation metric `best` ("-cost": the lowest). The
-    weights keep their dtype unless `dtype` ("float32", "bfloat16", "float16") is given.
+    weights keep their dtype unless `dtype` ("float32", "bfloat16", "float16") is given. With `adapters`, the LoRA
+    adapters instead of the model with the adapters merged in.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} already exists: choose another --out, nothing is ever overwritten")
     run = find_run(source, "has no config.toml: give the folder of a run, or RUN/checkpoints/step-…")
     source_checkpoint = find_checkpoint(source, best=best, command="toolwise export")
     config = load_config(run / "config.toml")
+    if adapters and not config.actor.lora.rank:
+        raise ConfigError(f"{run} has no adapters, since actor.lora.rank is 0: export its model without --adapters")
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
-        saved_in = _write_export(temporary, source_checkpoint, config, run, dtype)
+        saved_in = _write_export(temporary, source_checkpoint, config, run, dtype, adapters)
         if out.exists():
             out.rmdir()
         temporary.rename(out)
@@ -69,43 +76,74 @@ def export_model(source: Path, out: Path, *, dtype: str | None = None, best: str
     return Export(out, source_checkpoint, dtype or saved_in)
 
 
-def _write_export(folder: Path, source: Checkpoint, config: RunConfig, run: Path, dtype: str | None) -> str:
+def _write_export(
+    folder: Path, source: Checkpoint, config: RunConfig, run: Path, dtype: str | None, adapters: bool
+) -> str:
     """Writes everything into `folder`; returns the dtype the weights were saved in."""
     model = source.path / "model"
     if not (model / "config.json").is_file():
         raise CheckpointError(f"{model} has no config.json: the checkpoint has no model to export")
+    left_out = set(_model_files(model)) if adapters else set()
     for path in sorted(model.rglob("*")):
         target = folder / path.relative_to(model)
         if path.is_dir():
             target.mkdir()
-        else:
+        elif path not in left_out:
             shutil.copyfile(path, target)
     _record_settings(folder, config)
+    if adapters:
+        write_adapters(folder, config.actor.lora, source.part("actor")["adapters"], public_name(config.model.path))
     saved_in = saved_dtype(folder)
     if dtype is not None and dtype != saved_in:
         convert(folder, dtype)
-    if not (folder / "generation_config.json").exists():
+    if not adapters and not (folder / "generation_config.json").exists():
         _write_generation_config(folder, trusted=config.model.trust_remote_code)
-    try:
-        _, chat = load_model(
-            str(folder),
-            device="cpu",
-            dtype=dtype or saved_in,
-            trust_remote_code=config.model.trust_remote_code,
-            template_kwargs=config.model.template_kwargs,
-        )
-    except ModelError as fault:
-        raise ModelError(f"the exported model does not load, so it was removed: {fault}") from fault
+    loaded, chat = _load(model if adapters else folder, config, dtype or saved_in)
+    if adapters:
+        _check_adapters(loaded, folder)
     prompt, tools = None, list(read_tools(folder).values())
     if tools:
         prompt = chat.set_tool_prompt(config.rollout.tool_prompt, config.rollout.tool_parser)
         if prompt.where in ("system", "user"):
             (folder / TOOL_TEXT).write_text(describe_tools(tools, prompt.form), encoding="utf-8")
     (folder / "README.md").write_text(
-        model_card(config, source, run, dtype=dtype or saved_in, saved_in=saved_in, tool_prompt=prompt),
+        model_card(
+            config, source, run, dtype=dtype or saved_in, saved_in=saved_in, tool_prompt=prompt, adapters=adapters
+        ),
         encoding="utf-8",
     )
     return saved_in
+
+
+def _load(folder: Path, config: RunConfig, dtype: str) -> tuple[Any, Any]:
+    try:
+        return load_model(
+            str(folder),
+            device="cpu",
+            dtype=dtype,
+            trust_remote_code=config.model.trust_remote_code,
+            template_kwargs=config.model.template_kwargs,
+        )
+    except ModelError as fault:
+        raise ModelError(f"the exported model does not load, so it was removed: {fault}") from fault
+
+
+def _check_adapters(model: Any, folder: Path) -> None:
+    """Raise unless peft finds a place in `model`, which has the base model's layers, for each of the adapters."""
+    import torch
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    saved = load_file(folder / "adapter_model.safetensors")
+    loaded = get_peft_model_state_dict(PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False))
+    if saved.keys() != loaded.keys() or not all(torch.equal(loaded[name], saved[name]) for name in saved):
+        raise ModelError("the exported adapters do not load with peft, so they were removed: export without --adapters")
+
+
+def _model_files(folder: Path) -> list[Path]:
+    """The files of the model itself, not of its tokenizer, tools and router."""
+    files = [folder / "config.json", folder / "generation_config.json", *_weight_files(folder)]
+    return [*files, *folder.glob("*.safetensors.index.json"), *folder.glob("*.py")]
 
 
 def _record_settings(folder: Path, config: RunConfig) -> None:
@@ -154,9 +192,10 @@ def convert(folder: Path, dtype: str) -> None:
         record = json.loads(index.read_bytes())
         record.setdefault("metadata", {})["total_size"] = sum(sizes)
         index.write_text(json_text(record, indent=2) + "\n", encoding="utf-8")
-    config = json.loads((folder / "config.json").read_bytes())
-    _set_config_dtype(config, dtype)
-    (folder / "config.json").write_text(json_text(config, indent=2) + "\n", encoding="utf-8")
+    if (folder / "config.json").is_file():  # adapters have none
+        config = json.loads((folder / "config.json").read_bytes())
+        _set_config_dtype(config, dtype)
+        (folder / "config.json").write_text(json_text(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from toolwise.engine import Engine
+from toolwise.learner.lora import find_layers
 from toolwise.learner.optimizer import Optimizer
 from toolwise.rewards.align import align_rollouts
 from toolwise.training.loop import annotate_and_credit, select_groups, think
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 TRIAL_TASKS = 2
 WARM_UP_TOKENS = 8
 FP32 = 4
+COPIES = ("weights", "merged weights", "reference model")
+"""Parts that are in memory before the first update."""
 TimeRange = NDArray[np.float64]
 """Seconds, [2]: low if all rollouts of a step overlap, high if they run one after another."""
 
@@ -160,7 +163,7 @@ def estimate_memory(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None
         parts["activations"] = max(0, int((update.peak_bytes - parts.get("gradients", 0)) * growth))
     resident = status_bytes("VmRSS:")
     if device.type != "cuda" and resident is not None:
-        parts["Python, PyTorch and data"] = max(0, resident - parts["weights"] - parts.get("reference model", 0))
+        parts["Python, PyTorch and data"] = max(0, resident - sum(parts.get(name, 0) for name in COPIES))
     return parts
 
 
@@ -168,7 +171,10 @@ def _static_parts(run: Run) -> dict[str, int]:
     """Bytes of everything that lives as long as the run: weights, gradients, optimizer states and copies."""
     learner = actor_of(run)
     parts = {"weights": _size(learner.model.parameters())} | _training_parts(learner.optimizer)
-    if learner.reference is not None and learner.adapters is None:  # adapters are turned off instead
+    if learner.adapters is not None:
+        layers = find_layers(learner.adapters.base_model(), learner.adapters.lora.target_modules)
+        parts["merged weights"] = _size(layer.weight for layer in layers.values())
+    if learner.reference is not None and learner.adapters is None:  # adapters are left out instead
         parts["reference model"] = parts["weights"]
     if learner.critic is not None:
         parts["critic"] = _size(learner.critic.model.parameters())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from toolwise.errors import PolicyError
+from toolwise.models.merged_weights import merged_copy
 from toolwise.serialization.files import disk_fault
 from toolwise.serialization.json_text import json_text
 
@@ -60,17 +61,7 @@ class WeightsFolder:
 def checkpoint_state(model: Any) -> dict[str, torch.Tensor]:
     """The model's tensors under the names of a plain checkpoint, with LoRA adapters merged and a tied head as its own
     tensor."""
-    state: dict[str, torch.Tensor] = {}
-    adapted = {name: m for name, m in model.named_modules() if hasattr(m, "get_delta_weight")}
-    for name, tensor in model.state_dict().items():
-        owner, _, inner = name.partition(".base_layer.")
-        if not inner and any(name.startswith(f"{layer}.") for layer in adapted):
-            continue  # a tensor of the adapter itself
-        value = tensor.detach()
-        if inner == "weight":
-            layer = adapted[owner]
-            value = value + sum(layer.get_delta_weight(adapter) for adapter in layer.active_adapters)
-        state[f"{owner}.{inner}" if inner else name] = value
+    state = {name: tensor.detach() for name, tensor in merged_copy(model).state_dict().items()}
     if tied := tied_names(model):
         state[tied[1]] = state[tied[0]].clone()
     return state

@@ -1,0 +1,199 @@
+"""LoRA adapters as plain layers: W + s·B·A of each adapted layer, kept beside W and computed again when B or A change.
+
+Engine, learner, vLLM and saved models all run these weights, so that none differs from the others by more than it would
+without adapters, and each is as fast. In half precision the sum has to be rounded. The base weight is a representable
+number, so rounding to the nearest one would return it until the adapters have grown: all of an update of |B| = 1e-6
+would be lost, and 95 % of 1e-5. Instead each number rounds up from a random threshold that stays the same for the
+whole run: a sum that is a tenth of the way to the next number becomes that number in a tenth of the places.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Module
+from torch.nn.functional import linear
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from toolwise.models.weight_sharing import shared_copy
+
+DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
+"""Bits of an fp32 mantissa that each precision does not have."""
+
+
+def is_adapter(module: Any) -> bool:
+    """Whether the module is one of peft's, around the layer `base_layer`."""
+    return hasattr(type(module), "get_delta_weight") and hasattr(module, "base_layer")
+
+
+def merged_copy(model: Any) -> Any:
+    """The model with its adapters merged: a copy of its modules with plain layers in place of adapted ones. The merged
+    weights are shared by all copies. A model without adapters is returned as it is."""
+    return shared_copy(model, substitute=plain_layer) if any(map(is_adapter, model.modules())) else model
+
+
+def plain_layer(module: Module) -> Module:
+    """The layer with the current merged weight in place of an adapter; any other module as it is."""
+    return _merged(module).plain if is_adapter(module) else module
+
+
+def trainable_layer(module: Module) -> Module:
+    """A layer that computes with the merged weight and gives the adapter its gradients; any other module as it is."""
+    return (_merged(module).trainable or module) if is_adapter(module) else module
+
+
+def base_layer(module: Module) -> Module:
+    """The layer without its adapter; any other module as it is."""
+    layer: Module = module.get_base_layer() if is_adapter(module) else module  # type: ignore[operator]
+    return layer
+
+
+@dataclass(slots=True)
+class _Merged:
+    """The layers in place of one adapter."""
+
+    plain: Any
+    trainable: AdaptedLinear | None
+    """None if only peft's own module computes the gradients."""
+    seed: int
+    """Of the rounding thresholds."""
+    parameters: tuple[Tensor, ...]
+    """The adapter's own: A and B. (Not the base weight, which could then never be freed.)"""
+    version: int = -1
+    """How often these and the base weight had been written to when they were merged."""
+
+
+_BY_WEIGHT: Any = WeakIdKeyDictionary()
+"""By the base weight, which is the same object in all copies that share it."""
+_BY_ADAPTER: WeakKeyDictionary[Module, _Merged] = WeakKeyDictionary()
+_ADAPTER_PARAMETERS: Any = WeakIdKeyDictionary()
+
+
+def _merged(adapter: Any) -> _Merged:
+    merged = _BY_ADAPTER.get(adapter)
+    if merged is None:
+        merged = _BY_ADAPTER[adapter] = _find_or_build(adapter)
+    weight, target = adapter.base_layer.weight, merged.plain.weight
+    version = sum(tensor._version for tensor in (weight, *merged.parameters) if not tensor.is_inference())
+    if merged.version != version or target.device != weight.device or target.dtype != weight.dtype:
+        _write(target, adapter, merged.seed)
+        merged.version = version
+    return merged
+
+
+@torch.inference_mode(False)  # gradients flow through products with these weights
+def _find_or_build(adapter: Any) -> _Merged:
+    base = adapter.base_layer
+    fixed = {id(parameter) for parameter in base.parameters()}
+    parameters = tuple(parameter for parameter in adapter.parameters() if id(parameter) not in fixed)
+    known: _Merged | None = _BY_WEIGHT.get(base.weight)
+    if known is not None and list(map(id, known.parameters)) == list(map(id, parameters)):
+        return known
+    plain = copy.copy(base)
+    plain._parameters = {**base._parameters, "weight": nn.Parameter(base.weight.detach().clone(), requires_grad=False)}
+    trainable = AdaptedLinear(plain, adapter) if AdaptedLinear.supports(adapter) else None
+    built = _BY_WEIGHT[base.weight] = _Merged(plain, trainable, _seed(base.weight), parameters)
+    for parameter in parameters:
+        _ADAPTER_PARAMETERS[parameter] = True
+    _watch_optimizers()
+    return built
+
+
+@cache
+def _watch_optimizers() -> None:
+    """torch's fused optimisers do not count as writing to the parameters that they step."""
+
+    def count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        torch.autograd.graph.increment_version([p for p in parameters if p in _ADAPTER_PARAMETERS])
+
+    register_optimizer_step_post_hook(count)
+
+
+def _seed(weight: Tensor) -> int:
+    """The same in every process that loads these weights."""
+    return zlib.crc32(weight.detach().flatten()[:64].float().cpu().numpy().tobytes())
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _write(target: Any, adapter: Any, seed: int) -> None:
+    """Write the sum in place: captured graphs hold the address."""
+    weight = adapter.base_layer.weight
+    if target.device != weight.device or target.dtype != weight.dtype:
+        target.data = torch.empty_like(weight)  # the model has moved
+    total = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    for name in adapter.active_adapters:
+        total = total + adapter.get_delta_weight(name).to(total.dtype)
+    target.copy_(rounded(total, target.dtype, seed))
+
+
+def rounded(values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
+    """fp32 values that `dtype` can represent: up or down, with a fixed random threshold in each place. Values that it
+    already represents do not change."""
+    dropped = DROPPED_BITS.get(dtype)
+    if dropped is None:
+        return values
+    generator = torch.Generator(values.device).manual_seed(seed)
+    thresholds = torch.randint(1 << dropped, values.shape, generator=generator, dtype=torch.int32, device=values.device)
+    bits = values.contiguous().view(torch.int32)
+    return thresholds.add_(bits).bitwise_and_(-1 << dropped).view(torch.float32)
+
+
+class AdaptedLinear(nn.Module):
+    """The merged linear layer, with gradients for A and B and none for the weight."""
+
+    def __init__(self, plain: Any, adapter: Any) -> None:
+        super().__init__()
+        [name] = adapter.active_adapters
+        self.weight, self.bias = plain.weight, plain.bias
+        self.lora_a, self.lora_b = adapter.lora_A[name].weight, adapter.lora_B[name].weight
+        self.scaling, self.transposed = float(adapter.scaling[name]), bool(adapter.fan_in_fan_out)
+
+    @staticmethod
+    def supports(adapter: Any) -> bool:
+        """Linear layers, also transposed (GPT-2), with A and B alone."""
+        if len(adapter.active_adapters) != 1 or not hasattr(adapter, "fan_in_fan_out"):
+            return False
+        [name] = adapter.active_adapters
+        parts = [adapter.lora_A[name], adapter.lora_B[name]] if name in adapter.lora_A else []
+        return bool(parts) and all(type(part) is nn.Linear and part.bias is None for part in parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t() if self.transposed else self.weight
+        out: Tensor = MergedProduct.apply(x, self.lora_a, self.lora_b, weight, self.bias, self.scaling)  # type: ignore[no-untyped-call]
+        return out
+
+
+class MergedProduct(torch.autograd.Function):
+    """x·Wᵀ with W = W₀ + s·B·A already summed:
+
+        ∂A = s·(∂y·B)ᵀ·x        ∂B = s·∂yᵀ·(x·Aᵀ)        ∂x = ∂y·W
+
+    The gradient of W itself, which would take as long as ∂x, is never computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, lora_a: Tensor, lora_b: Tensor, weight: Tensor, bias: Tensor | None, scaling: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, lora_a, lora_b, weight)
+        ctx.scaling = scaling
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, lora_a, lora_b, weight = ctx.saved_tensors
+        grad, rows = grads[0].flatten(0, -2), x.flatten(0, -2)
+        grad_a = (grad @ lora_b.to(grad.dtype)).t() @ rows
+        grad_b = grad.t() @ (rows @ lora_a.to(rows.dtype).t())
+        grad_x = grads[0] @ weight if ctx.needs_input_grad[0] else None
+        return grad_x, grad_a.to(lora_a) * ctx.scaling, grad_b.to(lora_b) * ctx.scaling, None, None, None

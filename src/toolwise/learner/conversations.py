@@ -66,7 +66,7 @@ def tokenize_conversation(
         if message.role != "assistant" or index < context:
             continue
         prompt = list(buffer.prompt(messages[:index], tools))
-        reply = chat.reply(message, tools)
+        reply = reply_tokens(chat, message, tools)
         buffer.add(reply, closed=True)
         if not rows or prompt[: len(rows[-1][0])] != rows[-1][0]:
             rows.append(([], []))
@@ -76,3 +76,14 @@ def tokenize_conversation(
     if not rows:
         raise DataError("the conversation has no assistant message to train on: add one or leave the conversation out")
     return [Example.of(*row) for row in rows]
+
+
+def reply_tokens(chat: ChatTokenizer, message: Message, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+    """A reply as the template writes it, preceded by what it leaves out of the message: some templates drop thoughts,
+    or the text beside calls, which a model writes all the same."""
+    reply, content = chat.reply(message, tools), message.content or ""
+    written = chat.decode(reply)
+    if content.strip() in written:
+        return reply
+    kept = next(start for start in range(len(content) + 1) if written.lstrip().startswith(content[start:].rstrip()))
+    return [*chat.encode(chat.end_text + chat.controls.guard(content[:kept]))[1:], *reply]

@@ -28,9 +28,7 @@ def end_findings(run: SftRun, losses: Sequence[float]) -> list[Finding]:
         return [_unchanged(run)]
     found = [_training(run, losses), _validation(run)] if progress.step >= MIN_STEPS else []
     if progress.not_finite > 1:
-        says = (
-            f"The loss was not a finite number in {progress.not_finite} of {progress.step} steps: they changed nothing"
-        )
+        says = f"The loss was not finite in {progress.not_finite} of {progress.step} steps, which changed nothing"
         found.append(Finding("losses_not_finite", "warning", says, cure=_LOWER.capitalize(), step=progress.step))
     return [finding for finding in found if finding is not None]
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from toolwise.training.run_folder import RunResult
 
 CONFIG_SUFFIXES = (".toml", ".yaml", ".yml")
+NOT_SETTINGS = ("sources", "out", "model", "overrides", "resume")
+"""Parameters of the command; the others have the names of settings, or the short names of `config.sft`."""
 
 
 def sft(
@@ -61,23 +63,7 @@ def sft(
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in --out.")] = False,
 ) -> None:
     """Fine-tune a model on conversations: loss on assistant tokens only, conversations packed without padding."""
-    flags: dict[str, Any] = {
-        "val": val,
-        "val_fraction": val_fraction,
-        "val_every": val_every,
-        "keep_best": keep_best,
-        "steps": steps,
-        "epochs": epochs,
-        "lr": lr,
-        "batch_tokens": batch_tokens,
-        "row_tokens": row_tokens,
-        "lora_rank": lora_rank,
-        "dtype": dtype,
-        "device": device,
-        "save_every": save_every,
-        "seed": seed,
-        "trust_remote_code": trust_remote_code,
-    }
+    settings = {name: value for name, value in locals().items() if name not in NOT_SETTINGS and value is not None}
     if resume and out is None:
         raise ConfigError("--resume needs --out DIR: the folder of the run to resume")
     config_file, named = _read_sources(sources, model)
@@ -85,7 +71,6 @@ def sft(
     from toolwise.training.sft_command import read_sft_config, run_sft
     from toolwise.view.report import ReportFiles
 
-    settings = {name: value for name, value in flags.items() if value is not None}
     config = read_sft_config(config_file, **named, overrides=overrides or [], settings=settings)
     folder = out or new_run_folder(config.name)
     own = [ReportFiles()]

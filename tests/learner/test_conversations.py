@@ -15,7 +15,7 @@ from chat_tokenizers import chat_tokenizer
 from toolwise.config.schema import load_config
 from toolwise.errors import DataError
 from toolwise.learner.batch import with_zero_advantages
-from toolwise.learner.conversations import Example, tokenize_conversation
+from toolwise.learner.conversations import Example, reply_tokens, tokenize_conversation
 from toolwise.learner.rows import build_rows
 from toolwise.messages import Message, ToolCall
 from toolwise.models import load_chat
@@ -117,6 +117,19 @@ def test_a_template_that_drops_thoughts_gives_one_row_or_one_per_turn() -> None:
     assert chat.decode(first.ids[first.loss_mask].tolist()) == THOUGHTFUL
     assert "<think>" not in chat.tokenizer.decode(second.ids.tolist())
     assert chat.decode(second.ids[second.loss_mask].tolist()) == "d"
+
+
+def test_text_that_the_template_drops_is_trained_on_all_the_same() -> None:
+    """A thought, alone or before a call; what the template does write is not written twice."""
+    chat = chat_tokenizer("forgetful")
+    call = ToolCall(id="call_0", name="search", arguments={"query": "x"})
+    for message in (say("assistant", THOUGHTFUL), say("assistant", THOUGHTFUL, tool_calls=[call])):
+        written = chat.decode(reply_tokens(chat, message))
+        assert written.startswith(THOUGHTFUL)
+        assert written.count("hmm") == 1
+        assert bool(message.tool_calls) == ("search" in written)
+    plain = say("assistant", "b")
+    assert reply_tokens(chat, plain) == chat.reply(plain)
 
 
 def test_a_truncated_row_shares_no_memory_with_the_whole() -> None:

@@ -312,3 +312,40 @@ def test_the_state_continues_where_it_was(tmp_path: Any) -> None:
     assert [update(resumed, step) for step in range(3, 6)] == straight[3:]
     with pytest.raises(CheckpointError, match="differ in `lora`"):
         resumed.load_state_dict({**learner.state_dict(), "adapters": {}})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_in_half_precision_it_learns_as_on_the_cpu() -> None:
+    settings = config(steps=12, batch_tokens=200, lr=1e-2, micro_batch_tokens=100)
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256}
+    examples = rows((40, 90, 17, 60, 33))
+    here = list(sft_steps(tiny_model(**shape), examples, settings))
+    there = list(sft_steps(tiny_model(**shape).to("cuda", torch.bfloat16), examples, settings))
+    assert [step["tokens"] for step in there] == [step["tokens"] for step in here]
+    assert there[0]["loss"] == pytest.approx(here[0]["loss"], abs=0.05)
+    assert there[-1]["loss"] == pytest.approx(here[-1]["loss"], abs=0.3)
+    assert there[-1]["loss"] < there[0]["loss"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_host_waits_for_the_device_at_the_end_of_a_step_only() -> None:
+    """Forward and backward of all micro-batches are queued without a synchronisation."""
+    model = tiny_model(hidden_size=64, num_attention_heads=4, max_position_embeddings=256).to("cuda", torch.bfloat16)
+    learner = SftLearner(model, config(micro_batch_tokens=60))
+    batch = learner.pack(rows((40, 50, 17, 45, 33)))
+    learner.update(batch)  # compiles kernels
+    queued = []
+    step = learner.optimizer.step
+
+    def recording(*arguments: Any) -> dict[str, float]:
+        torch.cuda.set_sync_debug_mode("default")
+        queued.append(True)
+        return step(*arguments)
+
+    learner.optimizer.step = recording  # type: ignore[method-assign]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        learner.update(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert queued

@@ -3,7 +3,7 @@
     python scripts/make_small_model.py --out src/toolwise/models/small
 
 Trains a Llama-shaped model of about two million parameters on synthetic conversations from `small_world_teacher.py`.
-Takes about three minutes on one GPU (an H200), most of it spent making batches.
+Takes minutes on one GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from small_world_teacher import conversations
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from toolwise.learner.supervised import Example, SftSettings, sft_steps, tokenize_conversation
+from toolwise.config.sft import SftConfig
+from toolwise.learner.conversations import Example, tokenize_conversation
+from toolwise.learner.supervised import sft_steps
 from toolwise.messages import Message
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 
@@ -81,8 +83,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast, vocabulary: int) -> LlamaForC
 def make_examples(folder: Path, count: int, seed: int) -> list[Example]:
     chat = ChatTokenizer(PreTrainedTokenizerFast.from_pretrained(folder))
     return [
-        tokenize_conversation(chat, [Message.model_validate(m) for m in row["messages"]], row["tools"])
+        example
         for row in conversations(count, seed=seed)
+        for example in tokenize_conversation(chat, [Message.model_validate(m) for m in row["messages"]], row["tools"])
     ]
 
 
@@ -115,15 +118,14 @@ def main() -> None:
     model = make_model(tokenizer, args.vocabulary).to(device)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
 
-    settings = SftSettings(
+    config = SftConfig(
         steps=args.steps,
         batch_tokens=args.batch_tokens,
-        row_tokens=512,
         lr=args.lr,
         weight_decay=0.05,
         seed=args.seed,
     )
-    for step, metrics in enumerate(sft_steps(model, examples, settings, pad_id=tokenizer.pad_token_id), start=1):
+    for step, metrics in enumerate(sft_steps(model, examples, config), start=1):
         if step % 200 == 0:
             print(f"step {step}: loss {metrics['loss']:.4f}; {time.time() - began:.0f} s", flush=True)
     model.to("cpu").save_pretrained(args.out)

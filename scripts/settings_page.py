@@ -19,12 +19,14 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from toolwise.config.schema import RunConfig
+from toolwise.config.sft import SftConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 INTRODUCTION = """# Settings
 
 Every setting of a run, by table of the configuration file. `toolwise train CONFIG --set actor.lr=1e-5` overrides one;
-`--dry-run` shows those that differ from their defaults. Paths are relative to the configuration file.
+`--dry-run` shows those that differ from their defaults. Paths are relative to the configuration file. Those of
+`toolwise sft` follow at the end.
 
 This page is generated: edit the docstrings in the configuration's classes, then run `python scripts/settings_page.py`.
 """
@@ -32,12 +34,16 @@ NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Pa
 BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 
+SFT = "`toolwise sft`: "
+
+
 def page() -> str:
-    return INTRODUCTION + "".join(f"\n{section}" for section in sections(RunConfig, ""))
+    parts = [*sections(RunConfig, ""), *sections(SftConfig, "", SFT)]
+    return INTRODUCTION + "".join(f"\n{section}" for section in parts)
 
 
-def sections(model: type[BaseModel], path: str) -> Iterator[str]:
-    """One section per table: its own settings first, then the tables inside it."""
+def sections(model: type[BaseModel], path: str, prefix: str = "") -> Iterator[str]:
+    """One section per table: its own settings first, then the tables inside it. `prefix` begins their titles."""
     told = docstrings(model)
     rows = ["| setting | type | default | |", "|---|---|---|---|"]
     inner: list[tuple[type[BaseModel], str]] = []
@@ -51,12 +57,13 @@ def sections(model: type[BaseModel], path: str) -> Iterator[str]:
             inner.append((found, f"[{own}]"))
         cells = (f"`{name}`", type_text(field), default_text(field), told[name])
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    title = f"`[{path}]`" if path else "Outside of any table"
+    outside = f"{prefix}outside of any table" if prefix else "Outside of any table"
+    title = f"{prefix}`[{path}]`" if path else outside
     about = f"{one_line(model.__doc__)}\n\n" if path and model.__doc__ else ""
     if len(rows) > 2:
         yield f"## {title}\n\n{about}" + "\n".join(rows) + "\n"
     for found, own in inner:
-        yield from sections(found, own)
+        yield from sections(found, own, prefix)
 
 
 def docstrings(model: type[BaseModel]) -> dict[str, str]:

@@ -29,6 +29,7 @@ from thinking_table import forced_table, show  # noqa: E402
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
+from toolwise.config.sft import SftConfig  # noqa: E402
 from toolwise.data.files import write_rows  # noqa: E402
 from toolwise.demo.rooms.demonstrations import (  # noqa: E402
     demonstrations,
@@ -36,12 +37,8 @@ from toolwise.demo.rooms.demonstrations import (  # noqa: E402
     lessons,
     task_rows,
 )
-from toolwise.learner.supervised import (  # noqa: E402
-    Example,
-    SftSettings,
-    sft_steps,
-    tokenize_conversation,
-)
+from toolwise.learner.conversations import Example, tokenize_conversation  # noqa: E402
+from toolwise.learner.supervised import sft_steps  # noqa: E402
 from toolwise.messages import Message  # noqa: E402
 from toolwise.models import load_model, locate  # noqa: E402
 from toolwise.rollout.chat_tokenizer import ChatTokenizer  # noqa: E402
@@ -113,10 +110,11 @@ def make_examples(folder: str, count: int, taught: int, told: int, seed: int) ->
     """Tokenized walks and exercises; runs in separate processes, since it takes longer than training a small model."""
     chat = ChatTokenizer(PreTrainedTokenizerFast.from_pretrained(folder))
     return [
-        tokenize_conversation(chat, [Message.model_validate(message) for message in row["messages"]])
+        example
         for row in chain(
             demonstrations(count, seed=seed), lessons(taught, seed=seed), instructed_walks(told, seed=seed)
         )
+        for example in tokenize_conversation(chat, [Message.model_validate(message) for message in row["messages"]])
     ]
 
 
@@ -153,8 +151,8 @@ def main() -> None:
     tokens = sum(len(example.ids) for example in examples) / len(examples)
     print(f"{len(examples)} walks and exercises of {tokens:.0f} tokens; {time.time() - began:.0f} s", flush=True)
     model, chat = load_model(str(start))
-    settings = SftSettings(steps=args.steps, batch_tokens=args.batch_tokens, row_tokens=512, lr=args.lr, seed=args.seed)
-    for step, figures in enumerate(sft_steps(model, examples, settings, pad_id=chat.pad_id), start=1):
+    config = SftConfig(steps=args.steps, batch_tokens=args.batch_tokens, lr=args.lr, seed=args.seed)
+    for step, figures in enumerate(sft_steps(model, examples, config), start=1):
         if step % max(1, args.steps // 20) == 0:
             print(f"step {step}: loss {figures['loss']:.4f}; {time.time() - began:.0f} s", flush=True)
         if time.time() - began > args.limit_s:

@@ -18,12 +18,13 @@ from toolwise.advantages import ESTIMATORS, Gigpo, build_estimator
 from toolwise.config.algorithm import AlgorithmConfig, GigpoOptions, RlvcrConfig
 from toolwise.config.router import BudgetConfig, RouterConfig
 from toolwise.config.schema import ActorConfig, CriticConfig, LoraConfig, RunConfig
+from toolwise.config.sft import SftConfig
 from toolwise.learner.actor import Actor
 from toolwise.learner.critic import Critic
 from toolwise.learner.loss_terms import policy_loss_terms
 
 PACKAGE = Path(toolwise.__file__).parent
-SECTIONS = (ActorConfig, CriticConfig, LoraConfig, AlgorithmConfig, RlvcrConfig, RouterConfig, BudgetConfig)
+SECTIONS = (ActorConfig, CriticConfig, LoraConfig, AlgorithmConfig, RlvcrConfig, RouterConfig, BudgetConfig, SftConfig)
 
 
 def dataclasses_of(room: str) -> list[Any]:

@@ -17,6 +17,7 @@ from toolwise.concurrency.deadlines import run_async
 from toolwise.config.imports import in_worker
 from toolwise.config.loader import apply_overrides, build_config
 from toolwise.config.schema import RunConfig, load_config
+from toolwise.config.sft import SftConfig
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.training.startup import show_startup
 from toolwise.types import Task
@@ -36,6 +37,7 @@ MISSING_TOOLS_HINT = (
     "pass them as `tools` (in the config or to toolwise.evaluate), or set multi_turn.enable=false to run without "
     "tools on purpose"
 )
+SFT_FIGURES = ("loss", "grad_norm", "tokens")
 Tasks = str | Path | Sequence[Task | Mapping[str, Any]]
 Config = RunConfig | Mapping[str, Any] | str | Path
 
@@ -124,7 +126,7 @@ def resume(
     callbacks: Sequence[CallbackSpec] | CallbackSpec | None = None,
     overrides: Sequence[str] = (),
 ) -> RunResult:
-    """Resume the run in the folder `run` with its recorded settings plus `overrides`.
+    """Resume the run in the folder `run`, of `train` or of `sft`, with its recorded settings plus `overrides`.
 
     The others are needed only if the run was given objects that config.toml cannot reference; each replaces what is
     recorded.
@@ -132,6 +134,8 @@ def resume(
     from toolwise.training.changes import load_run_config
 
     config = load_run_config(Path(run), overrides)
+    if isinstance(config, SftConfig):
+        return resume_sft(config, Path(run), trackers, callbacks)
     if tools is not None:
         config = config.model_copy(update={"tools": []})
     replaced: dict[str, Any] = {"trackers": trackers, "callbacks": callbacks}
@@ -149,6 +153,21 @@ def resume(
         out=run,
         resume=True,
     )
+
+
+def resume_sft(
+    config: SftConfig,
+    run: Path,
+    trackers: Sequence[TrackerSpec] | TrackerSpec | None = None,
+    callbacks: Sequence[CallbackSpec] | CallbackSpec | None = None,
+) -> RunResult:
+    """Resume the SFT run in the folder `run` with its settings, which may have changed."""
+    _refuse_in_worker("resume")
+    from toolwise.training.sft_command import run_sft
+    from toolwise.view.report import ReportFiles
+
+    observers: dict[str, Any] = {"trackers": trackers, "callbacks": callbacks}
+    return run_sft(config, run, resume=True, own_callbacks=[ReportFiles()], **observers)
 
 
 def evaluate(
@@ -201,18 +220,49 @@ def evaluate(
 
 
 def sft(
-    model: str | Path, data: str | Path | Sequence[Mapping[str, Any]], out: str | Path, **settings: Any
+    model: str | Path | None = None,
+    data: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    out: str | Path | None = None,
+    *,
+    config: str | Path | Mapping[str, Any] | None = None,
+    val: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    trackers: Sequence[TrackerSpec] | TrackerSpec | None = None,
+    callbacks: Sequence[CallbackSpec] | CallbackSpec | None = None,
+    resume: bool = False,
+    overrides: Sequence[str] = (),
+    **settings: Any,
 ) -> dict[str, float]:
     """Fine-tune a model on conversations (loss on assistant tokens only), save it to `out`, return the final metrics.
 
-    `settings` are the fields of `toolwise.learner.supervised.SftSettings`; `trust_remote_code=True` allows Python code
-    in the model's folder to run.
+    `data` and `val` are files or rows with `messages`, or `prompt` and `response`. `config` is a file or a nested
+    mapping; `settings` are fields of `toolwise.config.sft.SftConfig` (lr, steps, lora_rank, dtype, …) and override it,
+    as do the other arguments. Everything is recorded in `out`, so that `toolwise resume` works on it. The metrics are
+    `first_loss`, and of the last step `loss`, `grad_norm` and `tokens` trained on; with validation also `val_loss`.
     """
     _refuse_in_worker("sft")
     check_model(model)
-    from toolwise.training.sft import train_sft
+    from toolwise.training.sft_command import read_sft_config, run_sft
+    from toolwise.view.report import ReportFiles
 
-    return train_sft(str(model), data, Path(out), settings)
+    if out is None:
+        raise ConfigError("toolwise.sft needs out: the folder for the trained model")
+    if config is None:
+        settings.setdefault("progress", False)
+    inputs = {"data": data, "val": val}
+    files = {name: value for name, value in inputs.items() if isinstance(value, str | Path)}
+    rows = {name: value for name, value in inputs.items() if value is not None and not isinstance(value, str | Path)}
+    result = run_sft(
+        read_sft_config(config, model=model, overrides=overrides, **files, settings=settings),
+        Path(out),
+        rows=rows,
+        resume=resume,
+        trackers=trackers,
+        callbacks=callbacks,
+        own_callbacks=[ReportFiles()],
+    )
+    summary = result.summary
+    figures = {"first_loss": summary["first_loss"], **{n: summary["last_step"][n] for n in SFT_FIGURES}}
+    return figures if summary["after"] is None else {**figures, "val_loss": summary["after"]["loss"]}
 
 
 def _refuse_in_worker(name: str) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import settings_page
+from pydantic import BaseModel
 from setting_keys import setting_keys
 
 from toolwise.config.schema import RunConfig
+from toolwise.config.sft import SftConfig
 
 pytestmark = pytest.mark.docs
 
@@ -16,9 +18,11 @@ def test_the_page_is_up_to_date() -> None:
     assert shown == settings_page.page(), "run `python scripts/settings_page.py`"
 
 
-def test_every_setting_is_on_the_page() -> None:
+@pytest.mark.parametrize(("config", "prefix"), [(RunConfig, ""), (SftConfig, settings_page.SFT)])
+def test_every_setting_is_on_the_page(config: type[BaseModel], prefix: str) -> None:
     page = settings_page.page()
-    for path in setting_keys(RunConfig):
+    for path in setting_keys(config):
         table, _, name = path.rpartition(".")
-        section = page.partition(f"\n## `[{table}]`" if table else "\n## Outside of any table")[2].partition("\n## ")[0]
+        outside = f"{prefix}outside of any table" if prefix else "Outside of any table"
+        section = page.partition(f"\n## {prefix}`[{table}]`" if table else f"\n## {outside}")[2].partition("\n## ")[0]
         assert f"| `{name}` |" in section, path

@@ -1,302 +1,351 @@
-"""SFT: which tokens are trained on, how conversations share a row without attending to each other, that it learns."""
+"""SFT: gradients of packed conversations, the weight of each token, the order of the data, and that it learns."""
 
 from __future__ import annotations
 
-from itertools import islice, pairwise
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from learner_cases import tiny_model
+from torch.nn.functional import cross_entropy
 
-from toolwise.errors import DataError
-from toolwise.learner.supervised import (
-    Example,
-    SftSettings,
-    batches,
-    collate,
-    learning_rate,
-    pack_examples,
-    sft_steps,
-    tokenize_conversation,
-)
-from toolwise.messages import Message, ToolCall
+from toolwise.config.sft import SftConfig
+from toolwise.errors import CheckpointError, ConfigError, DataError, ToolwiseError
+from toolwise.learner.conversations import Example, tokenize_conversation
+from toolwise.learner.schedules import lr_factor
+from toolwise.learner.supervised import EpochBatches, SftLearner, pack_ahead, sft_steps
+from toolwise.messages import Message
 from toolwise.models import load_model
-from toolwise.rollout.chat_tokenizer import ChatTokenizer
 
 torch.set_num_threads(1)
-PAD = 0
-EXAMPLES = st.lists(
-    st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=2, max_size=12).map(
-        lambda pairs: Example([i for i, _ in pairs], [False, *[t for _, t in pairs[1:-1]], True])
-    ),
-    max_size=12,
-)
 
 
-@pytest.fixture(scope="module")
-def small() -> tuple[Any, ChatTokenizer]:
-    return load_model("builtin:small", device="cpu")
+def config(**settings: Any) -> SftConfig:
+    return SftConfig.model_validate({"max_grad_norm": 1e9, "spike_factor": 0.0, **settings})
 
 
-def fresh_model() -> Any:
-    return load_model("builtin:small", device="cpu")[0]
+def rows(lengths: Sequence[int] = (5, 17, 9, 30, 2), seed: int = 0, prefix: int = 0) -> list[Example]:
+    """Rows of unequal lengths; the assistant's tokens are scattered over each, as with several turns."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(2, 48, prefix)
+    found = []
+    for length in lengths:
+        ids = np.concatenate([shared, rng.integers(2, 48, length)]).astype(np.int32)
+        mask = rng.random(len(ids)) < 0.4
+        mask[-1] = True
+        found.append(Example(ids, mask))
+    return found
 
 
-def say(role: Any, content: str, **more: Any) -> Message:
-    return Message(role=role, content=content, **more)
+def plain_gradients(model: Any, examples: Sequence[Example]) -> tuple[float, dict[str, torch.Tensor]]:
+    """One conversation at a time through transformers, unpacked and unpadded."""
+    model.zero_grad()
+    count = sum(example.targets for example in examples)
+    loss = 0.0
+    for example in examples:
+        ids = torch.tensor(example.ids, dtype=torch.long)
+        labels = torch.where(torch.tensor(example.loss_mask), ids, -100)[1:]
+        logits = model(input_ids=ids[None]).logits[0, :-1]
+        part = cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / count
+        part.backward()
+        loss += part.item()
+    gradients = {n: w.grad.clone() for n, w in model.named_parameters() if w.grad is not None}
+    model.zero_grad()
+    return loss, gradients
 
 
-def example(length: int, start: int = 1) -> Example:
-    """A conversation whose second half is trained on."""
-    return Example(list(range(start, start + length)), [at >= length // 2 for at in range(length)])
+def packed_gradients(learner: SftLearner, examples: Sequence[Example]) -> dict[str, torch.Tensor]:
+    """Those that `update` hands to the optimiser."""
+    found: dict[str, torch.Tensor] = {}
+
+    def step(update: int) -> dict[str, float]:
+        found.update({n: w.grad.clone() for n, w in learner.model.named_parameters() if w.grad is not None})
+        learner.optimizer.zero_grad()
+        return {"grad_norm": 0.0, "update_norm": 0.0}
+
+    original, learner.optimizer.step = learner.optimizer.step, step  # type: ignore[method-assign, assignment]
+    learner.update(learner.pack(examples))
+    learner.optimizer.step = original  # type: ignore[method-assign]
+    return found
 
 
-CONVERSATION = [
-    say("user", "How many wells does Alder have?"),
-    say("assistant", "", tool_calls=[ToolCall(id="call_0", name="search", arguments={"query": "Alder wells"})]),
-    say("tool", "Alder has 31 wells.", tool_call_id="call_0"),
-    say("assistant", "Answer: 31"),
-]
+# Gradients.
 
 
-# Which tokens are trained on.
-
-
-def test_only_assistant_tokens_are_trained_on_including_the_end_token(small: tuple[Any, ChatTokenizer]) -> None:
-    chat = small[1]
-    found = tokenize_conversation(chat, CONVERSATION)
-    taught: list[list[int]] = [[]]
-    for token, here in zip(found.ids, found.loss_mask, strict=True):
-        if here:
-            taught[-1].append(token)
-        elif taught[-1]:
-            taught.append([])
-    assert len(taught) == 2
-    assert all(turn[-1] == chat.end_id for turn in taught)
-    assert all(turn.count(chat.end_id) == 1 for turn in taught)
-    call, answer = (chat.decode(turn) for turn in taught)
-    assert answer == "Answer: 31"
-    assert '"name": "search"' in call
-    assert "Alder wells" in call
-    untaught = chat.tokenizer.decode([t for t, here in zip(found.ids, found.loss_mask, strict=True) if not here])
-    assert "How many wells" in untaught
-    assert "Alder has 31 wells." in untaught
-    assert "Answer" not in untaught
-
-
-def test_a_conversation_decodes_to_the_template_s_text(small: tuple[Any, ChatTokenizer]) -> None:
-    chat = small[1]
-    tools = [{"type": "function", "function": {"name": "search", "parameters": {"properties": {"query": {}}}}}]
-    found = tokenize_conversation(chat, CONVERSATION, tools)
-    whole = chat.tokenizer.apply_chat_template(
-        [chat.style.convert(m, chat.controls) for m in CONVERSATION],
-        tools=tools,
-        tokenize=False,
-        add_generation_prompt=False,
-    )
-    text = chat.tokenizer.decode(found.ids, skip_special_tokens=False)
-    assert whole.startswith(text)
-    assert not whole[len(text) :].strip()
-
-
-def test_a_conversation_is_tokenized_as_a_rollout_would_have_been(small: tuple[Any, ChatTokenizer]) -> None:
-    """The prompt the policy sees at its second turn is a prefix of the training sequence."""
-    chat = small[1]
-    found = tokenize_conversation(chat, CONVERSATION)
-    first = chat.start(CONVERSATION[:1])
-    reply = chat.reply(CONVERSATION[1])
-    assert found.ids[: len(first)] == first
-    seen = [*first, *reply, *chat.encode_continuation(CONVERSATION[2:3])]
-    assert found.ids[: len(seen)] == seen
-    assert found.loss_mask[len(seen) :] == [True] * (len(found.ids) - len(seen))
-
-
-def test_what_comes_after_the_last_reply_is_left_out(small: tuple[Any, ChatTokenizer]) -> None:
-    assert tokenize_conversation(small[1], [*CONVERSATION, say("user", "Thanks.")]) == tokenize_conversation(
-        small[1], CONVERSATION
-    )
-
-
-@pytest.mark.parametrize("messages", [[], [say("user", "Hello?")], [say("system", "Be brief."), say("user", "Hm")]])
-def test_a_conversation_without_an_assistant_message_is_rejected(
-    messages: list[Message], small: tuple[Any, ChatTokenizer]
+@pytest.mark.parametrize("prefix", [0, 12], ids=["apart", "shared prefix"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-5)])
+def test_packed_gradients_are_those_of_one_conversation_at_a_time(
+    dtype: torch.dtype, tolerance: float, prefix: int
 ) -> None:
-    with pytest.raises(DataError, match="no assistant message"):
-        tokenize_conversation(small[1], messages)
+    model, examples = tiny_model().to(dtype), rows(prefix=prefix)
+    loss, expected = plain_gradients(model, examples)
+    learner = SftLearner(model, config(micro_batch_tokens=40))
+    assert len(learner.pack(examples).parts) > 1
+    found = packed_gradients(learner, examples)
+    assert found.keys() == expected.keys()
+    if prefix:  # a norm computes in float32, so its gradients depend on what they are summed over
+        tolerance = max(tolerance, 1e-6)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=10 * tolerance, atol=tolerance)
+    assert learner.loss(examples) == pytest.approx(loss, rel=1e-6)
 
 
-# Packing.
-
-
-@given(EXAMPLES, st.integers(12, 40))
-def test_packing_loses_nothing_and_keeps_rows_within_their_length(examples: list[Example], row_tokens: int) -> None:
-    rows = list(pack_examples(examples, row_tokens))
-    assert [e for row in rows for e in row] == examples
-    assert all(0 < sum(len(e.ids) for e in row) <= row_tokens for row in rows)
-    for here, after in pairwise(rows):
-        assert sum(len(e.ids) for e in here) + len(after[0].ids) > row_tokens
-
-
-def test_a_conversation_too_long_for_a_row_is_cut_at_its_end() -> None:
-    [[kept]] = pack_examples([example(10)], 7)
-    assert kept == Example([1, 2, 3, 4, 5, 6, 7], [False] * 5 + [True] * 2)
-
-
-def test_a_truncated_conversation_without_targets_is_dropped() -> None:
-    """A row without a token to train on would have a loss of 0 / 0."""
-    rows = list(pack_examples([example(4), example(100), example(4)], 8))
-    assert rows == [[example(4), example(4)]]
-
-
-def test_packing_leaves_its_input_alone() -> None:
-    examples = [example(10), example(3)]
-    list(pack_examples(examples, 5))
-    assert examples == [example(10), example(3)]
-
-
-def test_batches_have_their_tokens_and_go_through_everything_each_epoch() -> None:
-    examples = [Example([n, n, n, n], [False, False, True, True]) for n in range(1, 13)]
-    settings = SftSettings(batch_tokens=16, row_tokens=8, seed=3)
-    found = list(islice(batches(examples, settings), 6))
-    assert all(len(batch) == 2 for batch in found)
-    order = [e.ids[0] for batch in found for row in batch for e in row]
-    assert sorted(order[:12]) == sorted(order[12:]) == list(range(1, 13))
-    assert order[:12] != order[12:]
-    again = [e.ids[0] for batch in islice(batches(examples, settings), 6) for row in batch for e in row]
-    assert again == order
-
-
-@pytest.mark.parametrize("examples", [[], [example(100)]])
-def test_nothing_to_train_on_raises_instead_of_looping(examples: list[Example]) -> None:
-    with pytest.raises(DataError, match="nothing to train on"):
-        next(batches(examples, SftSettings(row_tokens=10)))
-
-
-# Rows as tensors.
-
-
-def test_positions_restart_and_labels_are_the_assistant_tokens() -> None:
-    batch = collate([[example(4, 10), example(3, 20)], [example(5, 30)]], PAD)
-    assert batch["input_ids"].tolist() == [[10, 11, 12, 13, 20, 21, 22], [30, 31, 32, 33, 34, PAD, PAD]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 0, 0]]
-    assert batch["labels"].tolist() == [
-        [-100, -100, 12, 13, -100, 21, 22],
-        [-100, -100, 32, 33, 34, -100, -100],
-    ]
-
-
-def test_the_mask_lets_no_token_see_later_ones_or_another_conversation() -> None:
-    mask = collate([[example(2), example(3)]], PAD)["attention_mask"]
-    assert mask.shape == (1, 1, 5, 5)
-    assert mask[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [0, 0, 1, 0, 0],
-        [0, 0, 1, 1, 0],
-        [0, 0, 1, 1, 1],
-    ]
-
-
-def test_every_padded_position_attends_to_something() -> None:
-    """A row of the mask without a single True makes attention divide 0 by 0."""
-    mask = collate([[example(2)], [example(6)]], PAD)["attention_mask"]
-    assert mask.any(-1).all()
-
-
-def test_a_first_token_is_never_predicted_from_the_conversation_before() -> None:
-    spoken_at_once = Example([5, 6], [True, True])
-    assert collate([[example(2), spoken_at_once]], PAD)["labels"].tolist() == [[-100, 2, -100, 6]]
-
-
-def logits_of(model: Any, rows: list[list[Example]]) -> torch.Tensor:
-    batch = collate(rows, PAD)
-    batch.pop("labels")
+def test_gradients_of_adapters_too() -> None:
+    pytest.importorskip("peft")
+    model, examples = tiny_model().double(), rows()
+    learner = SftLearner(model, config(lora={"rank": 2, "alpha": 8}, micro_batch_tokens=40))
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        return torch.as_tensor(model(**batch).logits)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:  # zeros at first, which would leave lora_A without a gradient
+                weight.copy_(torch.randn(weight.shape, generator=generator))
+    _, expected = plain_gradients(model, examples)
+    found = packed_gradients(learner, examples)
+    assert found.keys() == expected.keys()
+    assert all("lora" in name for name in found)
+    assert {name.rpartition("lora_")[2][:1] for name in found} == {"A", "B"}
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_packed_conversations_do_not_see_each_other(small: tuple[Any, ChatTokenizer]) -> None:
-    model, chat = small
-    first, second = (
-        tokenize_conversation(chat, [say("user", text), say("assistant", "Answer: 7")])
-        for text in ("What is 3 + 4?", "How many mills does Orsa have?")
-    )
-    packed = logits_of(model, [[first, second]])
-    cut = len(first.ids)
-    changed = Example([(token + 1) % 500 for token in first.ids], first.loss_mask)
-    assert torch.equal(logits_of(model, [[changed, second]])[0, cut:], packed[0, cut:])
-    later = Example([(token + 1) % 500 for token in second.ids], second.loss_mask)
-    assert torch.equal(logits_of(model, [[first, later]])[0, :cut], packed[0, :cut])
-    torch.testing.assert_close(logits_of(model, [[first]])[0], packed[0, :cut], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(logits_of(model, [[second]])[0], packed[0, cut:], rtol=1e-4, atol=1e-4)
+def test_gradients_of_conversations_with_tools_and_several_turns() -> None:
+    from small_world_teacher import conversations
+
+    model, chat = load_model("builtin:small", device="cpu")
+    examples = [
+        row
+        for one in conversations(4, seed=2)
+        for row in tokenize_conversation(chat, [Message.model_validate(m) for m in one["messages"]], one["tools"])
+    ]
+    model = model.double()
+    _, expected = plain_gradients(model, examples)
+    found = packed_gradients(SftLearner(model, config(micro_batch_tokens=256)), examples)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
 
 
-def test_padding_changes_no_logits(small: tuple[Any, ChatTokenizer]) -> None:
-    alone = logits_of(small[0], [[example(6)]])
-    beside = logits_of(small[0], [[example(6)], [example(40)]])
-    torch.testing.assert_close(beside[0, :6], alone[0], rtol=1e-4, atol=1e-4)
-    assert torch.isfinite(beside).all()
+@pytest.mark.parametrize(
+    ("settings", "prefix"),
+    [
+        ({"micro_batch_tokens": 8}, 0),
+        ({"micro_batch_tokens": 8}, 6),
+        ({"share_prefixes": False}, 6),
+        ({"logit_chunk_tokens": 3}, 0),
+        ({"activation_checkpointing": True}, 0),
+    ],
+    ids=str,
+)
+def test_how_a_step_is_computed_changes_neither_its_loss_nor_its_gradient(
+    settings: dict[str, Any], prefix: int
+) -> None:
+    examples = rows(prefix=prefix)
+    tolerance = 1e-6 if prefix else 1e-12
+    whole = SftLearner(tiny_model().double(), config())
+    split = SftLearner(tiny_model().double(), config(**settings))
+    expected, found = packed_gradients(whole, examples), packed_gradients(split, examples)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=10 * tolerance, atol=tolerance)
+    one, two = (learner.update(learner.pack(examples)) for learner in (whole, split))
+    assert two["loss"] == pytest.approx(one["loss"], rel=tolerance)
+    assert (one["tokens"], one["all_tokens"]) == (two["tokens"], two["all_tokens"])
+    assert one["tokens"] == sum(example.targets for example in examples)
+    assert one["all_tokens"] == sum(map(len, examples))
+
+
+def test_a_row_without_targets_changes_nothing() -> None:
+    examples = rows()
+    silent = Example.of([3, 4, 5], [True, False, False])
+    one, two = SftLearner(tiny_model(), config()), SftLearner(tiny_model(), config())
+    expected = one.update(one.pack(examples))
+    found = two.update(two.pack([*examples, silent]))
+    assert found["loss"] == expected["loss"]
+    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True))
+
+
+def test_a_conversation_does_not_see_the_one_packed_before_it() -> None:
+    model = tiny_model().double()
+    learner = SftLearner(model, config(share_prefixes=False))
+    first, second = rows((8, 11))
+    other = Example((first.ids + 1) % 48, first.loss_mask)
+    alone = learner.loss([second]) * second.targets
+    for before in (first, other):
+        together = learner.loss([before, second]) * (before.targets + second.targets)
+        assert together - learner.loss([before]) * before.targets == pytest.approx(alone, rel=1e-12)
+
+
+# The order of the data.
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 200), st.integers(0, 3))
+def test_every_row_is_seen_once_per_epoch(lengths: list[int], batch_tokens: int, seed: int) -> None:
+    batches = EpochBatches(lengths, batch_tokens, seed)
+    for epoch in range(2):
+        steps = [batches[epoch * len(batches) + index] for index in range(len(batches))]
+        assert all(steps)
+        assert sorted(row for step in steps for row in step) == list(range(len(lengths)))
+
+
+@given(st.lists(st.integers(1, 20), min_size=10, max_size=60), st.integers(40, 200))
+def test_the_steps_of_an_epoch_are_of_about_equal_size(lengths: list[int], batch_tokens: int) -> None:
+    batches = EpochBatches(lengths, batch_tokens, 0)
+    sizes = [sum(lengths[row] for row in batches[step]) for step in range(len(batches))]
+    mean = sum(lengths) / len(batches)
+    assert mean <= batch_tokens
+    assert all(abs(size - mean) <= max(lengths) for size in sizes)
+
+
+def test_the_order_depends_on_the_epoch_and_the_seed_alone() -> None:
+    lengths = [3] * 40
+    batches, again = EpochBatches(lengths, 30, 1), EpochBatches(lengths, 30, 1)
+    assert [again[step] for step in (7, 2, 5)] == [batches[step] for step in (7, 2, 5)]
+    assert [batches[step] for step in range(4)] != [batches[step] for step in range(4, 8)]
+    assert [batches[0]] != [EpochBatches(lengths, 30, 2)[0]]
+
+
+def test_nothing_to_train_on_is_refused() -> None:
+    with pytest.raises(DataError, match="nothing to train on"):
+        EpochBatches([], 10, 0)
+
+
+def test_packing_ahead_keeps_the_order_and_passes_errors_on() -> None:
+    packed: list[int] = []
+
+    def pack(step: int) -> Any:
+        packed.append(step)
+        if step == 3:
+            raise DataError("bad")
+        return step
+
+    ahead = pack_ahead(pack, range(5))
+    assert [next(ahead) for _ in range(3)] == [(0, 0), (1, 1), (2, 2)]
+    with pytest.raises(DataError, match="bad"):
+        next(ahead)
+    assert packed == [0, 1, 2, 3]
 
 
 # Training.
 
 
-def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
-    settings = SftSettings(steps=100, lr=1.0, warmup=0.1)
-    rates = [learning_rate(step, settings) for step in range(101)]
+def test_the_rate_warms_up_and_falls_to_its_minimum() -> None:
+    settings = config(steps=100, lr=1.0, warmup=0.1, min_lr_ratio=0.1)
+    learner = SftLearner(tiny_model(), settings)
+    rates = [learner.optimizer.learning_rate(step) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
     assert max(rates) == 1.0
-    assert all(a >= b for a, b in pairwise(rates[10:]))
-    assert rates[100] == pytest.approx(0.1)
+    assert all(a >= b for a, b in pairwise(rates[9:]))
+    assert rates[-1] == pytest.approx(0.1)
+    assert lr_factor(100, schedule="linear", warmup_steps=10, total_steps=100, floor=0.2) == pytest.approx(0.2)
 
 
-def test_the_first_loss_is_the_mean_over_assistant_tokens(small: tuple[Any, ChatTokenizer]) -> None:
-    model, chat = fresh_model(), small[1]
-    found = [tokenize_conversation(chat, CONVERSATION), tokenize_conversation(chat, CONVERSATION[:2])]
-    losses, count = 0.0, 0
-    for one in found:
-        with torch.no_grad():
-            logp = torch.log_softmax(model(torch.tensor([one.ids])).logits[0], -1)
-        for at in range(1, len(one.ids)):
-            if one.loss_mask[at]:
-                losses -= float(logp[at - 1, one.ids[at]])
-                count += 1
-    settings = SftSettings(steps=1, batch_tokens=512, row_tokens=512)
-    [figures] = sft_steps(model, found, settings, pad_id=chat.pad_id)
-    assert figures["loss"] == pytest.approx(losses / count, rel=1e-4)
-    assert figures["tokens"] == count
-
-
-@pytest.mark.long
-def test_two_conversations_are_learned_by_heart(small: tuple[Any, ChatTokenizer]) -> None:
-    model, chat = fresh_model(), small[1]
-    said = {"What is the word?": "xylophone 99182", "Which colour?": "turquoise, no doubt"}
-    examples = [tokenize_conversation(chat, [say("user", q), say("assistant", a)]) for q, a in said.items()]
-    settings = SftSettings(steps=60, batch_tokens=128, row_tokens=128, lr=2e-3)
-    figures = list(sft_steps(model, examples, settings, pad_id=chat.pad_id))
-    assert figures[-1]["loss"] < 0.1 < figures[0]["loss"]
-    assert not model.training
-    for question, answer in said.items():
-        prompt = torch.tensor([chat.start([say("user", question)])])
-        with torch.no_grad():
-            out = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=chat.end_id, pad_token_id=PAD)
-        assert chat.decode(out[0, prompt.shape[1] :].tolist()) == answer
-
-
-def test_training_is_deterministic(small: tuple[Any, ChatTokenizer]) -> None:
-    examples = [tokenize_conversation(small[1], CONVERSATION)]
-    settings = SftSettings(steps=3, batch_tokens=128, row_tokens=128)
-    one, two = (list(sft_steps(fresh_model(), examples, settings, pad_id=small[1].pad_id)) for _ in range(2))
+def test_training_is_deterministic_and_learns() -> None:
+    settings = config(steps=12, batch_tokens=24, lr=1e-2)
+    one, two = (list(sft_steps(tiny_model(), rows(), settings)) for _ in range(2))
     assert one == two
+    assert one[-1]["loss"] < one[0]["loss"]
 
 
-def test_a_gradient_that_is_not_a_number_moves_nothing(small: tuple[Any, ChatTokenizer]) -> None:
-    model, chat = fresh_model(), small[1]
+def test_half_precision_weights_have_full_precision_masters() -> None:
+    model = tiny_model().to(torch.bfloat16)
+    learner = SftLearner(model, config(lr=1e-6, steps=10))
+    before = [master.clone() for master in learner.optimizer.masters]
+    for _ in range(3):
+        metrics = learner.update(learner.pack(rows()))
+    assert metrics["update_norm"] > 0
+    assert all(master.dtype == torch.float32 for master in learner.optimizer.masters)
+    assert any(not torch.equal(a, b) for a, b in zip(before, learner.optimizer.masters, strict=True))
+
+
+def test_a_gradient_that_is_not_a_number_moves_nothing() -> None:
+    model = tiny_model()
+    learner = SftLearner(model, config())
+    learner.loss(rows())  # which checks the head, before it breaks
     hook = model.lm_head.register_forward_hook(lambda module, args, out: out * float("nan"))
     before = [p.detach().clone() for p in model.parameters()]
-    settings = SftSettings(steps=1, batch_tokens=128, row_tokens=128)
-    list(sft_steps(model, [tokenize_conversation(chat, CONVERSATION)], settings, pad_id=chat.pad_id))
+    metrics = learner.update(learner.pack(rows()))
     hook.remove()
+    assert np.isnan(metrics["loss"])
+    assert (metrics["update_norm"], metrics["skipped_updates"]) == (0.0, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_out_of_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = SftLearner(tiny_model(), config(micro_batch_tokens=777))
+
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    batch = learner.pack(rows())
+    monkeypatch.setattr(learner, "_forward", full)
+    with pytest.raises(ToolwiseError, match="micro_batch_tokens = 777: lower it, or set activation_checkpointing"):
+        learner.update(batch)
+    with pytest.raises(ToolwiseError, match="ran out of memory"):
+        learner.loss(rows())
+
+
+def test_a_model_that_cannot_recompute_is_refused() -> None:
+    model = tiny_model()
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(ConfigError, match="activation_checkpointing: LlamaForCausalLM does not support it"):
+        SftLearner(model, config(activation_checkpointing=True))
+
+
+def test_the_state_continues_where_it_was(tmp_path: Any) -> None:
+    settings = config(steps=6, batch_tokens=24, lr=1e-2)
+    straight = list(sft_steps(tiny_model(), rows(), settings))
+    learner = SftLearner(tiny_model(), settings)
+    batches = EpochBatches([len(row) for row in rows()], 24, 0)
+
+    def update(at: SftLearner, step: int) -> dict[str, float]:
+        return dict(at.update(at.pack([rows()[i] for i in batches[step]])))
+
+    for step in range(3):
+        update(learner, step)
+    learner.save_model(tmp_path)
+    resumed = SftLearner(tiny_model(seed=9), settings)
+    resumed.load_state_dict(learner.state_dict())
+    resumed.load_weights(tmp_path)
+    assert [update(resumed, step) for step in range(3, 6)] == straight[3:]
+    with pytest.raises(CheckpointError, match="differ in `lora`"):
+        resumed.load_state_dict({**learner.state_dict(), "adapters": {}})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_in_half_precision_it_learns_as_on_the_cpu() -> None:
+    settings = config(steps=12, batch_tokens=200, lr=1e-2, micro_batch_tokens=100)
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256}
+    examples = rows((40, 90, 17, 60, 33))
+    here = list(sft_steps(tiny_model(**shape), examples, settings))
+    there = list(sft_steps(tiny_model(**shape).to("cuda", torch.bfloat16), examples, settings))
+    assert [step["tokens"] for step in there] == [step["tokens"] for step in here]
+    assert there[0]["loss"] == pytest.approx(here[0]["loss"], abs=0.05)
+    assert there[-1]["loss"] == pytest.approx(here[-1]["loss"], abs=0.3)
+    assert there[-1]["loss"] < there[0]["loss"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_host_waits_for_the_device_at_the_end_of_a_step_only() -> None:
+    """Forward and backward of all micro-batches are queued without a synchronisation."""
+    model = tiny_model(hidden_size=64, num_attention_heads=4, max_position_embeddings=256).to("cuda", torch.bfloat16)
+    learner = SftLearner(model, config(micro_batch_tokens=60))
+    batch = learner.pack(rows((40, 50, 17, 45, 33)))
+    learner.update(batch)  # compiles kernels
+    queued = []
+    step = learner.optimizer.step
+
+    def recording(*arguments: Any) -> dict[str, float]:
+        torch.cuda.set_sync_debug_mode("default")
+        queued.append(True)
+        return step(*arguments)
+
+    learner.optimizer.step = recording  # type: ignore[method-assign]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        learner.update(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert queued

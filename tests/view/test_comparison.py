@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolwise.training.records import RolloutRecord
-from toolwise.view.comparison import changed_tasks, contrasting_groups
+from toolwise.view.comparison import changed_tasks, contrasting_groups, headline, rows_by_kind
 
 
 def rollout(task_id: str, correct: float | None, **changes: Any) -> RolloutRecord:
@@ -63,3 +63,11 @@ def test_telling_groups_are_those_whose_rollouts_differ() -> None:
     none = [trained("none", 1, None), trained("none", 0, None)]
     groups = contrasting_groups([*same, *split, *none])
     assert [[r.score for r in group] for group in groups] == [[1, 0]]
+
+
+def test_the_loss_of_an_sft_run_is_better_when_it_falls() -> None:
+    summary = {"before": {"loss": 2.0}, "after": {"loss": 1.5}, "conversations": {"val": 7}}
+    [row] = rows_by_kind(summary)
+    assert (row.label, row.n, [change.name for change in row.changes]) == ("held-out conversations", 7, ["loss"])
+    assert [(change.name, change.tone) for change in headline(summary)] == [("loss", "good")]
+    assert [change.tone for change in headline({**summary, "after": {"loss": 2.5}})] == ["bad"]

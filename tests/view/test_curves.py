@@ -51,6 +51,15 @@ def test_without_kinds_there_are_no_bars(make_run: MakeRun, tmp_path: Path) -> N
     assert "#b9c3cd" not in drawn
 
 
+def test_an_sft_run_has_its_losses_and_speed(tmp_path: Path) -> None:
+    lines = [{"step": n, "loss": 2.0 / (n + 1), "time/tokens_per_s": 100.0 + n} for n in range(1, 30)]
+    lines += [{"step": 0, "eval/loss": 2.0}, {"step": 29, "eval/loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert {"#1f6f8b"} <= colours_in(draw_curves(tmp_path, tmp_path / "a.png"))
+    run = open_run(tmp_path)
+    assert (run.summary["before"]["loss"], run.summary["after"]["loss"]) == (2.0, 1.0)
+
+
 @pytest.mark.parametrize(
     "line",
     [

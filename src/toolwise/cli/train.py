@@ -1,9 +1,10 @@
-"""The commands that make a model: `toolwise demo`, `train`, `resume`, `sft` and `export`."""
+"""The commands of a training run: `toolwise demo`, `train`, `resume` and `export`."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -80,47 +81,18 @@ def resume(
     run: Annotated[Path, typer.Argument(help="Run folder.", show_default=False)],
     overrides: OverridesOption = None,
 ) -> None:
-    """Resume a run from its last checkpoint, with its own settings."""
+    """Resume a run of `train` or `sft` from its last checkpoint, with its own settings."""
+    from toolwise.config.sft import SftConfig
     from toolwise.training.changes import check_files, load_run_config
 
     config = load_run_config(run, overrides or [])
+    if isinstance(config, SftConfig):
+        from toolwise.api import resume_sft
+        from toolwise.cli.fine_tune import report_sft
+
+        return report_sft(until_interrupted(lambda: resume_sft(config, run), run))
     check_files(config, run, "data.", *USER_FILES, "trainer", "algorithm", "actor")
-    run_training(config, run, resume=True)
-
-
-def sft(
-    data: Annotated[Path, typer.Argument(help="Conversations: JSONL or Parquet with `messages`.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Output folder of the model.", show_default=False)],
-    model: Annotated[str, typer.Option(help="Model to start from.")] = "builtin:small",
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200,
-    lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 1e-4,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step.")] = 8192,
-    row_tokens: Annotated[int, typer.Option(min=8, help="Tokens per packed row.")] = 1024,
-    lora_rank: Annotated[
-        int, typer.Option(min=0, help="Train LoRA adapters of this rank and merge them; 0: train all weights.")
-    ] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code from the model's folder; read it first.")
-    ] = False,
-) -> None:
-    """Fine-tune a model on conversations: loss on assistant tokens only, conversations packed into rows."""
-    from toolwise.api import sft as fine_tune
-
-    metrics = fine_tune(
-        model,
-        data,
-        out,
-        steps=steps,
-        lr=lr,
-        batch_tokens=batch_tokens,
-        row_tokens=row_tokens,
-        lora_rank=lora_rank,
-        seed=seed,
-        trust_remote_code=trust_remote_code,
-        progress=True,
-    )
-    print_line(f"{out}: loss {metrics['first_loss']:.3f} → {metrics['loss']:.3f} over {steps} steps")
+    return run_training(config, run, resume=True)
 
 
 def export(
@@ -178,16 +150,21 @@ def run_dry_run(config: RunConfig, out: Path | None, resume: bool) -> None:
 def run_training(config: RunConfig, out: Path, resume: bool) -> None:
     """Train and show the result; if the user interrupts, say how to resume."""
     from toolwise.api import train
+
+    report_result(until_interrupted(lambda: train(config, out=out, resume=resume), out))
+
+
+def until_interrupted(train: Callable[[], RunResult], out: Path) -> RunResult:
+    """The result of `train`; a second Ctrl-C ends the process at once and says how to resume."""
     from toolwise.training.changes import resume_command
 
     try:
-        result = train(config, out=out, resume=resume)
+        return train()
     except KeyboardInterrupt:
         sys.stdout.flush()
         hint = f"resume from the last checkpoint with: {resume_command(out)}"
         print_error(f"stopped immediately; {hint if (out / 'config.toml').is_file() else 'nothing had started yet'}")
         os._exit(130)  # a normal exit would wait for the model to finish generating
-    report_result(result)
 
 
 def report_result(result: RunResult) -> None:

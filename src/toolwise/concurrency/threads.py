@@ -7,12 +7,13 @@ from functools import cache
 from typing import Any
 
 from toolwise.config.schema import RunConfig
+from toolwise.config.sft import SftConfig
 
 SMALL_MODEL_WEIGHTS = 4_000_000
 """Smaller models are faster with one thread: 1.3 times at 0.9 million weights, 1.4 times at 2.2 million."""
 
 
-def configure_threads(config: RunConfig) -> None:
+def configure_threads(config: RunConfig | SftConfig) -> None:
     """Make idle threads sleep instead of spin (machines may be shared); a deterministic run uses one thread."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for reproducible results on a GPU
@@ -24,7 +25,7 @@ def configure_threads(config: RunConfig) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def set_thread_count(config: RunConfig, model: Any) -> None:
+def set_thread_count(config: RunConfig | SftConfig, model: Any) -> None:
     """Set the number of threads that suits this model. The configuration takes precedence, then the environment."""
     import torch
 

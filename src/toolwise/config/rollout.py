@@ -58,7 +58,23 @@ class GrammarConfig(Section):
         return self
 
 
-class RolloutConfig(Section):
+class ChatConfig(Section):
+    """How a conversation becomes tokens."""
+
+    tool_parser: ToolParserName = "auto"
+    """How tool calls are parsed from the model's text: "hermes", "qwen", "llama3", "mistral", "rlla", "action", another
+    format of docs/tools.md, or a function or class as package.module:name or path/to/file.py:name. "auto" follows the
+    chat template, or each text if the template is not recognized; "openai" leaves parsing to the server; "none" leaves
+    the text as is (RLLA: no tools run)."""
+    tool_prompt: Literal["auto", "template", "system"] = "auto"
+    """Who describes the tools to the model: its chat template, or Toolwise in the system message, in the format that
+    `tool_parser` reads. "auto" uses the template if it shows tools, and the system message if it ignores them."""
+    on_template_change: Literal["append", "fork"] = "append"
+    """When a chat template would render earlier turns differently (e.g. drop thoughts): "append" continues after the
+    sampled tokens, one row per rollout; "fork" starts a new row as the template renders it."""
+
+
+class RolloutConfig(ChatConfig):
     n: PositiveInt = 8
     """Rollouts per task: the group within which advantages are compared."""
     engine: Literal["toolwise", "transformers", "vllm"] = "toolwise"
@@ -71,18 +87,7 @@ class RolloutConfig(Section):
     """Sampling temperature."""
     max_new_tokens: PositiveInt = 256
     """Maximum tokens per turn."""
-    tool_parser: ToolParserName = "auto"
-    """How tool calls are parsed from the model's text: "hermes", "qwen", "llama3", "mistral", "rlla", "action", another
-    format of docs/tools.md, or a function or class as package.module:name or path/to/file.py:name. "auto" follows the
-    chat template, or each text if the template is not recognized; "openai" leaves parsing to the server; "none" leaves
-    the text as is (RLLA: no tools run)."""
-    tool_prompt: Literal["auto", "template", "system"] = "auto"
-    """Who describes the tools to the model: its chat template, or Toolwise in the system message, in the format that
-    `tool_parser` reads. "auto" uses the template if it shows tools, and the system message if it ignores them."""
     grammar: GrammarConfig = GrammarConfig()
-    on_template_change: Literal["append", "fork"] = "append"
-    """When a chat template would render earlier turns differently (e.g. drop thoughts): "append" continues after the
-    sampled tokens, one row per rollout; "fork" starts a new row as the template renders it."""
     cache_mb: PositiveInt | None = None
     """Memory of the KV cache in MB; unset: on a GPU half of what is free when the run starts (training needs its
     share), on a CPU up to 4 GiB."""

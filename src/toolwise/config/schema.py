@@ -14,6 +14,7 @@ from toolwise.config.paths import resolve_paths
 from toolwise.config.rollout import RolloutConfig
 from toolwise.config.router import RouterConfig
 from toolwise.config.trainer import TrainerConfig
+from toolwise.errors import ConfigError
 
 
 class ModelConfig(Section):
@@ -338,4 +339,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Paths in the file are relative to the file, paths in overrides to the working directory.
     """
     settings = resolve_paths(read_settings(path), Path(path).resolve().parent)
+    if settings.get("kind") == "sft":
+        raise ConfigError(
+            f"{path} is a configuration of `toolwise sft`, not of `toolwise train`: to use the model of an SFT run, "
+            "name its folder as model.path"
+        )
     return build_config(RunConfig, apply_overrides(settings, overrides), source=str(path))

@@ -18,7 +18,19 @@ class ObserverEntry(Section):
     """Keyword arguments of the class or function."""
 
 
-class TrainerConfig(Section):
+class ObserverSettings(Section):
+    """Who follows a run."""
+
+    console: bool = True
+    """Show progress on the console."""
+    trackers: list[str | ObserverEntry] = Field(default_factory=list)
+    """Trackers, which receive the metrics: classes as package.module:Name or path/to/file.py:Name, or tables {name = …,
+    kwargs = {…}}: docs/trackers.md."""
+    callbacks: list[str | ObserverEntry] = Field(default_factory=list)
+    """Callbacks, which see every step, validation and checkpoint and may stop the run; given like trackers."""
+
+
+class TrainerConfig(ObserverSettings):
     total_steps: PositiveInt = 100
     """Number of training steps."""
     save_every: PositiveInt = 10
@@ -30,10 +42,3 @@ class TrainerConfig(Section):
     validation within them (up to 5 % over) beats any that is not."""
     best_metric: str = "score"
     """Validation metric that decides: "correct", "lookup/score", …; "-cost": lower is better."""
-    console: bool = True
-    """Show progress on the console."""
-    trackers: list[str | ObserverEntry] = Field(default_factory=list)
-    """Trackers, which receive the metrics: classes as package.module:Name or path/to/file.py:Name, or tables {name = …,
-    kwargs = {…}}: docs/trackers.md."""
-    callbacks: list[str | ObserverEntry] = Field(default_factory=list)
-    """Callbacks, which see every step, validation and checkpoint and may stop the run; given like trackers."""

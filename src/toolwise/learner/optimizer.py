@@ -14,6 +14,7 @@ from torch import Tensor
 
 from toolwise.config.router import RouterConfig
 from toolwise.config.schema import ActorConfig, CriticConfig
+from toolwise.config.sft import SftConfig
 from toolwise.learner import distributed
 from toolwise.learner.schedules import lr_factor
 from toolwise.learner.step_guard import Guard
@@ -35,7 +36,7 @@ class Optimizer:
     def __init__(
         self,
         weights: Iterable[Tensor],
-        config: ActorConfig | CriticConfig | RouterConfig,
+        config: ActorConfig | CriticConfig | RouterConfig | SftConfig,
         *,
         total_steps: int,
         min_lr_ratio: float = 0.0,

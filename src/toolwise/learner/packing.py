@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from toolwise.kernels.host_to_device import to_device
@@ -19,13 +20,13 @@ from toolwise.learner.row_trees import Array, FlatTree, Segment, Span, layout_by
 
 
 class TokenRow(Protocol):
-    """What packing needs from a row, such as `learner.rows.Row`."""
+    """What packing needs from a row, such as `learner.rows.Row`: lists, or arrays, which are faster."""
 
     @property
-    def ids(self) -> Sequence[int]: ...
+    def ids(self) -> Sequence[int] | NDArray[Any]: ...
 
     @property
-    def sampled(self) -> Sequence[bool]: ...
+    def sampled(self) -> Sequence[bool] | NDArray[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def micro_batches(
     prefixes in place (`forward.prefers_node_layout`). Lazy, so that a GPU computes one while the next is prepared.
     """
     sampled = {i: positions for i, row in enumerate(rows) if len(positions := _sampled_at(row))}
-    ids = {i: np.fromiter(rows[i].ids, np.int64, len(rows[i].ids)) for i in sampled}
+    ids = {i: _token_ids(rows[i]) for i in sampled}
     needed = {i: ids[i][: positions[-1]] for i, positions in sampled.items()}
     order = list(sampled)
     shared = np.zeros(len(order), dtype=np.int64)
@@ -96,6 +97,11 @@ def micro_batches(
         tree_rows = [needed[i] for i in order[start:stop]], [0, *shared[start + 1 : stop].tolist()]
         tree = (layout_by_node(*tree_rows) if nodes else None) or layout_by_row(*tree_rows)
         yield _packed(tree, [(i, ids[i], sampled[i]) for i in order[start:stop]], device)
+
+
+def _token_ids(row: TokenRow) -> Array:
+    ids = row.ids
+    return ids.astype(np.int64) if isinstance(ids, np.ndarray) else np.fromiter(ids, np.int64, len(ids))
 
 
 def _sampled_at(row: TokenRow) -> Array:

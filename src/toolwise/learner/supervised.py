@@ -1,167 +1,228 @@
-"""Supervised fine-tuning (SFT) on conversations: packed rows, loss on assistant tokens only.
+"""Supervised fine-tuning (SFT) on conversations, with the forward pass, packing and optimiser of the policy's updates.
 
-loss = − Σ log p(assistant token) / number of assistant tokens in the batch
+    loss = − Σ log p(assistant token) / number of assistant tokens in the step
+
+The count is taken over the whole step before it is split into micro-batches, so the split changes neither the loss nor
+its gradient.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 
-from toolwise.config.loader import Section
-from toolwise.errors import DataError
-from toolwise.messages import Message
-from toolwise.rollout.chat_tokenizer import ChatTokenizer
+from toolwise.config.sft import SftConfig
+from toolwise.errors import CheckpointError, ConfigError, DataError, ToolwiseError
+from toolwise.learner.conversations import Example
+from toolwise.learner.forward import can_share_prefixes, hidden_states, prefers_node_layout, token_logprobs
+from toolwise.learner.lora import Adapters
+from toolwise.learner.optimizer import Optimizer
+from toolwise.learner.packing import Packed, micro_batches
+from toolwise.protocols import Metrics
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
-    """One conversation as tokens; `loss_mask` is True where the assistant wrote the token."""
+class SftBatch:
+    """The conversations of one step, packed into micro-batches on the model's device."""
 
-    ids: list[int]
-    loss_mask: list[bool]
+    parts: list[Packed]
+    tokens: int
+    """All tokens of the conversations."""
 
+    @property
+    def targets(self) -> int:
+        """Tokens to train on."""
+        return sum(part.S for part in self.parts)
 
-class SftSettings(Section):
-    steps: PositiveInt = 1000
-    batch_tokens: PositiveInt = 8192
-    """Tokens per step, packed into rows of `row_tokens`."""
-    row_tokens: int = Field(default=1024, ge=2)
-    lr: float = Field(default=1e-3, ge=0.0)
-    warmup: float = Field(default=0.05, ge=0.0)
-    """Fraction of the steps for linear warm-up; cosine decay to a tenth follows."""
-    weight_decay: float = Field(default=0.01, ge=0.0)
-    max_grad_norm: PositiveFloat = 1.0
-    lora_rank: int = Field(default=0, ge=0)
-    """0 trains the whole model; otherwise LoRA adapters of this rank, merged into the saved model."""
-    lora_alpha: PositiveFloat = 32.0
-    seed: int = 0
+    @property
+    def computed(self) -> int:
+        """Tokens that the model computes: fewer than `tokens` if conversations share prefixes."""
+        return sum(part.T for part in self.parts)
 
 
-def tokenize_conversation(
-    chat: ChatTokenizer, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
-) -> Example:
-    """Tokenise a conversation as a rollout would have produced it: prompt, reply, continuation, reply, …"""
-    ids: list[int] = []
-    loss_mask: list[bool] = []
-    pending: list[Message] = []
-    for message in messages:
-        if message.role != "assistant":
-            pending.append(message)
-            continue
-        prompt = chat.encode_continuation(pending, tools) if ids else chat.start(pending, tools)
-        reply = chat.reply(message, tools)
-        ids += [*prompt, *reply]
-        loss_mask += [False] * len(prompt) + [True] * len(reply)
-        pending = []
-    if not any(loss_mask):
-        raise DataError("the conversation has no assistant message to train on: add one or leave the conversation out")
-    return Example(ids, loss_mask)
+class EpochBatches:
+    """Which rows each step sees: every row once per epoch, in an order that depends on the seed and the epoch alone.
+
+    An epoch is divided into as few steps of at most about `batch_tokens` tokens as possible, all of about equal size:
+    a small rest at its end would count as much as a full step.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_tokens: int, seed: int) -> None:
+        if not lengths:
+            raise DataError("there is nothing to train on: add conversations")
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.seed = seed
+        self._count = min(len(lengths), -(-int(self.lengths.sum()) // batch_tokens))
+        self._epoch: tuple[int, list[list[int]]] = (-1, [])
+
+    def __len__(self) -> int:
+        """Steps per epoch."""
+        return self._count
+
+    def __getitem__(self, step: int) -> list[int]:
+        """The rows of a step; steps count from 0, over all epochs."""
+        epoch, index = divmod(step, self._count)
+        if self._epoch[0] != epoch:
+            self._epoch = epoch, self._split(epoch)
+        return self._epoch[1][index]
+
+    def _split(self, epoch: int) -> list[list[int]]:
+        order = list(range(len(self.lengths)))
+        Random(f"{self.seed}/{epoch}").shuffle(order)
+        sums = np.cumsum(self.lengths[order])
+        cuts = [0]
+        for part in range(1, self._count):
+            cut = int(np.searchsorted(sums, sums[-1] * part / self._count, side="right"))
+            # At least one row for this step and for each that follows.
+            cuts.append(min(max(cut, cuts[-1] + 1), len(order) - (self._count - part)))
+        return [order[start:stop] for start, stop in zip(cuts, [*cuts[1:], len(order)], strict=True)]
 
 
-def pack_examples(examples: Sequence[Example], row_tokens: int) -> Iterator[list[Example]]:
-    """Fill rows with whole conversations, in order. One longer than a row is truncated, and dropped if no token to
-    train on is left."""
-    row: list[Example] = []
-    used = 0
-    for example in examples:
-        cut = Example(example.ids[:row_tokens], example.loss_mask[:row_tokens])
-        if not any(cut.loss_mask[1:]):
-            continue
-        if row and used + len(cut.ids) > row_tokens:
-            yield row
-            row, used = [], 0
-        row.append(cut)
-        used += len(cut.ids)
-    if row:
-        yield row
+class SftLearner:
+    """A model in training: `pack` rows, then `update` on them or measure their `loss`."""
+
+    def __init__(self, model: Any, config: SftConfig) -> None:
+        self.model = model.eval()  # as in RL updates: no dropout
+        self.config = config
+        self.version = 0
+        """Number of updates so far, skipped ones included."""
+        self.adapters = Adapters(model, config.lora, config.seed) if config.lora.rank else None
+        if config.activation_checkpointing:
+            if not getattr(model, "supports_gradient_checkpointing", False):
+                raise ConfigError(f"activation_checkpointing: {type(model).__name__} does not support it; turn it off")
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.optimizer = Optimizer(
+            model.parameters(),
+            config,
+            total_steps=config.steps,
+            min_lr_ratio=config.min_lr_ratio,
+            spike_factor=config.spike_factor,
+            owner="model",
+        )
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+    def pack(self, rows: Sequence[Example]) -> SftBatch:
+        parts = micro_batches(
+            rows,
+            self.config.micro_batch_tokens,
+            share_prefixes=self.config.share_prefixes and can_share_prefixes(self.model),
+            device=self.device,
+            nodes=prefers_node_layout(self.model),
+        )
+        return SftBatch(list(parts), sum(map(len, rows)))
+
+    def update(self, batch: SftBatch) -> Metrics:
+        """One optimiser step. Reads nothing back from the device before all of its work is queued."""
+        targets = batch.targets
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        entropy = torch.zeros_like(loss)
+        try:
+            for part in batch.parts:
+                logprobs, part_entropy = self._forward(part)
+                part_loss = -logprobs.sum() / targets
+                part_loss.backward()  # type: ignore[no-untyped-call]
+                self.optimizer.accumulate_gradients()
+                loss += part_loss.detach()
+                entropy += part_entropy.detach().sum()
+            self.version += 1
+            norms = self.optimizer.step(self.version)
+        except torch.OutOfMemoryError as fault:
+            raise self._out_of_memory() from fault
+        return {
+            "loss": float(loss),
+            "entropy": float(entropy) / max(targets, 1),
+            **norms,
+            "lr": self.optimizer.learning_rate(self.version),
+            "skipped_updates": float(self.optimizer.guard.skipped),
+            "tokens": float(targets),
+            "all_tokens": float(batch.tokens),
+            "computed_tokens": float(batch.computed),
+        }
+
+    @torch.no_grad()
+    def loss(self, rows: Sequence[Example]) -> float:
+        """Mean loss of all assistant tokens in `rows`, without training on them."""
+        total, targets = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        try:
+            for part in self.pack(rows).parts:
+                total -= self._forward(part)[0].sum()
+                targets += part.S
+        except torch.OutOfMemoryError as fault:
+            raise self._out_of_memory() from fault
+        return float(total) / max(targets, 1)
+
+    def _forward(self, part: Packed) -> tuple[Tensor, Tensor]:
+        hidden = hidden_states(self.model, part)
+        return token_logprobs(self.model, hidden, part, 1.0, chunk_tokens=self.config.logit_chunk_tokens)
+
+    def _out_of_memory(self) -> ToolwiseError:
+        self.optimizer.zero_grad()
+        more = "" if self.config.activation_checkpointing else ", or set activation_checkpointing = true"
+        return ToolwiseError(
+            f"the GPU ran out of memory with micro_batch_tokens = {self.config.micro_batch_tokens}: lower it{more}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights, which `save_model` writes."""
+        state: dict[str, Any] = {"version": self.version, "optimizer": self.optimizer.state_dict()}
+        return state if self.adapters is None else {**state, "adapters": self.adapters.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if (self.adapters is None) != ("adapters" not in state):
+            raise CheckpointError("the run and the checkpoint differ in `lora`: resume with the settings it began with")
+        if self.adapters is not None:
+            self.adapters.load_state_dict(state["adapters"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.version = state["version"]
+
+    def save_model(self, folder: Path) -> None:
+        """Save the weights as a folder that plain `transformers` loads, with adapters merged in."""
+        if self.adapters is None:
+            self.model.save_pretrained(folder)
+        else:
+            self.adapters.save_merged(folder)
+
+    def load_weights(self, folder: Path) -> None:
+        """Load weights written by `save_model`. Adapters are part of the state instead."""
+        if self.adapters is not None:
+            return
+        saved = type(self.model).from_pretrained(
+            folder, dtype=self.model.dtype, use_safetensors=True, trust_remote_code=False
+        )
+        try:
+            self.model.load_state_dict(saved.state_dict())
+        except RuntimeError as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise CheckpointError(f"{folder} holds a different model from the run's: {reason}") from error
+        self.optimizer.sync_masters()
 
 
-def collate(rows: Sequence[Sequence[Example]], pad_id: int, device: Any = "cpu") -> dict[str, torch.Tensor]:
-    """Rows as tensors. Positions restart with each conversation, and tokens attend only within their conversation."""
-    width = max(sum(len(e.ids) for e in row) for row in rows)
-    shape = (len(rows), width)
-    ids = torch.full(shape, pad_id)
-    labels = torch.full(shape, -100)
-    positions = torch.zeros(shape, dtype=torch.long)
-    segments = torch.full(shape, -1)
-    for row_index, row in enumerate(rows):
-        start = 0
-        for segment, example in enumerate(row):
-            end = start + len(example.ids)
-            token_ids = torch.tensor(example.ids)
-            ids[row_index, start:end] = token_ids
-            labels[row_index, start:end] = torch.where(torch.tensor(example.loss_mask), token_ids, -100)
-            labels[row_index, start] = -100  # the first token has no context
-            positions[row_index, start:end] = torch.arange(end - start)
-            segments[row_index, start:end] = segment
-            start = end
-    same = segments[:, :, None] == segments[:, None, :]
-    causal = torch.ones(width, width, dtype=torch.bool).tril()
-    mask = (same & causal)[:, None]
-    batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "attention_mask": mask}
-    return {name: tensor.to(device) for name, tensor in batch.items()}
+def pack_ahead(pack: Callable[[int], SftBatch], steps: Iterable[int]) -> Generator[tuple[int, SftBatch]]:
+    """Each step with its batch. A thread packs the next one meanwhile, so that a GPU does not wait for it."""
+    with ThreadPoolExecutor(1, thread_name_prefix="toolwise-pack") as pool:
+        upcoming = ((step, pool.submit(pack, step)) for step in steps)
+        current = next(upcoming, None)
+        while current is not None:
+            step, batch = current[0], current[1].result()
+            current = next(upcoming, None)
+            yield step, batch
 
 
-def batches(examples: Sequence[Example], settings: SftSettings) -> Iterator[list[list[Example]]]:
-    """Endless batches of `batch_tokens` tokens, reshuffled and repacked each epoch."""
-    rng = Random(settings.seed)
-    rows_per_batch = max(1, settings.batch_tokens // settings.row_tokens)
-    waiting: list[list[Example]] = []
-    while True:
-        order = list(examples)
-        rng.shuffle(order)
-        rows = list(pack_examples(order, settings.row_tokens))
-        if not rows:
-            raise DataError(
-                f"there is nothing to train on: no conversation has an assistant token among its first "
-                f"{settings.row_tokens} tokens; add conversations or raise row_tokens"
-            )
-        for row in rows:
-            waiting.append(row)
-            if len(waiting) == rows_per_batch:
-                yield waiting
-                waiting = []
-
-
-def learning_rate(step: int, settings: SftSettings) -> float:
-    """Linear warm-up, then cosine decay to a tenth."""
-    warm = max(1, int(settings.warmup * settings.steps))
-    if step < warm:
-        return settings.lr * (step + 1) / warm
-    progress = (step - warm) / max(1, settings.steps - warm)
-    return settings.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-def sft_steps(
-    model: Any, examples: Sequence[Example], settings: SftSettings, *, pad_id: int
-) -> Iterator[dict[str, float]]:
-    """Train `model` in place, yielding each step's metrics."""
-    device = next(model.parameters()).device
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=settings.lr, weight_decay=settings.weight_decay, betas=(0.9, 0.98))
-    model.train()
-    batch_stream = batches(examples, settings)
-    for step in range(settings.steps):
-        batch = collate(next(batch_stream), pad_id, device)
-        labels = batch.pop("labels")[:, 1:]
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, settings)
-        hidden = model.model(**batch, use_cache=False).last_hidden_state[:, :-1]
-        mask = labels != -100
-        logits = model.lm_head(hidden[mask]).float()
-        loss = cross_entropy(logits, labels[mask])
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = float(torch.nn.utils.clip_grad_norm_(weights, settings.max_grad_norm))
-        if math.isfinite(norm):
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        yield {"loss": loss.item(), "grad_norm": norm, "tokens": float(mask.sum())}
-    model.eval()
+def sft_steps(model: Any, rows: Sequence[Example], config: SftConfig) -> Iterator[Metrics]:
+    """Train `model` in place on `rows`, yielding each step's metrics: the loop of `toolwise sft`, without a folder."""
+    learner = SftLearner(model, config)
+    batches = EpochBatches([len(row) for row in rows], config.batch_tokens, config.seed)
+    for _, batch in pack_ahead(lambda step: learner.pack([rows[i] for i in batches[step]]), range(config.steps)):
+        yield learner.update(batch)

@@ -8,16 +8,19 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from toolwise.config.loader import build_config
 from toolwise.config.paths import relative_paths, resolve_paths
 from toolwise.config.schema import RunConfig, load_config
+from toolwise.config.sft import MUTABLE_SFT_SETTINGS, SftConfig, is_sft_config, load_sft_config
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_line
 from toolwise.training.trackers.jsonl import read_metrics
 
+AnyConfig = RunConfig | SftConfig
+Config = TypeVar("Config", bound=RunConfig | SftConfig)
 CHANGES = "changes.jsonl"
 NONE = "none"
 MAX_VALUE_CHARS = 80
@@ -122,22 +125,23 @@ class Change:
     @property
     def allowed(self) -> bool:
         setting = re.sub(r"\[\d+\]", "[]", _INSIDE_SETTING.sub(r"\1", self.key))
-        return setting in MUTABLE_SETTINGS or _is_moved_file(self.old, self.new)
+        # The two kinds of run have no setting in common that may change in one and not in the other.
+        return setting in MUTABLE_SETTINGS | MUTABLE_SFT_SETTINGS or _is_moved_file(self.old, self.new)
 
     def __str__(self) -> str:
         return f"{self.key}: {_display_value(self.old)} → {_display_value(self.new)}"
 
 
-def changes_between(before: RunConfig, now: RunConfig) -> list[Change]:
+def changes_between(before: AnyConfig, now: AnyConfig) -> list[Change]:
     """Every setting that differs, in schema order."""
     old, new = _flatten(comparable_settings(before)), _flatten(comparable_settings(now))
     return [Change(key, old.get(key), new.get(key)) for key in {**new, **old} if old.get(key) != new.get(key)]
 
 
-def check_same_run(config: RunConfig, config_file: Path) -> None:
+def check_same_run(config: AnyConfig, config_file: Path) -> None:
     """Raise unless the run of `config_file` may be resumed with `config`; the error names all differences."""
     try:
-        before = load_config(config_file)
+        before: AnyConfig = load_sft_config(config_file) if isinstance(config, SftConfig) else load_config(config_file)
     except ConfigError as fault:
         raise CheckpointError(f"cannot resume: {fault}; fix the file, or choose another --out") from fault
     changes = changes_between(before, config)
@@ -152,13 +156,14 @@ def check_same_run(config: RunConfig, config_file: Path) -> None:
     )
 
 
-def load_run_config(out: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Load the settings of the run in `out`, in order to resume it."""
+def load_run_config(out: Path, overrides: Sequence[str] = ()) -> AnyConfig:
+    """Load the settings of the run in `out`, of `train` or of `sft`, in order to resume it."""
     if not (out / "config.toml").is_file():
         why = "has no config.toml" if out.is_dir() else "does not exist"
         raise ConfigError(f"{out} holds no run to resume (it {why}): give the folder of a run")
+    file = out / "config.toml"
     try:
-        return load_config(out / "config.toml", overrides)
+        return load_sft_config(file, overrides) if is_sft_config(file) else load_config(file, overrides)
     except ConfigError as fault:
         raise CheckpointError(f"cannot resume: {fault}") from fault
 
@@ -215,7 +220,7 @@ def resume_command(out: Path) -> str:
     return f"toolwise resume {shlex.quote(str(out))}"
 
 
-def comparable_settings(config: RunConfig) -> dict[str, Any]:
+def comparable_settings(config: AnyConfig) -> dict[str, Any]:
     """Settings with resolved paths, independent of the working directory and of links."""
     settings = resolve_paths(config.model_dump(mode="json"), Path.cwd())
     for which in ("train", "val"):
@@ -224,23 +229,25 @@ def comparable_settings(config: RunConfig) -> dict[str, Any]:
     return settings
 
 
-def portable_config(config: RunConfig, out: Path) -> RunConfig:
+def portable_config(config: Config, out: Path) -> Config:
     """The config for config.toml: paths inside the run folder become relative, so that the folder can be moved."""
-    return RunConfig.model_validate(relative_paths(resolve_paths(config.model_dump(), Path.cwd()), out.resolve()))
+    settings = relative_paths(resolve_paths(config.model_dump(), Path.cwd()), out.resolve())
+    return cast(Config, type(config).model_validate(settings))
 
 
-def saved_settings(config: RunConfig, out: Path) -> dict[str, Any]:
+def saved_settings(config: AnyConfig, out: Path) -> dict[str, Any]:
     """The settings that a checkpoint stores. Defaults are omitted, so that settings added in a newer version do not
     count as changes."""
     return portable_config(config, out).model_dump(mode="json", exclude_defaults=True)
 
 
-def changes_since(settings: Any, config: RunConfig, out: Path) -> list[Change]:
+def changes_since(settings: Any, config: AnyConfig, out: Path) -> list[Change]:
     """What differs from the `saved_settings` of a checkpoint."""
     if not isinstance(settings, Mapping):  # checkpoints of earlier versions have none
         return []
     try:
-        return changes_between(build_config(RunConfig, resolve_paths(settings, out.resolve()), source=str(out)), config)
+        before = build_config(type(config), resolve_paths(settings, out.resolve()), source=str(out))
+        return changes_between(before, config)
     except ConfigError:  # settings that this version no longer has
         return []
 

@@ -20,7 +20,7 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.serialization.files import checkpoint_folders, step_of, write_atomic
 from toolwise.training import checkpoint
-from toolwise.training.changes import changes_since, check_same_run, portable_config, record_changes
+from toolwise.training.changes import AnyConfig, changes_since, check_same_run, portable_config, record_changes
 from toolwise.training.records import RolloutRecord, read_records
 from toolwise.training.trackers.jsonl import read_metrics, truncate_after
 
@@ -141,7 +141,7 @@ class RunFolder:
                 case ["eval", *middle, ("correct" | "cost") as metric] if middle:
                     kind = "/".join(middle)
                     by_kind.setdefault(kind, {"n": sum(r.kind == kind for r in rollouts) or None})[metric] = value
-        overall = {name: line.get(f"eval/{name}") for name in ("score", "correct", "cost", "tokens")}
+        overall = {name: line.get(f"eval/{name}") for name in ("loss", "score", "correct", "cost", "tokens")}
         return {**overall, "by_kind": by_kind, "n": len(rollouts) or None, "step": line.get("step")}
 
 
@@ -199,7 +199,7 @@ def finished_result(out: Path, config: RunConfig) -> RunResult | None:
     return RunResult(out, summary, f"nothing left to do: the run is at step {newest.step} of {total}")
 
 
-def check_folder(out: Path, config: RunConfig, *, resume: bool) -> None:
+def check_folder(out: Path, config: AnyConfig, *, resume: bool) -> None:
     """Raise unless a run with `config` may start, or resume, in `out`. Changes nothing."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file: choose a folder for --out")

@@ -1,93 +1,289 @@
-"""Supervised fine-tuning: reads conversations from files and writes the trained model to a folder."""
+"""The lifecycle of a supervised fine-tuning run: folder, validation, checkpoints, interruption and resumption.
+
+The output folder is a run folder like that of `toolwise train`; when the run is done it also holds the trained model,
+which plain transformers loads.
+"""
 
 from __future__ import annotations
 
-import os
+import copy
+import logging
+import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toolwise.config.loader import build_config
-from toolwise.config.schema import LoraConfig
-from toolwise.data.files import read_rows, row_error
-from toolwise.data.prompts import read_message
-from toolwise.errors import ConfigError, DataError, ModelError
-from toolwise.messages import Message
-from toolwise.models import load_model
-from toolwise.serialization.files import disk_fault
+from toolwise import __version__
+from toolwise.config.secret_names import mask_secrets
+from toolwise.config.sft import SftConfig
+from toolwise.errors import CheckpointError, ToolwiseError
+from toolwise.protocols import Callback, Metrics, Tracker
+from toolwise.serialization.files import write_atomic
+from toolwise.serialization.json_text import json_text
+from toolwise.training import checkpoint
+from toolwise.training.changes import read_changes, resume_command, saved_settings
+from toolwise.training.diagnosis import Finding, finding_to_json
+from toolwise.training.run_folder import RunResult
+from toolwise.training.sft_findings import MAX_NOT_FINITE, end_findings, not_finite
+from toolwise.training.sft_folder import disk_error, open_output, write_model
+from toolwise.training.sft_run import SftRun
+from toolwise.training.stop_signal import StopSignal
+from toolwise.training.trackers.console import ConsoleTracker
+from toolwise.training.trackers.jsonl import JsonlTracker, read_metrics
+from toolwise.training.trackers.observers import ContainedObserver, Observers
+from toolwise.training.trainer import peak_rss_mb
+from toolwise.types import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
+
+log = logging.getLogger("toolwise.training.sft")
+
+BEST_METRIC = "-loss"
 
 
-def train_sft(
-    model_path: str, data: str | Path | Sequence[Mapping[str, Any]], out: Path, settings: Mapping[str, Any]
-) -> dict[str, float]:
-    """Fine-tune the model at `model_path` on `data` and save it to `out`; return the first loss and final metrics."""
-    from toolwise.learner.lora import Adapters
-    from toolwise.learner.supervised import SftSettings, sft_steps, tokenize_conversation
-    from toolwise.terminal.display import track
+class SftTraining:
+    """One run in one folder. `run_training` trains until done or interrupted, and saves everything either way."""
 
-    settings = dict(settings)
-    trusted = bool(settings.pop("trust_remote_code", False))
-    progress = bool(settings.pop("progress", False))
-    sft_settings = build_config(SftSettings, settings, source="sft")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is not an empty folder: choose another one for the trained model")
-    path = Path(data) if isinstance(data, str | Path) else Path("data")
-    rows = read_rows(path) if isinstance(data, str | Path) else [dict(row) for row in data]
-    conversations = [read_conversation(path, number, row) for number, row in enumerate(rows)]
-    model, chat = load_model(model_path, trust_remote_code=trusted)
-    examples = []
-    for number, (messages, tools) in enumerate(conversations):
+    def __init__(
+        self,
+        run: SftRun,
+        recorded: SftConfig,
+        out: Path,
+        *,
+        resume: bool,
+        files: Mapping[str, bytes] | None = None,
+        callbacks: Sequence[Callback] = (),
+        observers: Observers | None = None,
+    ) -> None:
+        """`recorded` is the configuration for config.toml; `files` are written into the folder. `observers` are the
+        user's trackers and callbacks; unlike theirs, an error in `callbacks` ends the run."""
+        self.run, self.recorded, self.out = run, recorded, out
+        self.findings: list[Finding] = []
+        self._signal = StopSignal()
+        self._stop_reason: str | None = None
+        self._existed = out.exists()
+        self._lock = checkpoint.FolderLock(out)
+        self.observers = observers or Observers()
         try:
-            example = tokenize_conversation(chat, messages, tools)
-        except (DataError, ModelError) as fault:
-            raise row_error(path, number, "messages", str(fault)) from fault
-        if not any(example.loss_mask[: sft_settings.row_tokens]):
-            problem = f"no assistant tokens within row_tokens = {sft_settings.row_tokens}: raise it, or shorten the row"
-            raise row_error(path, number, "messages", problem)
-        examples.append(example)
-    if not examples:
-        raise DataError(f"{path}: there are no conversations to train on")
-    lora = LoraConfig(rank=sft_settings.lora_rank, alpha=sft_settings.lora_alpha)
-    adapters = Adapters(model, lora) if lora.rank else None
-    steps = sft_steps(model, examples, sft_settings, pad_id=chat.pad_id)
-    metrics = list(track(steps, "training", total=sft_settings.steps, disable=not progress))
-    _save(out, model.save_pretrained if adapters is None else adapters.save_merged, chat.tokenizer.save_pretrained)
-    return {"first_loss": metrics[0]["loss"], **metrics[-1]}
-
-
-def _save(out: Path, *writers: Callable[[Path], Any]) -> None:
-    """Save the complete model or nothing: written to a folder within `out`, whose files are then moved up."""
-    new, temporary = not out.exists(), out / f".tmp-{os.getpid()}"
-    try:
-        temporary.mkdir(parents=True)
-        for write in writers:
-            write(temporary)
-        for file in temporary.iterdir():
-            file.rename(out / file.name)
-        temporary.rmdir()
-    except BaseException as fault:
-        shutil.rmtree(out if new else temporary, ignore_errors=True)
-        if (reason := disk_fault(fault)) is None:
+            self._saved_step = open_output(run, recorded, out, self._lock, resume=resume, files=files or {})
+            self.metrics = JsonlTracker(out / "metrics.jsonl")
+        except BaseException as fault:
+            self._lock.release()
+            if (error := disk_error(fault, out, existed=self._existed)) is not None:
+                raise error from fault
             raise
-        raise ModelError(f"cannot write {out}: {reason}; partial files were removed") from fault
+        config = run.config
+        self.console = ConsoleTracker(config.steps, title=config.name) if config.trainer.console else None
+        own = [self.console] if self.console is not None else []
+        self._own_trackers: list[Tracker] = [self.metrics, *own]
+        self._callbacks: list[Callback] = [*own, *self.observers.callbacks, *callbacks]
+        self._start_time = time.monotonic() - run.progress.seconds
+
+    def run_training(self) -> RunResult:
+        try:
+            return self._run_training()
+        except BaseException as fault:
+            if (error := disk_error(fault, self.out, existed=self._existed)) is not None:
+                raise error from fault
+            raise
+        finally:
+            try:
+                self.observers.close()
+            finally:
+                self._lock.release()
+
+    def _run_training(self) -> RunResult:
+        try:
+            with self._signal.handled():
+                settings = mask_secrets(self.recorded.model_dump(mode="json"))
+                progress, config = self.run.progress, self.run.config
+                self.observers.start(RunStart(self.out, config.name, progress.step, config.steps, settings))
+                self._train_steps()
+        finally:
+            for tracker in self._own_trackers:
+                tracker.close()
+        return RunResult(self.out, self._summarize())
+
+    def _train_steps(self) -> None:
+        run, progress, config = self.run, self.run.progress, self.run.config
+        if progress.step == 0 and progress.before is None and run.val.rows:
+            progress.before = self._validate()
+        from toolwise.learner.supervised import pack_ahead
+
+        started = time.perf_counter()
+        with closing(pack_ahead(run.pack, range(progress.step, config.steps))) as batches:
+            for step, batch in batches:
+                self._record_step(step + 1, run.learner.update(batch), started)
+                best, due = progress.best_step, config.val_every and progress.step % config.val_every == 0
+                if run.val.rows and (due or progress.step == config.steps):
+                    self._validate()
+                new_best = config.trainer.keep_best and progress.best_step != best
+                if self._signal.received or self._stop_reason is not None:
+                    break
+                if progress.step < config.steps and (progress.step % config.trainer.save_every == 0 or new_best):
+                    self._save()
+                started = time.perf_counter()
+        self._finish()
+
+    def _record_step(self, step: int, metrics: Metrics, started: float) -> None:
+        progress = self.run.progress
+        seconds = time.perf_counter() - started
+        progress.step = step
+        progress.tokens += int(metrics["all_tokens"])
+        progress.first = progress.first or dict(metrics)
+        progress.last = dict(metrics)
+        progress.updated = progress.updated or metrics["update_norm"] > 0.0
+        if math.isfinite(metrics["loss"]):
+            progress.not_finite_in_a_row = 0
+        else:
+            progress.not_finite += 1
+            progress.not_finite_in_a_row += 1
+            if progress.not_finite == 1:
+                self._publish([not_finite(step, metrics["loss"])])
+        metrics = metrics | {
+            "epoch": step / len(self.run.batches),
+            "time/step_s": seconds,
+            "time/tokens_per_s": metrics["all_tokens"] / max(seconds, 1e-9),
+            **self.observers.error_metrics(),
+        }
+        self._log_metrics(step, metrics)
+        self._notify("on_step", StepEvent(self.out, step, metrics, (), ()))
+        if progress.not_finite_in_a_row >= MAX_NOT_FINITE:
+            where = f"{resume_command(self.out)} --set lr=…" if self._saved_step > 0 else "lower lr"
+            raise ToolwiseError(
+                f"the loss was not a finite number in the last {MAX_NOT_FINITE} steps, up to step {step}: {where}, or "
+                'train in float32 (model.dtype = "float32")'
+            )
+
+    def _validate(self) -> float:
+        progress = self.run.progress
+        if progress.step == 0 and self.console is not None:
+            self.console.note(f"validating on {self.run.val.conversations} held-out conversations before training …")
+        loss = self.run.learner.loss(self.run.val.rows)
+        progress.validation, progress.validated = loss, progress.step
+        if progress.step and math.isfinite(loss) and (progress.best is None or loss < progress.best):
+            progress.best, progress.best_step = loss, progress.step
+        metrics = {"eval/loss": loss}
+        self._log_metrics(progress.step, metrics)
+        self._notify("on_validation", ValidationEvent(self.out, progress.step, metrics, ()))
+        return loss
+
+    def _finish(self) -> None:
+        """The model first, if all steps are done: it matters more than a checkpoint of the same step."""
+        if self._unfinished():
+            self._save()
+            return
+        self._write_model()
+        if self._saved_step != self.run.progress.step:
+            try:
+                self._save()
+            except CheckpointError as fault:
+                log.warning("the model is complete, but there is no checkpoint to continue from: %s", fault)
+
+    def _unfinished(self) -> bool:
+        return self.run.progress.step < self.run.config.steps
+
+    def _save(self) -> None:
+        progress, trainer = self.run.progress, self.run.config.trainer
+        progress.seconds = time.monotonic() - self._start_time
+        self.metrics.sync()  # metrics up to a checkpoint must also survive a power cut
+        figures = {"loss": progress.validation} if progress.validated == progress.step else {}
+        saved = checkpoint.save(
+            self.out / "checkpoints",
+            progress.step,
+            self.run.registry().state_dict(),
+            extra_files={"model": self._save_model},
+            facts={"settings": saved_settings(self.recorded, self.out), "toolwise": __version__},
+            figures={name: value for name, value in figures.items() if value is not None},
+            keep_last=trainer.keep_checkpoints,
+            keep_best=BEST_METRIC if trainer.keep_best else "",
+        )
+        self._saved_step = progress.step
+        self._notify("on_checkpoint", CheckpointEvent(self.out, progress.step, saved.figures, saved.path))
+
+    def _save_model(self, folder: Path) -> None:
+        self.run.learner.save_model(folder)
+        self.run.chat.tokenizer.save_pretrained(folder)
+
+    def _write_model(self) -> None:
+        """Write the trained model, or the best one if that is kept, into the folder itself."""
+        write, progress = self._save_model, self.run.progress
+        if self.run.config.trainer.keep_best and progress.best_step != progress.step:
+            best = checkpoint.best(self.out / "checkpoints", BEST_METRIC)
+            if best is not None and progress.validation is not None and best.figures["loss"] < progress.validation:
+                write = partial(shutil.copytree, best.path / "model", dirs_exist_ok=True)
+        write_model(self.out, write)
+
+    def _summarize(self) -> dict[str, Any]:
+        run, progress = self.run, self.run.progress
+        interrupted = self._unfinished()
+        if not interrupted:
+            lines = read_metrics(self.out / "metrics.jsonl")
+            self._publish(end_findings(run, [line["loss"] for line in lines if isinstance(line.get("loss"), float)]))
+        validation = None if progress.validation is None else {"loss": progress.validation}
+        summary = {
+            "name": run.config.name,
+            "kind": "sft",
+            "before": None if progress.before is None else {"loss": progress.before},
+            "after": validation if progress.validated == progress.step else None,
+            "best": None if progress.best is None else {"loss": progress.best, "step": progress.best_step},
+            "first_loss": progress.first.get("loss"),
+            "loss": progress.last.get("loss"),
+            "last_step": progress.last,
+            "steps": progress.step,
+            "total_steps": run.config.steps,
+            "epochs": progress.step / len(run.batches),
+            "tokens": progress.tokens,
+            "conversations": _counts(run),
+            "interrupted": interrupted,
+            "stopped": None if self._signal.received else self._stop_reason,
+            "observers": self.observers.to_json(),
+            "seed": run.config.seed,
+            "seconds": round(time.monotonic() - self._start_time, 3),
+            "peak_rss_mb": peak_rss_mb(),
+            "model": run.config.model.path,
+            "version": __version__,
+            "changes": read_changes(self.out),
+            "updated": progress.updated,
+            "diagnosis": list(map(finding_to_json, self.findings)),
+        }
+        self._write_json("summary.json", summary)
+        event = EndEvent(self.out, progress.step, progress.last, copy.deepcopy(summary))
+        for callback in self._callbacks:
+            callback.on_end(event)
+        self.observers.close()
+        summary["observers"] = self.observers.to_json()  # again, with what failed after that
+        self._write_json("summary.json", summary)
+        return summary
+
+    def _log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        for tracker in (*self._own_trackers, *self.observers.trackers):
+            tracker.log(step, metrics)
+
+    def _notify(self, method: str, event: StepEvent | ValidationEvent | CheckpointEvent) -> None:
+        for callback in self._callbacks:
+            stop: Stop | None = getattr(callback, method)(event)
+            if stop is not None and self._stop_reason is None and self._unfinished():
+                name = callback.name if isinstance(callback, ContainedObserver) else type(callback).__name__
+                self._stop_reason = f"{name}: {' '.join(stop.reason.split())[:300]}"
+
+    def _publish(self, findings: Sequence[Finding]) -> None:
+        """Show findings on the console, or log them if there is none; the summary has them too."""
+        self.findings += findings
+        for finding in findings:
+            if self.console is not None:
+                self.console.warn(finding.name, (finding.says, finding.cure))
+            else:
+                log.warning("%s", finding)
+
+    def _write_json(self, name: str, value: Any) -> None:
+        write_atomic(self.out / name, json_text(value, indent=2).encode())
 
 
-def read_conversation(
-    path: Path, number: int, row: Mapping[str, Any]
-) -> tuple[list[Message], list[dict[str, Any]] | None]:
-    """A row's messages (column `messages`, or `prompt` and `response`) and its tool schemas, if any."""
-    raw = row.get("messages")
-    if raw is None and "prompt" in row and "response" in row:
-        prompt = row["prompt"]
-        raw = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
-        raw = [*raw, {"role": "assistant", "content": row["response"]}]
-    error = partial(row_error, path, number)
-    if not isinstance(raw, list) or not raw:
-        raise error("messages", "expected a list of {role, content}, one conversation per row")
-    messages = [read_message(error, message, f"messages[{index}]") for index, message in enumerate(raw)]
-    tools = row.get("tools")
-    if tools and (not isinstance(tools, list) or not all(isinstance(t, dict) and "function" in t for t in tools)):
-        raise error("tools", "expected a list of tool schemas in OpenAI's format")
-    return messages, tools or None
+def _counts(run: SftRun) -> dict[str, int]:
+    """Conversations of the run: how many, how many were too long, and the held-out ones."""
+    train, val = run.train, run.val
+    counts = {"train": train.conversations, "truncated": train.truncated, "dropped": train.dropped}
+    return counts | {"val": val.conversations, "val_truncated": val.truncated, "val_dropped": val.dropped}

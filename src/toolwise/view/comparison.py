@@ -15,6 +15,7 @@ from toolwise.training.trackers.conversation import clean_text
 
 HIGHER_IS_BETTER = frozenset({"correct", "score"})
 """Metrics where more is better. Cost and tokens are not judged: spending less is not good in itself."""
+LOWER_IS_BETTER = frozenset({"loss"})
 
 
 Outcome = Literal[
@@ -54,10 +55,10 @@ class MetricChange:
 
     @property
     def tone(self) -> str:
-        """`good`, `bad` or `same`; `same` too for metrics where more is not better."""
-        if abs(self.difference) < 5e-4 or self.name not in HIGHER_IS_BETTER:
+        """`good`, `bad` or `same`; `same` too for metrics where neither more nor less is better."""
+        if abs(self.difference) < 5e-4 or self.name not in HIGHER_IS_BETTER | LOWER_IS_BETTER:
             return "same"
-        return "good" if self.difference > 0 else "bad"
+        return "good" if (self.difference > 0) == (self.name in HIGHER_IS_BETTER) else "bad"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +73,16 @@ class ComparisonRow:
 def headline(summary: Mapping[str, Any]) -> list[MetricChange]:
     """The run's main metrics, without missing ones."""
     before, after = _table(summary.get("before")), _table(summary.get("after"))
-    changes = [_change(name, before, after) for name in ("correct", "score", "cost", "tokens")]
+    changes = [_change(name, before, after) for name in ("loss", "correct", "score", "cost", "tokens")]
     return [c for c in changes if c.before is not None or c.after is not None]
 
 
 def rows_by_kind(summary: Mapping[str, Any]) -> list[ComparisonRow]:
-    """All tasks first, then each kind; columns are share correct (or score) and cost."""
+    """All tasks first, then each kind; columns are share correct (or score) and cost, or the loss of an SFT run."""
     before, after = _table(summary.get("before")), _table(summary.get("after"))
+    if any(_number(side.get("loss")) is not None for side in (before, after)):
+        held_out = _table(summary.get("conversations")).get("val")
+        return [ComparisonRow("held-out conversations", held_out, (_change("loss", before, after),))]
     has_correct = any(_number(side.get("correct")) is not None for side in (before, after))
     kinds_before, kinds_after = _table(before.get("by_kind")), _table(after.get("by_kind"))
     names = ("correct" if has_correct or kinds_before or kinds_after else "score", "cost")

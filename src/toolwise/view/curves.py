@@ -1,4 +1,4 @@
-"""Plots of runs: share correct and cost over steps, and the gain per kind of task."""
+"""Plots of runs: share correct and cost over steps, and the gain per kind of task; the losses of an SFT run."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ DrawPanel = Callable[[Any, RunFolder, Palette], None]
 def render_curves(run: RunFolder, palette: Palette = LIGHT) -> bytes:
     """Plot one run: share correct (or score), cost, before and after by kind."""
     candidates = (
+        (_draw_loss, run.series("loss")[0]),
+        (_draw_speed, run.series("loss")[0]),
         (_draw_measure, _main_metric(run)),
         (_draw_cost, run.series("cost/mean")[0] or run.series("eval/cost")[0]),
         (_draw_kinds, run.kinds),
@@ -82,6 +84,18 @@ def _draw_measure(axes: Any, run: RunFolder, palette: Palette) -> None:
     label_step_axes(axes, _metric_label(name), palette, share=name == "correct")
 
 
+def _draw_loss(axes: Any, run: RunFolder, palette: Palette) -> None:
+    held_out = run.series("eval/loss")
+    _draw_series(axes, run.series("loss"), held_out, palette.after, held_out_label="held-out conversations")
+    label_step_axes(axes, "loss per assistant token", palette)
+
+
+def _draw_speed(axes: Any, run: RunFolder, palette: Palette) -> None:
+    _draw_series(axes, run.series("time/tokens_per_s"), ([], []), palette.cost)
+    axes.set_ylim(bottom=0)
+    label_step_axes(axes, "tokens per second", palette)
+
+
 def _draw_cost(axes: Any, run: RunFolder, palette: Palette) -> None:
     _draw_series(axes, run.series("router/cost/mean", "cost/mean"), run.series("eval/cost"), palette.cost)
     if (limit := run.series("router/cost/budget"))[0]:
@@ -90,7 +104,14 @@ def _draw_cost(axes: Any, run: RunFolder, palette: Palette) -> None:
     label_step_axes(axes, "cost of tools, per task", palette)
 
 
-def _draw_series(axes: Any, training: Series, validation: Series, colour: str, label: str = "training") -> None:
+def _draw_series(
+    axes: Any,
+    training: Series,
+    validation: Series,
+    colour: str,
+    label: str = "training",
+    held_out_label: str = "held-out tasks",
+) -> None:
     steps, values = training
     if steps:
         axes.plot(steps, values, color=colour, alpha=0.28, linewidth=1.1, label=label, zorder=2)
@@ -103,7 +124,7 @@ def _draw_series(axes: Any, training: Series, validation: Series, colour: str, l
             linewidth=2.2,
             marker="o",
             markersize=6,
-            label="held-out tasks",
+            label=held_out_label,
             zorder=3,
         )
 

@@ -54,6 +54,11 @@ OUTCOME_LABELS = {
     "not repeated": ("before training", "same"),
 }
 TRAINING_COLUMNS = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "epoch",
+    "all_tokens",
     "score/mean",
     "correct/mean",
     "cost/mean",

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import toolwise
 from toolwise.api import read_config, read_tasks
 from toolwise.checks.env.check import check_env
 from toolwise.data.files import write_rows
@@ -19,7 +20,6 @@ from toolwise.demo.rooms.env import RoomsEnv, rooms_config
 from toolwise.thinking.reply import parse_reply
 from toolwise.training.loop import train_step
 from toolwise.training.run import assemble
-from toolwise.training.sft import train_sft
 
 
 def walk(env: RoomsEnv, *actions: str) -> list[tuple[Any, ...]]:
@@ -134,11 +134,14 @@ def test_a_step_of_learning_from_walks_in_the_world(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_few_minutes_of_teaching_teach_the_format(tmp_path: Path) -> None:
     """`toolwise sft` from the model that ships, on levelled walks: most of what it then writes keeps to the format."""
-    train_sft(
+    toolwise.sft(
         "builtin:small",
         list(demonstrations(2000)),
         tmp_path / "taught",
-        {"steps": 200, "lr": 1e-3, "batch_tokens": 4096, "row_tokens": 512},
+        steps=200,
+        lr=1e-3,
+        batch_tokens=4096,
+        row_tokens=512,
     )
     settings = rooms_config(tmp_path / "taught")
     run = assemble(read_config(settings), tasks=read_tasks(list(task_rows(range(8), "train")), "train"))

@@ -17,11 +17,11 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+import toolwise
 from toolwise.errors import CheckpointError, ModelError
 from toolwise.models import BUILTIN, load_model
 from toolwise.serialization.files import disk_fault
 from toolwise.training.checkpoint import latest, save
-from toolwise.training.sft import train_sft
 
 torch.set_num_threads(1)
 TALKS = [{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello to you"}]}]
@@ -95,7 +95,7 @@ def test_a_disk_that_is_full(small_disk: Path) -> None:
         save(small_disk, 2, {"a": {}}, extra_files={"model": save_tokenizer})
     assert sorted(path.name for path in small_disk.iterdir()) == ["other", "step-000001"]
     with pytest.raises(ModelError, match=rf"cannot write {small_disk}/taught: No space left on device"):
-        train_sft("builtin:small", TALKS, small_disk / "taught", FEW)
+        toolwise.sft("builtin:small", TALKS, small_disk / "taught", **FEW)
     assert not (small_disk / "taught").exists()
 
 
@@ -109,7 +109,7 @@ def test_an_sft_model_that_does_not_fit_leaves_nothing(tmp_path: Path, size: int
         largest_file(size),
         pytest.raises(ModelError, match=rf"cannot write {out}: File too large; partial files were removed"),
     ):
-        train_sft("builtin:small", TALKS, out, FEW)
+        toolwise.sft("builtin:small", TALKS, out, **FEW)
     assert out.exists() == there
     assert list(tmp_path.rglob("*")) == ([out] if there else [])
 

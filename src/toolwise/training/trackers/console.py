@@ -22,6 +22,7 @@ from toolwise.training.trackers.conversation import clean_text, conversation_tur
 from toolwise.types import StepEvent
 
 DISPLAYED_METRICS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("loss", ("loss",), ("eval/loss",)),
     ("score", ("router/r_task", "score/mean"), ("eval/score",)),
     ("correct", ("correct/mean", "reward/correct/mean"), ("eval/correct",)),
     ("cost", ("router/cost/mean", "cost/mean"), ("eval/cost",)),

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from toolwise.config.components import check_kwargs, create, is_factory
 from toolwise.config.imports import check_nameable, did_you_mean, load_reference
 from toolwise.config.loader import build_config
-from toolwise.config.trainer import ObserverEntry, TrainerConfig
+from toolwise.config.trainer import ObserverEntry, ObserverSettings
 from toolwise.errors import ConfigError
 from toolwise.protocols import Callback, Metrics, Tracker
 from toolwise.types import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
@@ -150,7 +150,7 @@ class ObserverSource:
 
 
 def load_observers(
-    config: TrainerConfig,
+    config: ObserverSettings,
     trackers: Sequence[TrackerSpec] | TrackerSpec | None = None,
     callbacks: Sequence[CallbackSpec] | CallbackSpec | None = None,
 ) -> list[ObserverSource]:

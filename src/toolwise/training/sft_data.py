@@ -1,0 +1,146 @@
+"""The conversations of an SFT run: read from files or rows, held out for validation, and tokenised once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from toolwise.config.sft import SftConfig
+from toolwise.data.files import read_rows, row_error
+from toolwise.data.prompts import read_message
+from toolwise.errors import ConfigError, DataError, ModelError
+from toolwise.messages import Message
+
+if TYPE_CHECKING:
+    from toolwise.learner.conversations import Example
+    from toolwise.rollout.chat_tokenizer import ChatTokenizer
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A row of the data."""
+
+    path: Path
+    number: int
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    context: int = 0
+    """Number of leading messages that are the prompt: assistant messages among them are not trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedSplit:
+    """Training or held-out conversations as rows of tokens."""
+
+    rows: list[Example]
+    conversations: int
+    truncated: int
+    dropped: int
+    """Too long, and dropped as a whole or left without a reply to train on."""
+
+    def describe_long(self, limit: int) -> str | None:
+        """What happened to conversations that were too long; None if there were none."""
+        if not self.truncated + self.dropped:
+            return None
+        parts = [f"{self.truncated} truncated"] if self.truncated else []
+        parts += [f"{self.dropped} dropped"] if self.dropped else []
+        return (
+            f"{self.truncated + self.dropped} of {self.conversations} conversations have more than row_tokens = "
+            f"{limit} tokens: {', '.join(parts)}"
+        )
+
+
+def read_conversations(config: SftConfig, rows: Rows | None, val: Rows | None) -> tuple[list[Conversation], ...]:
+    """Training and held-out conversations; `rows` and `val` replace the files that the configuration names."""
+    if rows is None and config.data.train is None:
+        raise ConfigError("there are no conversations: set data.train to a file, or give one")
+    train = _read(config.data.train, rows, "data")
+    held_out = [] if val is None and config.data.val is None else _read(config.data.val, val, "val")
+    if config.data.val_fraction:
+        chosen = set(held_out_rows(len(train), config.data.val_fraction, config.seed))
+        held_out = [train[index] for index in sorted(chosen)]
+        train = [conversation for index, conversation in enumerate(train) if index not in chosen]
+    return train, held_out
+
+
+def held_out_rows(count: int, fraction: float, seed: int) -> list[int]:
+    """The indices of a random share of the rows: at least one, and never all of them."""
+    if count < 2:
+        raise ConfigError(f"data.val_fraction = {fraction:g} needs at least 2 conversations, there are {count}")
+    return Random(f"{seed}/held out").sample(range(count), min(count - 1, max(1, round(count * fraction))))
+
+
+def _read(file: Path | None, rows: Rows | None, name: str) -> list[Conversation]:
+    path = Path(name) if rows is not None or file is None else file
+    conversations = [
+        read_conversation(path, number, row)
+        for number, row in enumerate(read_rows(path) if rows is None else map(dict, rows))
+    ]
+    if not conversations:
+        raise DataError(f"{path}: there are no conversations to train on")
+    return conversations
+
+
+def read_conversation(path: Path, number: int, row: Mapping[str, Any]) -> Conversation:
+    """A row's messages (column `messages`, or `prompt` and `response`) and its tool schemas, if any."""
+    raw, context = row.get("messages"), 0
+    if raw is None and "prompt" in row and "response" in row:
+        prompt = row["prompt"]
+        raw = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
+        context = len(raw)
+        raw = [*raw, {"role": "assistant", "content": row["response"]}]
+    error = partial(row_error, path, number)
+    if not isinstance(raw, list) or not raw:
+        raise error("messages", "expected a list of {role, content}, one conversation per row")
+    messages = [read_message(error, message, f"messages[{index}]") for index, message in enumerate(raw)]
+    tools = row.get("tools")
+    if tools and (not isinstance(tools, list) or not all(isinstance(t, dict) and "function" in t for t in tools)):
+        raise error("tools", "expected a list of tool schemas in OpenAI's format")
+    return Conversation(path, number, messages, tools or None, context)
+
+
+def tokenize(config: SftConfig, chat: ChatTokenizer, conversations: Sequence[Conversation]) -> TokenizedSplit:
+    """Tokenise conversations as rollouts see them, and fit them into `row_tokens`."""
+    from toolwise.learner.conversations import tokenize_conversation
+
+    rows: list[Example] = []
+    truncated = dropped = 0
+    for conversation in conversations:
+        try:
+            examples = tokenize_conversation(
+                chat,
+                conversation.messages,
+                conversation.tools,
+                context=conversation.context,
+                on_change=config.rollout.on_template_change,
+            )
+        except (DataError, ModelError) as fault:
+            raise row_error(conversation.path, conversation.number, "messages", str(fault)) from fault
+        fitting = [_fit(config, example) for example in examples]
+        kept = [example for example in fitting if example is not None and example.targets]
+        dropped += len(kept) < len(examples)
+        truncated += len(kept) == len(examples) and any(len(example) > config.row_tokens for example in examples)
+        rows += kept
+    if conversations and not rows:
+        raise DataError(
+            f"{conversations[0].path}: there is nothing to train on: no conversation "
+            + (
+                f"has a reply within row_tokens = {config.row_tokens}"
+                if config.too_long == "truncate"
+                else f"fits into row_tokens = {config.row_tokens}"
+            )
+            + "; raise it, or shorten the conversations"
+        )
+    return TokenizedSplit(rows, len(conversations), truncated, dropped)
+
+
+def _fit(config: SftConfig, example: Example) -> Example | None:
+    if len(example) <= config.row_tokens:
+        return example
+    return example.truncated(config.row_tokens) if config.too_long == "truncate" else None

@@ -1,0 +1,101 @@
+"""The output folder of a supervised fine-tuning run: a run folder that in the end also holds the trained model."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from toolwise.config.loader import to_toml
+from toolwise.config.sft import SftConfig
+from toolwise.errors import ConfigError, ModelError, ToolwiseError
+from toolwise.serialization.files import disk_fault, write_atomic
+from toolwise.training import checkpoint
+from toolwise.training.changes import changes_since, portable_config, record_changes, resume_command
+from toolwise.training.run_folder import RunResult, check_folder, find_checkpoint, open_run, remove_partial_files
+from toolwise.training.sft_run import SftRun
+from toolwise.training.trackers.jsonl import truncate_after
+
+log = logging.getLogger("toolwise.training.sft")
+
+
+def check_output(out: Path, config: SftConfig, *, resume: bool) -> None:
+    """Raise unless a run with `config` may start, or resume, in `out`."""
+    holds_run = (out / "config.toml").is_file()
+    if not resume and not holds_run and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is not an empty folder: choose another one for the trained model")
+    check_folder(out, config, resume=resume)
+
+
+def finished_sft(out: Path, steps: int) -> RunResult | None:
+    """The result of the run in `out` if it has done `steps` steps and written its model, else None."""
+    summary = open_run(out).saved_summary
+    if summary is None or summary.get("interrupted") or summary.get("steps", 0) < steps:
+        return None
+    return RunResult(out, summary, f"nothing left to do: the run is at step {summary['steps']} of {steps}")
+
+
+def open_output(
+    run: SftRun,
+    recorded: SftConfig,
+    out: Path,
+    lock: checkpoint.FolderLock,
+    *,
+    resume: bool,
+    files: Mapping[str, bytes],
+) -> int:
+    """Create the folder and lock it, or restore its last valid checkpoint and discard later steps.
+
+    Writes `files` and `recorded`, the configuration. Returns the checkpoint's step, or -1 if there is none.
+    """
+    try:
+        checkpoint.make_folder(out)
+    except OSError as fault:
+        raise ConfigError(f"cannot create {out} ({fault.strerror}): choose another --out") from fault
+    lock.acquire()
+    check_folder(out, recorded, resume=resume)  # again: another process may have changed it
+    saved = find_checkpoint(out / "checkpoints")
+    if saved is not None:
+        changes = changes_since(saved.facts.get("settings"), recorded, out)
+        record_changes(out, saved.step, changes)
+        if changes:
+            log.warning("resumed at step %d with changed settings: %s", saved.step, ", ".join(map(str, changes)))
+        run.registry().load_state_dict(saved.state())
+        run.learner.load_weights(saved.path / "model")
+    step = saved.step if saved is not None else -1
+    truncate_after(out / "metrics.jsonl", step)
+    (out / "summary.json").unlink(missing_ok=True)
+    remove_partial_files(out)
+    for name, data in files.items():
+        write_atomic(out / name, data)
+    write_atomic(out / "config.toml", to_toml(portable_config(recorded, out)).encode())
+    return step
+
+
+def write_model(out: Path, write: Callable[[Path], None]) -> None:
+    """Write a complete model or nothing: into a folder within `out`, whose files are then moved up."""
+    temporary = out / f".tmp-{os.getpid()}"
+    try:
+        temporary.mkdir()
+        write(temporary)
+        for file in temporary.iterdir():
+            file.rename(out / file.name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def disk_error(fault: BaseException, out: Path, *, existed: bool) -> ToolwiseError | None:
+    """The error to raise if the disk refused a write, else None.
+
+    A run without a checkpoint then leaves nothing behind: there is nothing to continue from. `existed`: the empty
+    folder was there before.
+    """
+    if isinstance(fault, ToolwiseError) or (reason := disk_fault(fault)) is None:
+        return None
+    if checkpoint.latest(out / "checkpoints", warnings_out=[]) is not None:
+        return ModelError(f"cannot write {out}: {reason}; make room, then continue: {resume_command(out)}")
+    for path in out.iterdir() if existed and out.is_dir() else [out]:
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    return ModelError(f"cannot write {out}: {reason}; partial files were removed")

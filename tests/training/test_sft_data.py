@@ -1,0 +1,94 @@
+"""The conversations of an SFT run: rows, the held-out share, and rows that are too long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_world_teacher import conversations
+
+from toolwise.config.sft import SftConfig
+from toolwise.errors import ConfigError, DataError
+from toolwise.models import load_chat
+from toolwise.training.sft_data import held_out_rows, read_conversation, read_conversations, tokenize
+
+
+def talk(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def test_a_prompt_with_a_response_is_a_conversation() -> None:
+    found = read_conversation(Path("x"), 0, {"prompt": "hello", "response": "hi"})
+    assert [(m.role, m.content) for m in found.messages] == [("user", "hello"), ("assistant", "hi")]
+    assert (found.tools, found.context) == (None, 1)
+
+
+def test_replies_within_a_prompt_are_not_trained_on() -> None:
+    given_prompt = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    found = read_conversation(Path("x"), 0, {"prompt": given_prompt, "response": "d"})
+    assert [m.role for m in found.messages] == ["user", "assistant", "user", "assistant"]
+    assert len(given_prompt) == 3
+    chat = load_chat("builtin:small")
+    [row] = tokenize(SftConfig(), chat, [found]).rows
+    assert chat.decode(row.ids[row.loss_mask].tolist()) == "d"
+
+
+def test_tools_are_passed_on() -> None:
+    [row] = conversations(1, seed=3)
+    found = read_conversation(Path("x"), 0, row)
+    assert (found.tools or []) == row["tools"]
+    assert found.messages[0].role == "user"
+
+
+@given(st.integers(2, 200), st.floats(0.001, 0.99), st.integers(0, 5))
+def test_a_share_is_held_out_by_the_seed(count: int, fraction: float, seed: int) -> None:
+    held_out = held_out_rows(count, fraction, seed)
+    assert held_out == held_out_rows(count, fraction, seed)
+    assert 1 <= len(set(held_out)) == len(held_out) < count
+    assert abs(len(held_out) - count * fraction) <= 1
+
+
+def test_what_is_held_out_is_not_trained_on() -> None:
+    config = SftConfig.model_validate({"data": {"val_fraction": 0.3}})
+    rows = [talk(str(i), "x") for i in range(10)]
+    train, val = read_conversations(config, rows, None)
+    assert (len(train), len(val)) == (7, 3)
+    assert sorted(int(c.messages[0].content or "") for c in [*train, *val]) == list(range(10))
+    with pytest.raises(ConfigError, match="needs at least 2 conversations, there are 1"):
+        read_conversations(config, rows[:1], None)
+
+
+def test_without_data_it_says_what_to_set() -> None:
+    with pytest.raises(ConfigError, match=r"no conversations: set data\.train"):
+        read_conversations(SftConfig(), None, None)
+
+
+def test_long_conversations_are_truncated_or_dropped() -> None:
+    chat = load_chat("builtin:small")
+    rows = [talk("a", "b"), talk("a", "word " * 100), talk("word " * 100, "b")]
+    read = [read_conversation(Path("x"), i, row) for i, row in enumerate(rows)]
+    cut = tokenize(SftConfig(row_tokens=32), chat, read)
+    assert (len(cut.rows), cut.truncated, cut.dropped) == (2, 1, 1)
+    assert max(map(len, cut.rows)) == 32
+    left = tokenize(SftConfig(row_tokens=32, too_long="drop"), chat, read)
+    assert (len(left.rows), left.truncated, left.dropped) == (1, 0, 2)
+    assert left.describe_long(32) == "2 of 3 conversations have more than row_tokens = 32 tokens: 2 dropped"
+    assert tokenize(SftConfig(), chat, read[:1]).describe_long(32) is None
+    with pytest.raises(DataError, match="nothing to train on: no conversation has a reply within row_tokens = 32"):
+        tokenize(SftConfig(row_tokens=32), chat, read[2:])
+    with pytest.raises(DataError, match="no conversation fits into row_tokens = 32"):
+        tokenize(SftConfig(row_tokens=32, too_long="drop"), chat, read[1:])
+
+
+def test_a_conversation_that_cannot_be_rendered_names_its_row() -> None:
+    chat = load_chat("builtin:small")
+    bad = read_conversation(Path("talks.jsonl"), 7, {"messages": [{"role": "user", "content": "only a question"}]})
+    with pytest.raises(DataError, match=r"talks\.jsonl: row 7 .*no assistant message"):
+        tokenize(SftConfig(), chat, [bad])

@@ -18,15 +18,14 @@ from toolwise.messages import Message
 from toolwise.rollout.call_format import CallFormat, ParserSpec, find_format
 from toolwise.rollout.control_tokens import ControlTokens, strip_guard_marks
 from toolwise.rollout.parsers import Detection, explain_parser
-from toolwise.rollout.template_limits import MAX_TEMPLATE_CHARS, bound_template, budget
 from toolwise.rollout.template_messages import MessageStyle, choose_style
+from toolwise.rollout.template_process import TemplateFaultError, render_template
 from toolwise.rollout.tool_prompt import ToolPrompt, ToolPromptMode, choose_tool_prompt, shows_system
 from toolwise.rollout.turn_ends import CALL, QUESTION, REPLY, after_reply, find_turn_ends, mark_reply
 
 Tools = Sequence[dict[str, Any]] | None
 
 ENCODE_CACHE_SIZE = 64
-_STRFTIME_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 
 class ChatTokenizer:
@@ -56,7 +55,6 @@ class ChatTokenizer:
         self._check_template_kwargs()
         self.controls = ControlTokens(tokenizer)
         self._now = now or datetime.now()
-        self._templates: dict[str, Any] = {}
         self._encode_cache: dict[str, list[int]] = {}
         """The last few texts: all rollouts of a group start with the same one."""
         self.tool_prompt = ToolPrompt()
@@ -150,26 +148,28 @@ class ChatTokenizer:
         arranged = self.tool_prompt.arrange(messages, tools)
         if self.tool_prompt.where != "template":
             tools = None
+        converted = [self.style.convert(message, self.controls) for message in arranged]
         try:
-            template_messages = [self.style.convert(message, self.controls) for message in arranged]
-            with budget(sum(len(message.content or "") for message in arranged)):
-                text: str = self.tokenizer.apply_chat_template(
-                    template_messages,
-                    tools=self.controls.guard_all(list(tools)) if tools else None,
-                    chat_template=self._template(tools),
-                    add_generation_prompt=generation_prompt,
-                    tokenize=False,
+            return render_template(
+                self.tokenizer.get_chat_template(tools=list(tools) if tools else None),
+                {
+                    **self.tokenizer.special_tokens_map,
                     **self.template_kwargs,
-                )
+                    # Like transformers, without what is None: templates check whether a key is there.
+                    "messages": [{k: v for k, v in message.items() if v is not None} for message in converted],
+                    "tools": self.controls.guard_all(list(tools)) if tools else None,
+                    "documents": None,
+                    "add_generation_prompt": generation_prompt,
+                },
+                self._now,
+            )
         except TemplateLimitError as fault:
             raise TemplateLimitError(f"the chat template of {self.name} is refused: {fault}") from fault
-        except Exception as fault:  # a template is a program and can raise anything
-            reason = " ".join(str(fault).split()) or type(fault).__name__
+        except TemplateFaultError as fault:
             roles = ", ".join(m.role for m in messages)
             raise ModelError(
-                f"the chat template of {self.name} fails on a conversation of [{roles}]: {reason}"
+                f"the chat template of {self.name} fails on a conversation of [{roles}]: {fault}"
             ) from fault
-        return text
 
     def encode(self, text: str) -> list[int]:
         ids = self._encode_cache.get(text)
@@ -235,12 +235,3 @@ class ChatTokenizer:
                 yield [*before, REPLY]
                 yield [QUESTION, mark_reply(CALL)]
         yield [QUESTION, REPLY]
-
-    def _template(self, tools: Tools) -> Any:
-        """The template in use, with the clock frozen and limits on what it may compute."""
-        source: str = self.tokenizer.get_chat_template(tools=list(tools) if tools else None)
-        if source not in self._templates:
-            short = len(source) <= MAX_TEMPLATE_CHARS  # a longer one is refused below, before it is searched
-            frozen = _STRFTIME_CALL.sub(lambda m: f'"{self._now.strftime(m.group(2))}"', source) if short else source
-            self._templates[source] = bound_template(frozen)
-        return self._templates[source]

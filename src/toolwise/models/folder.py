@@ -121,11 +121,17 @@ def _check_tokenizer(folder: Path) -> None:
 
 
 def read_eos_ids(folder: Path) -> list[int]:
-    """The tokens at which the model's own settings stop generation: one, a list, or none."""
+    """The tokens at which the model's own settings stop generation; the tokenizer may not have all of them."""
     for file in ("generation_config.json", "config.json"):
         ids = read_json_object(folder / file).get("eos_token_id") if (folder / file).is_file() else None
         if ids is not None:
-            return [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int) and 0 <= i < 1 << 31]
+            listed = ids if isinstance(ids, list) else [ids]
+            odd = [i for i in listed if not isinstance(i, int) or isinstance(i, bool)]
+            if odd:
+                raise ModelError(
+                    f"{folder / file}: eos_token_id {odd[0]!r:.40} is not a token id: correct it"
+                )
+            return listed
     return []
 
 

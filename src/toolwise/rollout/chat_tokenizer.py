@@ -59,6 +59,8 @@ class ChatTokenizer:
         """The last few texts: all rollouts of a group start with the same one."""
         self.tool_prompt = ToolPrompt()
         self.style = choose_style(self._render_styled)
+        self.unknown_eos_ids: tuple[int, ...] = tuple(i for i in dict.fromkeys(eos_ids) if not self._is_token(i))
+        """Those of `eos_ids` that are not in the vocabulary: generation cannot stop there."""
         stops = [token for i in (tokenizer.eos_token_id, *eos_ids) if (token := self._control_text(i)) is not None]
         self.turn_ends = find_turn_ends(
             lambda messages, opened: self.render(messages, generation_prompt=opened),

@@ -128,9 +128,7 @@ def read_eos_ids(folder: Path) -> list[int]:
             listed = ids if isinstance(ids, list) else [ids]
             odd = [i for i in listed if not isinstance(i, int) or isinstance(i, bool)]
             if odd:
-                raise ModelError(
-                    f"{folder / file}: eos_token_id {odd[0]!r:.40} is not a token id: correct it"
-                )
+                raise ModelError(f"{folder / file}: eos_token_id {odd[0]!r:.40} is not a token id: correct it")
             return listed
     return []
 

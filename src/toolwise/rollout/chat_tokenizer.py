@@ -42,7 +42,7 @@ class ChatTokenizer:
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         now: datetime | None = None,
-        eos_ids: Sequence[int] = (),
+        eos_ids: Sequence[Any] = (),
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ModelError(
@@ -59,8 +59,9 @@ class ChatTokenizer:
         """The last few texts: all rollouts of a group start with the same one."""
         self.tool_prompt = ToolPrompt()
         self.style = choose_style(self._render_styled)
-        self.unknown_eos_ids: tuple[int, ...] = tuple(i for i in dict.fromkeys(eos_ids) if not self._is_token(i))
+        self.unknown_eos_ids: tuple[str, ...] = tuple(f"{i!r:.40}" for i in eos_ids if not self._is_token(i))
         """Those of `eos_ids` that are not in the vocabulary: generation cannot stop there."""
+        eos_ids = [i for i in eos_ids if self._is_token(i)]
         stops = [token for i in (tokenizer.eos_token_id, *eos_ids) if (token := self._control_text(i)) is not None]
         self.turn_ends = find_turn_ends(
             lambda messages, opened: self.render(messages, generation_prompt=opened),
@@ -74,7 +75,7 @@ class ChatTokenizer:
                 raise ModelError(f"the tokenizer does not read its own control token {token!r} as one token")
         stop_ids: list[int] = tokenizer.convert_tokens_to_ids(list(self.turn_ends.stops))
         # The model's settings may also name ordinary tokens.
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*stop_ids, *(i for i in eos_ids if self._is_token(i))]))
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*stop_ids, *eos_ids]))
         self.end_id: int = tokenizer.convert_tokens_to_ids(end_text)
         self.end_text: str = end_text
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end_id
@@ -207,8 +208,9 @@ class ChatTokenizer:
         text: str = self.tokenizer.convert_ids_to_tokens(token_id)
         return text if text in self.controls.texts else None
 
-    def _is_token(self, token_id: int) -> bool:
-        return 0 <= token_id < len(self.tokenizer)
+    def _is_token(self, token_id: Any) -> bool:
+        integer = hasattr(token_id, "__index__") and not isinstance(token_id, bool)
+        return integer and 0 <= token_id < len(self.tokenizer)
 
     def _check_template_kwargs(self) -> None:
         """A misspelt name would be ignored by the template without a word."""

@@ -101,7 +101,7 @@ def _turn_ends(chat: ChatTokenizer) -> Finding:
     thought = f"; the prompt ends in {opening!r}, so replies start inside a thought" if "<think>" in opening else ""
     figures = {"stop_ids": list(chat.stop_ids)}
     if chat.unknown_eos_ids:
-        ids = ", ".join(map(str, chat.unknown_eos_ids))
+        ids = ", ".join(chat.unknown_eos_ids[:8])
         says += f"; eos_token_id of its settings also names {ids}, outside the vocabulary of {len(chat.tokenizer):,}"
         cure = "correct generation_config.json, or use the tokenizer that the model was trained with"
         return Finding("turn end", "warning", says + thought, figures, cure=cure)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from toolwise.cli import app
@@ -65,6 +66,22 @@ def test_a_parser_that_cannot_read_the_models_calls_is_a_warning() -> None:
     found = findings("builtin:small", "--set", "rollout.tool_parser=gpt_oss")["round trip"]
     assert found["verdict"] == "warning"
     assert "does not read a call" in found["says"]
+    assert "rollout.tool_parser" in found["cure"]
+    status, output = run("builtin:small", "--no-weights", "--set", "rollout.tool_parser=gpt_oss")
+    assert status == 0
+    assert "no problems found" not in output
+    assert output.strip().endswith("warning: round trip")
+
+
+def test_a_model_that_cannot_work_is_wrong_with_a_cure(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(BUILTIN / "small", tmp_path / "mine"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<extra_{i}>" for i in range(5_000)])
+    tokenizer.save_pretrained(folder)
+    status, output = run(folder)
+    assert status == 1
+    assert output.strip().endswith("wrong: model")
+    assert "resize its embeddings" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(

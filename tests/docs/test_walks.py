@@ -78,7 +78,9 @@ def test_a_row_becomes_a_checkpoint(
         },
     )
     pq.write_table(pa.Table.from_pylist(list(read_rows(tmp_path / "train.jsonl"))), tmp_path / "train.parquet")
-    monkeypatch.setattr("toolwise.training.run.check_chat", lambda *_: None)  # a rehearsal, which calls the parser too
+    monkeypatch.setattr(
+        "toolwise.training.run.require_model", lambda *_: None
+    )  # a rehearsal, which calls the parser too
     follow("A Parquet row becomes a checkpoint", lambda: toolwise.train(config, out=tmp_path / "run"))
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import published_templates
 import pytest
+from tokenizers import AddedToken
 
 from toolwise.errors import ModelError
-from toolwise.messages import Message
+from toolwise.messages import Message, ToolCall
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.rollout.turn_ends import TurnEnds, after_reply, find_turn_ends, mark_reply
 
 CONTROLS = ("<s>", "</s>", "<end>", "<close>", "<user>", "<tool>", "<bot>", "<call>")
@@ -76,3 +79,36 @@ def test_a_marked_reply_is_found_again_by_its_text_or_its_call() -> None:
     assert after_reply(f"a{mark_reply(Message(role='assistant', content='x')).content}b") == "b"
     with pytest.raises(ModelError, match="leaves out an assistant turn"):
         after_reply("no marker")
+
+
+def test_tags_around_calls_are_special_tokens_but_end_no_turn() -> None:
+    def write(message: Message, last: bool) -> str:
+        calls = "".join(f"<call>{c.arguments}<close>" for c in message.tool_calls or ())
+        return f"{role(message)}{message.content or ''}{calls}"
+
+    ends = find(write)
+    assert (ends.stops, ends.ends, ends.openings) == (("</s>", "<user>", "<tool>"), (), ("<user>", "<tool>"))
+    assert ends.split("<close><tool>result<bot>", "<tool>") == ("<tool>", "result<bot>")
+    closed = find(lambda m, last: f"{write(m, last)}<end>")
+    assert (closed.stops, closed.ends) == (("</s>", "<end>"), ("<end>",))
+
+
+def test_calls_in_turns_of_their_own_end_like_any_turn() -> None:
+    def write(message: Message, last: bool) -> str:
+        calls = "".join(f"<bot><call>{c.arguments}<end>" for c in message.tool_calls or ())
+        return calls or f"{role(message)}{message.content}<end>"
+
+    assert find(write).stops == ("</s>", "<end>")
+
+
+def test_a_glm_folder_whose_tags_are_special_tokens() -> None:
+    tokenizer = published_templates.tokenizer("glm4moe")
+    tags = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
+    tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in tags])
+    chat, plain = ChatTokenizer(tokenizer), published_templates.published("glm4moe")
+    assert chat.turn_ends == plain.turn_ends
+    call = ToolCall(id="call_0", name="look_up", arguments={"word": "nile"})
+    talk = [Message(role="user", content="hm"), Message(role="assistant", content="", tool_calls=[call])]
+    result = Message(role="tool", content="a river", tool_call_id="call_0", name="look_up")
+    after = chat.decode(chat.encode_continuation([result], after=talk, stop_id=chat.stop_ids[-1]))
+    assert after.startswith("\n<tool_response>\na river")

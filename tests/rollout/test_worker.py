@@ -267,6 +267,20 @@ def test_a_call_cut_by_length_is_counted_and_paid_for() -> None:
     assert worker.usage.cost == 1.0
 
 
+@pytest.mark.parametrize("raw", ['so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call> and', None])
+def test_a_complete_call_in_a_reply_cut_by_length_stays_text(raw: str | None) -> None:
+    made = ToolCall(id="call_0", name="add", arguments={"a": 1})
+    logprobs = {"token_ids": [1], "logprobs": [-1.0], "prompt_ids": [3], "finish_reason": "length"}
+    decided = ({"type": "tool_call", "content": "so and", "name": "add", "tool_calls": [made]}, raw, logprobs, None)
+    worker = play(RLRolloutWorker(a_task(), Giving(decided), tools=build_tools(["calculator"])))
+    assert worker.stop_reason is StopReason.MAX_TOKENS
+    assert not worker.usage.calls
+    assert worker.messages[-1].tool_calls is None
+    assert "<tool_call>" in worker.messages[-1].content
+    assert '"name": "add"' in worker.messages[-1].content
+    assert worker.steps[-1].action_taken["tool_calls"] == [made]  # what the policy wrote
+
+
 def test_a_prompt_that_does_not_fit_the_context_ends_the_episode_and_not_the_run() -> None:
     worker = play(RLRolloutWorker(a_task(), Giving(ContextFullError("too long")), env=(world := World())))
     assert worker.stop_reason is StopReason.PROMPT_TOO_LONG

@@ -45,10 +45,10 @@ class Says:
         return Generation(self.ids, [-0.5] * len(self.ids), "stop" if self.ended else "length", self.version)
 
 
-def complete(generator: Any = None, **fields: Any) -> dict[str, Any]:
+def complete(generator: Any = None, parser: str = "auto", **fields: Any) -> dict[str, Any]:
     model, chat = loaded()
     sampling = Sampling(max_new_tokens=32)
-    served = ServedModel("small", generator or LocalPolicy(model, chat, sampling), chat, sampling)
+    served = ServedModel("small", generator or LocalPolicy(model, chat, sampling), chat, sampling, parser)
     request = read_request(json.dumps({"model": "small", "messages": QUESTION, **fields}).encode())
     return asyncio.run(served.complete(request))
 
@@ -68,6 +68,30 @@ def test_a_completion_has_openais_form() -> None:
     usage = answer["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert "prompt_token_ids" not in answer
+
+
+def message_of(text: str, parser: str) -> dict[str, Any]:
+    message: dict[str, Any] = complete(Says(text), parser, tools=SPECS)["choices"][0]["message"]
+    return message
+
+
+def test_the_models_own_format_is_read_with_the_types_of_the_tools() -> None:
+    text = "<tool_call><function=calculator><parameter=expression>5</parameter></function></tool_call>"
+    (call,) = message_of(text, "qwen3_coder")["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"expression": "5"}  # its schema says a string
+
+
+def test_thoughts_that_the_format_keeps_apart_are_reasoning() -> None:
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>It is 4."
+    assert message_of(text, "gpt_oss") == {"role": "assistant", "content": "It is 4.", "reasoning_content": "hm"}
+
+
+def test_a_served_policy_keeps_its_parser() -> None:
+    model, chat = loaded()
+    policy = LocalPolicy(model, chat, Sampling(max_new_tokens=4), parser="mistral")
+    assert ServedModel.of(policy, "small").call_format.name == "mistral"
+    assert ServedModel.of(policy, "small", parser="glm").call_format.name == "glm"
+    assert ServedModel("small", policy, chat, Sampling()).call_format.name == "hermes", "its template's"
 
 
 @pytest.mark.parametrize("excess", [0, 1])

@@ -40,7 +40,10 @@ class CheckReport:
         return {
             self.kind: self.name,
             "ok": self.ok,
-            "findings": [{"name": f.name, "verdict": f.verdict, "says": f.says} for f in self.findings],
+            "findings": [
+                {"name": f.name, "verdict": f.verdict, "says": f.says, **({"cure": f.cure} if f.cure else {})}
+                for f in self.findings
+            ],
         }
 
 

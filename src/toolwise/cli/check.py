@@ -30,6 +30,7 @@ from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
     from toolwise.checks.reward.check import RewardCheck
+    from toolwise.types.findings import Finding
 
 app = typer.Typer(
     name="check", help="Check models, rewards, environments and tools before a run.", no_args_is_help=True
@@ -105,6 +106,7 @@ def check_model(
         typer.Option("--set", metavar="KEY=VALUE", help="Setting of the run, such as rollout.tool_parser=hermes."),
     ] = None,
     prompt: Annotated[bool, typer.Option(help="Print the prompt as the model sees it.")] = True,
+    weights: Annotated[bool, typer.Option(help="Load the weights too.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Check a model: prompt with tools, turn ends, parser, round trip of a call, engine path, memory."""
@@ -112,22 +114,22 @@ def check_model(
     from toolwise.config.loader import apply_overrides, build_config
     from toolwise.config.schema import RunConfig
     from toolwise.tools.catalog import build_tools
-    from toolwise.training.model_check import check_chat, check_model, show_prompt
-    from toolwise.training.rollout_setup import local_policy
+    from toolwise.training.chat_check import open_chat, show_prompt
+    from toolwise.training.model_check import check_model as check
+    from toolwise.training.rollout_setup import try_weights
 
     settings = apply_overrides({"model": {"path": path}, "tools": list(tools or ())}, overrides or ())
     config = build_config(RunConfig, settings, source="the options")
     built = build_tools(config.tools)
-    chat = check_chat(config, built)
+    chat, form = open_chat(config)
+    text = show_prompt(chat, built)
     if prompt and not as_json:
-        print_line(show_prompt(chat, built))
-    policy = local_policy(config, config.model.path)
-    try:
-        report = CheckReport("model", path, tuple(check_model(policy, config, built)))
-    finally:
-        policy.close()
-    data = {**report.to_json(), "prompt": show_prompt(chat, built)} if as_json else None
-    report_checks([report], data)
+        print_line(text)
+    findings = check(chat, form, config, built)
+    if weights and all(finding.verdict != "wrong" for finding in findings):
+        findings.append(try_weights(config))
+    report = CheckReport("model", path, tuple(findings))
+    report_checks([report], {**report.to_json(), "prompt": text} if as_json else None)
 
 
 @app.command("reward")
@@ -205,7 +207,7 @@ def show_findings(check: Any, title: str | None = None) -> None:
     """A table of `check.findings`, titled with the name of what was checked unless told otherwise."""
     from rich.text import Text
 
-    rows = [(f.name, Text(f.verdict, style=_STYLES[f.verdict]), f.says) for f in check.findings]
+    rows = [(f.name, Text(f.verdict, style=_STYLES[f.verdict]), _details(f)) for f in check.findings]
     print_table(("", "", "details"), rows, title=title or check.name)
 
 
@@ -216,10 +218,21 @@ def report_checks(checks: Sequence[Any], as_json: Any, show: Callable[[Any], Non
     else:
         for check in checks:
             show(check)
-            wrong = [finding.name for finding in check.findings if finding.verdict == "wrong"]
-            print_line(f"wrong: {', '.join(wrong)}" if wrong else "no problems found")
+            print_line(_summary(check.findings))
     if not all(check.ok for check in checks):
         raise typer.Exit(1)
+
+
+def _details(finding: Finding) -> str:
+    """What it says, and what to do about a problem."""
+    problem = finding.verdict in ("warning", "wrong")
+    return f"{finding.says}: {finding.cure}" if problem and finding.cure else finding.says
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    names = {verdict: [f.name for f in findings if f.verdict == verdict] for verdict in ("wrong", "warning")}
+    parts = [f"{verdict}: {', '.join(found)}" for verdict, found in names.items() if found]
+    return "; ".join(parts) or "no problems found"
 
 
 def _show_reward(check: RewardCheck) -> None:

@@ -120,12 +120,12 @@ def _check_tokenizer(folder: Path) -> None:
         read_json_object(files[1])
 
 
-def read_eos_ids(folder: Path) -> list[int]:
-    """The tokens at which the model's own settings stop generation: one, a list, or none."""
+def read_eos_ids(folder: Path) -> list[Any]:
+    """Where the model's own settings stop generation: anything, though it should be ids that the tokenizer has."""
     for file in ("generation_config.json", "config.json"):
         ids = read_json_object(folder / file).get("eos_token_id") if (folder / file).is_file() else None
         if ids is not None:
-            return [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int) and 0 <= i < 1 << 31]
+            return ids if isinstance(ids, list) else [ids]
     return []
 
 

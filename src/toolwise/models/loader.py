@@ -38,16 +38,21 @@ def load_model(
         check_hub_kernels(path, location)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    with _explained(path, location):
+    with explained(path, location):
         model, tokenizer, report = _load(location, getattr(torch, dtype), trust_remote_code)
         model = model.to(device)
-    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # others leave out the cap of Gemma 2, depending on the version
+    prepare_attention(model)
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would initialise them at random and continue
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"the model {path!r} lacks the weights {missing[0]}{more}: its folder is damaged")
     return model.eval(), _chat(tokenizer, location, chat_template, template_kwargs)
+
+
+def prepare_attention(model: Any) -> None:
+    """Choose an implementation of attention that leaves nothing out."""
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # others leave out the cap of Gemma 2, depending on the version
 
 
 def load_chat(
@@ -60,7 +65,7 @@ def load_chat(
 ) -> ChatTokenizer:
     """The tokenizer of a model, with its chat template, without its weights."""
     location = locate(path, revision)
-    with _explained(path, location):
+    with explained(path, location):
         tokenizer = _load_tokenizer(location, trust_remote_code)
     return _chat(tokenizer, location, chat_template, template_kwargs)
 
@@ -74,7 +79,7 @@ def _chat(
 
 
 @contextmanager
-def _explained(path: str, location: str) -> Iterator[None]:
+def explained(path: str, location: str) -> Iterator[None]:
     """Turn the many exceptions of transformers into one that names the model and the reason."""
     try:
         yield

@@ -18,15 +18,14 @@ from toolwise.messages import Message
 from toolwise.rollout.call_format import CallFormat, ParserSpec, find_format
 from toolwise.rollout.control_tokens import ControlTokens, strip_guard_marks
 from toolwise.rollout.parsers import Detection, explain_parser
-from toolwise.rollout.template_limits import MAX_TEMPLATE_CHARS, bound_template, budget
 from toolwise.rollout.template_messages import MessageStyle, choose_style
+from toolwise.rollout.template_process import TemplateFaultError, render_template
 from toolwise.rollout.tool_prompt import ToolPrompt, ToolPromptMode, choose_tool_prompt, shows_system
 from toolwise.rollout.turn_ends import CALL, QUESTION, REPLY, after_reply, find_turn_ends, mark_reply
 
 Tools = Sequence[dict[str, Any]] | None
 
 ENCODE_CACHE_SIZE = 64
-_STRFTIME_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 
 class ChatTokenizer:
@@ -43,7 +42,7 @@ class ChatTokenizer:
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         now: datetime | None = None,
-        eos_ids: Sequence[int] = (),
+        eos_ids: Sequence[Any] = (),
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ModelError(
@@ -56,11 +55,13 @@ class ChatTokenizer:
         self._check_template_kwargs()
         self.controls = ControlTokens(tokenizer)
         self._now = now or datetime.now()
-        self._templates: dict[str, Any] = {}
         self._encode_cache: dict[str, list[int]] = {}
         """The last few texts: all rollouts of a group start with the same one."""
         self.tool_prompt = ToolPrompt()
         self.style = choose_style(self._render_styled)
+        self.unknown_eos_ids: tuple[str, ...] = tuple(f"{i!r:.40}" for i in eos_ids if not self._is_token(i))
+        """Those of `eos_ids` that are not in the vocabulary: generation cannot stop there."""
+        eos_ids = [i for i in eos_ids if self._is_token(i)]
         stops = [token for i in (tokenizer.eos_token_id, *eos_ids) if (token := self._control_text(i)) is not None]
         self.turn_ends = find_turn_ends(
             lambda messages, opened: self.render(messages, generation_prompt=opened),
@@ -74,7 +75,7 @@ class ChatTokenizer:
                 raise ModelError(f"the tokenizer does not read its own control token {token!r} as one token")
         stop_ids: list[int] = tokenizer.convert_tokens_to_ids(list(self.turn_ends.stops))
         # The model's settings may also name ordinary tokens.
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*stop_ids, *(i for i in eos_ids if self._is_token(i))]))
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*stop_ids, *eos_ids]))
         self.end_id: int = tokenizer.convert_tokens_to_ids(end_text)
         self.end_text: str = end_text
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end_id
@@ -150,26 +151,28 @@ class ChatTokenizer:
         arranged = self.tool_prompt.arrange(messages, tools)
         if self.tool_prompt.where != "template":
             tools = None
+        converted = [self.style.convert(message, self.controls) for message in arranged]
         try:
-            template_messages = [self.style.convert(message, self.controls) for message in arranged]
-            with budget(sum(len(message.content or "") for message in arranged)):
-                text: str = self.tokenizer.apply_chat_template(
-                    template_messages,
-                    tools=self.controls.guard_all(list(tools)) if tools else None,
-                    chat_template=self._template(tools),
-                    add_generation_prompt=generation_prompt,
-                    tokenize=False,
+            return render_template(
+                self.tokenizer.get_chat_template(tools=list(tools) if tools else None),
+                {
+                    **self.tokenizer.special_tokens_map,
                     **self.template_kwargs,
-                )
+                    # Like transformers, without what is None: templates check whether a key is there.
+                    "messages": [{k: v for k, v in message.items() if v is not None} for message in converted],
+                    "tools": self.controls.guard_all(list(tools)) if tools else None,
+                    "documents": None,
+                    "add_generation_prompt": generation_prompt,
+                },
+                self._now,
+            )
         except TemplateLimitError as fault:
             raise TemplateLimitError(f"the chat template of {self.name} is refused: {fault}") from fault
-        except Exception as fault:  # a template is a program and can raise anything
-            reason = " ".join(str(fault).split()) or type(fault).__name__
+        except TemplateFaultError as fault:
             roles = ", ".join(m.role for m in messages)
             raise ModelError(
-                f"the chat template of {self.name} fails on a conversation of [{roles}]: {reason}"
+                f"the chat template of {self.name} fails on a conversation of [{roles}]: {fault}"
             ) from fault
-        return text
 
     def encode(self, text: str) -> list[int]:
         ids = self._encode_cache.get(text)
@@ -205,8 +208,9 @@ class ChatTokenizer:
         text: str = self.tokenizer.convert_ids_to_tokens(token_id)
         return text if text in self.controls.texts else None
 
-    def _is_token(self, token_id: int) -> bool:
-        return 0 <= token_id < len(self.tokenizer)
+    def _is_token(self, token_id: Any) -> bool:
+        integer = hasattr(token_id, "__index__") and not isinstance(token_id, bool)
+        return integer and 0 <= token_id < len(self.tokenizer)
 
     def _check_template_kwargs(self) -> None:
         """A misspelt name would be ignored by the template without a word."""
@@ -235,12 +239,3 @@ class ChatTokenizer:
                 yield [*before, REPLY]
                 yield [QUESTION, mark_reply(CALL)]
         yield [QUESTION, REPLY]
-
-    def _template(self, tools: Tools) -> Any:
-        """The template in use, with the clock frozen and limits on what it may compute."""
-        source: str = self.tokenizer.get_chat_template(tools=list(tools) if tools else None)
-        if source not in self._templates:
-            short = len(source) <= MAX_TEMPLATE_CHARS  # a longer one is refused below, before it is searched
-            frozen = _STRFTIME_CALL.sub(lambda m: f'"{self._now.strftime(m.group(2))}"', source) if short else source
-            self._templates[source] = bound_template(frozen)
-        return self._templates[source]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 from toolwise.messages import Message, ToolCall
+from toolwise.rollout.parsers.hermes import render_hermes
 from toolwise.types import Action, SampledTokens
 
 PolicyAnswer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
@@ -19,6 +20,13 @@ class PolicyDecision(NamedTuple):
     value: float | None
     message: Message
     """The action as an assistant message."""
+
+    def message_as_text(self) -> Message:
+        """A reply that was cut off: its calls are not made, so they stay text."""
+        if not self.message.tool_calls:
+            return self.message
+        text = self.raw or render_hermes(self.message.content or "", self.message.tool_calls)
+        return Message.unchecked("assistant", text)
 
     @classmethod
     def from_answer(cls, answer: PolicyAnswer) -> PolicyDecision:

@@ -205,8 +205,9 @@ class AsyncRolloutRequest:
         if decision is None or self.done:
             return
         self._pending_observation = Prefix(self.messages)
-        self.messages.append(decision.message)
         ending = self.termination.stop_before_step(decision)
+        cut = ending is StopReason.MAX_TOKENS
+        self.messages.append(decision.message_as_text() if cut else decision.message)
         if ending is not None:
             self.stop(ending)
             self._count_calls(self.env.unread_calls(decision.action))

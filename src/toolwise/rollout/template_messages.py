@@ -47,6 +47,7 @@ class MessageStyle:
             ]
         if message.reasoning_content is not None:
             converted["reasoning_content"] = guard(message.reasoning_content)
+            converted["thinking"] = converted["reasoning_content"]  # gpt-oss
         if message.tool_call_id is not None:
             converted["tool_call_id"] = self._call_id(message.tool_call_id, controls)
         if message.name is not None:

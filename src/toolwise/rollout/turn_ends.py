@@ -7,6 +7,7 @@ Models end their turns in different ways, and `eos_token` alone does not tell. W
     reply<|user|>\\n …                         nothing closes it: the model writes the opening of the next message (GLM)
     reply<|end|><|start|>user …               another token than the one the model stops with, `<|return|>` (gpt-oss)
     call<tool_call|><|tool_response>…         calls end differently from text (Gemma 4, gpt-oss)
+    call</tool_call><tool_call>call…          special tokens that are tags of the call format end nothing
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ QUESTION = Message(role="user", content="question")
 REPLY = Message(role="assistant", content=REPLY_MARKER)
 _CALL = ToolCall(id="call_0", name="tool", arguments={"x": REPLY_MARKER})
 CALL = Message(role="assistant", content="", tool_calls=[_CALL])
+_FIRST_CALL = ToolCall(id="call_1", name="tool", arguments={"x": NEXT_MARKER})
+_TWO_CALLS = Message(role="assistant", content="", tool_calls=[_FIRST_CALL, _CALL])
 _NEXT_USER = Message(role="user", content=NEXT_MARKER)
 RESULT = Message(role="tool", content=NEXT_MARKER, tool_call_id="call_0", name="tool")
 
@@ -77,6 +80,9 @@ def find_turn_ends(render: Render, controls: Sequence[str], stops: Sequence[str]
             if reply is REPLY:
                 raise
             continue  # calls are then written as text: see `ToolPrompt`
+        if reply is CALL:
+            within = _between_calls(render, controls) - set(found_stops)
+            controls = [token for token in controls if token not in within]
         followed = followed.partition(NEXT_MARKER)[0]
         length = next((i for i, pair in enumerate(zip(last, followed, strict=False)) if len(set(pair)) > 1), len(last))
         shared = _all_of(last[: min(length, len(followed))], controls)
@@ -102,6 +108,17 @@ def find_turn_ends(render: Render, controls: Sequence[str], stops: Sequence[str]
         )
     stop_texts, end_texts, opening_texts = (tuple(dict.fromkeys(texts)) for texts in (found_stops, ends, openings))
     return TurnEnds(stop_texts, end_texts, opening_texts, frozenset(closers))
+
+
+def _between_calls(render: Render, controls: Sequence[str]) -> set[str]:
+    """Control tokens between two calls of one turn: tags of the format, which do not end the turn."""
+    try:
+        text = render([QUESTION, _TWO_CALLS], False)
+    except ModelError:  # one call per turn
+        return set()
+    before, _, _ = text.rpartition(REPLY_MARKER)
+    _, marker, between = before.rpartition(NEXT_MARKER)
+    return set(_all_of(between, controls)) if marker else set()
 
 
 def mark_reply(reply: Message) -> Message:

@@ -15,8 +15,9 @@ from uuid import uuid4
 from toolwise.concurrency.deadlines import gather_all
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.protocols import Generation, Sampling, TokenGenerator
+from toolwise.rollout.call_format import CallFormat, ParserSpec
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
-from toolwise.rollout.parsers import PARSERS
+from toolwise.rollout.parsers import reasoning_of
 from toolwise.serve.request import BadRequestError, ChatRequest, error_body, read_request
 
 if TYPE_CHECKING:
@@ -63,18 +64,22 @@ class ServedModel:
     chat: ChatTokenizer
     sampling: Sampling
     """Defaults for what a request leaves out."""
-    parser: str = "hermes"
+    parser: ParserSpec = "auto"
+    """"auto": the format that the model's chat template shows."""
     max_context: int = MAX_CONTEXT_TOKENS
     """Tokens of prompt and completion; text that cannot fit is rejected before it is tokenised."""
     limits: TextLimits = field(init=False)
+    call_format: CallFormat = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "call_format", self.chat.find_format(self.parser))
         object.__setattr__(self, "limits", TextLimits.of(self.chat.tokenizer, self.max_context))
 
     @classmethod
-    def of(cls, policy: LocalPolicy, name: str, *, parser: str = "hermes") -> ServedModel:
-        """Serve a local policy's model. Concurrent requests are batched. The policy then belongs to the server's event
-        loop; to use the model elsewhere, create another policy over it."""
+    def of(cls, policy: LocalPolicy, name: str, *, parser: ParserSpec | None = None) -> ServedModel:
+        """Serve a local policy's model; `parser` replaces the policy's own. Concurrent requests are batched. The policy
+        then belongs to the server's event loop; to use the model elsewhere, create another policy over it."""
+        parser = policy.call_format if parser is None else parser
         return cls(name, policy, policy.chat, policy.sampling, parser, policy.max_context)
 
     async def read(self, raw: bytes) -> ChatRequest:
@@ -113,9 +118,8 @@ class ServedModel:
         }
 
     def _prompt(self, request: ChatRequest) -> list[int]:
-        tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
         try:
-            text = self.chat.render(request.messages, tools or None)
+            text = self.chat.render(request.messages, _specs(request) or None)
             if len(text) > self.limits.prompt_chars:
                 raise BadRequestError(
                     f"a prompt of {len(text)} characters cannot fit the model's {self.max_context} tokens: shorten it",
@@ -153,11 +157,13 @@ class ServedModel:
     def _choice(self, request: ChatRequest, index: int, result: Generation) -> dict[str, Any]:
         text = self.chat.decode(result.token_ids)
         parses = bool(request.tools) and request.tool_choice != "none"
-        content, calls = PARSERS[self.parser](text) if parses else (text, [])
-        tool_calls = {"tool_calls": [call.to_openai() for call in calls]} if calls else {}
+        reply = self.call_format.parse_for(text, _specs(request)) if parses else (text, [])
+        (content, calls), reasoning = reply, reasoning_of(reply)
+        more: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
+        more |= {"tool_calls": [call.to_openai() for call in calls]} if calls else {}
         return {
             "index": index,
-            "message": {"role": "assistant", "content": content if content or not calls else None, **tool_calls},
+            "message": {"role": "assistant", "content": content if content or not calls else None, **more},
             "finish_reason": "tool_calls" if calls and result.finish_reason == "stop" else result.finish_reason,
             "logprobs": {"content": self._logprobs(request, result)} if request.logprobs else None,
             **({"token_ids": list(result.token_ids)} if request.return_token_ids else {}),
@@ -172,6 +178,10 @@ class ServedModel:
             {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace")), "top_logprobs": []}
             for token, logprob in zip(tokens, result.logprobs, strict=True)
         ]
+
+
+def _specs(request: ChatRequest) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
 
 
 def error_response(fault: Exception) -> tuple[int, dict[str, Any]]:

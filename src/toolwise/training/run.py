@@ -31,7 +31,7 @@ from toolwise.training.components import (
 from toolwise.training.diagnosis import Diagnosis, Finding, check_routable, startup_findings
 from toolwise.training.evaluate import RewardSources
 from toolwise.training.metrics import FaultRates
-from toolwise.training.model_check import check_chat
+from toolwise.training.model_check import require_model
 from toolwise.training.rollout_setup import RolloutSetup, check_tasks, load_options, setup_rollouts, tools_and_scoring
 from toolwise.training.startup import announce
 from toolwise.training.tasks import attach_labels, load_split, without_held_out_tools
@@ -135,7 +135,7 @@ def assemble(
     """
     with tools_and_scoring(config, tools, reward) as (tool_objects, scoring):
         announce("checking the model")
-        check_chat(config, tool_objects, parser)
+        require_model(config, tool_objects, parser)
         announce("reading the tasks")
         train = attach_labels(config, load_split(config, "train") if tasks is None else tasks)
         held_out = attach_labels(config, load_split(config, "val") if validation_tasks is None else validation_tasks)

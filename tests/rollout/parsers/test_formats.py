@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from toolwise.messages import Message, ToolCall
-from toolwise.rollout.parsers import BLOCKS, PARSERS, RENDERERS, to_action
+from toolwise.rollout.parsers import BLOCKS, PARSERS, RENDERERS, reasoning_of, to_action
 from toolwise.rollout.parsers.json_calls import THOUGHT_CLOSINGS, THOUGHT_OPENINGS
 
 JSON_NAMED = [
@@ -121,6 +121,34 @@ def test_plain_text_is_all_content(text: str) -> None:
     for name, parse in PARSERS.items():
         content, calls = parse(text)
         assert (content.strip(), calls) == (text.strip(), []), name
+
+
+KEPT = [f"word{n}word" for n in range(8)]
+HEADERS = {"<|start|>", "<|channel|>", "<action>", "[CALL_ID]", "<|tool_call_begin|>", "<|channel>thought"}
+"""What follows these is a role, a channel or an id, or makes the rest of the text no part of the action."""
+TEXT_PIECES = [piece for piece in PIECES if piece not in HEADERS]
+
+
+@st.composite
+def wordy_replies(draw: st.DrawFn) -> str:
+    """Pieces of all formats with words between them."""
+    parts: list[str] = []
+    for word in KEPT:
+        parts += draw(st.lists(st.sampled_from(TEXT_PIECES), max_size=2))
+        parts.append(draw(st.sampled_from(["", " ", "\n"])) + word)
+    return "".join(parts)
+
+
+@pytest.mark.parametrize("name", sorted(set(PARSERS) - {"action"}))  # what is not an action is in the raw output
+@settings(max_examples=40)
+@given(text=wordy_replies())
+def test_no_word_is_lost(name: str, text: str) -> None:
+    reply = PARSERS[name](text)
+    content, calls = reply
+    kept = [content, reasoning_of(reply)]
+    for call in calls:
+        kept += [call.name, call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments)]
+    assert [word for word in KEPT if not any(word in part for part in kept)] == []
 
 
 strings = st.lists(st.sampled_from([*MARKS, *'{}[]",:;\\\n']) | st.text(max_size=3), max_size=4).map("".join)

@@ -35,6 +35,7 @@ FAMILIES: dict[str, tuple[str, str, str]] = {
     "mistral's tags": ("", "[TOOL_CALLS]", ""),
     "mistral's names": ("", "[TOOL_CALLS]f [CALL_ID] ", ""),
     "mistral's lists": ("", "[TOOL_CALLS][", ""),
+    "functools": ("", 'functools[{"name": ', ""),
     "python tags": ("", "<|python_tag|>{", ""),
     "python calls": ("[f(", "a=", ""),
     "braces": ("", "{", ""),

@@ -12,7 +12,6 @@ from toolwise.checks.dry_run.trial import (
     TimeRange,
     UpdateTrial,
     actor_of,
-    device_bytes,
     estimate_memory,
     estimate_time,
     try_rollouts,
@@ -21,6 +20,7 @@ from toolwise.checks.dry_run.trial import (
 from toolwise.concurrency import deadlines
 from toolwise.config.loader import to_toml
 from toolwise.config.schema import RunConfig
+from toolwise.training.model_check import device_bytes
 from toolwise.training.records import RolloutRecord
 from toolwise.training.run import Run, assemble
 from toolwise.training.startup import announce, show_startup

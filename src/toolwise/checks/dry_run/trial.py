@@ -3,7 +3,6 @@ of the whole run from them and from tensor shapes."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -194,13 +193,6 @@ def _training_parts(optimizer: Optimizer) -> dict[str, int]:
 
 def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def device_bytes(device: torch.device) -> int:
-    """Total memory of the GPU, or of this machine for a CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def estimate_time(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) -> TimeEstimate:

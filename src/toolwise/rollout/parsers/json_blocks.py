@@ -1,7 +1,8 @@
 """Formats that write a list of calls, or a single call, as JSON behind a mark.
 
 granite (Granite 3), phi4 (Phi-4-mini):
-    `<|tool_call|>[{"name": …, "arguments": {…}}]`, for Phi with `<|/tool_call|>` after it
+    `<|tool_call|>[{"name": …, "arguments": {…}}]`, for Phi with `<|/tool_call|>` after it, or, with its first template,
+    `functools[{"name": …, "arguments": {…}}]`
 cohere (Command R7B and A):
     `<|START_ACTION|>[{"tool_call_id": "0", "tool_name": …, "parameters": {…}}]<|END_ACTION|>`
 hunyuan (Hunyuan A13B, Jamba):
@@ -22,15 +23,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolwise.messages import ToolCall
-from toolwise.rollout.parsers.blocks import Block, BlockFormat, Closing
+from toolwise.rollout.parsers.blocks import Block, BlockFormat, Closing, Reader
 from toolwise.rollout.parsers.json_calls import (
     JsonSource,
     RawCall,
     decode,
     dump_call,
     join,
+    skip_values,
     to_call,
 )
+
+_LIST = "[{"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,19 @@ class JsonBlocks:
     listed: bool = True
     """Whether all calls are written as one list; else each in a block of its own."""
     dropped: tuple[str, ...] = ()
+    bare: str = ""
+    """A word that starts a list of calls without marks; only read where `[{` follows."""
+
+    def _read_bare(self, source: JsonSource, start: int) -> Block:
+        start -= len(_LIST)
+        match = decode(source, start)
+        if match is None:
+            return Closing(self.closing, (self.opening,)).bad(source, start, start)
+        return Block(self._to_calls(match.value, source[start : match.end].strip()), match.end)
+
+    def _skip(self, source: JsonSource, mark: re.Match[str]) -> int:
+        position = mark.end() - (len(_LIST) if mark[0].endswith(_LIST) else 0)
+        return max(skip_values(source, position), mark.end())
 
     def read(self, source: JsonSource, start: int) -> Block:
         match = decode(source, start)
@@ -69,13 +86,16 @@ class JsonBlocks:
 
     def block_format(self) -> BlockFormat:
         name = re.compile(
-            rf'\s*+(?:\[\s*+)?+\{{(?:[^{{}}\[\]]{{0,100}},)?\s*"{self.name_key}"\s*:\s*"(?P<name>[^"\\]+)"'
+            rf'\s*+(?:(?:\[\s*+)?+\{{)?+(?:[^{{}}\[\]]{{0,100}},)?\s*"{self.name_key}"\s*:\s*"(?P<name>[^"\\]+)"'
         )
         triggers = ("]", "}") if self.loose else (self.closing,)
-        return BlockFormat({self.opening: self.read}, triggers, dropped=self.dropped, name=name)
+        readers: dict[str, Reader] = {self.opening: self.read}
+        if self.bare:
+            readers[self.bare + _LIST] = self._read_bare
+        return BlockFormat(readers, triggers, dropped=self.dropped, skip=self._skip, name=name)
 
 
-PHI4 = JsonBlocks("<|tool_call|>", "<|/tool_call|>", loose=True)
+PHI4 = JsonBlocks("<|tool_call|>", "<|/tool_call|>", loose=True, bare="functools")
 """Also Granite 3's, which has no closing mark."""
 COHERE = JsonBlocks(
     "<|START_ACTION|>",

@@ -1,11 +1,19 @@
-"""Chat templates that never end or produce too much: refused in time, with little memory, and a one-line error."""
+"""Chat templates that never end or produce too much: refused in time, with little memory, and a one-line error.
+
+CPU time and memory are measured, of the process that renders and of this one."""
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +24,9 @@ from transformers import PreTrainedTokenizerFast
 from toolwise.errors import ToolwiseError
 from toolwise.messages import Message
 from toolwise.models import BUILTIN, load_model
-from toolwise.rollout import template_limits
+from toolwise.rollout import template_process
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
-from toolwise.rollout.template_limits import MAX_TEMPLATE_CHARS
+from toolwise.rollout.template_process import MAX_TEMPLATE_CHARS, TemplateFaultError, TemplateProcess
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -38,6 +46,10 @@ def tokenizer(template: str) -> Any:
 
 AGAIN = "{% for i in range(99999) %}"
 GROWING = "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = "
+TWICE = (
+    "{{% set ns = namespace(a=[1], b=[1]) %}}{{% for i in range(60) %}}{{% set ns.a = {} %}}{{% set ns.b = {} %}}"
+    "{{% endfor %}}{{{{ ns.a == ns.b }}}}"
+)
 ENDLESS = {
     "nested loops": AGAIN * 2 + "{% endfor %}" * 2,
     "nested loops with a text": AGAIN * 2 + "x" + "{% endfor %}" * 2,
@@ -81,8 +93,26 @@ ENDLESS = {
     "doubling by a block": DOUBLING + "{% set x %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = x %}{% endfor %}",
     "doubling by a list": GROWING + "ns.s + ns.s %}{% endfor %}",
     "nested lists": GROWING + "[ns.s, ns.s] %}{% endfor %}{{ ns.s|tojson }}",
-    "nested tuples": GROWING + "(ns.s, ns.s) %}{% endfor %}{{ ns.s == ns.s }}",
+    "nested tuples": TWICE.format("(ns.a, ns.a)", "(ns.b, ns.b)"),
     "nested objects": GROWING + "{'a': ns.s, 'b': ns.s} %}{% endfor %}{{ ns.s }}",
+    "nested dicts": TWICE.format("dict(x=ns.a, y=ns.a)", "dict(x=ns.b, y=ns.b)"),
+    "nested dicts as text": GROWING + "dict(a=ns.s, b=ns.s) %}{% endfor %}{{ ns.s|upper }}",
+    "nested namespaces": GROWING + "namespace(a=ns.s, b=ns.s) %}{% endfor %}{{ ns.s|string }}",
+    "nested dicts in an error": GROWING + "dict(a=ns.s, b=ns.s) %}{% endfor %}{{ raise_exception(ns.s) }}",
+    "bytes": "{% set b = 'x'.encode() * 2_000_000_000 %}",
+    "bytes by center": "{{ 'x'.encode().center(2_000_000_000)|length }}",
+    "bytes of a number": "{{ (1).to_bytes(2_000_000_000, 'big')|length }}",
+    "widths as values": "{{ ('%*d' % (999_999_999, 1))|length }}{{ ('%*d' % (999_999_999, 1))|length }}",
+    "a width through format": "{{ ('{:{w}}'.format('x', w=999_999_999))|length }}",
+    "a width through format_map": "{{ '{:{w}}'.format_map({'w': 999_999_999, '': 1}) }}{{ 'x'.ljust(999_999_999) }}",
+    "a list of letters": "{% set l = ('x' * 99_000_000)|list %}",
+    "a list of lists": "{% set l = range(99_999)|list %}{% for i in range(999) %}{% set ns = namespace(l=l + l) %}"
+    "{% for j in range(99) %}{% set ns.l = ns.l + l %}{% endfor %}{% endfor %}",
+    "rounding": "{{ 5|round(-999_999_999) }}",
+    "rounding up": "{{ 5|round(999_999_999, 'ceil') }}",
+    "a sum of lists": "{{ ([[1]] * 900_000)|sum(start=[])|length }}",
+    "a clock": "{{ strftime_now('%Y' * 90_000_000) }}",
+    "words of the clock": AGAIN + "{{ strftime_now('%c') }}" + "{% endfor %}" + AGAIN * 2 + "{% endfor %}" * 2,
     "too long": "x" * (MAX_TEMPLATE_CHARS + 1),
     "deep brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "deep blocks": "{% if true %}" * 5000 + "{% endif %}" * 5000,
@@ -92,24 +122,126 @@ ENDLESS = {
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "MAX_CPU_S", 0.3)
+    monkeypatch.setattr(template_process, "MAX_CPU_S", 0.1)
+
+
+def used(who: int) -> tuple[float, int]:
+    """CPU seconds, and the most memory held at once, in KB."""
+    usage = resource.getrusage(who)
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """The most memory that the process held so far, in KB, read every few milliseconds. Not what `wait4` reports, which
+    counts the process that started it too."""
+    readings, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            popen = template_process._process._popen
+            with suppress(OSError):
+                status = Path(f"/proc/{popen.pid}/status").read_text() if popen is not None else ""
+                readings.extend(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield readings
+    finally:
+        done.set()
+        watcher.join()
 
 
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
 def test_templates_without_end_are_refused_at_load(template: str) -> None:
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
-    with pytest.raises(ToolwiseError) as caught:
-        ChatTokenizer(tokenizer(CHATML + template))
-    assert time.thread_time() - began < 5
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 700_000  # KB
+    model = tokenizer(CHATML + template)
+    template_process._process.close()  # so that the process of this template is counted once it has ended
+    own_s, own_kb = used(resource.RUSAGE_SELF)
+    child_s, _ = used(resource.RUSAGE_CHILDREN)
+    with peak_memory() as peak_kb, pytest.raises(ToolwiseError) as caught:
+        ChatTokenizer(model)
+    template_process._process.close()
+    assert used(resource.RUSAGE_SELF)[0] - own_s < 1.0  # with that of the watch
+    assert used(resource.RUSAGE_SELF)[1] - own_kb < 20_000
+    assert used(resource.RUSAGE_CHILDREN)[0] - child_s < 1.0
+    assert max(peak_kb) < 250_000
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1_000
+
+
+@pytest.mark.long
+def test_the_limits_that_ship_end_a_template_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "MAX_CPU_S", 1.0)
+    began, (child_s, _) = time.monotonic(), used(resource.RUSAGE_CHILDREN)
+    with pytest.raises(ToolwiseError, match=r"still runs after 1\.0 s of CPU time"):
+        ChatTokenizer(tokenizer(CHATML + ENDLESS["nested dicts"]))
+    assert used(resource.RUSAGE_CHILDREN)[0] - child_s < 3
+    assert time.monotonic() - began < 60
+
+
+def test_a_killed_process_is_replaced() -> None:
+    chat = ChatTokenizer(tokenizer(CHATML))
+    assert template_process._process._popen is not None
+    template_process._process._popen.kill()
+    assert "hello" in chat.render([Message(role="user", content="hello")])
+
+
+def test_an_interrupted_rendering_leaves_no_answer_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, now = TemplateProcess(), datetime(2026, 1, 1)
+    assert process.render("{{ x }}", {"x": "first"}, now) == "first"
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("toolwise.rollout.template_process.select.poll", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            process.render("{{ x }}", {"x": "second"}, now)
+    assert process.render("{{ x }}", {"x": "third"}, now) == "third"
+    process.close()
+
+
+def test_threads_take_turns() -> None:
+    def text(n: int) -> str:
+        return template_process.render_template("{{ n }}" * 50, {"n": n}, datetime(2026, 1, 1))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(text, range(100))) == [str(n) * 50 for n in range(100)]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_starts_its_own_process() -> None:
+    chat = ChatTokenizer(tokenizer(CHATML))
+    assert template_process._process._popen is not None
+    pid = template_process._process._popen.pid
+    child = os.fork()
+    if child == 0:
+        try:
+            shown = "hello" in chat.render([Message(role="user", content="hello")])
+            own = template_process._process._popen
+            os._exit(0 if shown and own is not None and own.pid != pid else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert "hello" in chat.render([Message(role="user", content="hello")])
+    assert template_process._process._popen.pid == pid
+
+
+def test_an_error_of_the_template_keeps_its_words() -> None:
+    with pytest.raises(TemplateFaultError, match=r"^no system role$"):
+        template_process.render_template("{{ raise_exception('no system\n role') }}", {}, datetime(2026, 1, 1))
+
+
+def test_the_clock_of_a_template_stands_still() -> None:
+    source = "{% set form = '%d %b' %}{{ strftime_now(form) }} {{ strftime_now('%Y') }}"
+    assert template_process.render_template(source, {}, datetime(2026, 1, 2)) == "02 Jan 2026"
 
 
 def test_a_template_that_waits_for_a_word_to_loop_for_ever() -> None:
     trap = "{% if 'open' in messages[-1].content %}" + ENDLESS["nested loops"] + "{% endif %}"
     chat = ChatTokenizer(tokenizer(CHATML + trap))
-    with pytest.raises(ToolwiseError, match=r"still runs after 0\.3 s"):
+    with pytest.raises(ToolwiseError, match=r"still runs after 0\.1 s"):
         chat.start([Message(role="user", content="open sesame")])
     assert "hello" in chat.render([Message(role="user", content="hello")])
 
@@ -175,7 +307,7 @@ def test_a_bounded_template_writes_what_transformers_writes() -> None:
 
 
 def test_long_conversations_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "MAX_CPU_S", 5.0)
+    monkeypatch.setattr(template_process, "MAX_CPU_S", 5.0)
     gathering = (
         "{% set ns = namespace(s='') %}{% for m in messages %}{% set ns.s = ns.s + m.content %}{% endfor %}{{ ns.s }}"
     )
@@ -203,5 +335,5 @@ def test_a_folder_with_such_a_template_ends_with_one_line(tmp_path: Path) -> Non
     (folder / "chat_template.jinja").unlink()
     settings["chat_template"] = CHATML + ENDLESS["doubling by ~"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    with pytest.raises(ToolwiseError, match="is refused: it produces"):
+    with pytest.raises(ToolwiseError, match="is refused: it needs more than 128 MB of memory"):
         load_model(str(folder), device="cpu")

@@ -300,10 +300,13 @@ class Actor:
         self.kl.load_state_dict(state["kl"])
         self.version = state["version"]
 
-    def save_model(self, folder: Path) -> None:
+    def weights_to_save(self) -> dict[str, Tensor] | None:
+        return dict(self.model.state_dict()) if self.adapters is None else None
+
+    def save_model(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Save the weights as a folder that plain `transformers` loads, with adapters merged in."""
         if self.adapters is None:
-            self.model.save_pretrained(folder)
+            self.model.save_pretrained(folder, state_dict=weights)
         else:
             self.adapters.save_merged(folder)
 

@@ -88,6 +88,7 @@ MUTABLE_SETTINGS = frozenset(
         # how long the run is, what it saves and when it validates
         "trainer.total_steps",
         "trainer.save_every",
+        "trainer.async_checkpoints",
         "trainer.keep_checkpoints",
         "trainer.keep_best",
         "trainer.best_metric",

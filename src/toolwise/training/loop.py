@@ -35,12 +35,14 @@ class StepResult:
     credited: list[CreditedRollout]
 
 
-async def train_step(run: Run) -> StepResult:
+async def train_step(run: Run, before_update: Callable[[], None] = lambda: None) -> StepResult:
+    """`before_update` is called before any weight changes."""
     started, counted = time.perf_counter(), _counters(run)
     with Watchdog() as watchdog:
         scored, usable, counts = await collect(run)
     rolled_out = time.perf_counter()
     thinking, thinking_metrics = await think(run, scored, usable)
+    before_update()
     credited, actor_metrics, estimator_metrics = update_actor(run, usable, thinking)
     run.queue.advance()
     run.progress.step += 1  # before the router learns: if a user's fails, the updated weights count

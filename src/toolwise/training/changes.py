@@ -39,6 +39,7 @@ MUTABLE_SETTINGS = frozenset(
         "actor.share_prefixes",
         "actor.logit_chunk_tokens",
         "actor.activation_checkpointing",
+        "actor.optimizer_state",
         "rollout.vllm.base_url",
         "rollout.vllm.command",
         "rollout.vllm.model",

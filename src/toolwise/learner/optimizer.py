@@ -53,7 +53,7 @@ class Optimizer:
         self.total_steps, self.min_lr_ratio = total_steps, min_lr_ratio
         self.guard = Guard(spike_factor, floor=config.max_grad_norm, owner=owner)
         self.weights = [weight for weight in weights if weight.requires_grad]
-        self.offloaded = state == "cpu"
+        self.offloaded, self.moment_bytes = state == "cpu", 2 if state == "bf16" else 4
         self.masters = [_master(weight, offload=self.offloaded) for weight in self.weights]
         self.holders = [_holder(w, m) for w, m in zip(self.weights, self.masters, strict=True)]
         """Tensors on the weights' device whose `.grad` adds up the gradients, in fp32."""
@@ -79,7 +79,7 @@ class Optimizer:
 
     def _allocate_state(self) -> None:
         """Allocate the moments that the next step needs, so that it cannot run out of memory half way."""
-        dtype = torch.bfloat16 if isinstance(self.adamw, Bf16AdamW) else torch.float32
+        dtype = torch.bfloat16 if self.moment_bytes == 2 else torch.float32
         for master, holder in zip(self.masters, self.holders, strict=True):
             if holder.grad is not None and master not in self.adamw.state:
                 self.adamw.state[master] = {

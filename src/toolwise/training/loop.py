@@ -164,8 +164,13 @@ def update_actor(
     the estimator's."""
     if not run.config.router.train_actor:
         return [], {}, {}
+    if run.cache_memory is not None:
+        run.cache_memory.before_update()
     credited, costs, estimated = annotate_and_credit(run, usable, thinking)
-    return credited, run.learner.update(credited) | costs, estimated
+    metrics = run.learner.update(credited) | costs
+    if run.cache_memory is not None:
+        metrics |= run.cache_memory.after_update()
+    return credited, metrics, estimated
 
 
 def annotate_and_credit(

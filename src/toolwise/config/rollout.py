@@ -84,8 +84,8 @@ class RolloutConfig(Section):
     """When a chat template would render earlier turns differently (e.g. drop thoughts): "append" continues after the
     sampled tokens, one row per rollout; "fork" starts a new row as the template renders it."""
     cache_mb: PositiveInt | None = None
-    """Memory of the KV cache in MB; unset: on a GPU half of what is free when the run starts (training needs its
-    share), on a CPU up to 4 GiB."""
+    """Memory of the KV cache in MB; unset: on a GPU half of what is free when the run starts, but no more than updates
+    leave (docs/memory.md), on a CPU up to 4 GiB."""
     max_batch: PositiveInt = 256
     """Maximum number of requests that generate together."""
     max_concurrent: PositiveInt = 1024

@@ -4,9 +4,9 @@
     python benchmarks/checkpoints.py --shape tiny --steps 6 --prompts 2 --group 2 --prompt-tokens 40 --reply-tokens 8
 
 A step generates replies with the engine and updates the actor, as `training/loop.py` does; random weights in bf16,
-random prompts. A checkpoint holds what a run's does but for the small files: weights, master weights, moments. Printed: steps
-without a save; the step after a save, with the time the training had to wait for the copy and for the save before it;
-and how long the thread took to write it. Needs `src` on the path, and space for two checkpoints in `--out`.
+random prompts. A checkpoint holds what a run's does but for the small files: weights, master weights, moments. Printed:
+steps without a save; the step after a save, with the time the training had to wait for the copy and for the save
+before it; and how long the thread took to write it. Needs `src` on the path, and space for two checkpoints in `--out`.
 """
 
 from __future__ import annotations

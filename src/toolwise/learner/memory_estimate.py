@@ -129,15 +129,20 @@ def update_memory(model: Any, optimizer: Optimizer, actor: ActorConfig, tokens: 
 
 
 def permanent_parts(model: Any, optimizer: Optimizer) -> dict[str, int]:
-    """Weights, master weights and moments on the model's device."""
+    """Weights, master weights and moments on the model's device. Each adapted layer (LoRA) also has a merged weight."""
     trained = sum(weight.numel() for weight in optimizer.weights)
     copies = sum(m.nbytes for w, m in zip(optimizer.weights, optimizer.masters, strict=True) if w is not m)
     parts = {
         "weights": sum(parameter.nbytes for parameter in model.parameters()),
+        "merged weights": sum(layer.base_layer.weight.nbytes for layer in model.modules() if _is_adapter(layer)),
         "fp32 master weights": 0 if optimizer.offloaded else copies,
         "optimizer states": 0 if optimizer.offloaded else 2 * optimizer.moment_bytes * trained,
     }
     return {name: size for name, size in parts.items() if size}
+
+
+def _is_adapter(module: Any) -> bool:
+    return hasattr(module, "base_layer") and hasattr(type(module), "get_delta_weight")
 
 
 def snapshot_bytes(model: Any, optimizer: Optimizer) -> int:

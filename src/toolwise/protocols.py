@@ -343,7 +343,12 @@ class Learner(Stateful, Protocol):
     def weights_checksum(self) -> str:
         """Changes whenever a trainable weight does."""
 
-    def save_model(self, folder: Path) -> None: ...
+    def weights_to_save(self) -> Mapping[str, Any] | None:
+        """The tensors that `save_model` writes, by name, not copied; None if there is no such list, so that training
+        must wait for `save_model`."""
+
+    def save_model(self, folder: Path, weights: dict[str, Any] | None = None) -> None:
+        """`weights`: copies of `weights_to_save()`, to write in place of the current weights."""
 
     def load_weights(self, folder: Path) -> None:
         """Load what `save_model` wrote."""

@@ -89,8 +89,8 @@ class RolloutConfig(ChatConfig):
     """Maximum tokens per turn."""
     grammar: GrammarConfig = GrammarConfig()
     cache_mb: PositiveInt | None = None
-    """Memory of the KV cache in MB; unset: on a GPU half of what is free when the run starts (training needs its
-    share), on a CPU up to 4 GiB."""
+    """Memory of the KV cache in MB; unset: on a GPU half of what is free when the run starts, but no more than updates
+    leave (docs/memory.md), on a CPU up to 4 GiB."""
     max_batch: PositiveInt = 256
     """Maximum number of requests that generate together."""
     max_concurrent: PositiveInt = 1024

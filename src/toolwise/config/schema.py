@@ -159,6 +159,7 @@ class FaultsConfig(Section):
 
 
 Aggregation = Literal["token", "step", "rollout", "constant"]
+OptimizerState = Literal["fp32", "bf16", "cpu"]
 Reaction = Literal["stop", "warn", "off"]
 
 
@@ -204,6 +205,10 @@ class ActorConfig(Section):
     """Weight decay of the optimizer."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient clipping norm."""
+    optimizer_state: OptimizerState = "fp32"
+    """AdamW's moments and master weights, also the critic's: "fp32"; "bf16" rounds the moments, which saves 4 bytes per
+    trained parameter; "cpu" keeps and updates all of it in CPU memory, which saves 12 (8 with fp32 weights) and takes
+    longer: docs/memory.md."""
     spike_factor: float = Field(default=20.0, ge=0.0)
     """Skip a step whose gradient norm exceeds max_grad_norm and this many times its running median; 0: never skip."""
     policy_loss: str = "ppo"

@@ -35,6 +35,9 @@ class TrainerConfig(ObserverSettings):
     """Number of training steps."""
     save_every: PositiveInt = 10
     """Steps between checkpoints."""
+    async_checkpoints: bool = True
+    """Write checkpoints while training goes on, from a copy of the weights and the optimizer's state in CPU memory;
+    false: training waits until they are written. The results are the same."""
     keep_checkpoints: PositiveInt = 2
     """Number of latest checkpoints to keep."""
     keep_best: bool = True

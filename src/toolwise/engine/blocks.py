@@ -193,6 +193,12 @@ class BlockManager:
             self._evict(self._evictable.popitem(last=False)[0])
         self.copies.clear()
 
+    def resize(self, count: int) -> None:
+        """Change the number of blocks; no request may hold any."""
+        self.clear()
+        assert not self.in_use, "blocks are in use"
+        self.count, self._free = count, list(range(count - 1, -1, -1))
+
     # --- the tree
 
     def _match(self, tokens: Sequence[int], end: int) -> tuple[list[PrefixNode], PrefixNode | None, int]:

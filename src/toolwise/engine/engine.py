@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -23,7 +23,7 @@ from toolwise.engine.blocks import BlockManager
 from toolwise.engine.cpu_runner import CpuRunner
 from toolwise.engine.cuda_runner import CudaRunner, supports_fused_kernels
 from toolwise.engine.paths import FAST, TRANSFORMERS, engine_path
-from toolwise.engine.request import ContinuationScores, LogitsMask, Request
+from toolwise.engine.request import ContinuationScores, LogitsMask, Request, deliver
 from toolwise.engine.results import Decode, OutputProcessor
 from toolwise.engine.runner import Runner, batch_tokens
 from toolwise.engine.sampler import NaNLogitsError
@@ -102,6 +102,8 @@ class Engine(GenerationEngine):
         )
         self.results = OutputProcessor(self.blocks, head, decode)
         self.steps = 0
+        self.most_blocks = 0
+        """The most blocks that requests have held at a time."""
         self._pending_actions: deque[Callable[[], None]] = deque()
         """Actions for the engine's thread to run before its next step: add or cancel requests, clear the cache."""
         self._current_plan: Plan = {}
@@ -166,14 +168,20 @@ class Engine(GenerationEngine):
 
         self._run_or_defer(change)
 
-    def drop_cache(self) -> None:
-        """Free the memory of the cache, immediately if the engine is idle. The next request allocates it again."""
+    def drop_cache(self, *, blocks: int | None = None) -> bool:
+        """Free the memory of the cache and its captured graphs, immediately if the engine is idle, and return whether
+        that freed any. The next request allocates it again; `blocks` is its new size, which only an idle engine
+        takes."""
 
         def drop() -> None:
             self._clear_cache()
             self.runner.release()
+            if blocks is not None and not self.scheduler.requests:
+                self.blocks.resize(blocks)
 
+        held = bool(self.runner.keys) and not self._working
         self._run_or_defer(drop)
+        return held
 
     def metrics(self) -> Metrics:
         return {
@@ -198,6 +206,7 @@ class Engine(GenerationEngine):
             states, rows = self.runner.run(plan, self.scheduler.chunks)
             finished = self.results.process_step(plan, states, rows, self.version, self._admit_followers)
         self.steps += 1
+        self.most_blocks = max(self.most_blocks, self.blocks.in_use)
         self._finish(finished)
 
     def _admit_followers(self) -> Plan:
@@ -365,25 +374,3 @@ class Engine(GenerationEngine):
 @cache
 def _log_general_path(model: str, reason: str) -> None:
     log.info("%s uses its stock forward over the paged cache, not the fast path: %s", model, reason)
-
-
-def deliver(finished: Iterable[Request]) -> None:
-    """Hand each event loop the results of its requests, in one call per loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = defaultdict(list)
-    for request in finished:
-        by_loop[request.loop].append(request)
-    for loop, requests in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_resolve, requests)
-        except RuntimeError:  # the loop is closed, so no caller waits there
-            continue
-
-
-def _resolve(requests: Sequence[Request]) -> None:
-    for request in requests:
-        if request.future.done():
-            continue
-        if request.fault is not None:
-            request.future.set_exception(request.fault)
-        else:
-            request.future.set_result(request.result())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -109,3 +110,25 @@ class Request:
             min(self.versions, default=0),
             self.versions if len(set(self.versions)) > 1 else None,
         )
+
+
+def deliver(finished: Iterable[Request]) -> None:
+    """Hand each event loop the results of its requests, in one call per loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = defaultdict(list)
+    for request in finished:
+        by_loop[request.loop].append(request)
+    for loop, requests in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_resolve, requests)
+        except RuntimeError:  # the loop is closed, so no caller waits there
+            continue
+
+
+def _resolve(requests: Sequence[Request]) -> None:
+    for request in requests:
+        if request.future.done():
+            continue
+        if request.fault is not None:
+            request.future.set_exception(request.fault)
+        else:
+            request.future.set_result(request.result())

@@ -24,6 +24,7 @@ from toolwise.learner.lora import Adapters
 from toolwise.learner.loss_aggregation import token_weights
 from toolwise.learner.loss_terms import MetricSums, metric_names, policy_loss_terms
 from toolwise.learner.losses import GradientCheck, PpoClip
+from toolwise.learner.memory import MicroBatchLimit
 from toolwise.learner.mini_batches import mini_batches
 from toolwise.learner.mismatch import Evidence, check_logprobs
 from toolwise.learner.optimizer import Optimizer
@@ -77,6 +78,7 @@ class Actor:
             total_steps=actor.schedule_steps or config.trainer.total_steps,
             min_lr_ratio=actor.min_lr_ratio,
             spike_factor=actor.spike_factor,
+            state=actor.optimizer_state,
         )
         self.kl = KlCoefficient(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
         required: dict[Annotation, bool] = {
@@ -88,6 +90,10 @@ class Actor:
         self.reference = build_reference(model, self.adapters) if "ref_logprobs" in self.required_annotations else None
         if "values" in self.required_annotations and critic is None:
             raise ConfigError("the advantage estimator needs values but the actor has no critic: pass one")
+        self.memory = MicroBatchLimit(actor.micro_batch_tokens)
+        self.optimizer.reserve = self.memory.reserve
+        if critic is not None:
+            critic.memory, critic.optimizer.reserve = self.memory, self.memory.reserve
         if actor.activation_checkpointing:
             _checkpoint_activations(model)
 
@@ -160,7 +166,7 @@ class Actor:
                 sums[name] = sums.get(name, 0.0) + value
             updates += 1
         means = {name: value / updates for name, value in sums.items()}
-        return metrics | self._report(batch, means, updates)
+        return metrics | self._report(batch, means, updates) | self.memory.take_metrics()
 
     def dry_run_update(self, credited: Sequence[CreditedRollout]) -> Metrics:
         """Run the forward and backward pass of an update and the mismatch check, without changing weights or optimiser
@@ -204,17 +210,26 @@ class Actor:
         return metrics
 
     def _gradients(self, batch: Batch, rows: list[int]) -> MiniBatchResult:
-        """Accumulate the gradients of one optimiser step over its micro-batches."""
+        """Accumulate the gradients of one optimiser step over its micro-batches. If they do not fit into memory, the
+        step begins again with smaller ones, so that no row counts twice."""
         actor = self.config.actor
         tokens = batch.predicted_tokens(rows)
         weights = torch.zeros(len(batch), device=self.device)
         weights[tokens] = token_weights(
             actor.loss_aggregation, batch.step[tokens], batch.rollout[tokens], length=actor.loss_length
         )
+        logprobs, loss_share, sums = self.memory.fit(
+            partial(self._accumulate, batch, rows, weights), batch.lengths(rows), self.optimizer.zero_grad
+        )
+        return MiniBatchResult(sums.means(len(tokens)), logprobs, loss_share)
+
+    def _accumulate(
+        self, batch: Batch, rows: list[int], weights: Tensor, max_tokens: int
+    ) -> tuple[Tensor, Tensor, MetricSums]:
         logprobs = torch.full((len(batch),), torch.nan, device=self.device)
         loss_share = torch.zeros(len(batch.rollout_ids), device=self.device)
-        sums = MetricSums(self.device, metric_names(actor, self.loss))
-        for packed, columns in batch.packed(rows, self.model, actor):
+        sums = MetricSums(self.device, metric_names(self.config.actor, self.loss))
+        for packed, columns in batch.packed(rows, self.model, self.config.actor, max_tokens):
             new_logprobs, entropy = self._forward(self.model, packed)
             terms = policy_loss_terms(self.config, self.loss, self.kl.value, batch, columns, new_logprobs, entropy)
             self._gradient_check.observe(terms.policy, new_logprobs)
@@ -224,7 +239,7 @@ class Actor:
             logprobs[columns] = new_logprobs.detach()
             loss_share.index_add_(0, batch.rollout[columns], terms.total.detach().abs() * weight)
             sums.add(terms, weight, packed.T)
-        return MiniBatchResult(sums.means(len(tokens)), logprobs, loss_share)
+        return logprobs, loss_share, sums
 
     def _forward(self, model: Any, packed: Packed, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         return token_logprobs(
@@ -239,11 +254,15 @@ class Actor:
     def _logprobs(
         self, model: Any, batch: Batch, rows: Sequence[int] | None = None, temperature: float | None = None
     ) -> Tensor:
-        logprobs = torch.zeros(len(batch), device=self.device)
-        rows = batch.trainable_rows() if rows is None else rows
-        for packed, columns in batch.packed(rows, model, self.config.actor):
-            logprobs[columns] = self._forward(model, packed, temperature)[0]
-        return logprobs
+        chosen = batch.trainable_rows() if rows is None else rows
+
+        def compute(max_tokens: int) -> Tensor:
+            logprobs = torch.zeros(len(batch), device=self.device)
+            for packed, columns in batch.packed(chosen, model, self.config.actor, max_tokens):
+                logprobs[columns] = self._forward(model, packed, temperature)[0]
+            return logprobs
+
+        return self.memory.fit(compute, batch.lengths(chosen))
 
     def _check_mismatch(self, batch: Batch, rows: list[int], logprobs: Tensor, version: int) -> Metrics:
         """Compare the rollout's log-probs with those the first optimiser step computed, before any weight moves."""
@@ -300,10 +319,13 @@ class Actor:
         self.kl.load_state_dict(state["kl"])
         self.version = state["version"]
 
-    def save_model(self, folder: Path) -> None:
+    def weights_to_save(self) -> dict[str, Tensor] | None:
+        return dict(self.model.state_dict()) if self.adapters is None else None
+
+    def save_model(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Save the weights as a folder that plain `transformers` loads, with adapters merged in."""
         if self.adapters is None:
-            self.model.save_pretrained(folder)
+            self.model.save_pretrained(folder, state_dict=weights)
         else:
             self.adapters.save_merged(folder)
 

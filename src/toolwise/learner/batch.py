@@ -72,14 +72,20 @@ class Batch:
         chosen[list(rows)] = True
         return torch.nonzero(chosen[self.row] & self.has_context).squeeze(-1)
 
-    def packed(self, rows: Sequence[int], model: Any, config: ActorConfig) -> Iterator[tuple[Packed, Tensor]]:
-        """Yield micro-batches of these rows for `model`, each with the column indices of its sampled tokens."""
+    def lengths(self, rows: Sequence[int]) -> list[int]:
+        return [len(self.rows[index]) for index in rows]
+
+    def packed(
+        self, rows: Sequence[int], model: Any, config: ActorConfig, max_tokens: int | None = None
+    ) -> Iterator[tuple[Packed, Tensor]]:
+        """Yield micro-batches of these rows for `model`, each with the column indices of its sampled tokens.
+        `max_tokens` takes the place of `actor.micro_batch_tokens`."""
         if not rows:
             return
         chosen = torch.tensor(list(rows), device=self.device)
         parts = micro_batches(
             [self.rows[index] for index in rows],
-            config.micro_batch_tokens,
+            max_tokens or config.micro_batch_tokens,
             # On padded rows, shared prefixes would exceed the budget.
             share_prefixes=config.share_prefixes and can_share_prefixes(model),
             device=self.device,

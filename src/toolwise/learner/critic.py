@@ -6,6 +6,7 @@ zero and its own optimiser, so that its large early errors do not disturb the po
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from toolwise.learner.batch import Batch
 from toolwise.learner.forward import hidden_states
 from toolwise.learner.loss_aggregation import token_weights
 from toolwise.learner.losses import clipped_value_loss
+from toolwise.learner.memory import MicroBatchLimit
 from toolwise.learner.mini_batches import mini_batches
 from toolwise.learner.optimizer import Optimizer
 from toolwise.protocols import Metrics
@@ -28,6 +30,7 @@ class Critic:
         """Takes ownership of `model`. The estimator decides whether it learns a value for every sampled token, or only
         for the first of each turn."""
         self.config = config
+        self.memory = MicroBatchLimit(config.actor.micro_batch_tokens)
         self.per = per
         self.model = model.eval().requires_grad_(False)
         self.trunk = model.get_decoder().requires_grad_(True)
@@ -42,15 +45,21 @@ class Critic:
             total_steps=config.trainer.total_steps,
             spike_factor=config.actor.spike_factor,
             owner="critic",
+            state=config.actor.optimizer_state,
         )
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
         """One value per sampled token of the batch, predicted before the token is sampled."""
-        values = torch.zeros(len(batch), device=batch.device)
-        for packed, columns in batch.packed(batch.trainable_rows(), self.model, self.config.actor):
-            values[columns] = self._values(packed)
-        return values
+        rows = batch.trainable_rows()
+
+        def compute(max_tokens: int) -> Tensor:
+            values = torch.zeros(len(batch), device=batch.device)
+            for packed, columns in batch.packed(rows, self.model, self.config.actor, max_tokens):
+                values[columns] = self._values(packed)
+            return values
+
+        return self.memory.fit(compute, batch.lengths(rows))
 
     def _values(self, packed: Any) -> Tensor:
         hidden = hidden_states(self.model, packed)[packed.source]
@@ -82,13 +91,22 @@ class Critic:
         return tokens[batch.first[tokens]] if self.per == "turn" else tokens
 
     def _step(self, batch: Batch, rows: list[int], version: int) -> Metrics:
-        assert batch.values is not None
-        assert batch.returns is not None
         tokens = self._learned_tokens(batch, rows)
         weights = torch.zeros(len(batch), device=batch.device)
         weights[tokens] = token_weights("token", batch.step[tokens], batch.rollout[tokens])
+        sums = self.memory.fit(
+            partial(self._accumulate, batch, rows, weights), batch.lengths(rows), self.optimizer.zero_grad
+        )
+        loss_sum, clip_sum = distributed.sum_over_ranks(sums.tolist(), batch.device)
+        norms = self.optimizer.step(version, lambda: [batch.rollout_ids[batch.rollout_of_row[row]] for row in rows])
+        return {"loss": loss_sum, "clip_frac": clip_sum, **norms}
+
+    def _accumulate(self, batch: Batch, rows: list[int], weights: Tensor, max_tokens: int) -> Tensor:
+        """Add up gradients; return the sums of losses and of clipped tokens."""
+        assert batch.values is not None
+        assert batch.returns is not None
         sums = torch.zeros(2, device=batch.device)
-        for packed, columns in batch.packed(rows, self.model, self.config.actor):
+        for packed, columns in batch.packed(rows, self.model, self.config.actor, max_tokens):
             values, weight = self._values(packed), weights[columns]
             losses, clipped = clipped_value_loss(
                 values, batch.values[columns], batch.returns[columns], clip=self.config.critic.value_clip or None
@@ -99,9 +117,7 @@ class Critic:
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.accumulate_gradients()
             sums += torch.stack([loss.detach(), (clipped * weight).sum()])
-        loss_sum, clip_sum = distributed.sum_over_ranks(sums.tolist(), batch.device)
-        norms = self.optimizer.step(version, lambda: [batch.rollout_ids[batch.rollout_of_row[row]] for row in rows])
-        return {"loss": loss_sum, "clip_frac": clip_sum, **norms}
+        return sums
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -1,6 +1,11 @@
 """The optimiser: accumulates gradients in fp32, clips them, skips bad steps, and updates weights of any precision.
 
 Half precision loses small updates, so there AdamW works on fp32 master copies and the weights are rounded from them.
+`actor.optimizer_state` says where AdamW's state lives. Per trained parameter, beside the weight and its gradient:
+
+    "fp32"   moments 8 bytes, master 4 if the weight is half precision
+    "bf16"   moments 4 bytes, rounded to bf16 after each step (`bf16_adamw`); the master as above
+    "cpu"    nothing on the GPU: moments and master are in CPU memory (12 bytes), which computes the step
 """
 
 from __future__ import annotations
@@ -13,9 +18,10 @@ import torch
 from torch import Tensor
 
 from toolwise.config.router import RouterConfig
-from toolwise.config.schema import ActorConfig, CriticConfig
+from toolwise.config.schema import ActorConfig, CriticConfig, OptimizerState
 from toolwise.config.sft import SftConfig
 from toolwise.learner import distributed
+from toolwise.learner.bf16_adamw import Bf16AdamW
 from toolwise.learner.schedules import lr_factor
 from toolwise.learner.step_guard import Guard
 
@@ -42,34 +48,59 @@ class Optimizer:
         min_lr_ratio: float = 0.0,
         spike_factor: float = 0.0,
         owner: str = "actor",
+        state: OptimizerState = "fp32",
     ) -> None:
         self.config = config
         self.total_steps, self.min_lr_ratio = total_steps, min_lr_ratio
         self.guard = Guard(spike_factor, floor=config.max_grad_norm, owner=owner)
         self.weights = [weight for weight in weights if weight.requires_grad]
-        self.masters = [w if torch.finfo(w.dtype).bits >= 32 else w.detach().float() for w in self.weights]
-        self.adamw = torch.optim.AdamW(
-            self.masters, lr=config.lr, betas=BETAS, weight_decay=config.weight_decay, fused=True
+        self.offloaded, self.moment_bytes = state == "cpu", 2 if state == "bf16" else 4
+        self.masters = [_master(weight, offload=self.offloaded) for weight in self.weights]
+        self.holders = [_holder(w, m) for w, m in zip(self.weights, self.masters, strict=True)]
+        """Tensors on the weights' device whose `.grad` adds up the gradients, in fp32."""
+        self._host_gradients: list[Tensor] = []
+        self.reserve: Callable[[Callable[[], None]], None] = lambda allocate: allocate()
+        """Calls a function that allocates memory, and makes room if there is too little: `MicroBatchLimit.reserve`."""
+        settings: dict[str, Any] = {"lr": config.lr, "betas": BETAS, "weight_decay": config.weight_decay}
+        self.adamw: torch.optim.Optimizer = (
+            Bf16AdamW(self.masters, **settings)
+            if state == "bf16"
+            else torch.optim.AdamW(self.masters, **settings, fused=True)
         )
 
     def accumulate_gradients(self) -> None:
-        """Move the gradients of half-precision weights to their fp32 masters, adding them up there. fp32 weights
-        accumulate their own."""
-        for weight, master in self._master_pairs():
-            if weight.grad is not None:
-                grad = weight.grad.float()
-                master.grad = grad if master.grad is None else master.grad + grad
+        """Add the gradients of half-precision weights to their sums in fp32. fp32 weights accumulate their own."""
+        for weight, holder in zip(self.weights, self.holders, strict=True):
+            if weight is not holder and weight.grad is not None:
+                if holder.grad is None:
+                    holder.grad = weight.grad.float()
+                else:
+                    holder.grad += weight.grad
                 weight.grad = None
+
+    def _allocate_state(self) -> None:
+        """Allocate the moments that the next step needs, so that it cannot run out of memory half way."""
+        dtype = torch.bfloat16 if self.moment_bytes == 2 else torch.float32
+        for master, holder in zip(self.masters, self.holders, strict=True):
+            if holder.grad is not None and master not in self.adamw.state:
+                self.adamw.state[master] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                    "exp_avg": torch.zeros_like(master, dtype=dtype),
+                    "exp_avg_sq": torch.zeros_like(master, dtype=dtype),
+                }
 
     @torch.no_grad()
     def step(self, update: int, suspects: Callable[[], Sequence[str]] = list) -> dict[str, float]:
         """Take a step unless the guard rejects it, and clear the gradients. Return the gradient and update norms."""
-        distributed.sum_gradients(self.masters)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.config.max_grad_norm))
+        distributed.sum_gradients(self.holders)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.holders, self.config.max_grad_norm))
         update_norm = 0.0
         if self.guard.admits(norm, suspects):
             for group in self.adamw.param_groups:
                 group["lr"] = self.learning_rate(update)
+            if self.offloaded:
+                self._move_gradients()
+            self.reserve(self._allocate_state)
             self.adamw.step()
             update_norm = self._update_norm()
             for weight, master in self._master_pairs():
@@ -78,9 +109,19 @@ class Optimizer:
         return {"grad_norm": norm, "update_norm": update_norm}
 
     def zero_grad(self) -> None:
-        self.adamw.zero_grad(set_to_none=True)
-        for weight, _ in self._master_pairs():
-            weight.grad = None
+        for tensor in (*self.masters, *self.holders, *self.weights):
+            tensor.grad = None
+
+    def _move_gradients(self) -> None:
+        """Copy the gradients to the masters on the CPU, through memory that is reused."""
+        if not self._host_gradients:
+            pinned = self.weights[0].is_cuda if self.weights else False
+            self._host_gradients = [torch.empty(m.shape, dtype=m.dtype, pin_memory=pinned) for m in self.masters]
+        for master, holder, buffer in zip(self.masters, self.holders, self._host_gradients, strict=True):
+            if holder.grad is not None:
+                master.grad = buffer.copy_(holder.grad, non_blocking=True)
+        if self.weights and self.weights[0].is_cuda:
+            torch.cuda.synchronize(self.weights[0].device)
 
     def learning_rate(self, update: int) -> float:
         return self.config.lr * lr_factor(
@@ -107,7 +148,8 @@ class Optimizer:
             flat = (master.reshape(-1), state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1))
             # In pieces, so that temporaries stay in the cache.
             for weight, mean, square in zip(*(x.split(CHUNK[x.is_cuda]) for x in flat), strict=True):
-                delta = (mean / square.sqrt().add_(group["eps"] * bias_correction2)).mul_(scale * (1.0 + decay_ratio))
+                root = square.float().sqrt().add_(group["eps"] * bias_correction2)
+                delta = (mean.float() / root).mul_(scale * (1.0 + decay_ratio))
                 if decay_ratio:
                     delta.add_(weight, alpha=decay_ratio)
                 squared_norm += torch.dot(delta, delta)
@@ -118,7 +160,8 @@ class Optimizer:
         """Update the masters after loading weights. A master that still rounds to its weight is kept: it is more
         precise."""
         for weight, master in self._master_pairs():
-            master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.detach().float()))
+            current = weight.detach().to(master.device)
+            master.copy_(torch.where(master.to(weight.dtype) == current, master, current.float()))
 
     def _master_pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         return ((w, m) for w, m in zip(self.weights, self.masters, strict=True) if w is not m)
@@ -127,12 +170,30 @@ class Optimizer:
         return {
             "adamw": self.adamw.state_dict(),
             "guard": self.guard.state_dict(),
-            "masters": [master for _, master in self._master_pairs()],
+            "masters": self._half_precision_masters(),
         }
+
+    def _half_precision_masters(self) -> list[Tensor]:
+        """The masters that say more than their weights."""
+        return [master for weight, master in self._master_pairs() if weight.dtype != master.dtype]
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.adamw.load_state_dict(state["adamw"])
         self.guard.load_state_dict(state["guard"])
-        for (_, master), saved in zip(self._master_pairs(), state["masters"], strict=True):
+        for master, saved in zip(self._half_precision_masters(), state["masters"], strict=True):
             master.copy_(saved)
+
+
+def _master(weight: Tensor, *, offload: bool) -> Tensor:
+    """What AdamW updates in place of `weight`: an fp32 copy, or the weight itself if it can be updated as it is."""
+    if offload:
+        return weight.detach().to("cpu", torch.float32, copy=True)
+    return weight if torch.finfo(weight.dtype).bits >= 32 else weight.detach().float()
+
+
+def _holder(weight: Tensor, master: Tensor) -> Tensor:
+    if master.device == weight.device:
+        return master if weight.dtype != master.dtype else weight
+    # A gradient must have the shape and type of its tensor; this one takes the memory of a single number.
+    return weight if weight.dtype == master.dtype else torch.zeros((), device=weight.device).expand(weight.shape)

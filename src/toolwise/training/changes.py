@@ -42,6 +42,7 @@ MUTABLE_SETTINGS = frozenset(
         "actor.share_prefixes",
         "actor.logit_chunk_tokens",
         "actor.activation_checkpointing",
+        "actor.optimizer_state",
         "rollout.vllm.base_url",
         "rollout.vllm.command",
         "rollout.vllm.model",
@@ -91,6 +92,7 @@ MUTABLE_SETTINGS = frozenset(
         # how long the run is, what it saves and when it validates
         "trainer.total_steps",
         "trainer.save_every",
+        "trainer.async_checkpoints",
         "trainer.keep_checkpoints",
         "trainer.keep_best",
         "trainer.best_metric",

@@ -35,12 +35,14 @@ class StepResult:
     credited: list[CreditedRollout]
 
 
-async def train_step(run: Run) -> StepResult:
+async def train_step(run: Run, before_update: Callable[[], None] = lambda: None) -> StepResult:
+    """`before_update` is called before any weight changes."""
     started, counted = time.perf_counter(), _counters(run)
     with Watchdog() as watchdog:
         scored, usable, counts = await collect(run)
     rolled_out = time.perf_counter()
     thinking, thinking_metrics = await think(run, scored, usable)
+    before_update()
     credited, actor_metrics, estimator_metrics = update_actor(run, usable, thinking)
     run.queue.advance()
     run.progress.step += 1  # before the router learns: if a user's fails, the updated weights count
@@ -162,8 +164,13 @@ def update_actor(
     the estimator's."""
     if not run.config.router.train_actor:
         return [], {}, {}
+    if run.cache_memory is not None:
+        run.cache_memory.before_update()
     credited, costs, estimated = annotate_and_credit(run, usable, thinking)
-    return credited, run.learner.update(credited) | costs, estimated
+    metrics = run.learner.update(credited) | costs
+    if run.cache_memory is not None:
+        metrics |= run.cache_memory.after_update()
+    return credited, metrics, estimated
 
 
 def annotate_and_credit(

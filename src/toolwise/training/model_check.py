@@ -132,7 +132,7 @@ def _engine(skeleton: Any, config: RunConfig, device: str) -> Finding:
 
 def _memory(skeleton: Any, config: RunConfig, device: str) -> Finding:
     """Computed from sizes; `train --dry-run` also measures what activations need."""
-    parts, available = memory_parts(skeleton, config), device_bytes(device)
+    parts, available = memory_parts(skeleton, config, device), device_bytes(device)
     cache = config.rollout.cache_mb
     tokens = config.data.batch_size * config.rollout.n * config.rollout.max_new_tokens
     shown = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts.items())
@@ -144,7 +144,10 @@ def _memory(skeleton: Any, config: RunConfig, device: str) -> Finding:
     )
     needed = sum(parts.values()) + (cache or 0) * 1_000_000
     if needed > available:
-        cure = 'use a smaller model, actor.lora.rank, model.dtype = "bfloat16" on a GPU, or a larger device'
+        cure = (
+            'use a smaller model, actor.lora.rank, actor.optimizer_state = "bf16", a larger device; on a GPU also '
+            'model.dtype = "bfloat16" or actor.optimizer_state = "cpu"'
+        )
         return Finding("memory", "wrong", f"{needed / 1e9:.2f} GB do not fit: {says}", parts, cure=cure)
     return Finding("memory", "ok", says, parts)
 
@@ -158,8 +161,8 @@ def device_bytes(device: Any) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def memory_parts(model: Any, config: RunConfig) -> dict[str, int]:
-    """Bytes of what training holds besides activations: by the weights' sizes and what is trained."""
+def memory_parts(model: Any, config: RunConfig, device: str = "cpu") -> dict[str, int]:
+    """Bytes of what training holds on the device besides activations: by the weights' sizes and what is trained."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     count = sum(p.numel() for p in model.parameters())
     lora, merged = config.actor.lora, {}
@@ -170,8 +173,12 @@ def memory_parts(model: Any, config: RunConfig) -> dict[str, int]:
         count = sum(lora.rank * sum(weight.shape) for weight in adapted)
         weights += FP32 * count
         merged = {"merged weights": sum(weight.numel() * weight.element_size() for weight in adapted)}
-    trained = {"gradients": FP32 * count, "optimizer states": 2 * FP32 * count}
+    state = config.actor.optimizer_state
+    trained = {"gradients": FP32 * count, "optimizer states": (2 if state == "bf16" else FP32) * 2 * count}
     masters = {} if _dtype(model) == "float32" or lora.rank else {"fp32 master weights": FP32 * count}
+    if state == "cpu" and device.startswith("cuda"):
+        trained.pop("optimizer states")
+        masters = {}
     return {"weights": weights} | merged | trained | masters
 
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolwise.config.schema import RunConfig
 from toolwise.data import Batches
@@ -36,6 +36,9 @@ from toolwise.training.rollout_setup import RolloutSetup, check_tasks, load_opti
 from toolwise.training.startup import announce
 from toolwise.training.tasks import attach_labels, load_split, without_held_out_tools
 from toolwise.types import Rollout, Task
+
+if TYPE_CHECKING:
+    from toolwise.training.cache_memory import CacheMemory
 
 
 @dataclass(slots=True)
@@ -90,6 +93,8 @@ class Run(RolloutSetup):
     progress: Progress = field(default_factory=Progress)
     thinking: ThinkingStage | None = None
     """Writes thoughts at the other levels; None unless `algorithm.rlvcr.enable` is set."""
+    cache_memory: CacheMemory | None = None
+    """Frees the engine's cache for updates that need its memory; None without a GPU."""
 
     def startup_findings(self) -> list[Finding]:
         """Problems, known before the first step, that would keep the run from learning."""
@@ -158,6 +163,7 @@ def add_training(
 ) -> Run:
     """Add what training needs: learner, estimator, batches, queue, thinking stage, and a router that learns."""
     from toolwise.learner.builder import build_learner
+    from toolwise.training.cache_memory import build_cache_memory
 
     announce("building the learner")
     config, policy, head, router = setup.config, setup.policy, setup.head, setup.router
@@ -186,6 +192,7 @@ def add_training(
         estimator=with_rlvcr(config, estimator),
         queue=RolloutQueue(per_update=config.data.batch_size),
         thinking=build_thinking_stage(config, policy),
+        cache_memory=build_cache_memory(policy.engine, learner, sized_by_user=config.rollout.cache_mb is not None),
     )
 
 

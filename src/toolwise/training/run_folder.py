@@ -286,5 +286,6 @@ def remove_partial_files(out: Path) -> None:
     patterns += ["metrics.jsonl.tmp", "changes.jsonl.tmp", "report.*.tmp"]  # from earlier versions
     for path in [path for pattern in patterns for path in out.glob(pattern)]:
         path.unlink()
-    for path in out.glob("checkpoints/step-*.tmp-*"):
-        shutil.rmtree(path)
+    for pattern in ("checkpoints/step-*.tmp-*", f"checkpoints/{checkpoint.STAGED}*"):
+        for path in out.glob(pattern):
+            shutil.rmtree(path)

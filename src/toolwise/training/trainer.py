@@ -19,15 +19,15 @@ from toolwise.protocols import Callback, Tracker
 from toolwise.rewards.printed_output import PrintLog
 from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_text
-from toolwise.tools.catalog import write_tools
 from toolwise.training import checkpoint
-from toolwise.training.changes import read_changes, resume_command, saved_settings
+from toolwise.training.changes import read_changes, resume_command
 from toolwise.training.diagnosis import Finding, FindingChanges, finding_to_json
 from toolwise.training.evaluate import validate
 from toolwise.training.loop import StepResult, train_step
 from toolwise.training.metrics import summarize_validation, validation_metrics
 from toolwise.training.records import RolloutFiles
 from toolwise.training.run import Run
+from toolwise.training.run_checkpoints import RunCheckpoints
 from toolwise.training.run_folder import RunResult, open_folder
 from toolwise.training.stop_signal import StopSignal
 from toolwise.training.trackers.console import ConsoleTracker
@@ -69,6 +69,7 @@ class Training:
         except BaseException:
             self._lock.release()
             raise
+        self._checkpoints = RunCheckpoints(run, out)
         run.scoring.set_print_callback(PrintLog(out / "logs" / "reward.log"))
         self.metrics = JsonlTracker(out / "metrics.jsonl")
         self.observers = observers or Observers()
@@ -89,11 +90,15 @@ class Training:
                 self._error.args = (f"{self._error}; {self._cure()}",)
                 raise self._error
             return RunResult(self.out, summary)
+        except Exception:
+            self._finish_saves()
+            raise
         finally:
             try:
                 self.observers.close()
             finally:
-                self._lock.release()
+                if self._checkpoints.abandon():  # stopped immediately; else its end is the lock's, too
+                    self._lock.release()
 
     async def _train(self) -> None:
         run, total = self.run, self.run.config.trainer.total_steps
@@ -127,12 +132,14 @@ class Training:
         if progress.validating:
             await self._validate_step()
             self._save()
+        self._checkpoints.wait_for_copy()
         run.router.warm_start()
         while self._unfinished() and not (self._signal.received or self._stop_reason or self._error):
             progress.diagnosis.before_step(run.config, run.learner.weights_checksum)
             self._before_step = progress.step, run.learner.version, run.snapshot()
-            result = await train_step(run)
+            result = await train_step(run, self._checkpoints.wait_for_copy)
             self._before_step = None
+            self._take_saved()
             self._record_step(result)
             self._validation_metrics = {}
             step, best = progress.step, progress.best_rank
@@ -144,8 +151,10 @@ class Training:
                 await self._validate_step()
             if step % run.config.trainer.save_every == 0 or progress.best_rank != best:
                 self._save()
+        self._take_saved(wait=True)
         if self._saved_step != progress.step:
             self._save()
+            self._take_saved(wait=True)
 
     def _validation_due(self) -> bool:
         step, every = self.run.progress.step, self.run.config.validation.every
@@ -160,6 +169,7 @@ class Training:
         """Save the latest complete step. An error in the middle of an update leaves weights that are not worth saving:
         the run then continues from its last checkpoint."""
         progress = self.run.progress
+        self._finish_saves()
         step, version, state = self._before_step or (-1, -1, {})
         if progress.step > step:  # the step is complete
             state = {}
@@ -170,8 +180,16 @@ class Training:
             return
         try:
             self._save(state)
+            self._take_saved(wait=True)
         except ToolwiseError as fault:
             log.warning("no checkpoint of step %d: %s", progress.step, fault)
+
+    def _finish_saves(self) -> None:
+        """Wait for a checkpoint that is being written, after an error that matters more than one of the disk."""
+        try:
+            self._take_saved(wait=True)
+        except CheckpointError as fault:
+            log.warning("%s", fault)
 
     def _cure(self) -> str:
         if isinstance(self._error, FaultRateError):
@@ -185,7 +203,7 @@ class Training:
     def _record_step(self, result: StepResult) -> None:
         run, step = self.run, self.run.progress.step
         self.run.progress.faults.add(result.scored, self.run.config.faults.window)
-        self._step_metrics = result.metrics | self.observers.error_metrics()
+        self._step_metrics = result.metrics | self._checkpoints.take_metrics() | self.observers.error_metrics()
         self._log_metrics(step, self._step_metrics)
         scored, credited = tuple(result.scored), tuple(result.credited)
         self._notify("on_step", StepEvent(self.out, step, self._step_metrics, scored, credited))
@@ -272,34 +290,22 @@ class Training:
             self._write_json("diagnosis.json", list(map(finding_to_json, self.run.progress.diagnosis.findings)))
 
     def _save(self, state: Mapping[str, Any] | None = None) -> None:
-        """`state` replaces what the parts of the run have now."""
-        progress, trainer = self.run.progress, self.run.config.trainer
-        progress.seconds = time.monotonic() - self._start_time
+        """Begin a checkpoint, after the one before it is written. `state` replaces what the parts of the run have
+        now."""
+        self._take_saved(wait=True)
+        self.run.progress.seconds = time.monotonic() - self._start_time
         self.metrics.sync()  # metrics and rollouts up to a checkpoint must also survive a power cut
         for folder in filter(Path.exists, (self.out, self.out / "rollouts")):
             checkpoint.sync(folder)
-        saved = checkpoint.save(
-            self.out / "checkpoints",
-            progress.step,
-            {**self.run.registry().state_dict(), **(state or {})},
-            extra_files={"model": self._save_model},
-            facts={
-                "policy_version": self.run.learner.version,
-                "settings": saved_settings(self.run.config, self.out),
-                "toolwise": __version__,
-            },
-            figures=self._validation_metrics,
-            keep_last=trainer.keep_checkpoints,
-            keep_best=trainer.best_metric if trainer.keep_best else "",
-        )
-        self._saved_step = progress.step
-        self._notify("on_checkpoint", CheckpointEvent(self.out, progress.step, self._validation_metrics, saved.path))
+        self._checkpoints.save(self._validation_metrics, state)
+        self._take_saved()
 
-    def _save_model(self, folder: Path) -> None:
-        self.run.learner.save_model(folder)
-        self.run.chat.tokenizer.save_pretrained(folder)
-        self.run.router.save(folder)
-        write_tools(folder, self.run.scheduler.tools)
+    def _take_saved(self, *, wait: bool = False) -> None:
+        """Report a checkpoint that has been written; raises the error if it could not be."""
+        saved = self._checkpoints.take_finished(wait=wait)
+        if saved is not None:
+            self._saved_step = saved.step
+            self._notify("on_checkpoint", CheckpointEvent(self.out, saved.step, saved.figures, saved.path))
 
     def _summarize(self) -> dict[str, Any]:
         run, diagnosis = self.run, self.run.progress.diagnosis

@@ -141,3 +141,18 @@ def test_other_faults_are_not_the_disks(fault: Exception) -> None:
 
 def test_the_model_that_ships_is_larger_than_the_limits_above() -> None:
     assert (BUILTIN / "small" / "tokenizer.json").stat().st_size > 20_000
+
+
+def test_space_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, {"a": {}})
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000_000))
+    weights = {"a": {"w": torch.zeros(5_000_000, dtype=torch.float64)}}
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-000002: it needs 1\.04 GB and the disk has 1\.00 GB free; make room or lower "
+        r"trainer\.keep_checkpoints; earlier checkpoints are unchanged",
+    ):
+        save(tmp_path, 2, weights, extra_files={"model": save_both}, extra_bytes=1_000_000_000)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    save(tmp_path, 2, weights, extra_bytes=900_000_000)

@@ -12,6 +12,7 @@ from toolwise.checks.dry_run.trial import (
     TimeRange,
     UpdateTrial,
     actor_of,
+    checkpoint_copy_bytes,
     estimate_memory,
     estimate_time,
     try_rollouts,
@@ -110,8 +111,13 @@ def show_memory(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None, sh
     warning = "" if total <= available else ": NOT ENOUGH MEMORY"
     show(f"  memory  about {_bytes(total)} of {_bytes(available)} on {device}{warning}")
     show(f"          {', '.join(f'{name} {_bytes(size)}' for name, size in parts.items())}")
-    measured = f", activations measured for {update.tokens:,} tokens" if update and "activations" in parts else ""
-    show(f"          from weight sizes{measured}")
+    if device.type == "cuda":
+        show("          from shapes and settings: docs/memory.md")
+    else:
+        measured = f", activations measured for {update.tokens:,} tokens" if update and "activations" in parts else ""
+        show(f"          from weight sizes{measured}")
+    if copied := checkpoint_copy_bytes(run):
+        show(f"          and {_bytes(copied)} of CPU memory for the copy that checkpoints are written from")
 
 
 def show_time(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None, show: Show) -> None:

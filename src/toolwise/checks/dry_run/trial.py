@@ -4,7 +4,7 @@ of the whole run from them and from tensor shapes."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from toolwise.engine import Engine
-from toolwise.learner.lora import find_layers
-from toolwise.learner.optimizer import Optimizer
+from toolwise.learner.memory_estimate import CONTEXT_BYTES, permanent_parts, snapshot_bytes, update_memory
 from toolwise.rewards.align import align_rollouts
 from toolwise.training.loop import annotate_and_credit, select_groups, think
 from toolwise.training.run import Run
@@ -144,19 +142,22 @@ def status_bytes(field: str) -> int | None:
 
 
 def estimate_memory(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) -> dict[str, int]:
-    """Bytes by component; activations only if they were measured."""
+    """Bytes by component at the peak of an update. On a GPU by the formula of learner/memory_estimate.py; on a CPU the
+    activations are measured, and left out if they cannot be."""
     config, device = run.config, actor_of(run).device
     scale = config.data.batch_size / len(rollouts.tasks)
-    parts = _static_parts(run)
     rows = update.tokens if update is not None else sum(s.rollout.usage.sampled_tokens for s in rollouts.scored)
+    limit = config.actor.micro_batch_tokens
+    parts = _static_parts(run)
     engine = run.policy.engine
     if isinstance(engine, Engine):  # others manage their own cache
         block = engine.runner.block_bytes
         whole, per_token = engine.blocks.count * block, block // engine.blocks.size
         # On a GPU the whole cache is allocated up front; on a CPU it grows with use and is emptied after each update.
         parts["KV cache"] = whole if device.type == "cuda" else min(whole, int(scale * rows * per_token))
+    if device.type == "cuda":
+        return _device_peak(run, parts, update, tokens=min(limit, int(scale * rows)))
     if update is not None and update.peak_bytes is not None:
-        limit = config.actor.micro_batch_tokens
         growth = min(limit, scale * rows) / max(1, min(limit, rows))
         # The measured peak includes the gradients.
         parts["activations"] = max(0, int((update.peak_bytes - parts.get("gradients", 0)) * growth))
@@ -166,33 +167,53 @@ def estimate_memory(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None
     return parts
 
 
-def _static_parts(run: Run) -> dict[str, int]:
-    """Bytes of everything that lives as long as the run: weights, gradients, optimizer states and copies."""
+def _device_peak(run: Run, parts: dict[str, int], update: UpdateTrial | None, *, tokens: int) -> dict[str, int]:
+    """On a GPU: the larger of the update's peak and the rollouts'. Where the trial's update took more than the formula
+    says, which assumes fused kernels, the activations are larger by the same factor."""
     learner = actor_of(run)
-    parts = {"weights": _size(learner.model.parameters())} | _training_parts(learner.optimizer)
-    if learner.adapters is not None:
-        layers = find_layers(learner.adapters.base_model(), learner.adapters.lora.target_modules)
-        parts["merged weights"] = _size(layer.weight for layer in layers.values())
-    if learner.reference is not None and learner.adapters is None:  # adapters are left out instead
+    model, optimizer, actor = learner.model, learner.optimizer, run.config.actor
+    if update is None:
+        return {name: size for name, size in parts.items() if "gradients" not in name} | {"CUDA": CONTEXT_BYTES}
+    memory = update_memory(model, optimizer, actor, tokens)
+    factor = 1.0
+    if update.peak_bytes is not None and update.tokens <= actor.micro_batch_tokens:
+        trial = update_memory(model, optimizer, actor, update.tokens)
+        # In a single micro-batch the sums of the gradients appear when the activations are gone.
+        if update.peak_bytes > max(trial.activations + trial.logits, trial.gradients + trial.half_gradients):
+            factor = (update.peak_bytes - trial.logits) / trial.activations
+    if run.cache_memory is not None and run.cache_memory.frees_each_update:
+        parts.pop("KV cache", None)
+    estimated = memory.parts()
+    estimated["activations"] = int(factor * estimated["activations"])
+    return parts | estimated | {"CUDA": CONTEXT_BYTES}
+
+
+def checkpoint_copy_bytes(run: Run) -> int:
+    """CPU memory of the copy from which checkpoints are written; 0 if training waits for them."""
+    if not run.config.trainer.async_checkpoints:
+        return 0
+    learner = actor_of(run)
+    size = snapshot_bytes(learner.model, learner.optimizer)
+    if learner.critic is not None:
+        size += snapshot_bytes(learner.critic.model, learner.critic.optimizer)
+    return size
+
+
+def _static_parts(run: Run) -> dict[str, int]:
+    """Bytes of everything that lives as long as the run, and of the gradients."""
+    learner = actor_of(run)
+    parts = permanent_parts(learner.model, learner.optimizer)
+    parts["gradients"] = FP32 * sum(weight.numel() for weight in learner.optimizer.weights)
+    if learner.reference is not None and learner.adapters is None:  # adapters are turned off instead
         parts["reference model"] = parts["weights"]
     if learner.critic is not None:
-        parts["critic"] = _size(learner.critic.model.parameters())
-        parts["critic's training"] = sum(_training_parts(learner.critic.optimizer).values())
+        critic, optimizer = learner.critic.model, learner.critic.optimizer
+        trained = permanent_parts(critic, optimizer)
+        parts["critic"] = trained.pop("weights")
+        parts["critic's training"] = sum(trained.values())
+        if learner.device.type != "cuda":  # there, they are gone when the actor's update reaches its peak
+            parts["critic's training"] += FP32 * sum(weight.numel() for weight in optimizer.weights)
     return {name: size for name, size in parts.items() if size}
-
-
-def _training_parts(optimizer: Optimizer) -> dict[str, int]:
-    weights = sum(weight.numel() for weight in optimizer.masters)
-    copies = sum(m.numel() for w, m in zip(optimizer.weights, optimizer.masters, strict=True) if w is not m)
-    return {
-        "gradients": FP32 * weights,
-        "optimizer states": 2 * FP32 * weights,
-        "fp32 master weights": FP32 * copies,
-    }
-
-
-def _size(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def estimate_time(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) -> TimeEstimate:

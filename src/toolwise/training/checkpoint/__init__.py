@@ -14,11 +14,20 @@ from toolwise.training.checkpoint.loader import (
     settings_digest,
 )
 from toolwise.training.checkpoint.lock import FolderLock
-from toolwise.training.checkpoint.writer import RngState, StateRegistry, amend, save
+from toolwise.training.checkpoint.writer import (
+    STAGED,
+    RngState,
+    StateRegistry,
+    amend,
+    cleaning_up,
+    save,
+    tensor_bytes,
+)
 
 __all__ = [
     "MANIFEST",
     "OVERSPEND",
+    "STAGED",
     "Checkpoint",
     "FolderLock",
     "RngState",
@@ -26,6 +35,7 @@ __all__ = [
     "amend",
     "best",
     "checkpoint_metrics",
+    "cleaning_up",
     "latest",
     "load",
     "make_folder",
@@ -33,4 +43,5 @@ __all__ = [
     "save",
     "settings_digest",
     "sync",
+    "tensor_bytes",
 ]

@@ -10,7 +10,8 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ from toolwise.training.checkpoint.loader import (
 )
 
 log = logging.getLogger("toolwise.training.checkpoint")
+
+STAGED = ".staged-"
+"""Start of the name of a folder with files for a checkpoint that is not written yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +114,21 @@ def save(
     registry_state: Mapping[str, Any],
     *,
     extra_files: Mapping[str, Callable[[Path], None]] | None = None,
+    extra_bytes: int = 0,
     facts: Mapping[str, Any] | None = None,
     figures: Mapping[str, float] | None = None,
     keep_last: int = 3,
     keep_best: str = "",
+    abandoned: Callable[[], bool] = lambda: False,
 ) -> Checkpoint:
     """Write `folder/step-NNNNNN`, then remove checkpoints that are neither among the newest `keep_last` nor the best.
     There must be one writer per folder: hold a `FolderLock`.
 
-    `extra_files` maps the name of a subfolder to a function that fills it, such as a model's `save_pretrained`.
+    `extra_files` maps the name of a subfolder to a function that fills it, such as a model's `save_pretrained`;
+    `extra_bytes` is about how much they write, for the check that all of it fits on the disk.
     `figures` are the metrics of a validation at exactly this step; `keep_best` names one of them, as for `best`.
     Checkpoints of later steps are removed too: the run was rolled back, and must not resume from its discarded future.
+    Once `abandoned` returns True, nothing more is written and the save raises.
     """
     if step < 0 or keep_last < 1:
         raise ValueError(f"step must be 0 or more and keep_last 1 or more, got {step} and {keep_last}")
@@ -135,26 +143,62 @@ def save(
         files={},
     )
     _try_cleanup(lambda: _restore_leftovers(final.parent), final.parent)
-    try:
+    with cleaning_up(new, final):
         make_folder(final.parent)
+        check_disk_space(final, tensor_bytes(registry_state) + extra_bytes)
         new.mkdir()
         for name, state in registry_state.items():
+            _check_abandoned(abandoned, final)
             _write_part(new, name, state)
         for name, write in (extra_files or {}).items():
+            _check_abandoned(abandoned, final)
             check_name(name)
             (new / name).mkdir()
             write(new / name)
+        _check_abandoned(abandoned, final)
         seal(new, manifest)
+        _check_abandoned(abandoned, final)
         _swap_in(new, final)
+    _try_cleanup(lambda: _prune(final, step, keep_last, keep_best), final.parent)
+    return Checkpoint.from_manifest(final, manifest)
+
+
+@contextmanager
+def cleaning_up(folder: Path, final: Path) -> Iterator[None]:
+    """Remove `folder` if an error occurs, and raise one line if it is the disk's; `final` is the checkpoint."""
+    try:
+        yield
     except BaseException as error:
-        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         reason = disk_fault(error)
         if reason is not None or isinstance(error, OSError | SafetensorError):
             reason = reason or getattr(error, "strerror", None) or str(error)
             raise CheckpointError(f"cannot write {final}: {reason}; earlier checkpoints are unchanged") from error
         raise
-    _try_cleanup(lambda: _prune(final, step, keep_last, keep_best), final.parent)
-    return Checkpoint.from_manifest(final, manifest)
+
+
+def check_disk_space(path: Path, needed: int) -> None:
+    """Raise before anything is written if `needed` bytes do not fit on the disk of the new checkpoint `path`."""
+    free = shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise CheckpointError(
+            f"cannot write {path}: it needs {needed / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB free; make room "
+            "or lower trainer.keep_checkpoints; earlier checkpoints are unchanged"
+        )
+
+
+def tensor_bytes(state: Any) -> int:
+    """Size of all tensors in nested dicts, lists and tuples."""
+    if isinstance(state, Mapping):
+        return sum(map(tensor_bytes, state.values()))
+    if isinstance(state, list | tuple):
+        return sum(map(tensor_bytes, state))
+    return int(getattr(state, "nbytes", 0))
+
+
+def _check_abandoned(abandoned: Callable[[], bool], final: Path) -> None:
+    if abandoned():
+        raise CheckpointError(f"{final} was not written: the run was stopped immediately")
 
 
 def amend(path: str | os.PathLike[str], files: Mapping[str, bytes]) -> Checkpoint:

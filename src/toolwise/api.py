@@ -197,7 +197,8 @@ def evaluate(
         scored = run_async(validate(setup))
         for finding in evaluation_findings(setup.scoring.rewards, held_out, scored):
             log.warning("%s", finding)
-        return summarize_validation(scored, setup.config.multi_turn.held_out_tools)
+        summary = summarize_validation(scored, setup.config.multi_turn.held_out_tools)
+        return summary | setup.router.budget_metrics(scored)
 
 
 def sft(

@@ -1,8 +1,9 @@
 """The calibration that makes a trained router deliver its budgets: thresholds fitted on tasks it never learned from.
 
 All calibration tasks get a prediction of the head, some of them a rollout under every route. A task without rollouts
-counts with the expected costs of its routes, corrected by what the rollouts cost beyond that (the difference estimator
-of survey sampling): what varies most between prompts is their route, and a prediction is enough to know it.
+counts with the costs that a regression on the head's output gives its routes, and tasks with rollouts correct the
+regression's error (the regression estimator of survey sampling): what varies most between prompts is their route, and a
+prediction is enough to know it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from toolwise.routing.threshold import Floats, Ints
 
 KEY = "trained_budget"
 """Of the head's metadata and of the router's state."""
+MIN_ROWS_PER_FEATURE = 8
+"""Rows with rollouts that a regression needs for each of its coefficients."""
 _NEARBY = (0.8, 1.2)
 """The budgets, as a share of the trained ones, between which the score's slope is measured."""
 
@@ -73,9 +76,7 @@ class BudgetCalibration:
         """The budgets and what was measured, in one line."""
         parts = [
             f"{unit} {cost:.3f} ± {2 * error:.3f} of {limit:g}"
-            for unit, cost, error, limit in zip(
-                self.units, self.costs, self.standard_errors, self.limits, strict=True
-            )
+            for unit, cost, error, limit in zip(self.units, self.costs, self.standard_errors, self.limits, strict=True)
         ]
         return f"{', '.join(parts)} on {self.rows} calibration tasks ({self.rolled_out} rolled out), step {self.step}"
 
@@ -136,9 +137,24 @@ class CalibrationTable:
         return np.broadcast_to(self.route_costs, shape) if self.predicted is None else self.predicted
 
     @property
+    def imputed(self) -> Floats:
+        """What the routes of every row would cost, [rows, routes, units]: as predicted, or by a regression on the
+        probabilities of the routes. A route costs more on the prompts it is chosen for than on others."""
+        if self.predicted is not None:
+            return self.predicted
+        if len(self.rolled_out) < MIN_ROWS_PER_FEATURE * self.values.shape[1]:
+            return self.expected
+        odds = np.exp(self.values - self.values.max(axis=1, keepdims=True))
+        odds /= odds.sum(axis=1, keepdims=True)
+        features = np.column_stack([np.ones(len(odds)), odds[:, 1:]])
+        flat = self.spent.reshape(len(self.rolled_out), -1)
+        weights, *_ = np.linalg.lstsq(features[self.rolled_out], flat, rcond=1e-6)
+        return np.asarray((features @ weights).reshape(self.expected.shape))
+
+    @property
     def corrected(self) -> Floats:
-        """Expected costs plus, on rows with rollouts, the surplus they had, which stands for all rows' surplus."""
-        costs = np.array(self.expected)
+        """Imputed costs plus, on rows with rollouts, what these cost beyond that, which stands for all rows."""
+        costs = np.array(self.imputed)
         weight = len(self.values) / len(self.rolled_out)
         costs[self.rolled_out] += weight * (self.spent - costs[self.rolled_out])
         return costs
@@ -148,14 +164,14 @@ class CalibrationTable:
         return np.asarray((mixture[:, :, None] * self.corrected).sum(axis=1).mean(axis=0))
 
     def standard_errors(self, mixture: Floats) -> Floats:
+        """Of `mean_costs`: from the choice of the rows, and from the choice of those with rollouts."""
         rows, count = len(self.values), len(self.rolled_out)
         chosen = mixture[self.rolled_out][:, :, None]
         spent = (chosen * self.spent).sum(axis=1)
-        surplus = spent - (chosen * self.expected[self.rolled_out]).sum(axis=1)
-        # A lottery adds the variance of its draw.
-        second = (chosen * self.spent**2).sum(axis=1) - spent**2
-        ddof = 1 if count > 1 else 0
-        variance = (spent.var(axis=0, ddof=ddof) + second.mean(axis=0)) / rows
+        surplus = spent - (chosen * self.imputed[self.rolled_out]).sum(axis=1)
+        lottery = (chosen * self.spent**2).sum(axis=1) - spent**2
+        ddof = min(self.values.shape[1], count - 1)
+        variance = (spent.var(axis=0, ddof=min(1, ddof)) + lottery.mean(axis=0)) / rows
         return np.asarray(np.sqrt(variance + (1 / count - 1 / rows) * surplus.var(axis=0, ddof=ddof)))
 
     def mean_scores(self, mixture: Floats) -> Floats:

@@ -2,13 +2,13 @@
 
     route(x) = argmax_a  v(x, a) − Σ_u λ'_u·ĉ_u(x, a) + Σ_u β_u·[a spends in u]         λ', β ≥ 0
 
-v is the router's log-probability (or predicted reward) of a route, ĉ its expected costs. λ' tightens, β loosens. Each λ'
-gives a policy with a mean value V and mean costs C. The lottery over them is the linear program
+v is the router's log-probability (or predicted reward) of a route, ĉ its expected costs. λ' tightens, β loosens. Each
+λ' gives a policy with a mean value V and mean costs C. The lottery over them is the linear program
 
     max Σ_k w_k·V_k    such that    Σ_k w_k·C_ku ≤ B_u,  Σ_k w_k = 1,  w ≥ 0
 
-solved by column generation: its dual variables are the λ' of the next policy. A solution has at most one policy more than
-there are budgets, and meets every binding budget exactly. A single budget is solved by one sort (threshold.py).
+solved by column generation: its dual variables are the λ' of the next policy. A solution has at most one policy more
+than there are budgets, and meets every binding budget exactly. A single budget is solved by one sort (threshold.py).
 """
 
 from __future__ import annotations
@@ -151,9 +151,7 @@ class _Columns:
         weights, _, _ = self._solve()
         used = np.array(sorted(np.flatnonzero(weights > 0), key=lambda k: float(self.columns[k][1:].sum())))
         shares = weights[used] / weights[used].sum()
-        return JointThreshold(
-            tuple(self.charges[k] for k in used), (self.bonuses,) * len(used), tuple(shares.tolist())
-        )
+        return JointThreshold(tuple(self.charges[k] for k in used), (self.bonuses,) * len(used), tuple(shares.tolist()))
 
     def _solve(self) -> tuple[Floats, Floats, float]:
         """The weights of the columns, the dual variables of the budgets, and the objective.
@@ -191,4 +189,4 @@ def simplex(matrix: Floats, bounds: Floats, prices: Floats, basis: list[int]) ->
         basis[leaving] = entering
     solution = np.zeros(len(prices))
     solution[basis] = np.maximum(amounts, 0.0)
-    return solution, duals
+    return solution, np.asarray(duals, dtype=np.float64)

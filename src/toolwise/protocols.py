@@ -313,12 +313,6 @@ class Router(Stateful, Protocol):
         validation within the budget beats any that is not."""
         return None
 
-    def budget_metrics(self, scored: Sequence[ScoredRollout]) -> Metrics:
-        """Metrics of a validation under the budget; `budget/NAME` replaces the metric NAME where checkpoints are
-        compared."""
-        overspend = self.overspend(scored)
-        return {} if overspend is None else {"budget/overspend": overspend}
-
     def save(self, folder: Path) -> None:
         """Save what routing needs without training, next to the model's weights."""
         return

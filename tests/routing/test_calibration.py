@@ -1,4 +1,4 @@
-"""The calibration of trained budgets: on budget, honest about its error, spending only what helps, the same lot always."""
+"""The calibration of trained budgets: on budget, honest about its error, spending only what helps, the same lots."""
 
 from __future__ import annotations
 

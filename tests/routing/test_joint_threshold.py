@@ -37,7 +37,7 @@ def test_budgets_between_two_rows_are_met_by_a_lottery() -> None:
     threshold = fit_joint_threshold(VALUES, COSTS, COSTS, [0.375, 0.125], loosen=False)
     mixture = mixture_of(threshold, VALUES, COSTS)
     assert np.allclose(spent(mixture, COSTS), [0.375, 0.125], atol=1e-12)
-    # 1.5 searches: 4 + half of 2; half a calculation: half of 3, and a search for row 2 is worth less than that of row 1.
+    # 1.5 searches: 4 + half of 2; half a calculation: half of 3.
     assert (mixture * VALUES).sum() == pytest.approx(4 + 1 + 1.5)
     assert len(threshold.shares) <= 3
 
@@ -45,8 +45,8 @@ def test_budgets_between_two_rows_are_met_by_a_lottery() -> None:
 def test_a_budget_that_does_not_bind_changes_nothing() -> None:
     threshold = fit_joint_threshold(VALUES, COSTS, COSTS, [0.9, 0.25], loosen=False)
     mixture = mixture_of(threshold, VALUES, COSTS)
-    # Unbounded, rows 0 and 1 search and rows 2 and 3 calculate; one calculation is left for row 2 or 3, which gains 3 − 1
-    # over searching, or 2 over answering.
+    # Unbounded, rows 0 and 1 search and rows 2 and 3 calculate. One calculation is left: row 2 gains 3 − 1 by it over
+    # searching, row 3 gains 2 over answering.
     assert np.allclose(spent(mixture, COSTS)[1], 0.25, atol=1e-12)
     assert (mixture * VALUES).sum() == pytest.approx(4 + 2 + 1 + 2)
 

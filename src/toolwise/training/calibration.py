@@ -16,16 +16,17 @@ import numpy as np
 
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
-from toolwise.protocols import Metrics
+from toolwise.protocols import Metrics, Router
 from toolwise.routing.calibration import BudgetCalibration, CalibrationTable, calibrate_budgets, values_and_costs
 from toolwise.routing.cost import RouteUsage
 from toolwise.routing.families import ROUTES
 from toolwise.routing.inference_router import InferenceRouter
 from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_text
+from toolwise.training.checkpoint import OVERSPEND
 from toolwise.training.evaluate import score
 from toolwise.training.rollout_setup import RolloutSetup
-from toolwise.types import Task
+from toolwise.types import ScoredRollout, Task
 
 log = logging.getLogger("toolwise")
 
@@ -157,6 +158,14 @@ async def calibrate(
     )
     router.calibration = calibrate_budgets(table, limits, step=step)
     return router.calibration
+
+
+def budget_metrics(router: Router, scored: Sequence[ScoredRollout]) -> Metrics:
+    """Of a validation: how far it exceeded the router's budgets, and what it spent in each. Where checkpoints are
+    compared, `budget/NAME` replaces the metric NAME."""
+    overspend = router.overspend(scored)
+    metrics = {} if overspend is None else {OVERSPEND: overspend}
+    return metrics | (router.budget_metrics(scored) if isinstance(router, InferenceRouter) else {})
 
 
 def infeasible(calibration: BudgetCalibration) -> str:

@@ -21,7 +21,7 @@ from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_text
 from toolwise.tools.catalog import write_tools
 from toolwise.training import checkpoint
-from toolwise.training.calibration import begin_calibration, calibrate_run, calibration_summary
+from toolwise.training.calibration import begin_calibration, budget_metrics, calibrate_run, calibration_summary
 from toolwise.training.changes import read_changes, resume_command, saved_settings
 from toolwise.training.diagnosis import Finding, FindingChanges, finding_to_json
 from toolwise.training.evaluate import validate
@@ -243,7 +243,7 @@ class Training:
             self.console.note(f"validating on {len(self.run.validation_tasks)} held-out tasks before training …")
         scored = await validate(self.run, step=step)
         summary = summarize_validation(scored, self.run.config.multi_turn.held_out_tools)
-        summary |= self.run.router.budget_metrics(scored)
+        summary |= budget_metrics(self.run.router, scored)
         metrics = validation_metrics(summary) | calibrated
         if self.run.thinking is not None:
             metrics |= {f"eval/{name}": value for name, value in self.run.thinking.measure(scored).items()}

@@ -8,8 +8,8 @@ Unknown options are passed to `toolwise demo`. What is done is not repeated: the
 
     routes   the head alone reads all fresh questions (one prefill each)
     costs    a sample of every (kind, chosen route) is rolled out, greedily as in validation; stratified mean
-    oracle   a sample of the questions is rolled out under every route: the best score at the delivered cost if the
-             outcome of every route were known beforehand
+    oracle   a sample of the questions, with the kinds in proportion, is rolled out under every route: the best score at
+             the delivered cost if the outcome of every route were known beforehand
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ def train(seed: int, run: Path, more: Sequence[str]) -> None:
 
 
 def fresh_tasks(folder: Path, seed: int, rows: int) -> list[Any]:
-    """Questions of the demo's kinds that no run has seen: of a split with another seed."""
+    """Questions of the demo's kinds, generated with a seed that no run uses."""
     from toolwise.data import load_tasks
     from toolwise.demo.recipe import ROUTABLE_KINDS
     from toolwise.demo.tasks import write_rows
 
-    return load_tasks(write_rows(folder / "fresh.jsonl", rows, seed=10_000 + seed, split="fresh", kinds=ROUTABLE_KINDS))
+    return load_tasks(
+        write_rows(folder / "fresh.jsonl", rows, seed=10_000 + seed, split="heldout", kinds=ROUTABLE_KINDS)
+    )
 
 
 async def roll_out(routing: Any, decisions: Sequence[Any]) -> list[tuple[float, float]]:
@@ -120,13 +122,16 @@ def measure(seed: int, run: Path, rows: int, per_cell: int, oracle_rows: int) ->
     for (cell, _), outcome in zip(picked, outcomes, strict=True):
         cells[cell].append(outcome)
     (score, score_error), (cost, cost_error) = stratified(cells, {cell: len(those) for cell, those in members.items()})
-    sample = tasks[:oracle_rows]
+    by_kind: dict[str, list[Any]] = defaultdict(list)
+    for task in tasks:
+        by_kind[task.extra_info["kind"]].append(task)
+    sample = [task for those in by_kind.values() for task in those[: round(oracle_rows * len(those) / len(tasks))]]
     table = np.array(asyncio.run(roll_out(routing, [routing.decide(t, route) for t in sample for route in ROUTES])))
     table = table.reshape(len(sample), len(ROUTES), 2)
     weights = row_weights(len(sample), 1000, seed)
     curve = oracle_curve(table[:, :, 0], table[:, :, 1], weights)
     oracle = estimate(curve.score_at(np.full(len(weights), cost)))
-    probabilities = np.array([p.probs for p in predictions[:oracle_rows]])
+    probabilities = np.array([p.probs for p in routing.predict(sample)])
     (limit,) = trained.limits
     allowed = TOLERANCE * limit + 2 * cost_error
     return {

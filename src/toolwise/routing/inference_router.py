@@ -169,9 +169,14 @@ class InferenceRouter(Router):
         ]
 
     def predict_delivered(self, tasks: Sequence[Task]) -> list[RoutePrediction | None]:
-        """The predictions of the head that is saved; None for prompts that do not fit the context."""
-        parts = [tasks[start : start + PROMPT_BATCH_SIZE] for start in range(0, len(tasks), PROMPT_BATCH_SIZE)]
-        return [p for part in parts for p in self._predict([self.prompt_of(task) for task in part], averaged=True)]
+        """The predictions of the head that is saved; None for prompts that do not fit the context. Equal prompts are
+        encoded once."""
+        prompts = [tuple(self.prompt_of(task)) for task in tasks]
+        distinct = list(dict.fromkeys(prompts))
+        parts = [distinct[start : start + PROMPT_BATCH_SIZE] for start in range(0, len(distinct), PROMPT_BATCH_SIZE)]
+        predictions = [prediction for part in parts for prediction in self._predict(part, averaged=True)]
+        by_prompt = dict(zip(distinct, predictions, strict=True))
+        return [by_prompt[prompt] for prompt in prompts]
 
     def _prompts(self, tasks: Sequence[Task], step: int, label: str, *, averaged: bool) -> Iterator[PredictedPrompt]:
         predictions = self._predict([self.prompt_of(task) for task in tasks], averaged=averaged)

@@ -3,6 +3,7 @@ questions, routed as `toolwise run` and `toolwise eval` route them by default.
 
     for seed in 0 1 2 3 4; do python scripts/budget_holds.py --out runs/holds --seed $seed; done
     python scripts/budget_holds.py --out runs/holds --report
+    python scripts/budget_holds.py --out runs/holds --router runs/router      # runs of scripts/router_experiment.py
 
 Unknown options are passed to `toolwise demo`. What is done is not repeated: the run, then its measurement.
 
@@ -170,6 +171,35 @@ def report(out: Path) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
+def report_router(experiment: Path) -> None:
+    """The runs of the router experiment under their calibrated thresholds, on its held-out pool."""
+    import numpy as np
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    from router_report import ALLOWED, in_order, outcomes_of
+
+    from toolwise.frontier.reference_curves import oracle_curve
+
+    outcomes = outcomes_of(experiment, {"calculator": 1.0, "search": 1.0})
+    scores, costs = outcomes.mean_over_draws("scores"), outcomes.mean_over_draws("costs")
+    weights = np.full((1, len(scores)), 1 / len(scores))
+    curve = oracle_curve(scores, costs, weights)
+    columns = ("run", "budget", "delivered", "standard error", "beyond", "allowed", "score", "oracle", "of the oracle")
+    print(f"| {' | '.join((*columns, 'holds'))} |\n{'|---' * (len(columns) + 1)}|")
+    for path in sorted((experiment / "runs").glob("budget-*.jsonl")):
+        last = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+        mixture = np.empty((len(scores), len(ALLOWED)))
+        mixture[in_order(experiment, outcomes)] = last["delivered"]
+        spent = (mixture * costs).sum(axis=1)
+        cost, error = float(spent.mean()), float(spent.std(ddof=1)) / math.sqrt(len(spent))
+        score, (limit,) = float((mixture * scores).sum(axis=1).mean()), last["calibration"]["limits"]
+        oracle, allowed = float(curve.score_at(np.array([cost]))[0]), TOLERANCE * limit + 2 * error
+        holds = abs(cost - limit) <= allowed and score >= SHARE_OF_ORACLE * oracle
+        cells = [f"{limit:g}", f"{cost:.3f}", f"{error:.3f}", f"{cost - limit:+.3f}", f"±{allowed:.3f}"]
+        cells += [f"{score:.3f}", f"{oracle:.3f}", f"{score / oracle:.1%}", "yes" if holds else "no"]
+        print(f"| {path.stem} | {' | '.join(cells)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the experiment")
@@ -178,7 +208,11 @@ def main() -> None:
     parser.add_argument("--per-cell", type=int, default=150, help="rollouts of every (kind, chosen route)")
     parser.add_argument("--oracle-rows", type=int, default=500, help="questions rolled out under every route")
     parser.add_argument("--report", action="store_true", help="only print the table of the seeds measured so far")
+    parser.add_argument("--router", type=Path, help="only print the table of this folder of router_experiment.py")
     args, more = parser.parse_known_args()
+    if args.router is not None:
+        report_router(args.router)
+        return
     if not args.report:
         folder = args.out / f"seed-{args.seed}"
         folder.mkdir(parents=True, exist_ok=True)

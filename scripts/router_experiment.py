@@ -263,8 +263,7 @@ def _assembled(job: Job, out: Path, scale: Scale, steps: int) -> tuple[Any, list
 
     run = assemble(config_of(job, out, scale, steps))
     held_out = load_tasks(out / "tasks" / "heldout.jsonl")
-    learner = run.learner.router
-    assert learner is not None
+    learner = run.router.model
     known: dict[tuple[int, ...], Any] = {}
     rendered = {
         task.task_id: tuple(run.router.prompt_of(task))

@@ -16,6 +16,7 @@ from toolwise.agent.agent import RoutedAgent
 from toolwise.agent.export import export_model
 from toolwise.agent.loader import load_router
 from toolwise.api import evaluate
+from toolwise.cli.evaluate import warn_about_calibration_tasks
 from toolwise.config.schema import RunConfig
 from toolwise.data import load_tasks
 from toolwise.demo.tasks import make_rows
@@ -295,3 +296,15 @@ def test_validations_are_compared_at_equal_cost(finished: tuple[Path, Run, dict[
     assert wasteful["budget/overspend"] > 0
     keys = [checkpoint.ranking_key(metrics, "score") for metrics in (lucky, plain_one, wasteful)]
     assert sorted(keys) == [keys[1], keys[0], keys[2]]  # type: ignore[type-var]
+
+
+def test_evaluating_calibration_tasks_is_warned_about(
+    finished: tuple[Path, Run, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, run, _ = finished
+    aside = list(run.calibration.calibration)
+    for source in (folder / "run", folder / "run/checkpoints/step-000002"):
+        warn_about_calibration_tasks(source, [*aside[:5], *run.batches.tasks[:3]])
+        assert "the router was calibrated on 5 of these 8 tasks" in capsys.readouterr().err
+    warn_about_calibration_tasks(folder / "run", run.batches.tasks[:3])
+    assert capsys.readouterr().err == ""

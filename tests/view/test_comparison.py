@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolwise.training.records import RolloutRecord
-from toolwise.view.comparison import changed_tasks, contrasting_groups
+from toolwise.view.comparison import changed_tasks, contrasting_groups, describe_budgets
 
 
 def rollout(task_id: str, correct: float | None, **changes: Any) -> RolloutRecord:
@@ -63,3 +63,19 @@ def test_telling_groups_are_those_whose_rollouts_differ() -> None:
     none = [trained("none", 1, None), trained("none", 0, None)]
     groups = contrasting_groups([*same, *split, *none])
     assert [[r.score for r in group] for group in groups] == [[1, 0]]
+
+
+def test_what_was_delivered_is_shown_with_its_interval_and_its_calibration() -> None:
+    after = {"score": 0.8, "budget/cost/limit": 0.5, "budget/cost/delivered": 0.52, "budget/cost/stderr": 0.03}
+    calibration = {
+        "tasks": 400,
+        "rolled_out": 128,
+        "step": 70,
+        "units": {"cost": {"limit": 0.5, "cost": 0.5, "standard_error": 0.02}},
+    }
+    assert describe_budgets({"after": after, "calibration": calibration}) == [
+        "delivered cost 0.520 [0.461 0.579] against a budget of 0.5",
+        "calibrated at step 70: cost 0.500 ± 0.040 on 400 calibration tasks, 128 rolled out",
+    ]
+    assert describe_budgets({"after": {"score": 0.8}, "calibration": None}) == []
+    assert describe_budgets({"after": None, "calibration": {"tasks": 64}}) == ["64 calibration tasks, not used yet"]

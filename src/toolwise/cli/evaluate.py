@@ -67,7 +67,7 @@ def evaluate(
     if source.is_dir():
         check_files(config, source, *(() if data else ("data.val",)), *USER_FILES)
     tasks = held_out_tasks(config, source, data)
-    _warn_about_calibration_tasks(source, tasks)
+    warn_about_calibration_tasks(source, tasks)
     metrics = evaluate_model(model_path, tasks, config=config)
     if as_json:
         print_json(metrics)
@@ -85,7 +85,7 @@ def held_out_tasks(config: RunConfig, source: Path, data: Path | None) -> list[T
     return load_tasks(file, limit=config.data.val_limit if data is None else None)
 
 
-def _warn_about_calibration_tasks(source: Path, tasks: Sequence[Task]) -> None:
+def warn_about_calibration_tasks(source: Path, tasks: Sequence[Task]) -> None:
     """Tasks that a run was calibrated on are no fair test of what it delivers."""
     from toolwise.training.calibration import recorded_split
 
@@ -148,7 +148,7 @@ def measure_frontier(
     levels = read_budgets(budgets)
     config, model = find_router(source, overrides)
     tasks = held_out_tasks(config, source, data)
-    _warn_about_calibration_tasks(source, tasks)
+    warn_about_calibration_tasks(source, tasks)
     otc_config, otc_model = resolve_model(otc, None, []) if otc is not None else (None, "")
     folder = out or _folder(model)
     routing = load_router(source, config=config)

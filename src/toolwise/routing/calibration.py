@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -72,14 +73,6 @@ class BudgetCalibration:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def describe(self) -> str:
-        """The budgets and what was measured, in one line."""
-        parts = [
-            f"{unit} {cost:.3f} ± {2 * error:.3f} of {limit:g}"
-            for unit, cost, error, limit in zip(self.units, self.costs, self.standard_errors, self.limits, strict=True)
-        ]
-        return f"{', '.join(parts)} on {self.rows} calibration tasks ({self.rolled_out} rolled out), step {self.step}"
-
 
 def read_budget_calibration(metadata: Mapping[str, Any], limits: Mapping[str, float]) -> BudgetCalibration | None:
     """The calibration in a head's metadata or a router's state; None if there is none, or for other budgets than
@@ -111,7 +104,7 @@ def values_and_costs(prediction: RoutePrediction) -> tuple[Floats, Floats | None
     return np.asarray(prediction.rewards), np.asarray(prediction.costs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CalibrationTable:
     """What is known about the calibration tasks."""
 
@@ -126,17 +119,17 @@ class CalibrationTable:
     scores: Floats
     """[rolled out, routes]"""
 
-    @property
+    @cached_property
     def route_costs(self) -> Floats:
         return np.asarray(self.spent.mean(axis=0))
 
-    @property
+    @cached_property
     def expected(self) -> Floats:
         """[rows, routes, units]"""
         shape = (*self.values.shape, self.spent.shape[2])
         return np.broadcast_to(self.route_costs, shape) if self.predicted is None else self.predicted
 
-    @property
+    @cached_property
     def imputed(self) -> Floats:
         """What the routes of every row would cost, [rows, routes, units]: as predicted, or by a regression on the
         probabilities of the routes. A route costs more on the prompts it is chosen for than on others."""
@@ -151,7 +144,7 @@ class CalibrationTable:
         weights, *_ = np.linalg.lstsq(features[self.rolled_out], flat, rcond=1e-6)
         return np.asarray((features @ weights).reshape(self.expected.shape))
 
-    @property
+    @cached_property
     def corrected(self) -> Floats:
         """Imputed costs plus, on rows with rollouts, what these cost beyond that, which stands for all rows."""
         costs = np.array(self.imputed)

@@ -57,7 +57,10 @@ def test_the_router_learned_beside_the_actor(demo: Path) -> None:
 
 
 def test_the_delivered_cost_is_shown_against_the_budget(demo: Path, told: list[str]) -> None:
-    assert "calibration: 100 of 5000 training tasks are set aside, 4 of them rolled out" in told[0]
+    assert (
+        "calibration: 100 of 5000 training tasks are set aside, 4 of them rolled out under every route at the end"
+        in told[0]
+    )
     page = (demo / "report.html").read_text(encoding="utf-8")
     for text in (told[0], page):
         assert "against a budget of 0.5" in text

@@ -255,7 +255,7 @@ def test_several_budgets_and_either_head_are_calibrated(tmp_path: Path, mode: st
     assert isinstance(run.router, LearnedRouter)
     with torch.no_grad():  # routes that differ between prompts
         run.router.model.head.out.weight.normal_(std=0.2, generator=torch.Generator().manual_seed(0))
-    latest = asyncio.run(calibrate(run, run.router, run.calibration.calibration, step=3))
+    latest = asyncio.run(calibrate(run, run.router, run.calibration.calibration, 8, step=3))
     assert latest is not None
     assert latest.units == ("search", "calculate")
     assert (np.array(latest.costs) <= np.array(latest.limits) + 1e-9).all()

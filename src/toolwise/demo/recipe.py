@@ -58,7 +58,7 @@ def demo_config(out: Path, seed: int) -> dict[str, object]:
             "entropy_final": 0.05,
             "budgets": [{"limit": BUDGET, "rate": 0.3, "proportional": 0.5}],
             "calibration": CALIBRATION_SHARE,
-            "calibration_rollouts": 128,
+            "calibration_rollouts": 384,
         },
         "validation": {"every": 20},
         "trainer": {"total_steps": 70, "save_every": 5},

@@ -96,7 +96,7 @@ def begin_calibration(setup: RolloutSetup, split: TaskSplit, out: Path) -> str:
     rollouts = min(setup.config.router.calibration_rollouts, len(tasks))
     return (
         f"calibration: {len(tasks)} of {len(split.train) + len(tasks)} training tasks are set aside, {rollouts} of "
-        "them rolled out under every route at each validation; budget ± standard error, if a prompt makes one call or "
+        "them rolled out under every route at the end, a third before; budget ± standard error, if a prompt makes one call or "
         f"none: {shown}"
     )
 
@@ -115,8 +115,10 @@ async def calibrate_run(setup: RolloutSetup, tasks: Sequence[Task], *, step: int
     router = setup.router
     if not isinstance(router, InferenceRouter) or not tasks or not step:
         return {}, ""
+    rollouts, last = setup.config.router.calibration_rollouts, step >= setup.config.trainer.total_steps
     met_before = router.calibration is None or router.calibration.feasible
-    if (latest := await calibrate(setup, router, tasks, step=step)) is None:
+    count = rollouts if last else math.ceil(rollouts / 3)
+    if (latest := await calibrate(setup, router, tasks, count, step=step)) is None:
         return {}, ""
     metrics = {"calibration/score": latest.score}
     for unit, cost, error in zip(latest.units, latest.costs, latest.standard_errors, strict=True):
@@ -125,16 +127,17 @@ async def calibrate_run(setup: RolloutSetup, tasks: Sequence[Task], *, step: int
 
 
 async def calibrate(
-    setup: RolloutSetup, router: InferenceRouter, tasks: Sequence[Task], *, step: int
+    setup: RolloutSetup, router: InferenceRouter, tasks: Sequence[Task], rollouts: int, *, step: int
 ) -> BudgetCalibration | None:
-    """Fits the router's thresholds to its budgets on `tasks` and puts them into use; replies are decoded as in
-    validation. None if no task could be rolled out and scored under every route: the previous thresholds stay."""
+    """Fits the router's thresholds to its budgets on `tasks`, `rollouts` of which are rolled out under every route, and
+    puts them into use; replies are decoded as in validation. None if no task could be rolled out and scored under every
+    route: the previous thresholds stay."""
     predictions = router.predict_delivered(tasks)
     readable = [index for index, prediction in enumerate(predictions) if prediction is not None]
-    chosen = readable[: setup.config.router.calibration_rollouts]
+    chosen = readable[:rollouts]
     decisions = router.decide_all([tasks[index] for index in chosen], step)
-    rollouts = await setup.scheduler.roll_out(decisions, do_sample=setup.config.validation.do_sample)
-    scored = await score(setup, rollouts, step=step)
+    finished = await setup.scheduler.roll_out(decisions, do_sample=setup.config.validation.do_sample)
+    scored = await score(setup, finished, step=step)
     limits = router.budgets.limits
     shape = (len(chosen), len(ROUTES))
     spent = np.array([[router.costs_of(s.rollout)[unit] for unit in limits] for s in scored]).reshape(

@@ -96,8 +96,8 @@ def begin_calibration(setup: RolloutSetup, split: TaskSplit, out: Path) -> str:
     rollouts = min(setup.config.router.calibration_rollouts, len(tasks))
     return (
         f"calibration: {len(tasks)} of {len(split.train) + len(tasks)} training tasks are set aside, {rollouts} of "
-        "them rolled out under every route at the end, a third before; budget ± standard error, if a prompt makes one call or "
-        f"none: {shown}"
+        "them rolled out under every route at the end, a third before; budget ± standard error, if a prompt makes one "
+        f"call or none: {shown}"
     )
 
 

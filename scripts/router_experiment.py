@@ -40,6 +40,7 @@ ROUTER: dict[str, Any] = {
     "train_actor": False,
     "wording": "silent",
     "usage": "executed",
+    "calibration": 0.4,
 }
 """Everything else is at the defaults of `[router]`."""
 
@@ -199,12 +200,15 @@ def train(job: Job, out: Path, scale: Scale, steps: int) -> None:
             break
     prompts = [run.router.prompt_of(task) for task in held_out]
     weighed = run.router.model.predict(prompts, run.router.multipliers, averaged=True)
+    calibration = _calibrate(run, read_pool(out, "train"))
     lines.append(
         {
             "done": True,
             "seconds": time.perf_counter() - began,
             "lambda": run.router.multipliers,
             "probs": [w.probs for w in weighed],
+            "delivered": _delivered(calibration, weighed),
+            "calibration": calibration.to_json(),
             "foreseen": [[w.rewards, w.costs] for w in weighed] if weighed[0].rewards is not None else None,
         }
     )
@@ -212,6 +216,43 @@ def train(job: Job, out: Path, scale: Scale, steps: int) -> None:
     partial = path.with_suffix(".tmp")
     partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     partial.rename(path)
+
+
+def _calibrate(run: Any, pool: Pool) -> Any:
+    """The thresholds for the run's budget, on the tasks it set aside; their rollouts come from the pool."""
+    import numpy as np
+    from router_report import ALLOWED
+
+    from toolwise.routing.calibration import CalibrationTable, calibrate_budgets, values_and_costs
+
+    tasks = run.calibration.calibration
+    values, costs = zip(*map(values_and_costs, run.router.predict_delivered(tasks)), strict=True)
+    prices = {name: tool.price for name, tool in run.scheduler.tools.items()}
+    paid, scores = [], []
+    for task in tasks:
+        cells = [(pool[task.task_id, route], allowed) for route, allowed in ALLOWED.items()]
+        paid.append(
+            [np.mean([sum(prices[t] * d["calls"].get(t, 0) for t in tools) for d in ds]) for ds, tools in cells]
+        )
+        scores.append([np.mean([draw["score"] for draw in draws]) for draws, _ in cells])
+    predicted = None if costs[0] is None else np.stack(costs)
+    table = CalibrationTable(
+        np.stack(values), predicted, np.arange(len(tasks)), np.array(paid)[:, :, None], np.array(scores)
+    )
+    return calibrate_budgets(table, run.router.budgets.limits)
+
+
+def _delivered(calibration: Any, predictions: Sequence[Any]) -> list[list[float]]:
+    """The probability of each route of each held-out task under the thresholds."""
+    import numpy as np
+
+    from toolwise.routing.calibration import values_and_costs
+
+    values, costs = zip(*map(values_and_costs, predictions), strict=True)
+    expected = np.broadcast_to(np.asarray(calibration.route_costs), (len(values), *np.shape(calibration.route_costs)))
+    return calibration.threshold.probabilities(
+        np.stack(values), expected if costs[0] is None else np.stack(costs)
+    ).tolist()
 
 
 def _assembled(job: Job, out: Path, scale: Scale, steps: int) -> tuple[Any, list[Any]]:
@@ -222,10 +263,12 @@ def _assembled(job: Job, out: Path, scale: Scale, steps: int) -> tuple[Any, list
 
     run = assemble(config_of(job, out, scale, steps))
     held_out = load_tasks(out / "tasks" / "heldout.jsonl")
-    learner = run.learner.router
-    assert learner is not None
+    learner = run.router.model
     known: dict[tuple[int, ...], Any] = {}
-    rendered = {task.task_id: tuple(run.router.prompt_of(task)) for task in (*run.batches.tasks, *held_out)}  # type: ignore[union-attr]
+    rendered = {
+        task.task_id: tuple(run.router.prompt_of(task))
+        for task in (*run.batches.tasks, *run.calibration.calibration, *held_out)
+    }  # type: ignore[union-attr]
     run.router.prompt_of = lambda task: rendered[task.task_id]
     prompts = list(rendered.values())
     import torch

@@ -190,6 +190,7 @@ def evaluate(
     from toolwise.models import locate
     from toolwise.routing.head import ROUTER_METADATA_FILE
     from toolwise.tools.catalog import check_recorded_tools
+    from toolwise.training.calibration import budget_metrics
     from toolwise.training.diagnosis import evaluation_findings
     from toolwise.training.evaluate import validate
     from toolwise.training.inputs import gather_inputs
@@ -216,7 +217,8 @@ def evaluate(
         scored = run_async(validate(setup))
         for finding in evaluation_findings(setup.scoring.rewards, held_out, scored):
             log.warning("%s", finding)
-        return summarize_validation(scored, setup.config.multi_turn.held_out_tools)
+        summary = summarize_validation(scored, setup.config.multi_turn.held_out_tools)
+        return summary | budget_metrics(setup.router, scored)
 
 
 def sft(

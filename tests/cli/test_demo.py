@@ -14,9 +14,10 @@ from toolwise.routing.families import ROUTES
 
 Cli = Callable[..., Any]
 SMALL = [
-    *("--set", "data.batch_size=2", "--set", "rollout.n=6", "--set", "data.val_limit=4"),
-    *("--set", "rollout.temperature=2"),  # rollouts differ, so the actor learns; a run that never learns fails
+    *("--set", "data.batch_size=4", "--set", "rollout.n=6", "--set", "data.val_limit=4"),
+    *("--set", "rollout.temperature=1"),  # rollouts differ, so the actor learns; a run that never learns fails
     *("--set", "trainer.total_steps=1", "--set", "rollout.max_new_tokens=24", "--set", "multi_turn.max_turns=2"),
+    *("--set", "router.calibration=0.02", "--set", "router.calibration_rollouts=4"),
 ]
 
 
@@ -52,7 +53,18 @@ def test_the_router_learned_beside_the_actor(demo: Path) -> None:
     (trained,) = [line for line in lines if "router/cost/lambda" in line]
     assert trained["router/cost/budget"] == BUDGET
     assert trained["router/updates"] >= 1
-    assert sum(trained[f"router/rollouts/{route}"] for route in ROUTES) == 12
+    assert sum(trained[f"router/rollouts/{route}"] for route in ROUTES) == 24
+
+
+def test_the_delivered_cost_is_shown_against_the_budget(demo: Path, told: list[str]) -> None:
+    assert (
+        "calibration: 100 of 5000 training tasks are set aside, 4 of them rolled out under every route at the end"
+        in told[0]
+    )
+    page = (demo / "report.html").read_text(encoding="utf-8")
+    for text in (told[0], page):
+        assert "against a budget of 0.5" in text
+        assert "calibrated at step 1: cost" in text
 
 
 def test_the_frontier_is_shown_and_what_to_try_next(demo: Path, told: list[str]) -> None:

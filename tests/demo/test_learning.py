@@ -30,6 +30,9 @@ def test_four_of_five_seeds_learn_and_keep_to_the_budget(tmp_path: Path) -> None
         frontier = json.loads((out / "frontier.json").read_text())
         spent.append(frontier["fixed"]["router, as trained"]["cost"]["value"])
         gaps.append(frontier["as_trained"]["gap_closed"]["value"])
+        assert summary["calibration"]["units"]["cost"]["cost"] == pytest.approx(BUDGET)
+        after = summary["after"]
+        assert abs(after["budget/cost/delivered"] - BUDGET) <= 3 * after["budget/cost/stderr"] + 0.05
         assert frontier["fixed"]["ALL-TOOLS"]["cost"]["value"] > BUDGET, "the budget binds"
     assert rises[0] >= 0.25
     assert sum(rise >= 0.25 for rise in rises) >= SEEDS - 1

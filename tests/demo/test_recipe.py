@@ -88,9 +88,10 @@ def test_a_run_can_be_put_together_from_it(tmp_path: Path) -> None:
 
 Cli = Callable[..., Any]
 TINY = [
-    *("--set", "data.batch_size=2", "--set", "rollout.n=6", "--set", "data.val_limit=3", "--no-frontier"),
-    *("--set", "rollout.temperature=2"),  # so that rollouts differ and the actor learns: a run that does not fails
+    *("--set", "data.batch_size=4", "--set", "rollout.n=6", "--set", "data.val_limit=3", "--no-frontier"),
+    *("--set", "rollout.temperature=1"),  # so that rollouts differ and the actor learns: a run that does not fails
     *("--set", "trainer.total_steps=1", "--set", "rollout.max_new_tokens=24", "--set", "multi_turn.max_turns=2"),
+    *("--set", "router.calibration=0.02", "--set", "router.calibration_rollouts=4"),
 ]
 SIZE = {"tasks": 8, "draws": 2, "replicates": 20}
 

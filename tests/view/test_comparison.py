@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolwise.training.records import RolloutRecord
-from toolwise.view.comparison import changed_tasks, contrasting_groups, headline, rows_by_kind
+from toolwise.view.comparison import changed_tasks, contrasting_groups, describe_budgets, headline, rows_by_kind
 
 
 def rollout(task_id: str, correct: float | None, **changes: Any) -> RolloutRecord:
@@ -71,3 +71,19 @@ def test_the_loss_of_an_sft_run_is_better_when_it_falls() -> None:
     assert (row.label, row.n, [change.name for change in row.changes]) == ("held-out conversations", 7, ["loss"])
     assert [(change.name, change.tone) for change in headline(summary)] == [("loss", "good")]
     assert [change.tone for change in headline({**summary, "after": {"loss": 2.5}})] == ["bad"]
+
+
+def test_what_was_delivered_is_shown_with_its_interval_and_its_calibration() -> None:
+    after = {"score": 0.8, "budget/cost/limit": 0.5, "budget/cost/delivered": 0.52, "budget/cost/stderr": 0.03}
+    calibration = {
+        "tasks": 400,
+        "rolled_out": 128,
+        "step": 70,
+        "units": {"cost": {"limit": 0.5, "cost": 0.5, "standard_error": 0.02}},
+    }
+    assert describe_budgets({"after": after, "calibration": calibration}) == [
+        "delivered cost 0.520 [0.461 0.579] against a budget of 0.5",
+        "calibrated at step 70: cost 0.500 ± 0.040 on 400 calibration tasks, 128 rolled out",
+    ]
+    assert describe_budgets({"after": {"score": 0.8}, "calibration": None}) == []
+    assert describe_budgets({"after": None, "calibration": {"tasks": 64}}) == ["64 calibration tasks, not used yet"]

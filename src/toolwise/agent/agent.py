@@ -141,7 +141,8 @@ class RoutedAgent:
     ) -> AgentAnswer:
         """Routes and answers one question. Safe to call concurrently, from any event loop or thread.
 
-        `budget` is the mean cost per question: the router uses the threshold calibrated for it. `cap` is the most this
+        `budget` is the mean cost per question: the router uses the threshold calibrated for it, by default the one it
+        was trained for, and gives a question the same route whenever it is asked. `cap` is the most this
         question may cost: calls beyond it are refused with an error that the model reads. `route` overrides the
         router. A question that does not fit the context is not answered: the rollout's `stop_reason` is then
         `prompt_too_long`.

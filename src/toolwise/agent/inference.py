@@ -1,15 +1,17 @@
 """A trained router with everything it needs to route: the head, its model, how routes change prompts, and thresholds.
 
-Thresholds let it meet budgets it was not trained for; they are fitted on validation rows and stored with its head.
+The thresholds for the trained budgets were fitted in training; those for other budgets are fitted on validation rows
+(`toolwise eval --budgets`). Both are stored with the head.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -20,10 +22,11 @@ from pydantic import TypeAdapter, ValidationError
 from toolwise.concurrency.deadlines import gather_all
 from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError
+from toolwise.routing.calibration import BudgetCalibration, prompt_uniform
 from toolwise.routing.cost import Cost, RouteUsage, merge_unknown_calls
 from toolwise.routing.families import ROUTES, RouteAction
 from toolwise.routing.head import ROUTER_METADATA_FILE
-from toolwise.routing.inference_router import Conditioning
+from toolwise.routing.inference_router import PROMPT_BATCH_SIZE, Conditioning, uncalibrated
 from toolwise.routing.samples import RoutePrediction
 from toolwise.routing.threshold import Floats, Threshold
 from toolwise.serialization.files import write_atomic
@@ -37,9 +40,9 @@ if TYPE_CHECKING:
     from toolwise.policies.local import LocalPolicy
     from toolwise.routing.head.predictor import HeadPredictor
 
+log = logging.getLogger("toolwise")
+
 _KEY = "calibration"
-PROMPT_BATCH_SIZE = 256
-"""Prompts encoded together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,9 @@ class TrainedRouter:
     multipliers: tuple[float, ...] = ()
     """Final λ of each of the head's units; a value head uses them if no budget is given."""
     calibration: Calibration | None = None
+    """Thresholds for budgets in one unit, of `toolwise eval --budgets`."""
+    trained: BudgetCalibration | None = None
+    """Thresholds for the trained budgets, the default."""
 
     @property
     def tools(self) -> Mapping[str, BaseTool]:
@@ -155,17 +161,35 @@ class TrainedRouter:
         return [self.conditioning.original_prompt(self.policy.chat, task) for task in tasks]
 
     def choose(self, prediction: RoutePrediction, task: Task, *, budget: float | None, seed: int) -> RouteAction:
-        """The route as trained, or by the threshold for `budget`. Random choices depend on the seed and the prompt."""
-        rng = Random(f"{seed}/{zlib.crc32(repr([m.content for m in task.prompt]).encode('utf-8', 'replace'))}")
+        """The route by the threshold for `budget`, by default the trained one. The lottery of a threshold depends on
+        the prompt alone; routes sampled without one depend on the prompt and the seed."""
         if budget is None:
-            samples = self.config.router.eval_mode == "sample"
-            return ROUTES[prediction.sample(rng) if samples else prediction.argmax()]
+            return ROUTES[self._choose_by_default(prediction, task, seed)]
+        trained = self.trained
+        if (
+            self.calibration is None
+            and trained is not None
+            and (trained.units, trained.limits) == ((self.unit,), (budget,))
+        ):
+            return ROUTES[trained.route(prediction, task.prompt)]
         if self.calibration is None:
+            known = "" if trained is None else f" other than the trained one ({trained.limits[0]:g})"
             raise CheckpointError(
-                "this router is not calibrated, so it cannot keep to a budget: run toolwise eval CHECKPOINT --budgets …"
+                f"this router is not calibrated for a budget{known}: run toolwise eval CHECKPOINT --budgets …"
             )
         values, costs = values_of(prediction)
-        return ROUTES[self.calibration.route(values, costs, budget, (rng.random(), rng.random()))]
+        chances = prompt_uniform(task.prompt, "neighbour"), prompt_uniform(task.prompt)
+        return ROUTES[self.calibration.route(values, costs, budget, chances)]
+
+    def _choose_by_default(self, prediction: RoutePrediction, task: Task, seed: int) -> int:
+        router = self.config.router
+        if router.eval_mode == "budget" and self.trained is not None:
+            return self.trained.route(prediction, task.prompt)
+        if router.eval_mode == "argmax":
+            return prediction.argmax()
+        if router.eval_mode == "budget" and router.budgets:
+            _warn_sampled()
+        return prediction.sample(Random(f"{seed}/{prompt_uniform(task.prompt)}"))
 
     def decide(self, task: Task, route: RouteAction | None, *, n: int = 1, seed: int = 0) -> RouteDecision:
         """The decision to roll a task out `n` times under a route; None keeps the prompt and all its tools."""
@@ -182,6 +206,11 @@ class TrainedRouter:
     def cost_of(self, rollout: Rollout) -> float:
         """Cost of a rollout. With real tools, calls that the route refused are free."""
         return self.cost(self.conditioning.usage_of(rollout, "executed" if self.tools else None))[self.unit]
+
+
+@cache
+def _warn_sampled() -> None:
+    log.warning("%s", uncalibrated(other_budgets=False))
 
 
 def values_of(prediction: RoutePrediction) -> tuple[Floats, Floats | None]:

@@ -12,6 +12,7 @@ from toolwise.config.loader import apply_overrides, build_config
 from toolwise.config.schema import INFERENCE_FIELDS, RunConfig, load_config
 from toolwise.data.files import read_rows
 from toolwise.errors import CheckpointError, ConfigError, DataError
+from toolwise.routing.calibration import read_budget_calibration
 from toolwise.routing.cost import build_cost
 from toolwise.routing.head import ROUTER_METADATA_FILE
 from toolwise.routing.inference_router import Conditioning
@@ -60,6 +61,7 @@ def load_router(
         cost=build_cost(config.router, built),
         multipliers=tuple(float(multipliers.get(unit, 0.0)) for unit in head.settings.units),
         calibration=calibration_of(metadata),
+        trained=read_budget_calibration(metadata, {budget.unit: budget.limit for budget in config.router.budgets}),
     )
 
 

@@ -66,7 +66,9 @@ def evaluate(
     config, model_path = resolve_model(source, model, overrides or [])
     if source.is_dir():
         check_files(config, source, *(() if data else ("data.val",)), *USER_FILES)
-    metrics = evaluate_model(model_path, held_out_tasks(config, source, data), config=config)
+    tasks = held_out_tasks(config, source, data)
+    warn_about_calibration_tasks(source, tasks)
+    metrics = evaluate_model(model_path, tasks, config=config)
     if as_json:
         print_json(metrics)
     else:
@@ -81,6 +83,15 @@ def held_out_tasks(config: RunConfig, source: Path, data: Path | None) -> list[T
     if (file := data or config.data.val) is None:
         raise ConfigError(f"{source} does not set data.val: add --data FILE")
     return load_tasks(file, limit=config.data.val_limit if data is None else None)
+
+
+def warn_about_calibration_tasks(source: Path, tasks: Sequence[Task]) -> None:
+    """Tasks that a run was calibrated on are no fair test of what it delivers."""
+    from toolwise.training.calibration import recorded_split
+
+    known = recorded_split(source) | recorded_split(source.resolve().parent.parent)  # of a run, or of a checkpoint
+    if shared := sum(task.task_id in known for task in tasks):
+        print_line(f"WARNING the router was calibrated on {shared} of these {len(tasks)} tasks", err=True)
 
 
 def resolve_model(source: Path, model: str | None, overrides: list[str]) -> tuple[RunConfig, str]:
@@ -136,6 +147,7 @@ def measure_frontier(
     levels = read_budgets(budgets)
     config, model = find_router(source, overrides)
     tasks = held_out_tasks(config, source, data)
+    warn_about_calibration_tasks(source, tasks)
     otc_config, otc_model = resolve_model(otc, None, []) if otc is not None else (None, "")
     folder = out or _folder(model)
     routing = load_router(source, config=config)

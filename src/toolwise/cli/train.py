@@ -173,6 +173,7 @@ def report_result(result: RunResult) -> None:
     from toolwise.training.changes import resume_command
     from toolwise.training.metrics import describe_totals
     from toolwise.training.trackers.observers import describe_observer_errors
+    from toolwise.view.comparison import describe_budgets
     from toolwise.view.report import before_after_table
 
     summary = result.summary
@@ -182,6 +183,8 @@ def report_result(result: RunResult) -> None:
         Console().print(before_after_table(summary))
     steps = "1 step" if summary["steps"] == 1 else f"{summary['steps']} steps"
     print_line(f"{steps} in {summary['seconds']:.0f} s, peak memory {summary['peak_rss_mb']:.0f} MB")
+    for line in describe_budgets(summary):
+        print_line(line)
     if faults := describe_totals(summary.get("faults") or {}):
         print_line(f"faults: {faults}")
     paths = (f"  {result.out / 'report.html'}", f"  {result.out / 'report.png'}", f"run folder: {result.out}")

@@ -122,8 +122,15 @@ class RouterConfig(Section):
     """File in the format of routing/wording.toml to use instead; "silent": hide tools without mentioning it."""
     families: dict[str, str] = Field(default_factory=dict)
     """tool = "SEARCH", "CALCULATE" or "OTHER"; overrides any other source of the tool's family."""
-    eval_mode: Literal["sample", "argmax"] = "sample"
-    """How validation chooses routes; sampling keeps to the budget."""
+    calibration: float = Field(default=0.1, ge=0.0, lt=1.0)
+    """With budgets: share of the training tasks that is never learned from; on them every validation fits the
+    thresholds that make the router deliver its budgets. 64 to 4,096 tasks, none of fewer than 256. 0: none."""
+    calibration_rollouts: PositiveInt = 256
+    """Calibration tasks that are rolled out under every route, once each, at the last step; a third of them before. The
+    others only get a prediction."""
+    eval_mode: Literal["budget", "sample", "argmax"] = "budget"
+    """How routes are chosen outside of training: by the thresholds that deliver the trained budgets (sampled if there
+    are none), sampled from the head, or the head's best."""
 
     @property
     def final_entropy_coef(self) -> float:

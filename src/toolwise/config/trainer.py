@@ -42,6 +42,6 @@ class TrainerConfig(ObserverSettings):
     """Number of latest checkpoints to keep."""
     keep_best: bool = True
     """Also keep the checkpoint with the best validation, and save one at each new best. With router.budgets, a
-    validation within them (up to 5 % over) beats any that is not."""
+    validation within them (up to 5 % over) beats any that is not, and scores are compared at equal cost."""
     best_metric: str = "score"
     """Validation metric that decides: "correct", "lookup/score", …; "-cost": lower is better."""

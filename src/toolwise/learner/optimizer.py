@@ -80,9 +80,9 @@ class Optimizer:
 
     def _allocate_state(self) -> None:
         """Allocate the moments that the next step needs, so that it cannot run out of memory half way."""
-        dtype = torch.bfloat16 if self.moment_bytes == 2 else torch.float32
         for master, holder in zip(self.masters, self.holders, strict=True):
             if holder.grad is not None and master not in self.adamw.state:
+                dtype = torch.bfloat16 if self.moment_bytes == 2 else master.dtype
                 self.adamw.state[master] = {
                     "step": torch.zeros((), dtype=torch.float32, device=master.device),
                     "exp_avg": torch.zeros_like(master, dtype=dtype),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from toolwise.config.router import BudgetConfig
@@ -25,6 +25,11 @@ log = logging.getLogger("toolwise")
 
 TOLERANCE = 0.05
 """A mean cost up to 5 % above a budget counts as within it."""
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean; 0 for a single value."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 class Multiplier:
@@ -155,13 +160,20 @@ class Budgets:
         for multiplier in self.multipliers.values():
             multiplier.step()
 
-    def overspend(self, costs: Sequence[Mapping[str, float]]) -> float:
+    @property
+    def limits(self) -> dict[str, float]:
+        """unit -> B"""
+        return {unit: multiplier.budget.limit for unit, multiplier in self.multipliers.items()}
+
+    def overspend(self, costs: Sequence[Mapping[str, float]], *, chance: float = 0.0) -> float:
         """The largest excess of the mean cost over a budget, relative to that budget (for a budget of 0: the mean
-        cost); 0 if all are met. `costs` are those of each rollout, by unit."""
+        cost); 0 if all are met. `costs` are those of each rollout, by unit; `chance` is how many standard errors of
+        their mean are tolerated."""
         excess = [0.0]
-        for unit, multiplier in self.multipliers.items():
-            mean, limit = fmean(cost[unit] for cost in costs), multiplier.budget.limit
-            if mean > limit * (1 + TOLERANCE):
+        for unit, limit in self.limits.items():
+            spent = [cost[unit] for cost in costs]
+            mean = fmean(spent)
+            if mean > limit * (1 + TOLERANCE) + chance * standard_error(spent):
                 excess.append((mean - limit) / limit if limit else mean)
         return max(excess)
 

@@ -5,18 +5,21 @@ decide   original prompt ─► predict ─► route ─► conditioned prompt
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from random import Random
+from statistics import fmean
 from typing import Any
 
 from toolwise.config.router import RouterConfig
 from toolwise.envs.tool_env import tool_spec
 from toolwise.errors import ContextFullError
-from toolwise.protocols import Router
+from toolwise.protocols import Metrics, Router
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
-from toolwise.routing.budget import Budgets
+from toolwise.routing.budget import Budgets, standard_error
+from toolwise.routing.calibration import KEY, BudgetCalibration, read_budget_calibration, spending
 from toolwise.routing.cost import (
     CallsCost,
     Cost,
@@ -32,6 +35,10 @@ from toolwise.routing.samples import RoutePrediction, RoutePredictor
 from toolwise.tools.base import BaseTool
 from toolwise.types import CountUsage, Rollout, RouteDecision, ScoredRollout, StepData, Task
 
+log = logging.getLogger("toolwise")
+
+PROMPT_BATCH_SIZE = 256
+"""Prompts encoded together."""
 UNIFORM = RoutePrediction((-math.log(len(ROUTES)),) * len(ROUTES))
 """For a prompt that does not fit the context."""
 
@@ -118,6 +125,8 @@ class InferenceRouter(Router):
     cost: Cost = field(default_factory=CallsCost)
     conditioning: Conditioning = field(default_factory=Conditioning)
     seed: int = 0
+    calibration: BudgetCalibration | None = None
+    """Thresholds for the budgets, from tasks that were never learned from."""
 
     def __post_init__(self) -> None:
         self.budgets.check_units(self.cost.units)
@@ -135,11 +144,39 @@ class InferenceRouter(Router):
     ) -> list[RouteDecision]:
         """One decision per prompt, random for a prompt that does not fit the context. Only a router that learns
         explores."""
-        sampled = self.config.eval_mode == "sample"
+        return [self._decision(p, self._choose(p), n) for p in self._prompts(tasks, step, label, averaged=True)]
+
+    def _choose(self, prompt: PredictedPrompt) -> int:
+        mode, prediction = self.config.eval_mode, prompt.prediction
+        if mode == "budget" and self.calibration is not None and prediction is not UNIFORM:
+            return self.calibration.route(prediction, prompt.task.prompt)
+        return prediction.argmax() if mode == "argmax" else prediction.sample(prompt.rng)
+
+    def decide_all(self, tasks: Sequence[Task], step: int) -> list[RouteDecision]:
+        """Every task under every route, once; nothing is learned from it."""
         return [
-            self._decision(p, p.prediction.sample(p.rng) if sampled else p.prediction.argmax(), n)
-            for p in self._prompts(tasks, step, label, averaged=True)
+            self.conditioning.decision(
+                task,
+                route,
+                group_id=f"calibration-{step}/{index}/{task.task_id}/{route}",
+                n=1,
+                seed=Random(f"calibration/{self.seed}/{step}/{task.task_id}/{route}").getrandbits(48),
+                prompt_id=f"calibration-{step}/{index}/{task.task_id}",
+                count_usage=self._usage_counter(task),
+            )
+            for index, task in enumerate(tasks)
+            for route in ROUTES
         ]
+
+    def predict_delivered(self, tasks: Sequence[Task]) -> list[RoutePrediction | None]:
+        """The predictions of the head that is saved; None for prompts that do not fit the context. Equal prompts are
+        encoded once."""
+        prompts = [tuple(self.prompt_of(task)) for task in tasks]
+        distinct = list(dict.fromkeys(prompts))
+        parts = [distinct[start : start + PROMPT_BATCH_SIZE] for start in range(0, len(distinct), PROMPT_BATCH_SIZE)]
+        predictions = [prediction for part in parts for prediction in self._predict(part, averaged=True)]
+        by_prompt = dict(zip(distinct, predictions, strict=True))
+        return [by_prompt[prompt] for prompt in prompts]
 
     def _prompts(self, tasks: Sequence[Task], step: int, label: str, *, averaged: bool) -> Iterator[PredictedPrompt]:
         predictions = self._predict([self.prompt_of(task) for task in tasks], averaged=averaged)
@@ -185,13 +222,60 @@ class InferenceRouter(Router):
 
         return count
 
+    def costs_of(self, rollout: Rollout) -> dict[str, float]:
+        """By unit."""
+        return self.cost(self.conditioning.usage_of(rollout))
+
     def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
-        """How far rollouts routed by this router exceed its budgets; None without budgets or rollouts."""
-        routed = [s.rollout for s in scored if not s.rollout.unanswered and s.rollout.route is not None]
-        if not routed or not self.budgets.multipliers:
+        """How far rollouts routed by this router exceed its budgets; None without budgets or rollouts. If it is
+        calibrated, up to two standard errors more than the usual tolerance count as chance."""
+        costs = self._delivered(scored)
+        if not costs or not self.budgets.multipliers:
             return None
-        return self.budgets.overspend([self.cost(self.conditioning.usage_of(rollout)) for rollout in routed])
+        return self.budgets.overspend(costs, chance=2.0 if self.delivers_budgets else 0.0)
+
+    @property
+    def delivers_budgets(self) -> bool:
+        return self.config.eval_mode == "budget" and self.calibration is not None and self.calibration.feasible
+
+    def _delivered(self, scored: Sequence[ScoredRollout]) -> list[dict[str, float]]:
+        routed = [s.rollout for s in scored if not s.rollout.unanswered and s.rollout.route is not None]
+        return [self.costs_of(rollout) for rollout in routed]
+
+    def budget_metrics(self, scored: Sequence[ScoredRollout]) -> Metrics:
+        """What a validation spent in each unit, against its budget; and if the router is calibrated, the score it would
+        have had at exactly the budget, so that validations are compared at equal cost."""
+        costs, limits = self._delivered(scored), self.budgets.limits
+        metrics: Metrics = {}
+        if not costs or not limits:
+            return metrics
+        means = {unit: fmean(cost[unit] for cost in costs) for unit in limits}
+        for unit, limit in limits.items():
+            error = standard_error([cost[unit] for cost in costs])
+            metrics |= {
+                f"budget/{unit}/limit": limit,
+                f"budget/{unit}/delivered": means[unit],
+                f"budget/{unit}/stderr": error,
+            }
+        valid = [s.score for s in scored if s.result.has_valid_score]
+        if self.delivers_budgets and self.calibration is not None and valid:
+            beyond = spending(list(means.values()), limits) - spending(self.calibration.costs, limits)
+            metrics["budget/score"] = fmean(valid) - self.calibration.slope * beyond
+        return metrics
 
     def load(self, folder: Any) -> None:
-        """Loads the head and the λ that were saved next to a model's weights."""
-        self.budgets.set_lambdas(self.model.load(folder).get("multipliers") or {})
+        """Loads the head, the λ and the calibration that were saved next to a model's weights."""
+        metadata = self.model.load(folder)
+        self.budgets.set_lambdas(metadata.get("multipliers") or {})
+        self.calibration = read_budget_calibration(metadata, self.budgets.limits)
+        if self.calibration is None and self.budgets.limits and self.config.eval_mode == "budget":
+            log.warning("%s", uncalibrated(KEY in metadata))
+
+
+def uncalibrated(other_budgets: bool) -> str:
+    """Why routes are sampled although there are budgets."""
+    why = "is calibrated for other budgets" if other_budgets else "is not calibrated"
+    return (
+        f"this router {why}: routes are sampled from its head, so its budgets may be exceeded; train with "
+        "router.calibration, or give budgets to toolwise eval --budgets"
+    )

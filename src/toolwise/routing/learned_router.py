@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 from toolwise.protocols import Metrics
+from toolwise.routing.calibration import KEY, read_budget_calibration
 from toolwise.routing.families import MIXED, ROUTES, RouteAction, Target, parse_target
 from toolwise.routing.inference_router import UNIFORM, InferenceRouter, PredictedPrompt
 from toolwise.routing.route_advantages import (
@@ -163,7 +164,8 @@ class LearnedRouter(InferenceRouter):
 
     def save(self, folder: Any) -> None:
         """Saves the head next to a model's weights, with the metadata needed to route the same way elsewhere."""
-        self.model.save(folder, {**self.metadata, "multipliers": self.budgets.lambdas})
+        calibration = {} if self.calibration is None else {KEY: self.calibration.to_json()}
+        self.model.save(folder, {**self.metadata, "multipliers": self.budgets.lambdas, **calibration})
 
     def load(self, folder: Any) -> None:
         super().load(folder)
@@ -176,6 +178,7 @@ class LearnedRouter(InferenceRouter):
             "baseline": self.baseline.state_dict(),
             "scale": self.scale.state_dict(),
             "warmed": self._warm_started,
+            KEY: None if self.calibration is None else self.calibration.to_json(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -184,6 +187,7 @@ class LearnedRouter(InferenceRouter):
         self.baseline.load_state_dict(state["baseline"])
         self.scale.load_state_dict(state["scale"])
         self._warm_started = state["warmed"]
+        self.calibration = read_budget_calibration(state, self.budgets.limits)
         self._pending = {}
 
 

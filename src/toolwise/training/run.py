@@ -18,6 +18,7 @@ from toolwise.rollout.queue import RolloutQueue
 from toolwise.routing.inference_router import InferenceRouter
 from toolwise.routing.routers import RouterSpec
 from toolwise.thinking.stage import ThinkingStage
+from toolwise.training.calibration import TaskSplit, split_tasks
 from toolwise.training.checkpoint import RngState, StateRegistry
 from toolwise.training.components import (
     EstimatorSpec,
@@ -87,6 +88,8 @@ class Run(RolloutSetup):
     """Every part that the training loop uses."""
 
     batches: Batches
+    calibration: TaskSplit
+    """The tasks that the router's budgets are calibrated on; not among the batches."""
     learner: Learner
     estimator: AdvantageEstimator
     queue: RolloutQueue[list[Rollout]]
@@ -147,19 +150,24 @@ def assemble(
         check_tasks(config, [*train, *held_out], tool_objects)
         check_routable(config, tool_objects, train)
         scoring.check([*train, *held_out])
+        split = split_tasks(config, without_held_out_tools(train, tool_objects, config.multi_turn.held_out_tools))
         batches = Batches(
-            without_held_out_tools(train, tool_objects, config.multi_turn.held_out_tools),
+            split.train,
             config.data.batch_size,
             seed=config.seed,
             shuffle=config.data.shuffle,
             drop_last=config.data.drop_last,
         )
         setup = setup_rollouts(config, held_out, tool_objects, scoring, env=env, router=router, parser=parser)
-        return add_training(setup, batches, load_estimator(config, estimator), load_loss(config, loss))
+        return add_training(setup, batches, load_estimator(config, estimator), load_loss(config, loss), split)
 
 
 def add_training(
-    setup: RolloutSetup, batches: Batches, estimator: AdvantageEstimator, loss: PolicyLoss | None = None
+    setup: RolloutSetup,
+    batches: Batches,
+    estimator: AdvantageEstimator,
+    loss: PolicyLoss | None = None,
+    split: TaskSplit | None = None,
 ) -> Run:
     """Add what training needs: learner, estimator, batches, queue, thinking stage, and a router that learns."""
     from toolwise.learner.builder import build_learner
@@ -188,6 +196,7 @@ def add_training(
         policy=policy,
         scoring=setup.scoring,
         batches=batches,
+        calibration=split or TaskSplit(batches.tasks, ()),
         learner=learner,
         estimator=with_rlvcr(config, estimator),
         queue=RolloutQueue(per_update=config.data.batch_size),

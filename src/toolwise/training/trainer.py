@@ -20,6 +20,7 @@ from toolwise.rewards.printed_output import PrintLog
 from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_text
 from toolwise.training import checkpoint
+from toolwise.training.calibration import begin_calibration, budget_metrics, calibrate_run, calibration_summary
 from toolwise.training.changes import read_changes, resume_command
 from toolwise.training.diagnosis import Finding, FindingChanges, finding_to_json
 from toolwise.training.evaluate import validate
@@ -112,6 +113,8 @@ class Training:
                 settings = mask_secrets(run.config.model_dump(mode="json"))
                 self.observers.start(RunStart(self.out, run.config.name, run.progress.step, total, settings))
                 self._publish_findings(run.progress.diagnosis.begin(run.startup_findings()))
+                level = logging.WARNING if run.calibration.note else logging.INFO
+                self._announce(begin_calibration(run, run.calibration, self.out), level)
                 try:
                     await self._train_steps()
                 except CheckpointError:
@@ -240,25 +243,28 @@ class Training:
             self._announce(text, logging.WARNING)
 
     def _announce(self, text: str, level: int) -> None:
-        """Show `text` on the console, or log it if there is none."""
-        if self.console is not None:
+        """Show `text` on the console, or log it if there is none. Does nothing if it is empty."""
+        if text and self.console is not None:
             self.console.note(text)
-        else:
+        elif text:
             log.log(level, "%s", text)
 
     async def _validate(self) -> dict[str, Any] | None:
-        if not self.run.validation_tasks:
-            return None
         step = self.run.progress.step
+        calibrated, warning = await calibrate_run(self.run, self.run.calibration.calibration, step=step)
+        self._announce(warning, logging.WARNING)
+        if not self.run.validation_tasks:
+            if calibrated:
+                self._log_metrics(step, calibrated)
+            return None
         if step == 0 and self.console is not None:
             self.console.note(f"validating on {len(self.run.validation_tasks)} held-out tasks before training …")
         scored = await validate(self.run, step=step)
         summary = summarize_validation(scored, self.run.config.multi_turn.held_out_tools)
-        metrics = validation_metrics(summary)
+        summary |= budget_metrics(self.run.router, scored)
+        metrics = validation_metrics(summary) | calibrated
         if self.run.thinking is not None:
             metrics |= {f"eval/{name}": value for name, value in self.run.thinking.measure(scored).items()}
-        overspend = self.run.router.overspend(scored)
-        metrics |= {} if overspend is None else {f"eval/{checkpoint.OVERSPEND}": overspend}
         self._log_metrics(step, metrics)
         self._notify("on_validation", ValidationEvent(self.out, step, metrics, tuple(scored)))
         self._validation_metrics = {name.removeprefix("eval/"): value for name, value in metrics.items()}
@@ -338,6 +344,7 @@ class Training:
             "version": __version__,
             "sandbox": run.scoring.describe(),
             "advantages": self._reward_description,
+            "calibration": calibration_summary(run.router, run.calibration.calibration),
             "changes": read_changes(self.out),
             "updated": diagnosis.updated,
             "diagnosis": list(map(finding_to_json, findings)),

@@ -23,6 +23,7 @@ Outcome = Literal[
 ]
 MAX_PER_OUTCOME: dict[Outcome, int] = {"learned": 8, "better": 8, "cheaper": 2, "lost": 2, "worse": 2, "still wrong": 3}
 """Tasks shown per outcome, in this order. `better` and `worse` compare scores where correctness is unknown."""
+BUDGET_FIGURES = ("limit", "delivered", "stderr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,28 @@ def rows_by_kind(summary: Mapping[str, Any]) -> list[ComparisonRow]:
     kinds = dict.fromkeys([*kinds_before, *kinds_after])
     kind_rows = (row(kind, _table(kinds_before.get(kind)), _table(kinds_after.get(kind))) for kind in kinds)
     return [row("all tasks", before, after), *kind_rows]
+
+
+def describe_budgets(summary: Mapping[str, Any]) -> list[str]:
+    """What the last validation spent against each budget, with a 95 % interval, and how the router was calibrated."""
+    after, calibration = _table(summary.get("after")), _table(summary.get("calibration"))
+    lines = []
+    for name in sorted(after):
+        unit = name.removeprefix("budget/").removesuffix("/limit")
+        if name != f"budget/{unit}/limit":
+            continue
+        limit, delivered, error = (_number(after.get(f"budget/{unit}/{what}")) for what in BUDGET_FIGURES)
+        if limit is not None and delivered is not None and error is not None:
+            low, high = max(0.0, delivered - 1.96 * error), delivered + 1.96 * error
+            lines.append(f"delivered {unit} {delivered:.3f} [{low:.3f} {high:.3f}] against a budget of {limit:g}")
+    for unit, figures in _table(calibration.get("units")).items():
+        cost, error = _number(_table(figures).get("cost")), _number(_table(figures).get("standard_error"))
+        if cost is not None and error is not None:
+            rows = f"{calibration.get('tasks')} calibration tasks, {calibration.get('rolled_out')} rolled out"
+            lines.append(f"calibrated at step {calibration.get('step')}: {unit} {cost:.3f} ± {2 * error:.3f} on {rows}")
+    if calibration and not calibration.get("units"):
+        lines.append(f"{calibration.get('tasks')} calibration tasks, not used yet")
+    return lines
 
 
 def _change(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> MetricChange:

@@ -28,6 +28,7 @@ from toolwise.view.comparison import (
     TaskChange,
     changed_tasks,
     contrasting_groups,
+    describe_budgets,
     headline,
     largest_advantage,
     rows_by_kind,
@@ -183,6 +184,7 @@ def _facts(run: RunFolder) -> list[str]:
         f"stopped: {summary['stopped']}" if summary.get("stopped") else "",
         *describe_observer_errors(summary.get("observers") or []),
         f"{tasks} held-out tasks" if tasks else "",
+        *describe_budgets(summary),
     ]
     return [clean_text(fact) for fact in facts if fact]
 

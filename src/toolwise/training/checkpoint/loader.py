@@ -200,9 +200,12 @@ def best_first(manifests: Iterable[tuple[Path, Manifest]], metric: str) -> list[
 
 def ranking_key(metrics: Mapping[str, float], metric: str) -> tuple[float, float] | None:
     """Sort key of validations, lowest is best: overspending first, then `metric` (or "-name"), so that any validation
-    within its budget precedes those over budget. None if the metric is missing."""
+    within its budget precedes those over budget. Of validations at slightly different costs, those at the budget are
+    compared (`budget/score`). None if the metric is missing."""
     name, sign = metric.removeprefix("-"), 1 if metric.startswith("-") else -1
-    return (metrics.get(OVERSPEND, 0.0), sign * metrics[name]) if name in metrics else None
+    if name not in metrics:
+        return None
+    return metrics.get(OVERSPEND, 0.0), sign * metrics.get(f"budget/{name}", metrics[name])
 
 
 def _first_valid(paths: Iterable[Path], warnings_out: list[str] | None) -> Checkpoint | None:

@@ -1,0 +1,222 @@
+"""The calibration that makes a trained router deliver its budgets: thresholds fitted on tasks it never learned from.
+
+All calibration tasks get a prediction of the head, some of them a rollout under every route. A task without rollouts
+counts with the costs that a regression on the head's output gives its routes, and tasks with rollouts correct the
+regression's error (the regression estimator of survey sampling): what varies most between prompts is their route, and a
+prediction is enough to know it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from toolwise.errors import CheckpointError
+from toolwise.messages import Message
+from toolwise.routing.head import ROUTER_METADATA_FILE
+from toolwise.routing.joint_threshold import JointThreshold, fit_joint_threshold
+from toolwise.routing.samples import RoutePrediction
+from toolwise.routing.threshold import Floats, Ints
+
+KEY = "trained_budget"
+"""Of the head's metadata and of the router's state."""
+MIN_ROWS_PER_FEATURE = 8
+"""Rows with rollouts that a regression needs for each of its coefficients."""
+_NEARBY = (0.8, 1.2)
+"""The budgets, as a share of the trained ones, between which the score's slope is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetCalibration:
+    """How to choose routes so that the trained budgets hold."""
+
+    units: tuple[str, ...]
+    limits: tuple[float, ...]
+    threshold: JointThreshold
+    route_costs: tuple[tuple[float, ...], ...]
+    """Mean costs of each route, by unit; used if the head does not predict costs."""
+    rows: int
+    """Calibration tasks."""
+    rolled_out: int
+    """Those with a scored rollout under every route."""
+    costs: tuple[float, ...]
+    """Mean costs on the calibration tasks: the limits, or less where a budget does not bind."""
+    standard_errors: tuple[float, ...]
+    """Of `costs`, and so of what is delivered to new prompts of the same kind."""
+    score: float
+    """Mean score on the tasks with rollouts."""
+    slope: float = 0.0
+    """Score gained per budget: d score / d (cost ÷ limit), from budgets 20 % below to 20 % above."""
+    least: tuple[float, ...] = ()
+    """What the cheapest routes cost."""
+    step: int = 0
+    """The training step whose weights it was fitted to."""
+
+    @property
+    def feasible(self) -> bool:
+        return all(cost <= limit + 1e-9 for cost, limit in zip(self.costs, self.limits, strict=True))
+
+    def route(self, prediction: RoutePrediction, prompt: Sequence[Message]) -> int:
+        """The route of one prompt: always the same for the same prompt."""
+        values, costs = values_and_costs(prediction)
+        expected = np.asarray(self.route_costs) if costs is None else costs
+        return self.threshold.route(values, expected, prompt_uniform(prompt))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_budget_calibration(metadata: Mapping[str, Any], limits: Mapping[str, float]) -> BudgetCalibration | None:
+    """The calibration in a head's metadata or a router's state; None if there is none, or for other budgets than
+    `limits`."""
+    if metadata.get(KEY) is None:
+        return None
+    try:
+        calibration = TypeAdapter(BudgetCalibration).validate_python(metadata[KEY])
+    except ValidationError as fault:
+        raise CheckpointError(
+            f"{ROUTER_METADATA_FILE} holds a budget calibration that cannot be read ({fault.errors()[0]['msg']}): use "
+            "another checkpoint"
+        ) from None
+    same = dict(zip(calibration.units, calibration.limits, strict=True)) == dict(limits)
+    return calibration if same else None
+
+
+def prompt_uniform(prompt: Sequence[Message], salt: str = "") -> float:
+    """A number in [0, 1) from a hash of the messages alone, so that a prompt always draws the same lot."""
+    text = json.dumps([message.to_openai() for message in prompt], sort_keys=True)
+    digest = hashlib.sha256(f"{salt}\n{text}".encode()).digest()
+    return (int.from_bytes(digest[:8], "big") >> 11) / (1 << 53)
+
+
+def values_and_costs(prediction: RoutePrediction) -> tuple[Floats, Floats | None]:
+    """Inputs of a threshold: predicted rewards [routes] and costs [routes, units], or log-probs and None."""
+    if prediction.rewards is None or prediction.costs is None or not prediction.costs[0]:
+        return np.asarray(prediction.logprobs), None
+    return np.asarray(prediction.rewards), np.asarray(prediction.costs)
+
+
+@dataclass(frozen=True)
+class CalibrationTable:
+    """What is known about the calibration tasks."""
+
+    values: Floats
+    """[rows, routes]"""
+    predicted: Floats | None
+    """[rows, routes, units]; None if the head predicts no costs."""
+    rolled_out: Ints
+    """Rows with a scored rollout under every route, at least one."""
+    spent: Floats
+    """[rolled out, routes, units]"""
+    scores: Floats
+    """[rolled out, routes]"""
+
+    @cached_property
+    def route_costs(self) -> Floats:
+        return np.asarray(self.spent.mean(axis=0))
+
+    @cached_property
+    def expected(self) -> Floats:
+        """[rows, routes, units]"""
+        shape = (*self.values.shape, self.spent.shape[2])
+        return np.broadcast_to(self.route_costs, shape) if self.predicted is None else self.predicted
+
+    @cached_property
+    def imputed(self) -> Floats:
+        """What the routes of every row would cost, [rows, routes, units]: as predicted, or by a regression on the
+        probabilities of the routes. A route costs more on the prompts it is chosen for than on others."""
+        if self.predicted is not None:
+            return self.predicted
+        if len(self.rolled_out) < MIN_ROWS_PER_FEATURE * self.values.shape[1]:
+            return self.expected
+        odds = np.exp(self.values - self.values.max(axis=1, keepdims=True))
+        odds /= odds.sum(axis=1, keepdims=True)
+        features = np.column_stack([np.ones(len(odds)), odds[:, 1:]])
+        flat = self.spent.reshape(len(self.rolled_out), -1)
+        weights, *_ = np.linalg.lstsq(features[self.rolled_out], flat, rcond=1e-6)
+        return np.asarray((features @ weights).reshape(self.expected.shape))
+
+    @cached_property
+    def corrected(self) -> Floats:
+        """Imputed costs plus, on rows with rollouts, what these cost beyond that, which stands for all rows."""
+        costs = np.array(self.imputed)
+        weight = len(self.values) / len(self.rolled_out)
+        costs[self.rolled_out] += weight * (self.spent - costs[self.rolled_out])
+        return costs
+
+    def mean_costs(self, mixture: Floats) -> Floats:
+        """Of a policy [rows, routes], by unit."""
+        return np.asarray((mixture[:, :, None] * self.corrected).sum(axis=1).mean(axis=0))
+
+    def standard_errors(self, mixture: Floats) -> Floats:
+        """Of `mean_costs`: from the choice of the rows, and from the choice of those with rollouts."""
+        rows, count = len(self.values), len(self.rolled_out)
+        chosen = mixture[self.rolled_out][:, :, None]
+        spent = (chosen * self.spent).sum(axis=1)
+        surplus = spent - (chosen * self.imputed[self.rolled_out]).sum(axis=1)
+        lottery = (chosen * self.spent**2).sum(axis=1) - spent**2
+        ddof = min(self.values.shape[1], count - 1)
+        variance = (spent.var(axis=0, ddof=min(1, ddof)) + lottery.mean(axis=0)) / rows
+        return np.asarray(np.sqrt(variance + (1 / count - 1 / rows) * surplus.var(axis=0, ddof=ddof)))
+
+    def mean_scores(self, mixture: Floats) -> Floats:
+        """Expected score of each row with rollouts."""
+        return np.asarray((mixture[self.rolled_out] * self.scores).sum(axis=1))
+
+
+def calibrate_budgets(table: CalibrationTable, limits: Mapping[str, float], *, step: int = 0) -> BudgetCalibration:
+    threshold, mixture = _fit(table, list(limits.values()))
+    costs, scores = table.mean_costs(mixture), table.mean_scores(mixture)
+    cheapest = [
+        np.take_along_axis(table.corrected[:, :, u], table.expected[:, :, u].argmin(axis=1)[:, None], 1).mean()
+        for u in range(len(limits))
+    ]
+    return BudgetCalibration(
+        units=tuple(limits),
+        limits=tuple(limits.values()),
+        threshold=threshold,
+        route_costs=tuple(tuple(costs) for costs in table.route_costs.tolist()),
+        rows=len(table.values),
+        rolled_out=len(table.rolled_out),
+        costs=tuple(costs.tolist()),
+        standard_errors=tuple(table.standard_errors(mixture).tolist()),
+        score=float(scores.mean()),
+        slope=_slope(table, limits),
+        least=tuple(map(float, cheapest)),
+        step=step,
+    )
+
+
+def _fit(table: CalibrationTable, limits: Sequence[float]) -> tuple[JointThreshold, Floats]:
+    """The threshold and its policy. Budgets that the head's best routes leave over are spent only if the scores on the
+    calibration tasks rise by more than their standard error."""
+    values, expected, corrected = table.values, table.expected, table.corrected
+    tight = fit_joint_threshold(values, expected, corrected, limits, loosen=False)
+    loose = fit_joint_threshold(values, expected, corrected, limits, loosen=True)
+    mixtures = [threshold.probabilities(values, expected) for threshold in (tight, loose)]
+    gain = table.mean_scores(mixtures[1]) - table.mean_scores(mixtures[0])
+    if loose == tight or not gain.mean() > gain.std() / math.sqrt(len(gain)):
+        return tight, mixtures[0]
+    return loose, mixtures[1]
+
+
+def _slope(table: CalibrationTable, limits: Mapping[str, float]) -> float:
+    points = []
+    for factor in _NEARBY:
+        _, mixture = _fit(table, [factor * limit for limit in limits.values()])
+        points.append((spending(table.mean_costs(mixture).tolist(), limits), float(table.mean_scores(mixture).mean())))
+    (low, low_score), (high, high_score) = points
+    return max(0.0, (high_score - low_score) / (high - low)) if high - low > 1e-6 else 0.0
+
+
+def spending(costs: Sequence[float], limits: Mapping[str, float]) -> float:
+    """The largest of cost ÷ limit; budgets of 0 are left out."""
+    return max((cost / limit for cost, limit in zip(costs, limits.values(), strict=True) if limit > 0), default=0.0)

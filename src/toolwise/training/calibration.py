@@ -1,0 +1,203 @@
+"""The calibration tasks of a run with budgets: set aside before training, and rolled out at each validation to fit the
+thresholds that deliver the trained budgets (routing/calibration.py)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from toolwise.config.schema import RunConfig
+from toolwise.errors import ConfigError
+from toolwise.protocols import Metrics, Router
+from toolwise.routing.calibration import BudgetCalibration, CalibrationTable, calibrate_budgets, values_and_costs
+from toolwise.routing.cost import RouteUsage
+from toolwise.routing.families import ROUTES
+from toolwise.routing.inference_router import InferenceRouter
+from toolwise.serialization.files import write_atomic
+from toolwise.serialization.json_text import json_text
+from toolwise.training.checkpoint import OVERSPEND
+from toolwise.training.evaluate import score
+from toolwise.training.rollout_setup import RolloutSetup
+from toolwise.types import ScoredRollout, Task
+
+log = logging.getLogger("toolwise")
+
+CALIBRATION_FILE = "calibration.json"
+MIN_ROWS, MAX_ROWS = 64, 4096
+"""Bounds of the calibration tasks; beyond the upper one, their standard error hardly matters."""
+MAX_SHARE_OF_FEW = 0.25
+"""The minimum may take at most this share of the tasks; with fewer tasks nothing is set aside."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSplit:
+    """Training tasks to learn from, and tasks that are only calibrated on."""
+
+    train: Sequence[Task]
+    calibration: Sequence[Task]
+    note: str = ""
+    """Why there are no calibration tasks although there are budgets."""
+
+
+def split_tasks(config: RunConfig, tasks: Sequence[Task]) -> TaskSplit:
+    """Sets aside `router.calibration` of the tasks, chosen by the run's seed. Without a router with budgets, none."""
+    router, total = config.router, len(tasks)
+    if not (router.enable and router.budgets):
+        return TaskSplit(tasks, ())
+    sampled = "the router is not calibrated, so what it delivers may exceed its budgets"
+    if not router.calibration:
+        return TaskSplit(tasks, (), f"router.calibration is 0: {sampled}")
+    if total * MAX_SHARE_OF_FEW < MIN_ROWS:
+        least = math.ceil(MIN_ROWS / MAX_SHARE_OF_FEW)
+        return TaskSplit(tasks, (), f"{total} training tasks are too few to set some aside (use {least}): {sampled}")
+    count = min(max(round(router.calibration * total), MIN_ROWS), MAX_ROWS)
+    batch_size, left = config.data.batch_size, total - count
+    if left < batch_size:
+        raise ConfigError(
+            f"router.calibration {router.calibration:g} sets {count} of {total} training tasks aside, which leaves "
+            f"{left}, fewer than data.batch_size {batch_size}: lower router.calibration, or add tasks"
+        )
+    chosen = set(Random(f"calibration split/{config.seed}").sample(range(total), count))
+    return TaskSplit(
+        [task for index, task in enumerate(tasks) if index not in chosen],
+        [task for index, task in enumerate(tasks) if index in chosen],
+    )
+
+
+def expected_errors(router: InferenceRouter, tasks: Sequence[Task]) -> dict[str, float]:
+    """unit -> the standard error of the delivered cost if each prompt makes one call or none, at the price of the most
+    expensive tool."""
+    errors = {}
+    for unit, limit in router.budgets.limits.items():
+        prices = [limit]
+        for task in tasks[:MIN_ROWS]:
+            families = router.conditioning.families_of(task)
+            prices += [router.cost(RouteUsage.of({tool: 1}, families))[unit] for tool in families]
+        errors[unit] = math.sqrt(limit * (max(prices) - limit) / len(tasks))
+    return errors
+
+
+def begin_calibration(setup: RolloutSetup, split: TaskSplit, out: Path) -> str:
+    """Records the calibration tasks in the run's folder; returns what to say about them."""
+    router, tasks = setup.router, split.calibration
+    if not isinstance(router, InferenceRouter) or not tasks:
+        return split.note
+    write_atomic(out / CALIBRATION_FILE, json_text({"task_ids": [task.task_id for task in tasks]}, indent=1).encode())
+    errors = expected_errors(router, tasks).items()
+    shown = ", ".join(f"{unit} {router.budgets.limits[unit]:g} ± {error:.3f}" for unit, error in errors)
+    rollouts = min(setup.config.router.calibration_rollouts, len(tasks))
+    return (
+        f"calibration: {len(tasks)} of {len(split.train) + len(tasks)} training tasks are set aside, {rollouts} of "
+        "them rolled out under every route at the end, a third before; budget ± standard error, if a prompt makes one "
+        f"call or none: {shown}"
+    )
+
+
+def recorded_split(run: Path) -> frozenset[str]:
+    """The ids of the tasks that a run calibrated on; empty if it did not."""
+    try:
+        return frozenset(json.loads((run / CALIBRATION_FILE).read_text(encoding="utf-8"))["task_ids"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return frozenset()
+
+
+async def calibrate_run(setup: RolloutSetup, tasks: Sequence[Task], *, step: int) -> tuple[Metrics, str]:
+    """Calibrates with the weights of `step`; returns metrics and, if the budgets cannot be met, a warning. Before
+    training there is nothing to calibrate: all routes are equal."""
+    router = setup.router
+    if not isinstance(router, InferenceRouter) or not tasks or not step:
+        return {}, ""
+    rollouts, last = setup.config.router.calibration_rollouts, step >= setup.config.trainer.total_steps
+    met_before = router.calibration is None or router.calibration.feasible
+    count = rollouts if last else math.ceil(rollouts / 3)
+    if (latest := await calibrate(setup, router, tasks, count, step=step)) is None:
+        return {}, ""
+    metrics = {"calibration/score": latest.score}
+    for unit, cost, error in zip(latest.units, latest.costs, latest.standard_errors, strict=True):
+        metrics |= {f"calibration/{unit}/cost": cost, f"calibration/{unit}/stderr": error}
+    return metrics, infeasible(latest) if met_before else ""
+
+
+async def calibrate(
+    setup: RolloutSetup, router: InferenceRouter, tasks: Sequence[Task], rollouts: int, *, step: int
+) -> BudgetCalibration | None:
+    """Fits the router's thresholds to its budgets on `tasks`, `rollouts` of which are rolled out under every route, and
+    puts them into use; replies are decoded as in validation. None if no task could be rolled out and scored under every
+    route: the previous thresholds stay."""
+    predictions = router.predict_delivered(tasks)
+    readable = [index for index, prediction in enumerate(predictions) if prediction is not None]
+    chosen = readable[:rollouts]
+    decisions = router.decide_all([tasks[index] for index in chosen], step)
+    finished = await setup.scheduler.roll_out(decisions, do_sample=setup.config.validation.do_sample)
+    scored = await score(setup, finished, step=step)
+    limits = router.budgets.limits
+    shape = (len(chosen), len(ROUTES))
+    spent = np.array([[router.costs_of(s.rollout)[unit] for unit in limits] for s in scored]).reshape(
+        *shape, len(limits)
+    )
+    usable = np.array([s.result.has_valid_score and s.rollout.trainable for s in scored], dtype=bool).reshape(shape)
+    scores = np.array([s.score if s.result.has_valid_score else 0.0 for s in scored]).reshape(shape)
+    complete = np.flatnonzero(usable.all(axis=1))
+    if not len(complete):
+        log.warning(
+            "step %d: no calibration task was scored under every route, so the budgets are not calibrated", step
+        )
+        return None
+    values, costs = zip(*(values_and_costs(p) for p in predictions if p is not None), strict=True)
+    table = CalibrationTable(
+        values=np.stack(values),
+        predicted=None if costs[0] is None else np.stack(costs),
+        rolled_out=complete,
+        spent=spent[complete],
+        scores=scores[complete],
+    )
+    router.calibration = calibrate_budgets(table, limits, step=step)
+    return router.calibration
+
+
+def budget_metrics(router: Router, scored: Sequence[ScoredRollout]) -> Metrics:
+    """Of a validation: how far it exceeded the router's budgets, and what it spent in each. Where checkpoints are
+    compared, `budget/NAME` replaces the metric NAME."""
+    overspend = router.overspend(scored)
+    metrics = {} if overspend is None else {OVERSPEND: overspend}
+    return metrics | (router.budget_metrics(scored) if isinstance(router, InferenceRouter) else {})
+
+
+def infeasible(calibration: BudgetCalibration) -> str:
+    """Names the budgets that no routes meet, and what the cheapest ones cost; empty if there are none."""
+    entries = zip(calibration.units, calibration.limits, calibration.costs, calibration.least, strict=True)
+    over = [
+        f"the budget of {limit:g} in {unit!r} cannot be met: the cheapest routes cost {least:.3f}; raise the limit"
+        for unit, limit, cost, least in entries
+        if cost > limit + 1e-9
+    ]
+    return "; ".join(over)
+
+
+def calibration_summary(router: Any, tasks: Sequence[Task]) -> Mapping[str, Any] | None:
+    """For summary.json: the split, and what the latest calibration measured."""
+    if not isinstance(router, InferenceRouter) or not tasks:
+        return None
+    summary: dict[str, Any] = {"tasks": len(tasks), "expected_standard_errors": expected_errors(router, tasks)}
+    if (latest := router.calibration) is None:
+        return summary
+    return summary | {
+        "step": latest.step,
+        "rolled_out": latest.rolled_out,
+        "feasible": latest.feasible,
+        "score": latest.score,
+        "units": {
+            unit: {"limit": limit, "cost": cost, "standard_error": error}
+            for unit, limit, cost, error in zip(
+                latest.units, latest.limits, latest.costs, latest.standard_errors, strict=True
+            )
+        },
+    }

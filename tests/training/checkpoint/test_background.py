@@ -70,7 +70,16 @@ def test_a_copy_that_fails_is_one_line_with_a_remedy(tmp_path: Path, monkeypatch
         saver.take_result(wait=True)
 
 
-def test_an_abandoned_save_leaves_nothing(tmp_path: Path) -> None:
+def test_a_save_that_is_nearly_done_is_not_abandoned(tmp_path: Path) -> None:
+    saver, gate = BackgroundSaver(), Gate(tmp_path)
+    gate.open.set()
+    saver.start({"step": 2}, gate.write)
+    assert saver.abandon()
+    assert load(tmp_path / "step-000002").step == 2
+
+
+def test_an_abandoned_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "GRACE_S", 0.01)
     save(tmp_path, 1, {"a": {}})
     saver, gate = BackgroundSaver(), Gate(tmp_path)
     saver.start({"step": 2}, gate.write)
@@ -81,6 +90,7 @@ def test_an_abandoned_save_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_an_abandoned_save_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "GRACE_S", 0.01)
     monkeypatch.setattr(background, "ABANDON_S", 0.01)
     saver, gate = BackgroundSaver(), Gate(tmp_path)
     saver.start({"step": 2}, gate.write)

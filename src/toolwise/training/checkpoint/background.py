@@ -21,8 +21,8 @@ log = logging.getLogger("toolwise.training.checkpoint")
 
 MAX_MEMORY_SHARE = 0.8
 """Copies may take this share of the memory that is available; a larger state is written without copying it."""
-ABANDON_S = 5.0
-"""How long an abandoned write may take to notice."""
+GRACE_S, ABANDON_S = 1.0, 5.0
+"""How long a write may still take when the run is stopped immediately, and after that, to notice that it is over."""
 
 Write = Callable[[Any, Callable[[], bool]], Checkpoint]
 """Writes a state; the second argument says whether the write was abandoned."""
@@ -95,10 +95,11 @@ class BackgroundSaver:
         return {f"time/checkpoint_{name}_s": seconds for name, seconds in times.items()}
 
     def abandon(self) -> bool:
-        """Stop a write that is under way; return whether it has stopped, so that nothing is written any more."""
+        """Stop a write that is under way and does not end soon; return whether nothing is written any more."""
         save, self._save = self._save, None
         if save is None or save.thread is None:
             return True
+        save.thread.join(GRACE_S)
         save.abandoned.set()
         save.thread.join(ABANDON_S)
         return not save.thread.is_alive()

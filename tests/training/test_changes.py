@@ -169,3 +169,18 @@ def test_relative_paths_are_the_inverse_of_resolved_ones(tmp_path: Path) -> None
     assert resolved["env"]["interaction"] == f"{tmp_path}/code/user.py:User"
     assert relative_paths(resolved, tmp_path) == settings
     assert relative_paths(resolved, tmp_path / "elsewhere") == resolved
+
+
+def test_a_run_of_before_calibration_keeps_all_its_training_tasks(tmp_path: Path) -> None:
+    recorded = to_toml(RunConfig())
+    without = "\n".join(line for line in recorded.splitlines() if not line.startswith("calibration"))
+    assert without != recorded
+    (tmp_path / "config.toml").write_text(without)
+    config = load_run_config(tmp_path)
+    assert isinstance(config, RunConfig)
+    assert config.router.calibration == 0
+    check_same_run(config, tmp_path / "config.toml")
+    (tmp_path / "config.toml").write_text(recorded)
+    config = load_run_config(tmp_path)
+    assert isinstance(config, RunConfig)
+    assert config.router.calibration == RunConfig().router.calibration

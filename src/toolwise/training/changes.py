@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from toolwise.config.loader import build_config
+from toolwise.config.loader import build_config, read_settings
 from toolwise.config.paths import relative_paths, resolve_paths
 from toolwise.config.schema import RunConfig, load_config
 from toolwise.config.sft import MUTABLE_SFT_SETTINGS, SftConfig, is_sft_config, load_sft_config
@@ -143,7 +143,7 @@ def changes_between(before: AnyConfig, now: AnyConfig) -> list[Change]:
 def check_same_run(config: AnyConfig, config_file: Path) -> None:
     """Raise unless the run of `config_file` may be resumed with `config`; the error names all differences."""
     try:
-        before: AnyConfig = load_sft_config(config_file) if isinstance(config, SftConfig) else load_config(config_file)
+        before = _load_recorded(config_file)
     except ConfigError as fault:
         raise CheckpointError(f"cannot resume: {fault}; fix the file, or choose another --out") from fault
     changes = changes_between(before, config)
@@ -165,9 +165,18 @@ def load_run_config(out: Path, overrides: Sequence[str] = ()) -> AnyConfig:
         raise ConfigError(f"{out} holds no run to resume (it {why}): give the folder of a run")
     file = out / "config.toml"
     try:
-        return load_sft_config(file, overrides) if is_sft_config(file) else load_config(file, overrides)
+        return _load_recorded(file, overrides)
     except ConfigError as fault:
         raise CheckpointError(f"cannot resume: {fault}") from fault
+
+
+def _load_recorded(file: Path, overrides: Sequence[str] = ()) -> AnyConfig:
+    """The settings in a run's config.toml, which has all of them. A run of a version that set no tasks aside for
+    calibration still learns from all of them."""
+    if is_sft_config(file):
+        return load_sft_config(file, overrides)
+    earlier = [] if "calibration" in (read_settings(file).get("router") or {}) else ["router.calibration=0"]
+    return load_config(file, [*earlier, *overrides])
 
 
 def check_files(config: RunConfig, run: Path, *sections: str) -> None:

@@ -152,6 +152,14 @@ class ChatTokenizer:
 
     def render(self, messages: Sequence[Message], tools: Tools = None, *, generation_prompt: bool = True) -> str:
         """The rendered text, with the marks of `ControlTokens`: for `encode` and for comparisons."""
+        try:
+            return self._render(messages, tools, generation_prompt)
+        except RecursionError as fault:
+            raise ModelError(
+                "the arguments of a call, or a tool's schema, are nested too deeply: flatten them"
+            ) from fault
+
+    def _render(self, messages: Sequence[Message], tools: Tools, generation_prompt: bool) -> str:
         arranged = self.tool_prompt.arrange(messages, tools)
         if self.tool_prompt.where != "template":
             tools = None

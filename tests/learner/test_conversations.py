@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chat_tokenizers import chat_tokenizer
+from chat_tokenizers import KINDS, chat_tokenizer, tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from toolwise.config.schema import load_config
 from toolwise.errors import DataError
 from toolwise.learner.batch import with_zero_advantages
-from toolwise.learner.conversations import Example, reply_tokens, tokenize_conversation
+from toolwise.learner.conversations import Example, _overlap, reply_tokens, tokenize_conversation
 from toolwise.learner.rows import build_rows
 from toolwise.messages import Message, ToolCall
 from toolwise.models import load_chat
@@ -130,6 +133,47 @@ def test_text_that_the_template_drops_is_trained_on_all_the_same() -> None:
         assert bool(message.tool_calls) == ("search" in written)
     plain = say("assistant", "b")
     assert reply_tokens(chat, plain) == chat.reply(plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", ["chatml", "qwen3", "forgetful"])
+@pytest.mark.parametrize("content", ["The cafe\u0301 is open.", "x \ufdd0 y", "The CAPS", "\u4e00 <|im_end|>"])
+def test_text_that_the_tokenizer_changes_is_written_once(template: str, kind: str, content: str) -> None:
+    chat, message = chat_tokenizer(template, kind), say("assistant", content)
+    assert reply_tokens(chat, message) == chat.reply(message)
+    thoughtful = say("assistant", f"<think>\nHmm\n</think>\n\n{content}")
+    alone = chat.decode(reply_tokens(chat_tokenizer("chatml", kind), message))
+    written = chat.decode(reply_tokens(chat, thoughtful))
+    assert (written.lower().count("hmm"), written.count(alone)) == (1, 1)
+    assert written.endswith(alone)
+
+
+def with_template(source: str) -> ChatTokenizer:
+    changed = tokenizer("chatml")
+    changed.chat_template = source
+    return ChatTokenizer(changed)
+
+
+def test_text_that_the_template_changes_is_refused() -> None:
+    source = chat_tokenizer("chatml").tokenizer.chat_template
+    chat = with_template(source.replace("+ m.content", "+ m.content | replace('secret', '*')"))
+    assert reply_tokens(chat, say("assistant", "open")) == chat.reply(say("assistant", "open"))
+    with pytest.raises(DataError, match="changes the text"):
+        reply_tokens(chat, say("assistant", "the secret is out"))
+
+
+def test_long_text_that_the_template_drops_takes_linear_time() -> None:
+    chat = chat_tokenizer("forgetful")
+    content = f"<think>\n{'a ' * 100_000}\n</think>\n\n{'a ' * 50_000}b"
+    start = time.process_time()
+    assert _overlap(content, "a " * 50_000 + "b<|im_end|>") == 100_001
+    assert time.process_time() - start < 2.0  # 0.1 s; comparing every end takes minutes
+    assert chat.decode(reply_tokens(chat, say("assistant", content[-2000:]))) == content[-2000:]
+
+
+@given(st.text("ab", max_size=12), st.text("ab", max_size=12))
+def test_the_overlap_is_the_longest_end_that_is_a_start(text: str, other: str) -> None:
+    assert _overlap(text, other) == max(n for n in range(len(text) + 1) if other.startswith(text[len(text) - n :]))
 
 
 def test_a_truncated_row_shares_no_memory_with_the_whole() -> None:

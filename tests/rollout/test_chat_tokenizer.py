@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from chat_tokenizers import chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -17,6 +18,7 @@ from toolwise.errors import ModelError
 from toolwise.messages import Message, ToolCall
 from toolwise.models import BUILTIN
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
+from toolwise.rollout.tokens import TokenBuffer
 
 CHATML = """{%- for m in messages -%}
 {{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}
@@ -384,3 +386,21 @@ def test_what_is_encoded_again_is_the_callers_own() -> None:
         chat.encode(f"others {number}")
     assert len(chat._encode_cache) <= 64
     assert chat.encode("the same words") == first[:-1]
+
+
+def test_arguments_that_are_nested_too_deeply_do_not_end_an_episode() -> None:
+    """They cannot be rendered; what follows the call can."""
+    deep: Any = 1
+    for _ in range(3000):
+        deep = [deep]
+    chat = chat_tokenizer("chatml")
+    question = Message(role="user", content="q")
+    call = Message(role="assistant", content="", tool_calls=[ToolCall(id="c", name="f", arguments={"x": deep})])
+    result = Message(role="tool", content="too deep", tool_call_id="c")
+    with pytest.raises(ModelError, match="nested too deeply"):
+        chat.render([question, call, result])
+    buffer = TokenBuffer(chat)
+    buffer.prompt([question])
+    buffer.add([*chat.encode("deep"), chat.end_id], closed=True)
+    text = chat.tokenizer.decode(list(buffer.prompt([question, call, result])))
+    assert "too deep" in text

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from small_world_teacher import conversations
 import toolwise
 from toolwise.config.sft import SftConfig
 from toolwise.data.files import write_rows
-from toolwise.errors import ConfigError, DataError, MissingExtraError, ToolwiseError
+from toolwise.errors import CheckpointError, ConfigError, DataError, MissingExtraError, ModelError, ToolwiseError
 from toolwise.learner.supervised import SftLearner
 from toolwise.models import load_chat, load_model
 from toolwise.training import checkpoint
@@ -473,3 +475,56 @@ def test_interrupted_by_a_signal_it_saves_and_says_how_to_go_on(
     saved = checkpoint.latest(tmp_path / "out" / "checkpoints")
     assert saved is not None
     assert saved.step == 2
+
+
+# A full disk.
+
+
+def refuse(path: Path, *_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["with a checkpoint", "without"])
+def test_a_disk_that_is_full_after_the_model_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    def refuse_checkpoint(*_: Any, **__: Any) -> None:
+        raise CheckpointError("the disk is full")
+
+    if not saved:
+        monkeypatch.setattr("toolwise.training.sft.checkpoint.save", refuse_checkpoint)
+    monkeypatch.setattr("toolwise.training.sft.write_atomic", refuse)
+    with pytest.raises(ModelError, match=r"No space left.*the trained model there is complete"):
+        sft(TALKS, tmp_path / "out", **FEW)
+    monkeypatch.undo()
+    assert (tmp_path / "out" / "config.toml").is_file()
+    assert load_model(str(tmp_path / "out"), device="cpu")[1].end_id
+
+
+def test_a_disk_that_is_full_before_the_model_leaves_only_what_others_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def note_then_refuse(learner: SftLearner, folder: Path) -> None:
+        (tmp_path / "out" / "notes.txt").write_text("not the run's")
+        refuse(folder)
+
+    monkeypatch.setattr(SftLearner, "save_model", note_then_refuse)
+    with pytest.raises(ModelError, match="partial files were removed"):
+        sft(TALKS, tmp_path / "out", **FEW)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+    monkeypatch.setattr(SftLearner, "save_model", lambda _, folder: refuse(folder))
+    with pytest.raises(ModelError, match="partial files were removed"):
+        sft(TALKS, tmp_path / "new", **FEW)
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_earlier_model_survives_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    sft(TALKS, out, **FEW)
+    shutil.rmtree(out / "checkpoints")
+    names = {path.name for path in out.iterdir()} - {"summary.json"}
+    monkeypatch.setattr(SftLearner, "save_model", lambda _, folder: refuse(folder))
+    with pytest.raises(ModelError, match="No space left"):
+        sft(TALKS, out, **FEW | {"steps": 3}, resume=True)
+    assert names <= {path.name for path in out.iterdir()}
+    assert weights_of(out)

@@ -92,3 +92,45 @@ def test_a_conversation_that_cannot_be_rendered_names_its_row() -> None:
     bad = read_conversation(Path("talks.jsonl"), 7, {"messages": [{"role": "user", "content": "only a question"}]})
     with pytest.raises(DataError, match=r"talks\.jsonl: row 7 .*no assistant message"):
         tokenize(SftConfig(), chat, [bad])
+
+
+def nest(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def calling(name: str, arguments: Any) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+    asked = {"role": "user", "content": "q"}
+    return {"messages": [asked, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize("where", ["arguments", "schema"])
+def test_values_that_are_nested_too_deeply_name_their_row(where: str) -> None:
+    deep = {"x": nest(900)}
+    schema = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    row = calling("f", deep) if where == "arguments" else {**calling("f", {}), "tools": [schema]}
+    found = read_conversation(Path("talks.jsonl"), 3, row)
+    with pytest.raises(DataError, match=r"talks\.jsonl: row 3 .*nested too deeply"):
+        tokenize(SftConfig(), load_chat("builtin:small"), [found])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("f", {"x": [1, float("nan")]}, r"tool_calls\[0\]\.arguments: nan is not a JSON number"),
+        ("f", '{"x": 1e999}', r"tool_calls\[0\]\.arguments: inf is not a JSON number"),
+        ("f", '{"x": NaN}', r"tool_calls\[0\]\.arguments: nan is not a JSON number"),
+        ("f", {"x": ["\ud800"]}, r"tool_calls\[0\]\.arguments: not valid Unicode"),
+        ("f", {"\udfff": 1}, r"tool_calls\[0\]\.arguments: not valid Unicode"),
+        ("f", "not JSON \ud800", r"tool_calls\[0\]\.arguments: not valid Unicode"),
+        ("f\ud800", {}, r"tool_calls\[0\]\.name: not valid Unicode"),
+    ],
+)
+def test_calls_that_cannot_be_written_name_their_row(name: str, arguments: Any, said: str) -> None:
+    with pytest.raises(DataError, match=rf"talks\.jsonl: row 4 \(0-based\), field messages\[1\]\.{said}"):
+        read_conversation(Path("talks.jsonl"), 4, calling(name, arguments))
+    plain = read_conversation(Path("talks.jsonl"), 4, calling("suche", {"größe": [1.5, None, "😀"]}))
+    assert plain.messages[1].tool_calls is not None

@@ -5,13 +5,14 @@ Left padding is removed by the attention mask, never by the pad id.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from toolwise.errors import DataError
-from toolwise.messages import Message
+from toolwise.messages import Message, ToolCall
 
 FieldError = Callable[[str, str], DataError]
 """Builds an error from (field, problem) that also names the row."""
@@ -31,7 +32,31 @@ def read_message(error: FieldError, value: Any, field: str) -> Message:
         raise error(f"{field}.content", f"not valid Unicode ({fault.reason}); correct the text") from fault
     if message.content is None and not message.tool_calls:
         raise error(f"{field}.content", "missing; only an assistant message with tool_calls may leave it out")
+    for index, call in enumerate(message.tool_calls or ()):
+        _check_call(error, call, f"{field}.tool_calls[{index}]")
     return message
+
+
+def _check_call(error: FieldError, call: ToolCall, field: str) -> None:
+    """Raise unless name, id and arguments can be written as JSON in UTF-8."""
+    for name, text in (("name", call.name), ("id", call.id)):
+        if not _is_unicode(text):
+            raise error(f"{field}.{name}", "not valid Unicode (lone surrogate); correct the text")
+    values: list[Any] = [call.arguments]
+    while values:  # without recursion: arguments may be nested deeply
+        value = values.pop()
+        if isinstance(value, dict):
+            values += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            values += value
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise error(f"{field}.arguments", f"{value} is not a JSON number; give a finite one, or null")
+        elif isinstance(value, str) and not _is_unicode(value):
+            raise error(f"{field}.arguments", "not valid Unicode (lone surrogate); correct the text")
+
+
+def _is_unicode(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def read_prompt_ids(row: Mapping[str, Any], error: FieldError) -> list[int] | None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from toolwise.errors import DataError
 from toolwise.messages import Message
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
+from toolwise.rollout.control_tokens import strip_guard_marks
 from toolwise.rollout.tokens import OnChange, TokenBuffer
 
 
@@ -81,9 +82,35 @@ def tokenize_conversation(
 def reply_tokens(chat: ChatTokenizer, message: Message, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
     """A reply as the template writes it, preceded by what it leaves out of the message: some templates drop thoughts,
     or the text beside calls, which a model writes all the same."""
-    reply, content = chat.reply(message, tools), message.content or ""
-    written = chat.decode(reply)
-    if content.strip() in written:
+    rendered, content = chat.render_reply(message, tools), message.content or ""
+    reply = chat.encode(rendered)
+    # Both as text, before the tokenizer, which may change letters. `guard` keeps the length, but for its marks.
+    written, text = strip_guard_marks(rendered), strip_guard_marks(chat.controls.guard(content))
+    if text.strip() in written:
         return reply
-    kept = next(start for start in range(len(content) + 1) if written.lstrip().startswith(content[start:].rstrip()))
+    bare = strip_guard_marks(chat.render_reply(message.model_copy(update={"content": ""}), tools))
+    kept = len(content)
+    if written.split() != bare.split():
+        overlap = _overlap(text.rstrip(), written.lstrip())
+        if written.lstrip()[overlap:].split() != bare.split():
+            raise DataError("the chat template changes the text of an assistant message: SFT needs it as it is")
+        kept = len(text.rstrip()) - overlap
     return [*chat.encode(chat.end_text + chat.controls.guard(content[:kept]))[1:], *reply]
+
+
+def _overlap(text: str, other: str) -> int:
+    """The length of the longest end of `text` that `other` starts with, in linear time (Knuth, Morris, Pratt)."""
+    pattern = other[: len(text)]
+    borders = [0] * len(pattern)  # of each start of the pattern: its longest proper start that is also its end
+    length = 0
+    for i in range(1, len(pattern)):
+        while length and pattern[i] != pattern[length]:
+            length = borders[length - 1]
+        length += pattern[i] == pattern[length]
+        borders[i] = length
+    length = 0
+    for letter in text:
+        while length and (length == len(pattern) or letter != pattern[length]):
+            length = borders[length - 1]
+        length += bool(pattern) and letter == pattern[length]
+    return length

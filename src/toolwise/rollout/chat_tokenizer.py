@@ -136,6 +136,10 @@ class ChatTokenizer:
 
     def reply(self, message: Message, tools: Tools = None) -> list[int]:
         """An assistant turn as the template writes it, including its end-of-turn token (for SFT)."""
+        return self.encode(self.render_reply(message, tools))
+
+    def render_reply(self, message: Message, tools: Tools = None) -> str:
+        """The text of `reply`, with the marks of `ControlTokens`."""
         before = self.render([QUESTION], tools)
         rendered = self.render([QUESTION, message], tools, generation_prompt=False)
         ends = [rendered.rfind(token) + len(token) for token in self.turn_ends.stops if token in rendered]
@@ -144,10 +148,18 @@ class ChatTokenizer:
             ends = [len(rendered)]
         if not rendered.startswith(before) or max(ends, default=0) < len(before):
             raise ModelError("the chat template does not put an assistant turn between its opening and its end")
-        return self.encode(rendered[len(before) : max(ends)])
+        return rendered[len(before) : max(ends)]
 
     def render(self, messages: Sequence[Message], tools: Tools = None, *, generation_prompt: bool = True) -> str:
         """The rendered text, with the marks of `ControlTokens`: for `encode` and for comparisons."""
+        try:
+            return self._render(messages, tools, generation_prompt)
+        except RecursionError as fault:
+            raise ModelError(
+                "the arguments of a call, or a tool's schema, are nested too deeply: flatten them"
+            ) from fault
+
+    def _render(self, messages: Sequence[Message], tools: Tools, generation_prompt: bool) -> str:
         arranged = self.tool_prompt.arrange(messages, tools)
         if self.tool_prompt.where != "template":
             tools = None

@@ -29,7 +29,7 @@ from toolwise.training.changes import read_changes, resume_command, saved_settin
 from toolwise.training.diagnosis import Finding, finding_to_json
 from toolwise.training.run_folder import RunResult
 from toolwise.training.sft_findings import MAX_NOT_FINITE, end_findings, not_finite
-from toolwise.training.sft_folder import disk_error, open_output, write_model
+from toolwise.training.sft_folder import disk_error, list_names, open_output, write_model
 from toolwise.training.sft_run import SftRun
 from toolwise.training.stop_signal import StopSignal
 from toolwise.training.trackers.console import ConsoleTracker
@@ -63,7 +63,8 @@ class SftTraining:
         self.findings: list[Finding] = []
         self._signal = StopSignal()
         self._stop_reason: str | None = None
-        self._existed = out.exists()
+        self._before = list_names(out)
+        self._model_written = False
         self._lock = checkpoint.FolderLock(out)
         self.observers = observers or Observers()
         try:
@@ -71,7 +72,7 @@ class SftTraining:
             self.metrics = JsonlTracker(out / "metrics.jsonl")
         except BaseException as fault:
             self._lock.release()
-            if (error := disk_error(fault, out, existed=self._existed)) is not None:
+            if (error := disk_error(fault, out, before=self._before)) is not None:
                 raise error from fault
             raise
         config = run.config
@@ -85,7 +86,8 @@ class SftTraining:
         try:
             return self._run_training()
         except BaseException as fault:
-            if (error := disk_error(fault, self.out, existed=self._existed)) is not None:
+            error = disk_error(fault, self.out, before=self._before, model_written=self._model_written)
+            if error is not None:
                 raise error from fault
             raise
         finally:
@@ -215,6 +217,7 @@ class SftTraining:
             if best is not None and progress.validation is not None and best.figures["loss"] < progress.validation:
                 write = partial(shutil.copytree, best.path / "model", dirs_exist_ok=True)
         write_model(self.out, write)
+        self._model_written = True
 
     def _summarize(self) -> dict[str, Any]:
         run, progress = self.run, self.run.progress

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from toolwise.config.loader import to_toml
@@ -19,6 +20,9 @@ from toolwise.training.sft_run import SftRun
 from toolwise.training.trackers.jsonl import truncate_after
 
 log = logging.getLogger("toolwise.training.sft")
+
+OWN_NAMES = frozenset({".lock", "config.toml", "changes.jsonl", "metrics.jsonl", "summary.json", "data", "checkpoints"})
+"""What a run writes into its folder before the trained model."""
 
 
 def check_output(out: Path, config: SftConfig, *, resume: bool) -> None:
@@ -77,25 +81,56 @@ def open_output(
 def write_model(out: Path, write: Callable[[Path], None]) -> None:
     """Write a complete model or nothing: into a folder within `out`, whose files are then moved up."""
     temporary = out / f".tmp-{os.getpid()}"
+    moved: list[Path] = []
     try:
         temporary.mkdir()
         write(temporary)
-        for file in temporary.iterdir():
+        for file in sorted(temporary.iterdir()):
             file.rename(out / file.name)
+            moved.append(out / file.name)
+    except BaseException:
+        for path in moved:
+            _remove(path)
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def disk_error(fault: BaseException, out: Path, *, existed: bool) -> ToolwiseError | None:
+def list_names(out: Path) -> frozenset[str] | None:
+    """What is in `out` before a run starts there; None if there is no such folder."""
+    return frozenset(path.name for path in out.iterdir()) if out.is_dir() else None
+
+
+def disk_error(
+    fault: BaseException, out: Path, *, before: frozenset[str] | None, model_written: bool = False
+) -> ToolwiseError | None:
     """The error to raise if the disk refused a write, else None.
 
-    A run without a checkpoint then leaves nothing behind: there is nothing to continue from. `existed`: the empty
-    folder was there before.
+    A run with neither a checkpoint nor its trained model has nothing to continue from: the files that it wrote are
+    removed. `before` (see `list_names`) was there already and stays.
     """
     if isinstance(fault, ToolwiseError) or (reason := disk_fault(fault)) is None:
         return None
+    if model_written:
+        return ModelError(
+            f"cannot write {out}: {reason}; the trained model there is complete and can be used, but the run's "
+            "summary or report is not"
+        )
     if checkpoint.latest(out / "checkpoints", warnings_out=[]) is not None:
         return ModelError(f"cannot write {out}: {reason}; make room, then continue: {resume_command(out)}")
-    for path in out.iterdir() if existed and out.is_dir() else [out]:
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    if out.is_dir():
+        for path in [path for path in out.iterdir() if path.name not in (before or ()) and _is_own(path.name)]:
+            _remove(path)
+    if before is None:
+        with suppress(OSError):  # others have put files there
+            out.rmdir()
     return ModelError(f"cannot write {out}: {reason}; partial files were removed")
+
+
+def _is_own(name: str) -> bool:
+    return name in OWN_NAMES or (name.startswith(".") and name.endswith(f".{os.getpid()}.tmp"))
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

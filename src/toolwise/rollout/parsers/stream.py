@@ -37,6 +37,7 @@ _FREE_REREADING = 20_000
 """Characters that may be read again in any case: enough for every attempt at a short call."""
 _NAME_CHARS = 600
 """How far into a block its name is looked for."""
+_SPACE = re.compile(r"\s*")
 _FLAGS = re.IGNORECASE | re.ASCII
 
 
@@ -93,7 +94,7 @@ class CallStream:
         self._calls = 0
         self._announced = False
         self._state = "held"
-        """"undecided": a thought may come; "thought"; "after": behind a thought; "body"; "block": inside one; "held": until the end."""
+        """"undecided": a thought may come; "thought"; "after" one, another may come; "body"; "block"; "held" to the end."""
         if form is not None:
             self._state = ("thought" if thought_open else "undecided") if form.thoughts else "body"
             self._marks = _marks_of(form)
@@ -200,15 +201,16 @@ class CallStream:
         """Before it is known whether another thought follows."""
         if self._starts_call(source, position) or self._starts_unseen(source, position):
             return self._hold()
-        rest = source[position:].lstrip()
-        if len(source) - len(rest) > position:
-            self._content.add(source[position : len(source) - len(rest)], events)
-            return len(source) - len(rest)
+        start = _space_end(source, position)
+        if start > position:
+            self._content.add(source[position:start], events)
+            return start
         if opening := self._marks.opening.match(source, position):
             self._content.add_all(opening[0], events)
             self._state = "thought"
             return opening.end()
-        if any(opening.lower().startswith(rest.lower()) for opening in THOUGHT_OPENINGS):
+        rest = source[position : position + self._marks.longest].lower()
+        if any(opening.lower().startswith(rest) for opening in THOUGHT_OPENINGS):
             return None
         self._state = "body"
         return position
@@ -252,11 +254,13 @@ class CallStream:
 
     def _starts_call(self, source: PartialSource, position: int) -> bool:
         assert self._form is not None
-        return source[position:].lstrip()[:1] in self._form.starts if self._form.starts else False
+        start = _space_end(source, position)
+        return source[start : start + 1] in self._form.starts
 
     def _starts_unseen(self, source: PartialSource, position: int) -> bool:
         """Whether characters that cannot be seen come first: kept before a thought, as white space is."""
-        return is_format_character(source[position:].lstrip()[:1])
+        start = _space_end(source, position)
+        return is_format_character(source[start : start + 1])
 
     def _may_complete(self, piece: str) -> bool:
         """Whether the piece, with the text just before it, has a mark that may complete the block."""
@@ -283,6 +287,11 @@ class CallStream:
         events.append(CallFinished(self._calls, call))
         self._calls += 1
         self._announced = False
+
+
+def _space_end(text: str, position: int) -> int:
+    space = _SPACE.match(text, position)
+    return space.end() if space else position
 
 
 class _ContentFilter:

@@ -114,9 +114,8 @@ class TemplateProcess:
                 env={"LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"},
                 start_new_session=True,  # an interrupt from the terminal is for the trainer only
             )
-            for pipe in (self._popen.stdin, self._popen.stdout):
-                assert pipe is not None
-                os.set_blocking(pipe.fileno(), False)
+            assert self._popen.stdin is not None
+            os.set_blocking(self._popen.stdin.fileno(), False)
         return self._popen
 
     def close(self) -> int | None:
@@ -156,11 +155,8 @@ def _write(pipe: int, request: bytes, until: float) -> None:
 def _read(pipe: int, size: int, until: float) -> bytes:
     parts: list[bytes] = []
     while size:
-        try:
-            part = os.read(pipe, min(size, 1 << 20))
-        except BlockingIOError:
-            _wait(pipe, select.POLLIN, until)
-            continue
+        _wait(pipe, select.POLLIN, until)
+        part = os.read(pipe, min(size, 1 << 20))
         if not part:
             raise _ProcessEndedError
         parts.append(part)

@@ -94,7 +94,7 @@ class CallStream:
         self._calls = 0
         self._announced = False
         self._state = "held"
-        """"undecided": a thought may come; "thought"; "after" it, one may come; "body"; "block"; "held": until the end."""
+        """"undecided": a thought may come; "thought"; "after": another may; "body"; "block"; "held": until the end."""
         if form is not None:
             self._state = ("thought" if thought_open else "undecided") if form.thoughts else "body"
             self._marks = _marks_of(form)

@@ -108,6 +108,69 @@ def test_a_model_that_moves_to_another_precision_is_merged_again() -> None:
     torch.testing.assert_close(merged, layer.base_layer.weight + layer.get_delta_weight("default"))
 
 
+def replace_data(model: Any, new: dict[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        if name in new:
+            parameter.data = new[name]
+
+
+def replace_vector(model: Any, new: dict[str, torch.Tensor]) -> None:
+    vector = torch.cat([tensor.flatten() for tensor in new.values()])
+    torch.nn.utils.vector_to_parameters(vector, [p for name, p in model.named_parameters() if name in new])
+
+
+def replace_parameters(model: Any, new: dict[str, torch.Tensor]) -> None:
+    model.load_state_dict(new, strict=False, assign=True)
+
+
+def replace_all_parameters(model: Any, new: dict[str, torch.Tensor]) -> None:
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state | new, assign=True)
+
+
+@pytest.mark.parametrize("replace", [replace_data, replace_vector, replace_parameters, replace_all_parameters])
+def test_replaced_adapters_are_noticed(replace: Any) -> None:
+    model = tiny_model()
+    adapters = adapted(model)
+    weight = merged_copy(model).model.layers[0].mlp.up_proj.weight
+    address = weight.data_ptr()
+    for n in (2.0, 3.0, 5.0):  # of three, one could be at the address of the first
+        replace(model, {name: n * p.detach() for name, p in model.named_parameters() if "lora_" in name})
+        if n > 2:
+            same_weights(merged_copy(model), peft_merged(adapters))
+    assert weight.data_ptr() == address == merged_copy(model).model.layers[0].mlp.up_proj.weight.data_ptr()
+    layer = model.model.layers[0].mlp.up_proj
+    trained = trainable_layer(layer)
+    assert isinstance(trained, AdaptedLinear)
+    assert trained.lora_a is layer.lora_A["default"].weight, "the gradients go to the new ones"
+
+
+def test_replaced_adapters_of_a_copy_leave_the_original_alone() -> None:
+    model = tiny_model()
+    adapted(model)
+    tensors = {id(parameter): parameter for parameter in model.parameters()}
+    other = copy.deepcopy(model, dict(tensors))  # its own modules with the same parameters
+    before = merged_copy(other).model.layers[0].mlp.up_proj.weight
+    kept = before.clone()
+    assert merged_copy(model).model.layers[0].mlp.up_proj.weight is before
+    replace_parameters(model, {name: 2 * p.detach() for name, p in model.named_parameters() if "lora_" in name})
+    after = merged_copy(model).model.layers[0].mlp.up_proj.weight
+    assert merged_copy(other).model.layers[0].mlp.up_proj.weight is before
+    assert torch.equal(before, kept)
+    assert not torch.equal(after, kept)
+
+
+def test_replaced_adapters_keep_their_place_in_copies_that_share_them() -> None:
+    model = tiny_model()
+    adapters = adapted(model)
+    other = shared_copy(model)
+    before = merged_copy(other).model.layers[0].mlp.up_proj.weight
+    merged_copy(model)
+    replace_parameters(model, {name: 2 * p.detach() for name, p in model.named_parameters() if "lora_" in name})
+    assert merged_copy(model).model.layers[0].mlp.up_proj.weight is before
+    same_weights(merged_copy(other), peft_merged(adapters))
+
+
 def test_weights_are_freed_with_their_model() -> None:
     model = tiny_model()
     adapters = adapted(model)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolwise.errors import ModelError
 from toolwise.messages import Message, ToolCall
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
-from toolwise.rollout.control_tokens import GUARD_MARK, ControlTokens, strip_guard_marks
+from toolwise.rollout.control_tokens import GUARD_MARK, MAX_TOKEN_CHARS, ControlTokens, strip_guard_marks
 
 EVERY_CONTROL = sorted({text for texts in made.CONTROLS.values() for text in texts})
 SPELT_OTHERWISE = [
@@ -148,3 +149,21 @@ def test_pieces_are_encoded_as_the_middle_of_something() -> None:
     chat: ChatTokenizer = made.chat_tokenizer("chatml")
     ids = chat.encode(f"a{GUARD_MARK} b{GUARD_MARK}{GUARD_MARK}c")
     assert chat.tokenizer.decode(ids) == "a bc"
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("token", [f"<{GUARD_MARK}", GUARD_MARK])
+def test_a_tokenizer_with_the_guard_mark_in_a_token_is_refused(token: str, special: bool) -> None:
+    tokenizer = made.tokenizer("chatml")
+    tokenizer.add_tokens([token], special_tokens=special)
+    with pytest.raises(ModelError, match=r"has the token .*U\+FDD0"):
+        ControlTokens(tokenizer)
+
+
+def test_control_tokens_have_a_largest_length() -> None:
+    tokenizer = made.tokenizer("chatml")
+    tokenizer.add_tokens(["<" * MAX_TOKEN_CHARS], special_tokens=True)
+    assert ControlTokens(tokenizer).guard("a") == "a"
+    tokenizer.add_tokens(["x" * 30_000], special_tokens=True)
+    with pytest.raises(ModelError, match="a control token of 30000 characters, more than 1000"):
+        ControlTokens(tokenizer)

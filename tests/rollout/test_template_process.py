@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -226,6 +227,57 @@ def test_a_fork_starts_its_own_process() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert "hello" in chat.render([Message(role="user", content="hello")])
     assert template_process._process._popen.pid == pid
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_while_another_thread_renders_does_not_hang() -> None:
+    done, now, hung = threading.Event(), datetime(2026, 1, 1), 0
+
+    def render() -> None:
+        while not done.is_set():
+            template_process.render_template("{{ x }}", {"x": "z" * 200_000}, now)
+
+    thread = threading.Thread(target=render)
+    thread.start()
+    for _ in range(6):
+        time.sleep(0.01)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        until = time.monotonic() + 5
+        while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < until:
+            time.sleep(0.005)
+        if not ended:
+            hung += 1
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    done.set()
+    thread.join()
+    assert hung == 0
+
+
+def test_an_answer_that_does_not_come_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, now = TemplateProcess(), datetime(2026, 1, 1)
+    assert process.render("a", {}, now) == "a"
+    assert process._popen is not None
+    process._popen.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(template_process, "MAX_WAIT_S", 0.1)
+    with pytest.raises(ToolwiseError, match="does not answer within"):
+        process.render("{{ x }}", {"x": "z" * 500_000}, now)  # more than a pipe holds
+    monkeypatch.undo()
+    assert process.render("b", {}, now) == "b"
+    process.close()
+
+
+@pytest.mark.parametrize("option", ["cls=namespace", "default=dict", "skipkeys=true", "object_hook=dict"])
+def test_tojson_takes_the_options_of_transformers_only(option: str) -> None:
+    with pytest.raises(TemplateFaultError, match="unexpected keyword argument"):
+        template_process.render_template("{{ {'b': 1, 'a': 2}|tojson(" + option + ") }}", {}, datetime(2026, 1, 1))
+
+
+def test_tojson_sorts_keys() -> None:
+    source = "{{ {'b': 1, 'a': 2}|tojson(sort_keys=true, separators=(',', ':')) }}"
+    assert template_process.render_template(source, {}, datetime(2026, 1, 1)) == '{"a":2,"b":1}'
 
 
 def test_an_error_of_the_template_keeps_its_words() -> None:

@@ -120,6 +120,19 @@ def test_stop_ids_outside_the_vocabulary_are_noted(tmp_path: Path, caplog: pytes
     assert "also names '<eos>', outside the vocabulary" in findings(with_path(folder))["turn end"].says
 
 
+def test_stop_ids_that_are_ordinary_tokens_are_noted(tmp_path: Path) -> None:
+    folder = small_model(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    word = tokenizer.encode("a", add_special_tokens=False)[0]
+    assert findings(with_path(folder))["turn end"].verdict == "ok"
+    settings = {"eos_token_id": [tokenizer.eos_token_id, word]}
+    (folder / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    found = findings(with_path(folder))["turn end"]
+    assert found.verdict == "warning"
+    assert f"tokens of ordinary text, at which replies are cut: {word} ('a')" in found.says
+    assert "remove them from eos_token_id" in found.cure
+
+
 def named_tool(name: str, parameter: str = "word") -> BaseTool:
     schema = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}
     spec = {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}

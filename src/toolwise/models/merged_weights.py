@@ -14,7 +14,7 @@ import zlib
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +67,12 @@ class _Merged:
     """Of the rounding thresholds."""
     parameters: tuple[Tensor, ...]
     """The adapter's own: A and B. (Not the base weight, which could then never be freed.)"""
+    base: ReferenceType[Tensor]
     version: int = -1
     """How often these and the base weight had been written to when they were merged."""
+    numbers: tuple[Tensor, ...] = ()
+    """The values of A and B that were merged: held, so that others (`p.data = …`) cannot get their address."""
+    base_address: int = 0
 
 
 _BY_WEIGHT: Any = WeakIdKeyDictionary()
@@ -78,29 +82,62 @@ _ADAPTER_PARAMETERS: Any = WeakIdKeyDictionary()
 
 
 def _merged(adapter: Any) -> _Merged:
-    merged = _BY_ADAPTER.get(adapter)
-    if merged is None:
-        merged = _BY_ADAPTER[adapter] = _find_or_build(adapter)
-    weight, target = adapter.base_layer.weight, merged.plain.weight
-    version = sum(tensor._version for tensor in (weight, *merged.parameters) if not tensor.is_inference())
-    if merged.version != version or target.device != weight.device or target.dtype != weight.dtype:
+    """What is known of the adapter, written again if the base weight, A or B have changed or been replaced. Writing to
+    `p.data` in place leaves no trace."""
+    merged, weight = _BY_ADAPTER.get(adapter), adapter.base_layer.weight
+    parameters = _own_parameters(adapter)
+    if merged is None or merged.base() is not weight or not _same(merged.parameters, parameters):
+        merged = _BY_ADAPTER[adapter] = _find_or_build(adapter, parameters, merged)
+    target = merged.plain.weight
+    version = sum(tensor._version for tensor in (weight, *parameters) if not tensor.is_inference())
+    addresses = [tensor.data_ptr() for tensor in (weight, *parameters)]
+    merged_from = [merged.base_address, *(tensor.data_ptr() for tensor in merged.numbers)]
+    moved = target.device != weight.device or target.dtype != weight.dtype
+    if merged.version != version or moved or addresses != merged_from:
         _write(target, adapter, merged.seed)
-        merged.version = version
+        merged.version, merged.base_address = version, weight.data_ptr()
+        merged.numbers = tuple(parameter.detach() for parameter in parameters)
     return merged
 
 
+def _own_parameters(adapter: Any) -> tuple[Tensor, ...]:
+    """Asked for at every layer of every forward pass: `Module.parameters` takes several times as long."""
+    found: list[Tensor] = []
+    modules = [adapter]
+    while modules:
+        module = modules.pop()
+        found += [parameter for parameter in module._parameters.values() if parameter is not None]
+        modules += [child for name, child in module._modules.items() if child is not None and name != "base_layer"]
+    return tuple(found)
+
+
+def _same(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> bool:
+    return list(map(id, left)) == list(map(id, right))
+
+
+def _in_use(merged: _Merged) -> bool:
+    """Whether an adapter still has the parameters that were merged."""
+    return any(
+        known is merged and _same(_own_parameters(adapter), merged.parameters) for adapter, known in _BY_ADAPTER.items()
+    )
+
+
 @torch.inference_mode(False)  # gradients flow through products with these weights
-def _find_or_build(adapter: Any) -> _Merged:
+def _find_or_build(adapter: Any, parameters: tuple[Tensor, ...], before: _Merged | None) -> _Merged:
     base = adapter.base_layer
-    fixed = {id(parameter) for parameter in base.parameters()}
-    parameters = tuple(parameter for parameter in adapter.parameters() if id(parameter) not in fixed)
     known: _Merged | None = _BY_WEIGHT.get(base.weight)
-    if known is not None and list(map(id, known.parameters)) == list(map(id, parameters)):
+    if known is not None and _same(known.parameters, parameters):
         return known
-    plain = copy.copy(base)
-    plain._parameters = {**base._parameters, "weight": nn.Parameter(base.weight.detach().clone(), requires_grad=False)}
+    if before is not None and not _in_use(before):
+        plain = before.plain  # captured graphs hold its address
+        plain._parameters.update({**base._parameters, "weight": plain.weight})
+    else:
+        plain = copy.copy(base)
+        weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
+        plain._parameters = {**base._parameters, "weight": weight}
     trainable = AdaptedLinear(plain, adapter) if AdaptedLinear.supports(adapter) else None
-    built = _BY_WEIGHT[base.weight] = _Merged(plain, trainable, _seed(base.weight), parameters)
+    built = _Merged(plain, trainable, _seed(base.weight), parameters, ref(base.weight))
+    _BY_WEIGHT[base.weight] = built
     for parameter in parameters:
         _ADAPTER_PARAMETERS[parameter] = True
     _watch_optimizers()

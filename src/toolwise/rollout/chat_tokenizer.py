@@ -74,8 +74,9 @@ class ChatTokenizer:
             if len(self.controls.encode(token, "")) != 1:
                 raise ModelError(f"the tokenizer does not read its own control token {token!r} as one token")
         stop_ids: list[int] = tokenizer.convert_tokens_to_ids(list(self.turn_ends.stops))
-        # The model's settings may also name ordinary tokens.
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*stop_ids, *eos_ids]))
+        self.ordinary_stop_ids: tuple[int, ...] = tuple(i for i in self.stop_ids if self._control_text(i) is None)
+        """Those of `eos_ids` that are tokens of ordinary text, where generation stops too."""
         self.end_id: int = tokenizer.convert_tokens_to_ids(end_text)
         self.end_text: str = end_text
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end_id

@@ -15,6 +15,8 @@ from toolwise.errors import ModelError
 
 GUARD_MARK = "\ufdd0"
 """A Unicode noncharacter, never used in text. If a message contains it anyway, it becomes U+FFFD."""
+MAX_TOKEN_CHARS = 1_000
+"""Length of a control token: all its beginnings are kept. Published ones have up to forty."""
 
 
 class ControlTokens:
@@ -28,9 +30,12 @@ class ControlTokens:
         self._tokenizer = tokenizer
         if "\ufffd" in tokenizer.get_added_vocab():
             raise ModelError("the tokenizer has U+FFFD as a token: text that cannot be shown is written as U+FFFD")
+        _check_guardable([*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens])
         added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         special = [token.content for token in added.values() if token.special]
         self.texts: tuple[str, ...] = tuple(dict.fromkeys([*tokenizer.all_special_tokens, *special]))
+        if (length := max(map(len, self.texts), default=0)) > MAX_TOKEN_CHARS:
+            raise ModelError(f"the tokenizer has a control token of {length} characters, more than {MAX_TOKEN_CHARS}")
         self.ids = frozenset(tokenizer.convert_tokens_to_ids(list(self.texts)))
         tags = [token.content for token in added.values()]
         self._control = _any_of(self.texts)
@@ -97,6 +102,11 @@ class ControlTokens:
 def strip_guard_marks(text: str) -> str:
     """Rendered text without the marks."""
     return text.replace(GUARD_MARK, "")
+
+
+def _check_guardable(tokens: Iterable[str]) -> None:
+    if bad := next((token for token in tokens if GUARD_MARK in token), None):
+        raise ModelError(f"the tokenizer has the token {bad!r:.80}: text with U+FDD0 cannot be told from a guard mark")
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

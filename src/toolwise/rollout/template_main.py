@@ -84,9 +84,11 @@ def _raise_exception(message: Any) -> None:
     raise TemplateError(message)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **named: Any) -> str:
-    """Without the escapes for HTML that jinja's own writes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **named)
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Without the escapes for HTML that jinja's own writes; no other options, which could be functions."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 @lru_cache(maxsize=64)

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -89,26 +90,16 @@ class TemplateProcess:
         return b"l", f"the process that renders it ends with status {code}".encode()
 
     def _exchange(self, popen: subprocess.Popen[bytes], request: bytes) -> tuple[bytes, bytes]:
-        requests, answers = popen.stdin, popen.stdout
-        assert requests is not None
-        assert answers is not None
+        assert popen.stdin is not None
+        assert popen.stdout is not None
+        requests, answers = popen.stdin.fileno(), popen.stdout.fileno()
+        until = time.monotonic() + MAX_WAIT_S
         try:
-            requests.write(request)
-            requests.flush()
+            _write(requests, request, until)
+            kind, length = ANSWER.unpack(_read(answers, ANSWER.size, until))
+            return kind, _read(answers, length, until)
         except OSError as fault:
             raise _ProcessEndedError from fault
-        waiting = select.poll()
-        waiting.register(answers, select.POLLIN)
-        if not waiting.poll(MAX_WAIT_S * 1000):
-            raise TemplateLimitError(f"the process that renders it does not answer within {MAX_WAIT_S:g} s")
-        header = answers.read(ANSWER.size)
-        if len(header) < ANSWER.size:
-            raise _ProcessEndedError
-        kind, length = ANSWER.unpack(header)
-        text = answers.read(length)
-        if len(text) < length:
-            raise _ProcessEndedError
-        return kind, text
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._popen is None:
@@ -117,11 +108,14 @@ class TemplateProcess:
                 [sys.executable, "-I", "-S", "-B", "-c", _BOOT, *folders],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                bufsize=0,  # a buffer has a lock, which a fork could not take if another thread held it
                 stderr=subprocess.DEVNULL,
                 cwd="/",
                 env={"LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"},
                 start_new_session=True,  # an interrupt from the terminal is for the trainer only
             )
+            assert self._popen.stdin is not None
+            os.set_blocking(self._popen.stdin.fileno(), False)
         return self._popen
 
     def close(self) -> int | None:
@@ -147,6 +141,34 @@ class TemplateProcess:
             with suppress(OSError):
                 assert pipe is not None
                 pipe.close()
+
+
+def _write(pipe: int, request: bytes, until: float) -> None:
+    rest = memoryview(request)
+    while rest:
+        try:
+            rest = rest[os.write(pipe, rest) :]
+        except BlockingIOError:
+            _wait(pipe, select.POLLOUT, until)
+
+
+def _read(pipe: int, size: int, until: float) -> bytes:
+    parts: list[bytes] = []
+    while size:
+        _wait(pipe, select.POLLIN, until)
+        part = os.read(pipe, min(size, 1 << 20))
+        if not part:
+            raise _ProcessEndedError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _wait(pipe: int, event: int, until: float) -> None:
+    waiting = select.poll()
+    waiting.register(pipe, event)
+    if not waiting.poll(max(until - time.monotonic(), 0) * 1000):
+        raise TemplateLimitError(f"the process that renders it does not answer within {MAX_WAIT_S:g} s")
 
 
 _process = TemplateProcess()

@@ -100,12 +100,16 @@ def _turn_ends(chat: ChatTokenizer) -> Finding:
     says = f"generation stops at {', '.join(ends.stops)}; in a conversation a reply ends with {written}"
     thought = f"; the prompt ends in {opening!r}, so replies start inside a thought" if "<think>" in opening else ""
     figures = {"stop_ids": list(chat.stop_ids)}
+    cures = []
     if chat.unknown_eos_ids:
         ids = ", ".join(chat.unknown_eos_ids[:8])
         says += f"; eos_token_id of its settings also names {ids}, outside the vocabulary of {len(chat.tokenizer):,}"
-        cure = "correct generation_config.json, or use the tokenizer that the model was trained with"
-        return Finding("turn end", "warning", says + thought, figures, cure=cure)
-    return Finding("turn end", "ok", says + thought, figures)
+        cures.append("correct generation_config.json, or use the tokenizer that the model was trained with")
+    if chat.ordinary_stop_ids:
+        named = ", ".join(f"{i} ({chat.tokenizer.decode([i])!r:.40})" for i in chat.ordinary_stop_ids[:8])
+        says += f"; eos_token_id of its settings also names tokens of ordinary text, at which replies are cut: {named}"
+        cures.append("remove them from eos_token_id in generation_config.json, or flag them as special tokens")
+    return Finding("turn end", "warning" if cures else "ok", says + thought, figures, cure="; ".join(cures))
 
 
 def _opening(chat: ChatTokenizer) -> str:

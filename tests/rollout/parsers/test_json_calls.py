@@ -106,7 +106,14 @@ def test_cleaned_text_can_be_written_and_only_halves_of_characters_change(text: 
         ("Hm. <think>a <call>{}</think>c", "Hm. <think>a <call>{}</think>"),
         ("[THINK]a[/THINK]b", "[THINK]a[/THINK]"),
         ("<think>a <call>{}", "<think>a <call>{}"),
-        ("the <think> tag", ""),
+        ("the <think> tag <call>{}", "the <think> tag <call>{}"),
+        ("<call>{} <think>a <call>{}", ""),
+        ("<think>a</think>\n<think>b <call>{}</think>c", "<think>a</think>\n<think>b <call>{}</think>"),
+        ("a</think>[THINK]b[/THINK] <think>c</think>d", "a</think>[THINK]b[/THINK] <think>c</think>"),
+        ("<think>a</think> \u200b<think>b <call>{}", "<think>a</think> \u200b<think>b <call>{}"),
+        ("<think>a</think>b <think>c</think>", "<think>a</think>"),
+        ("\ufeff<think>a <call>{}", "\ufeff<think>a <call>{}"),
+        (" \u200b\u2060 <think>a</think>b", " \u200b\u2060 <think>a</think>"),
         ('<call>{"a": "</think>"} b', ""),
         ('<call>{"a": 1}\n{"a": "</think>"} b', ""),
         ('<call>{"a": 1}; {"a": "</think>"} b', ""),
@@ -117,3 +124,8 @@ def test_cleaned_text_can_be_written_and_only_halves_of_characters_change(text: 
 )
 def test_where_the_leading_thought_ends(text: str, thought: str) -> None:
     assert split_reasoning(text, MARKS) == (thought, text.removeprefix(thought))
+
+
+@pytest.mark.parametrize("text", ["\ufeff<think>a <call>{}", " \u200b \u200b<think>a <call>{}"])
+def test_characters_that_cannot_be_seen_may_come_before_the_thought(text: str) -> None:
+    assert split_reasoning(text, MARKS, thought_open=False) == (text, "")

@@ -13,7 +13,7 @@ from toolwise.messages import Message
 from toolwise.rewards import transcript
 from toolwise.rewards.library import rlla
 from toolwise.rewards.library.gsm8k import find_answer
-from toolwise.rewards.library.judge import _last_object
+from toolwise.rewards.library.judge import last_object
 from toolwise.rollout.parsers import PARSERS
 from toolwise.thinking.alternatives import mentions_action
 from toolwise.thinking.reply import parse_reply
@@ -31,6 +31,8 @@ FAMILIES: dict[str, tuple[str, str, str]] = {
     "open calls": ("", '<tool_call>{"name": "', ""),
     "closed tags": ("", "</tool_call>", ""),
     "open thoughts": ("", "<think>", ""),
+    "thoughts": ("", "<think></think> ", ""),
+    "characters that cannot be seen": ("<think></think>", "\u200b ", "<think>"),
     "open actions": ("", "<action>", ""),
     "mistral's tags": ("", "[TOOL_CALLS]", ""),
     "mistral's names": ("", "[TOOL_CALLS]f [CALL_ID] ", ""),
@@ -73,7 +75,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "calls": lambda text: transcript.read_tool_calls(message(text)),
     "strict": find_answer,
     "flexible": lambda text: find_answer(text, "flexible"),
-    "judge": _last_object,
+    "judge": lambda text: last_object(text, "score"),
     "rlla": lambda text: [rlla.is_well_formed(text, tags, literal=literal) for tags in TAG_SETS for literal in (0, 1)],
 }
 

@@ -57,6 +57,8 @@ def fixtures(name: str) -> list[str]:
         f"<think>I could {bare}\n</think>\n\n{bare}"[: -len(bare) // 4],
         f" {bare}</think> No <b>calls</b> < here, \n ",
         f"First, <think>{bare[:-1]}",
+        f"<think>a</think>\n <think>{bare}</think> {bare}",
+        f"\ufeff<think>a</think>\n\u200b[THINK]{bare}",
         written.replace("look_up", "look\\up").replace(":", "=").replace('"', "'"),
     ]
 
@@ -90,6 +92,7 @@ pieces = [
     "<",
     "</",
     "\ud800",
+    "\u200b",
 ]
 
 
@@ -144,6 +147,17 @@ def test_a_thought_is_shown_and_its_calls_are_not_made() -> None:
     events, reply = read("hermes", [f"Or {call}?</th", f"ink>{call}"], thought_open=True)
     assert reply == (f"Or {call}?</think>", CALLS[:1])
     assert events[0] == ContentPiece(f"Or {call}?")
+
+
+@pytest.mark.parametrize("thought_open", OPEN)
+def test_calls_of_a_second_thought_are_not_made(thought_open: bool | None) -> None:
+    call = RENDERERS["hermes"]("", CALLS[:1])
+    start = "" if thought_open else "<think>"
+    text = f"{start}a</think>\n<think>Or {call}?</think> \n<think></think>{call}"
+    events, reply = read("hermes", list(text), thought_open)
+    assert reply == (text.removesuffix(call), CALLS[:1])
+    assert ContentPiece("?") in events
+    assert read("hermes", list(text.removesuffix("think></think>" + call)), thought_open)[1][1] == []
 
 
 def test_without_marks_everything_comes_at_the_end() -> None:

@@ -1,4 +1,4 @@
-"""Shared by the parsers: finding JSON inside text, splitting off the leading thought, and extracting calls.
+"""Shared by the parsers: finding JSON inside text, splitting off the leading thoughts, and extracting calls.
 
 Any text is read in time linear in its length. Values are only searched for after a mark such as `<tool_call>`, and no
 mark is valid JSON: of two searches that both continue past a mark, one is inside a string and the other outside, and
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ THOUGHT_OPENINGS = ("<think>", "[THINK]", "<seed:think>", "<|START_THINKING|>", 
 THOUGHT_CLOSINGS = ("</think>", "[/THINK]", "</seed:think>", "<|END_THINKING|>", "<channel|>")
 """Qwen, DeepSeek, GLM and others; Mistral; Seed; Cohere; Gemma 4."""
 
+_SPACE = re.compile(r"\s*")
 _START = re.compile(r"\s*(?P<fence>```\w*\s*)?")
 _FENCE_END = re.compile(r"\s*```")
 # Possessive: otherwise white space would be given back after a failure and tried again at every position.
@@ -177,11 +179,15 @@ def any_of(marks: Iterable[str]) -> str:
     return "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)"
 
 
+OPENING = re.compile(any_of(THOUGHT_OPENINGS), re.IGNORECASE | re.ASCII)
+CLOSING = re.compile(any_of(THOUGHT_CLOSINGS), re.IGNORECASE | re.ASCII)
+
+
 def mark_pattern(call: str, other: str = "(?!)") -> re.Pattern[str]:
     """Pattern for `split_reasoning`: where thoughts start and end, where calls start, and other marks of the format."""
-    opening, closing = any_of(THOUGHT_OPENINGS), any_of(THOUGHT_CLOSINGS)
     return re.compile(
-        f"(?P<opening>{opening})|(?P<closing>{closing})|(?P<call>{call})|(?P<other>{other})", re.IGNORECASE | re.ASCII
+        f"(?P<opening>{OPENING.pattern})|(?P<closing>{CLOSING.pattern})|(?P<call>{call})|(?P<other>{other})",
+        re.IGNORECASE | re.ASCII,
     )
 
 
@@ -191,10 +197,11 @@ def split_reasoning(
     skip: Callable[[JsonSource, re.Match[str]], int] | None = None,
     thought_open: bool | None = None,
 ) -> tuple[str, JsonSource]:
-    """Split into the leading thought, with the text before it, and the rest, in which calls are searched for.
+    """Split into the leading thoughts, with the text before them, and the rest, in which calls are searched for.
 
-    A thought that never ends is the whole text. An end tag inside a call's arguments is part of a string (`skip` gives
-    the end of a complete call), and a thought that starts after a call is not the leading one.
+    A thought that never ends goes to the end of the text. Thoughts that follow the first directly, with only blanks
+    between, are leading ones too. An end tag inside a call's arguments is part of a string (`skip` gives
+    the end of a complete call), and a thought that starts after a call is not a leading one.
 
     `thought_open`: whether the prompt has opened a thought, so that only its end is here. If it has not, only a thought
     that starts the text is one. None: not known. Then a thought's end anywhere ends the leading thought, even after
@@ -206,9 +213,10 @@ def split_reasoning(
         position = mark.end()
         if mark.lastgroup == "closing":
             if thought_open is None or opened_at >= 0:
-                return source[:position], JsonSource(source[position:])
+                end = _skip_thoughts(source, position)
+                return source[:end], JsonSource(source[end:])
         elif mark.lastgroup == "opening":
-            if seen_call or (thought_open is False and source[: mark.start()].strip() and opened_at < 0):
+            if seen_call or (thought_open is False and opened_at < 0 and blank_end(source) < mark.start()):
                 break
             opened_at = mark.start() if opened_at < 0 else opened_at
         elif opened_at < 0 and thought_open is False:
@@ -217,9 +225,29 @@ def split_reasoning(
             end = skip(source, mark) if skip else skip_values(source, position)
             seen_call = seen_call or end > position
             position = max(end, position + (mark.end() == mark.start()))  # a mark may match the empty string
-    if opened_at >= 0 and not source[:opened_at].strip():
-        return source[:], JsonSource("")
-    return "", source
+    return (source[:], JsonSource("")) if opened_at >= 0 else ("", source)
+
+
+def _skip_thoughts(source: str, position: int) -> int:
+    """End of the thoughts that start at `position`, if any do."""
+    while opening := OPENING.match(source, blank_end(source, position)):
+        closing = CLOSING.search(source, opening.end())
+        position = closing.end() if closing else len(source)
+    return position
+
+
+def blank_end(text: str, position: int = 0) -> int:
+    """End of the white space and of the characters that cannot be seen, such as U+FEFF, at `position`."""
+    while space := _SPACE.match(text, position):
+        position = space.end()
+        if not is_format_character(text[position : position + 1]):
+            break
+        position += 1
+    return position
+
+
+def is_format_character(letter: str) -> bool:
+    return bool(letter) and unicodedata.category(letter) == "Cf"
 
 
 def skip_values(source: JsonSource, position: int) -> int:

@@ -18,12 +18,15 @@ from functools import lru_cache
 from toolwise.messages import ToolCall
 from toolwise.rollout.parsers.blocks import BlockFormat
 from toolwise.rollout.parsers.json_calls import (
+    CLOSING,
+    OPENING,
     THOUGHT_CLOSINGS,
     THOUGHT_OPENINGS,
     NeedMoreTextError,
     ParsedReply,
     PartialSource,
     any_of,
+    is_format_character,
     number_calls,
     replace_surrogates,
 )
@@ -34,6 +37,7 @@ _FREE_REREADING = 20_000
 """Characters that may be read again in any case: enough for every attempt at a short call."""
 _NAME_CHARS = 600
 """How far into a block its name is looked for."""
+_SPACE = re.compile(r"\s*")
 _FLAGS = re.IGNORECASE | re.ASCII
 
 
@@ -90,7 +94,7 @@ class CallStream:
         self._calls = 0
         self._announced = False
         self._state = "held"
-        """"undecided": a thought may come; "thought"; "body"; "block": inside one; "held": until the end."""
+        """"undecided": a thought may come; "thought"; "after": another may; "body"; "block"; "held": until the end."""
         if form is not None:
             self._state = ("thought" if thought_open else "undecided") if form.thoughts else "body"
             self._marks = _marks_of(form)
@@ -143,12 +147,18 @@ class CallStream:
         """Use some text from `position` and return where it ends; None if more is needed."""
         if position == len(source) or self._state == "held":
             return None
-        step = {"undecided": self._undecided, "thought": self._thought, "body": self._body, "block": self._block}
+        step = {
+            "undecided": self._undecided,
+            "thought": self._thought,
+            "after": self._after,
+            "body": self._body,
+            "block": self._block,
+        }
         return step[self._state](source, position, events)
 
     def _undecided(self, source: PartialSource, position: int, events: list[StreamEvent]) -> int | None:
         """Before it is known whether the reply starts with a thought."""
-        if self._fresh and self._starts_call(source, position):
+        if self._fresh and (self._starts_call(source, position) or self._starts_unseen(source, position)):
             return self._hold()
         mark = self._marks.any.search(source, position)
         end = mark.start() if mark else self._marks.certain_end(source)
@@ -161,7 +171,7 @@ class CallStream:
             return None if end == position else end
         if self._marks.closing.fullmatch(mark[0]) and self._thought_open is None:
             self._content.add_all(source[position : mark.end()], events)
-            return self._start_body(mark.end())
+            return self._end_thought(mark.end())
         if self._marks.opening.fullmatch(mark[0]) and self._fresh:
             self._content.add_all(source[position : mark.end()], events)
             self._state = "thought"
@@ -179,12 +189,30 @@ class CallStream:
         if not self._form.streams and self._marks.block.search(source, position, end):
             return self._hold()  # Llama's end of the turn is dropped even from a thought
         self._content.add_all(source[position:end], events)
-        return self._start_body(end) if mark else None if end == position else end
+        return self._end_thought(end) if mark else None if end == position else end
 
-    def _start_body(self, position: int) -> int:
+    def _end_thought(self, position: int) -> int:
         assert self._form is not None
-        self._state = "body" if self._form.streams or not self._thought_open else "held"
+        self._state = "after" if self._form.streams or not self._thought_open else "held"
         self._fresh, self._content.stripped = True, False
+        return position
+
+    def _after(self, source: PartialSource, position: int, events: list[StreamEvent]) -> int | None:
+        """Before it is known whether another thought follows."""
+        if self._starts_call(source, position) or self._starts_unseen(source, position):
+            return self._hold()
+        start = _space_end(source, position)
+        if start > position:
+            self._content.add(source[position:start], events)
+            return start
+        if opening := self._marks.opening.match(source, position):
+            self._content.add_all(opening[0], events)
+            self._state = "thought"
+            return opening.end()
+        rest = source[position : position + self._marks.longest].lower()
+        if any(opening.lower().startswith(rest) for opening in THOUGHT_OPENINGS):
+            return None
+        self._state = "body"
         return position
 
     def _body(self, source: PartialSource, position: int, events: list[StreamEvent]) -> int | None:
@@ -226,7 +254,13 @@ class CallStream:
 
     def _starts_call(self, source: PartialSource, position: int) -> bool:
         assert self._form is not None
-        return source[position:].lstrip()[:1] in self._form.starts if self._form.starts else False
+        start = _space_end(source, position)
+        return source[start : start + 1] in self._form.starts
+
+    def _starts_unseen(self, source: PartialSource, position: int) -> bool:
+        """Whether characters that cannot be seen come first: kept before a thought, as white space is."""
+        start = _space_end(source, position)
+        return is_format_character(source[start : start + 1])
 
     def _may_complete(self, piece: str) -> bool:
         """Whether the piece, with the text just before it, has a mark that may complete the block."""
@@ -253,6 +287,11 @@ class CallStream:
         events.append(CallFinished(self._calls, call))
         self._calls += 1
         self._announced = False
+
+
+def _space_end(text: str, position: int) -> int:
+    space = _SPACE.match(text, position)
+    return space.end() if space else position
 
 
 class _ContentFilter:
@@ -290,8 +329,7 @@ class _Marks:
     def __init__(self, form: BlockFormat) -> None:
         blocks, thoughts = [*form.readers, *form.dropped], [*THOUGHT_OPENINGS, *THOUGHT_CLOSINGS]
         self.block = re.compile(any_of(blocks), _FLAGS)
-        self.opening = re.compile(any_of(THOUGHT_OPENINGS), _FLAGS)
-        self.closing = re.compile(any_of(THOUGHT_CLOSINGS), _FLAGS)
+        self.opening, self.closing = OPENING, CLOSING
         self.any = re.compile(any_of([*blocks, *thoughts]), _FLAGS)
         self.trigger = re.compile(any_of(form.triggers), _FLAGS)
         self._beginnings = {mark[:n].lower() for mark in (*blocks, *thoughts) for n in range(1, len(mark))}

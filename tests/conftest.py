@@ -142,7 +142,7 @@ def make_config() -> MakeConfig:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, cli: Cli, make_config: MakeConfig) -> Path:
-    """The folder of a run of two steps; its configuration is run.toml beside it. Copy it to change it.
+    """The folder of a deterministic run of two steps; its configuration is run.toml beside it. Copy it to change it.
 
     The processes of one session share it: the first that needs it makes it."""
     base = tmp_path_factory.getbasetemp()
@@ -151,7 +151,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, cli: Cli, make_config: Ma
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "stdout.txt").exists():
-            ended = cli("train", make_config(folder), "--out", folder / "run")
+            ended = cli("train", make_config(folder, {"deterministic": True}), "--out", folder / "run")
             assert ended.status == 0, ended.err
             (folder / "stdout.txt").write_text(ended.out, encoding="utf-8")
     return folder / "run"

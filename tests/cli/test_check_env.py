@@ -68,7 +68,7 @@ def test_a_bad_one_is_status_1_and_says_what(tmp_path: Path) -> None:
     result = run(f"{tmp_path / 'bad.py'}:Dice")
     assert result.exit_code == 1
     assert "runs with equal seed and actions differ at reset: observation" in result.output
-    assert result.output.endswith("wrong: determinism\n")
+    assert result.output.endswith("wrong: determinism; warning: invalid actions\n")
 
 
 def test_as_json(good: str) -> None:

@@ -103,7 +103,7 @@ def test_it_ends_with_a_checkpoint_and_a_summary_and_the_mended_file_goes_on(
         "router": {"name": "mine.py:Mine"},
         "trainer": {"total_steps": 2, "save_every": 5},
     }
-    ended = cli("train", make_config(tmp_path, changes), "--out", run)
+    ended = cli("train", make_config(tmp_path, changes | {"deterministic": True}), "--out", run)
     assert ended.status == 2
     [line] = ended.err.splitlines()
     assert f"{part.replace('PATH', str(file))}ValueError: no such city ({file}:18)" in line
@@ -135,7 +135,7 @@ def test_a_metric_whose_name_is_taken_gets_another(
         "        return {'actor/entropy': 8.0, 'mine/own': 9.0}\n"
     )
     parts = {"algorithm": {"adv_estimator": "mine.py:Claims"}, "router": {"name": "mine.py:Router2"}}
-    ended = cli("train", make_config(tmp_path, parts), "--out", tmp_path / "run")
+    ended = cli("train", make_config(tmp_path, parts | {"deterministic": True}), "--out", tmp_path / "run")
     assert ended.status == 0, ended.err
     assert "the estimator reports a metric actor/loss, which the run has too: it is logged as estimator/" in ended.err
     lines = metrics_of(tmp_path / "run")

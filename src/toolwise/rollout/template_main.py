@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import resource
 import signal
 import struct
@@ -26,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 HEADER = struct.Struct("!dQQQ")
-"""Of a request: the fields of `Limits` and the length of the pickled (source, variables, now)."""
+"""Of a request: the fields of `Limits` and the length of (source, variables, now) as JSON."""
 ANSWER = struct.Struct("!cQ")
 MAX_ERROR_CHARS = 2_000
 
@@ -128,13 +127,13 @@ def main() -> None:
     while len(header := requests.read(HEADER.size)) == HEADER.size:
         *values, length = HEADER.unpack(header)
         limits = Limits(*values)
-        source, variables, now = pickle.loads(requests.read(length))  # written by the process that started this one
+        source, variables, now = json.loads(requests.read(length))
         allowed = own_bytes + limits.memory_bytes
         resource.setrlimit(
             resource.RLIMIT_AS, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard)
         )
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
-        kind, text = render(source, variables, now, limits)
+        kind, text = render(source, variables, datetime.fromisoformat(now), limits)
         signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (unlimited, hard))
         answers.write(ANSWER.pack(kind, len(text)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import pickle
+import json
 import select
 import signal
 import subprocess
@@ -63,7 +63,7 @@ class TemplateProcess:
         """The text that `source` writes for plain `variables`; `now` is what its clock shows."""
         if len(source) > MAX_TEMPLATE_CHARS:
             raise TemplateLimitError(f"it has {len(source)} characters, more than {MAX_TEMPLATE_CHARS}")
-        payload = pickle.dumps((source, variables, now), pickle.HIGHEST_PROTOCOL)
+        payload = json.dumps((source, variables, now.isoformat()), default=str).encode("ascii")
         size = len(payload) - len(source)
         limits = Limits(MAX_CPU_S + size / BYTES_PER_S, MAX_MEMORY + GROWTH * size, MAX_CHARS + GROWTH * size)
         with self._lock:

@@ -159,6 +159,8 @@ class ServedModel:
         parses = bool(request.tools) and request.tool_choice != "none"
         reply = self.call_format.parse_for(text, _specs(request)) if parses else (text, [])
         (content, calls), reasoning = reply, reasoning_of(reply)
+        if result.finish_reason == "length":  # calls in a reply that was cut off were not made
+            content, calls = text, []
         more: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
         more |= {"tool_calls": [call.to_openai() for call in calls]} if calls else {}
         return {

@@ -155,7 +155,8 @@ def _tool_names(chat: ChatTokenizer, form: CallFormat, tools: Mapping[str, BaseT
             odd = f"the tool {function['name']!r:.80}"
             if [c.name for c in found] == [c.name for c in calls] and keys:
                 odd = f"the parameters {', '.join(map(repr, keys))[:120]} of {odd}"
-            return Finding(name, "wrong", f"calls in the format {form.name} cannot carry {odd}", cure=cure)
+            level = "warning" if ":" in form.name else "wrong"  # a parser of one's own may read one call per reply
+            return Finding(name, level, f"calls in the format {form.name} cannot carry {odd}", cure=cure)
     return Finding(name, "ok", f"the format {form.name} carries {', '.join(tools) or 'any plain name'}"[:200])
 
 
@@ -220,7 +221,8 @@ def _turns(chat: ChatTokenizer, tools: Mapping[str, BaseTool], on_change: Any) -
 def _control_tokens(chat: ChatTokenizer) -> Finding:
     texts = ("x", " ".join(chat.controls.texts))
     harmless, hostile = (Counter(chat.start([Message(role="user", content=text)])) for text in texts)
-    extra = [token for token in hostile if token in chat.controls.ids and hostile[token] > harmless[token]]
+    known = chat.controls.ids - {chat.tokenizer.unk_token_id}  # which stands for text that the tokenizer does not know
+    extra = [token for token in hostile if token in known and hostile[token] > harmless[token]]
     if extra:
         shown = ", ".join(chat.tokenizer.convert_ids_to_tokens(extra))
         cure = "use a fast tokenizer (tokenizer.json)"

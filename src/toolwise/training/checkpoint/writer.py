@@ -193,7 +193,7 @@ def tensor_bytes(state: Any) -> int:
         return sum(map(tensor_bytes, state.values()))
     if isinstance(state, list | tuple):
         return sum(map(tensor_bytes, state))
-    return int(getattr(state, "nbytes", 0))
+    return int(state.numel() * state.element_size()) if hasattr(state, "element_size") else 0
 
 
 def _check_abandoned(abandoned: Callable[[], bool], final: Path) -> None:

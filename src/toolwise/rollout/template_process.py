@@ -8,8 +8,8 @@ that exceeds its limits raises `TemplateLimitError`, one that fails `TemplateFau
 from __future__ import annotations
 
 import atexit
-import os
 import json
+import os
 import select
 import signal
 import subprocess

@@ -315,6 +315,25 @@ def test_a_run_resumes_only_with_its_own_settings_and_data(straight: Path, tmp_p
         sft(TALKS[:-1], out, **SMALL, val_fraction=0.25, val_every=2, resume=True)
 
 
+def test_a_run_is_not_resumed_with_a_changed_data_file(tmp_path: Path) -> None:
+    file, out = tmp_path / "talks.jsonl", tmp_path / "out"
+    write_rows(TALKS, file)
+    sft(file, out, **FEW, val_fraction=0.3)
+    before = (out / "config.toml").read_bytes()
+    write_rows([*TALKS[1:], TALKS[0]], file)
+    with pytest.raises(CheckpointError, match=r"made with other data.*restore the file, or start a new run"):
+        toolwise.resume(out, overrides=["steps=3"])
+    assert (out / "config.toml").read_bytes() == before
+    write_rows(TALKS, file)
+    assert toolwise.resume(out, overrides=["steps=3"]).summary["steps"] == 3
+
+
+def test_progress_of_earlier_versions_has_no_fingerprint() -> None:
+    progress = SftProgress(fingerprint="now")
+    progress.load_state_dict({"step": 3})
+    assert (progress.step, progress.fingerprint) == (3, "now")
+
+
 def test_the_best_model_is_saved_if_asked_for(tmp_path: Path) -> None:
     """Learning one half by heart makes the other half worse in the end."""
     losses = {}

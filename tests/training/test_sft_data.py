@@ -13,7 +13,7 @@ from small_world_teacher import conversations
 from toolwise.config.sft import SftConfig
 from toolwise.errors import ConfigError, DataError
 from toolwise.models import load_chat
-from toolwise.training.sft_data import held_out_rows, read_conversation, read_conversations, tokenize
+from toolwise.training.sft_data import fingerprint, held_out_rows, read_conversation, read_conversations, tokenize
 
 
 def talk(question: str, answer: str) -> dict[str, Any]:
@@ -134,3 +134,13 @@ def test_calls_that_cannot_be_written_name_their_row(name: str, arguments: Any, 
         read_conversation(Path("talks.jsonl"), 4, calling(name, arguments))
     plain = read_conversation(Path("talks.jsonl"), 4, calling("suche", {"größe": [1.5, None, "😀"]}))
     assert plain.messages[1].tool_calls is not None
+
+
+def test_a_fingerprint_covers_calls_tools_thoughts_order_and_split() -> None:
+    thought = {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "hm"}]}
+    rows = [talk("a", "x"), calling("f", {"x": 1}), calling("f", {"x": 2}), {**calling("f", {"x": 1}), "tools": []}]
+    rows += [{"messages": [{"role": "assistant", "content": "x"}]}, thought]
+    a, one, two, same, plain, thinking = (read_conversation(Path(str(i)), i, row) for i, row in enumerate(rows))
+    assert fingerprint([a, one], []) == fingerprint([a, same], [])
+    cases = [([a, one], []), ([one, a], []), ([a], [one]), ([a, two], []), ([a, plain], []), ([a, thinking], [])]
+    assert len({fingerprint(*case) for case in cases}) == len(cases)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from toolwise.data.files import read_rows, row_error
 from toolwise.data.prompts import read_message
 from toolwise.errors import ConfigError, DataError, ModelError
 from toolwise.messages import Message
+from toolwise.serialization.json_text import json_line
 
 if TYPE_CHECKING:
     from toolwise.learner.conversations import Example
@@ -103,6 +105,21 @@ def read_conversation(path: Path, number: int, row: Mapping[str, Any]) -> Conver
     if tools and (not isinstance(tools, list) or not all(isinstance(t, dict) and "function" in t for t in tools)):
         raise error("tools", "expected a list of tool schemas in OpenAI's format")
     return Conversation(path, number, messages, tools or None, context)
+
+
+def fingerprint(*splits: Sequence[Conversation]) -> str:
+    """A hash of the conversations in their order, and of which of them are held out; not of their files' names."""
+    digest = sha256()
+    for split in splits:
+        digest.update(f"{len(split)} conversations\n".encode())
+        for row in split:
+            messages = [
+                {name: value for name, value in message if value is not None}
+                | {"tool_calls": [[call.id, call.name, call.arguments] for call in message.tool_calls or ()]}
+                for message in row.messages
+            ]
+            digest.update(json_line([messages, row.tools, row.context]))
+    return digest.hexdigest()
 
 
 def tokenize(config: SftConfig, chat: ChatTokenizer, conversations: Sequence[Conversation]) -> TokenizedSplit:

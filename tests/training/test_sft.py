@@ -401,6 +401,20 @@ def test_losses_that_do_not_fall_are_told(tmp_path: Path) -> None:
     assert "validation_not_falling" in findings_of(tmp_path / "out")
 
 
+def test_a_short_run_that_made_the_model_worse_says_so_and_which_model_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    sft(TALKS, out, **{**SMALL, "steps": 4, "lr": 3.0, "warmup": 0.0}, val_fraction=0.25, val_every=1, keep_best=True)
+    summary = summary_of(out)
+    assert summary["before"]["loss"] < summary["best"]["loss"]
+    [finding] = [entry for entry in summary["diagnosis"] if entry["kind"] == "validation_not_falling"]
+    kept = f"the saved model is the best trained one, of step {summary['best']['step']}"
+    assert kept in str(finding)
+    assert kept in caplog.text
+    assert kept in (out / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("losses", "progress", "kinds"),
     [
@@ -409,6 +423,10 @@ def test_losses_that_do_not_fall_are_told(tmp_path: Path) -> None:
         ([1.0] * 5 + [2.0] * 5, {"step": 10}, []),
         ([2.0] * 20 + [1.0] * 20, {"before": 1.0, "validation": 1.5, "best": 0.5}, ["validation_not_falling"]),
         ([2.0] * 20 + [1.0] * 20, {"before": 1.0, "validation": 0.9, "best": 0.5}, []),
+        ([2.0, 1.0], {"step": 2, "before": 1.0, "validation": 1.5, "best": 1.2}, ["validation_not_falling"]),
+        ([2.0, 1.0], {"step": 2, "before": 1.0, "validation": math.nan}, ["validation_not_falling"]),
+        ([2.0, 1.0], {"step": 2, "before": 1.0, "validation": 1.5, "best": 0.9}, []),
+        ([2.0, 1.0], {"step": 2, "before": math.nan, "validation": 1.5, "best": 1.5}, []),
         ([2.0] * 20 + [1.0] * 18, {"not_finite": 2}, ["losses_not_finite"]),
         ([1.0] * 40, {"updated": False}, ["weights_unchanged"]),
     ],

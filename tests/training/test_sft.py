@@ -360,6 +360,14 @@ def test_epochs_give_the_number_of_steps(tmp_path: Path) -> None:
     assert summary["epochs"] == pytest.approx(1.5, abs=0.5)
 
 
+def test_steps_replace_the_epochs_of_a_resumed_run(tmp_path: Path) -> None:
+    sft(TALKS, tmp_path / "out", epochs=1, batch_tokens=128, row_tokens=128)
+    done = summary_of(tmp_path / "out")["steps"]
+    result = toolwise.resume(tmp_path / "out", overrides=[f"steps={done + 2}"])
+    assert result.summary["steps"] == done + 2
+    assert toolwise.resume(tmp_path / "out").note.startswith("nothing left to do")
+
+
 def test_trackers_and_callbacks_follow_the_run(tmp_path: Path) -> None:
     logged: list[tuple[int, set[str]]] = []
 

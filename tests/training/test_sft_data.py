@@ -126,6 +126,8 @@ def test_values_that_are_nested_too_deeply_name_their_row(where: str) -> None:
         ("f", {"x": ["\ud800"]}, r"tool_calls\[0\]\.arguments: not valid Unicode"),
         ("f", {"\udfff": 1}, r"tool_calls\[0\]\.arguments: not valid Unicode"),
         ("f", "not JSON \ud800", r"tool_calls\[0\]\.arguments: not valid Unicode"),
+        ("f", "{x: 1}", r"tool_calls\[0\]\.arguments: not a JSON object: '{x: 1}'"),
+        ("f", "[1]", r"tool_calls\[0\]\.arguments: not a JSON object: '\[1\]'"),
         ("f\ud800", {}, r"tool_calls\[0\]\.name: not valid Unicode"),
     ],
 )

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from toolwise.config.sft import SftConfig
 from toolwise.data.files import read_rows, row_error
-from toolwise.data.prompts import read_message
+from toolwise.data.prompts import FieldError, read_message
 from toolwise.errors import ConfigError, DataError, ModelError
 from toolwise.messages import Message
 from toolwise.serialization.json_text import json_line
+from toolwise.untrusted.bounds import truncate_text
 
 if TYPE_CHECKING:
     from toolwise.learner.conversations import Example
@@ -101,10 +102,22 @@ def read_conversation(path: Path, number: int, row: Mapping[str, Any]) -> Conver
     if not isinstance(raw, list) or not raw:
         raise error("messages", "expected a list of {role, content}, one conversation per row")
     messages = [read_message(error, message, f"messages[{index}]") for index, message in enumerate(raw)]
+    _check_trained_calls(error, messages, context)
     tools = row.get("tools")
     if tools and (not isinstance(tools, list) or not all(isinstance(t, dict) and "function" in t for t in tools)):
         raise error("tools", "expected a list of tool schemas in OpenAI's format")
     return Conversation(path, number, messages, tools or None, context)
+
+
+def _check_trained_calls(error: FieldError, messages: Sequence[Message], context: int) -> None:
+    """Raise if a model would be taught to write a call that no tool can be called with."""
+    for index, message in enumerate(messages):
+        for place, call in enumerate((message.tool_calls or ()) if index >= context else ()):
+            if isinstance(call.arguments, str):
+                raise error(
+                    f"messages[{index}].tool_calls[{place}].arguments",
+                    f"not a JSON object: {truncate_text(repr(call.arguments), 80)}; correct it, or leave the row out",
+                )
 
 
 def fingerprint(*splits: Sequence[Conversation]) -> str:

@@ -139,6 +139,16 @@ def test_missing_conversations_are_reported_immediately(tmp_path: Path) -> None:
         sft([], tmp_path / "out", **FEW)
 
 
+def test_rows_may_come_from_a_generator(tmp_path: Path) -> None:
+    sft((row for row in TALKS), tmp_path / "out", **FEW, val=iter(TALKS[:2]))
+    assert summary_of(tmp_path / "out")["conversations"]["train"] == len(TALKS)
+    assert len((tmp_path / "out" / "data" / "train.jsonl").read_text().splitlines()) == len(TALKS)
+    with pytest.raises(DataError, match=r"data: row 0 .*the row is a str, not a dict"):
+        sft(["hello"], tmp_path / "other", **FEW)
+    with pytest.raises(ConfigError, match="data: expected a file or a list of rows, got a dict"):
+        sft(talk("a", "b"), tmp_path / "other", **FEW)
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [

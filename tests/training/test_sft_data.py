@@ -26,6 +26,28 @@ def test_a_prompt_with_a_response_is_a_conversation() -> None:
     assert (found.tools, found.context) == (None, 1)
 
 
+@pytest.mark.parametrize("completion", ["hi", [{"role": "assistant", "content": "hi"}]])
+def test_a_completion_is_a_response(completion: Any) -> None:
+    found = read_conversation(Path("x"), 0, {"prompt": "hello", "completion": completion})
+    assert [(m.role, m.content) for m in found.messages] == [("user", "hello"), ("assistant", "hi")]
+    assert found.context == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"conversations": [{"from": "human", "value": "a"}]}, "prompt and response; the row's columns are conversat"),
+        ({"text": "a", "id": 1}, "expected a list of {role, content}.*; the row's columns are text, id$"),
+        ({"prompt": "a"}, "the row's columns are prompt$"),
+        ({"prompt": 5, "response": "b"}, "field prompt: expected a text or a list of messages, got a int"),
+        ({"prompt": "a", "completion": {}}, "field completion: expected a text or a list of messages, got a dict"),
+    ],
+)
+def test_other_columns_are_named(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=rf"x: row 2 .*{said}"):
+        read_conversation(Path("x"), 2, row)
+
+
 def test_replies_within_a_prompt_are_not_trained_on() -> None:
     given_prompt = [
         {"role": "user", "content": "a"},

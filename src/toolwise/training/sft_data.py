@@ -92,21 +92,35 @@ def _read(file: Path | None, rows: Rows | None, name: str) -> list[Conversation]
 
 def read_conversation(path: Path, number: int, row: Mapping[str, Any]) -> Conversation:
     """A row's messages (column `messages`, or `prompt` and `response`) and its tool schemas, if any."""
-    raw, context = row.get("messages"), 0
-    if raw is None and "prompt" in row and "response" in row:
-        prompt = row["prompt"]
-        raw = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
-        context = len(raw)
-        raw = [*raw, {"role": "assistant", "content": row["response"]}]
     error = partial(row_error, path, number)
+    raw, context = row.get("messages"), 0
+    reply = next((name for name in ("response", "completion") if name in row), None)
+    if raw is None and "prompt" in row and reply is not None:
+        prompt = _as_messages(error, row, "prompt", "user")
+        raw, context = [*prompt, *_as_messages(error, row, reply, "assistant")], len(prompt)
     if not isinstance(raw, list) or not raw:
-        raise error("messages", "expected a list of {role, content}, one conversation per row")
+        columns = ", ".join(map(str, row)) or "none"
+        raise error(
+            "messages",
+            "expected a list of {role, content}, one conversation per row, or the columns prompt and response; the "
+            f"row's columns are {truncate_text(columns, 200)}",
+        )
     messages = [read_message(error, message, f"messages[{index}]") for index, message in enumerate(raw)]
     _check_trained_calls(error, messages, context)
     tools = row.get("tools")
     if tools and (not isinstance(tools, list) or not all(isinstance(t, dict) and "function" in t for t in tools)):
         raise error("tools", "expected a list of tool schemas in OpenAI's format")
     return Conversation(path, number, messages, tools or None, context)
+
+
+def _as_messages(error: FieldError, row: Mapping[str, Any], name: str, role: str) -> list[Any]:
+    """A column that holds a text, or a list of messages."""
+    value = row[name]
+    if isinstance(value, list | tuple):
+        return list(value)
+    if value is not None and not isinstance(value, str):
+        raise error(name, f"expected a text or a list of messages, got a {type(value).__name__}")
+    return [{"role": role, "content": value}]
 
 
 def _check_trained_calls(error: FieldError, messages: Sequence[Message], context: int) -> None:

@@ -193,6 +193,13 @@ def test_adapters_are_trained_and_merged_into_a_plain_model(tmp_path: Path) -> N
     assert not any("embed" in name or "norm" in name or "lora" in name for name in moved)
 
 
+def test_errors_of_adapters_name_the_settings_of_sft(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^lora\.rank is 999, .* out of lora\.target_modules"):
+        sft([talk("a", "b")], tmp_path / "out", **FEW, lora_rank=999)
+    with pytest.raises(ConfigError, match=r"^lora\.target_modules: the model has no layer 'nope'"):
+        sft([talk("a", "b")], tmp_path / "out", **FEW, lora={"rank": 2, "target_modules": ["nope"]})
+
+
 def test_a_rank_below_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"`lora\.rank` must be greater than or equal to 0, got -1"):
         sft([talk("a", "b")], tmp_path / "out", **{**FEW, "lora_rank": -1})

@@ -25,8 +25,8 @@ class SftModelConfig(ModelConfig):
 
 class SftDataConfig(Section):
     train: Path | None = None
-    """Conversations: a JSONL, JSON or Parquet file with a column `messages`, or `prompt` and `response`, and maybe
-    `tools`."""
+    """Conversations: a JSONL, JSON or Parquet file with a column `messages`, or `prompt` and `response` (or
+    `completion`), and maybe `tools`."""
     val: Path | None = None
     """Held-out conversations for the validation loss; never trained on."""
     val_fraction: float = Field(default=0.0, ge=0.0, lt=1.0)
@@ -62,7 +62,7 @@ class SftConfig(Section):
     steps: PositiveInt = 200
     """Optimizer steps."""
     epochs: PositiveFloat | None = None
-    """Passes over the conversations; replaces `steps`."""
+    """Passes over the conversations, instead of `steps`: give one of them."""
     batch_tokens: PositiveInt = 8192
     """Tokens per step, at most: an epoch is divided into steps of about equal size."""
     row_tokens: int = Field(default=1024, ge=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
@@ -223,11 +223,11 @@ def evaluate(
 
 def sft(
     model: str | Path | None = None,
-    data: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    data: str | Path | Iterable[Mapping[str, Any]] | None = None,
     out: str | Path | None = None,
     *,
     config: str | Path | Mapping[str, Any] | None = None,
-    val: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    val: str | Path | Iterable[Mapping[str, Any]] | None = None,
     trackers: Sequence[TrackerSpec] | TrackerSpec | None = None,
     callbacks: Sequence[CallbackSpec] | CallbackSpec | None = None,
     resume: bool = False,

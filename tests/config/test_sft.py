@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from setting_keys import setting_keys
@@ -51,7 +52,29 @@ def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
 
 def test_given_steps_replace_the_epochs_of_a_file() -> None:
     assert build_sft_config({"epochs": 3}, {"steps": 5}, source="x").epochs is None
-    assert build_sft_config({"epochs": 3}, {"steps": 5, "epochs": 2}, source="x").epochs == 2
+    overridden = build_sft_config({"epochs": 3}, {}, ["steps=5"], source="x")
+    assert (overridden.steps, overridden.epochs) == (5, None)
+
+
+def test_given_epochs_replace_the_steps_of_a_file() -> None:
+    assert build_sft_config({"steps": 5}, {"epochs": 2}, source="x").epochs == 2
+    assert build_sft_config({"steps": 5}, {}, ["epochs=2"], source="x").epochs == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "overrides"),
+    [
+        ({"steps": 5, "epochs": 2}, {}, []),
+        ({}, {"steps": 5, "epochs": 2}, []),
+        ({}, {"epochs": 2}, ["steps=5"]),
+        ({"epochs": 3}, {}, ["steps=5", "epochs=2"]),
+    ],
+)
+def test_steps_and_epochs_are_not_given_together(
+    file: dict[str, Any], changes: dict[str, Any], overrides: list[str]
+) -> None:
+    with pytest.raises(ConfigError, match=r"x: steps = 5 and epochs = 2 are both given.*: give one of them"):
+        build_sft_config(file, changes, overrides, source="x")
 
 
 def test_changes_are_merged_into_tables() -> None:

@@ -139,6 +139,16 @@ def test_missing_conversations_are_reported_immediately(tmp_path: Path) -> None:
         sft([], tmp_path / "out", **FEW)
 
 
+def test_rows_may_come_from_a_generator(tmp_path: Path) -> None:
+    sft((row for row in TALKS), tmp_path / "out", **FEW, val=iter(TALKS[:2]))
+    assert summary_of(tmp_path / "out")["conversations"]["train"] == len(TALKS)
+    assert len((tmp_path / "out" / "data" / "train.jsonl").read_text().splitlines()) == len(TALKS)
+    with pytest.raises(DataError, match=r"data: row 0 .*the row is a str, not a dict"):
+        sft(["hello"], tmp_path / "other", **FEW)
+    with pytest.raises(ConfigError, match="data: expected a file or a list of rows, got a dict"):
+        sft(talk("a", "b"), tmp_path / "other", **FEW)
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -181,6 +191,13 @@ def test_adapters_are_trained_and_merged_into_a_plain_model(tmp_path: Path) -> N
     }
     assert moved
     assert not any("embed" in name or "norm" in name or "lora" in name for name in moved)
+
+
+def test_errors_of_adapters_name_the_settings_of_sft(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^lora\.rank is 999, .* out of lora\.target_modules"):
+        sft([talk("a", "b")], tmp_path / "out", **FEW, lora_rank=999)
+    with pytest.raises(ConfigError, match=r"^lora\.target_modules: the model has no layer 'nope'"):
+        sft([talk("a", "b")], tmp_path / "out", **FEW, lora={"rank": 2, "target_modules": ["nope"]})
 
 
 def test_a_rank_below_none_is_refused(tmp_path: Path) -> None:
@@ -315,6 +332,25 @@ def test_a_run_resumes_only_with_its_own_settings_and_data(straight: Path, tmp_p
         sft(TALKS[:-1], out, **SMALL, val_fraction=0.25, val_every=2, resume=True)
 
 
+def test_a_run_is_not_resumed_with_a_changed_data_file(tmp_path: Path) -> None:
+    file, out = tmp_path / "talks.jsonl", tmp_path / "out"
+    write_rows(TALKS, file)
+    sft(file, out, **FEW, val_fraction=0.3)
+    before = (out / "config.toml").read_bytes()
+    write_rows([*TALKS[1:], TALKS[0]], file)
+    with pytest.raises(CheckpointError, match=r"made with other data.*restore the file, or start a new run"):
+        toolwise.resume(out, overrides=["steps=3"])
+    assert (out / "config.toml").read_bytes() == before
+    write_rows(TALKS, file)
+    assert toolwise.resume(out, overrides=["steps=3"]).summary["steps"] == 3
+
+
+def test_progress_of_earlier_versions_has_no_fingerprint() -> None:
+    progress = SftProgress(fingerprint="now")
+    progress.load_state_dict({"step": 3})
+    assert (progress.step, progress.fingerprint) == (3, "now")
+
+
 def test_the_best_model_is_saved_if_asked_for(tmp_path: Path) -> None:
     """Learning one half by heart makes the other half worse in the end."""
     losses = {}
@@ -339,6 +375,14 @@ def test_epochs_give_the_number_of_steps(tmp_path: Path) -> None:
     summary = summary_of(tmp_path / "out")
     assert summary["total_steps"] == summary["steps"]
     assert summary["epochs"] == pytest.approx(1.5, abs=0.5)
+
+
+def test_steps_replace_the_epochs_of_a_resumed_run(tmp_path: Path) -> None:
+    sft(TALKS, tmp_path / "out", epochs=1, batch_tokens=128, row_tokens=128)
+    done = summary_of(tmp_path / "out")["steps"]
+    result = toolwise.resume(tmp_path / "out", overrides=[f"steps={done + 2}"])
+    assert result.summary["steps"] == done + 2
+    assert toolwise.resume(tmp_path / "out").note.startswith("nothing left to do")
 
 
 def test_trackers_and_callbacks_follow_the_run(tmp_path: Path) -> None:
@@ -382,6 +426,20 @@ def test_losses_that_do_not_fall_are_told(tmp_path: Path) -> None:
     assert "validation_not_falling" in findings_of(tmp_path / "out")
 
 
+def test_a_short_run_that_made_the_model_worse_says_so_and_which_model_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    sft(TALKS, out, **{**SMALL, "steps": 4, "lr": 3.0, "warmup": 0.0}, val_fraction=0.25, val_every=1, keep_best=True)
+    summary = summary_of(out)
+    assert summary["before"]["loss"] < summary["best"]["loss"]
+    [finding] = [entry for entry in summary["diagnosis"] if entry["kind"] == "validation_not_falling"]
+    kept = f"the saved model is the best trained one, of step {summary['best']['step']}"
+    assert kept in str(finding)
+    assert kept in caplog.text
+    assert kept in (out / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("losses", "progress", "kinds"),
     [
@@ -390,6 +448,10 @@ def test_losses_that_do_not_fall_are_told(tmp_path: Path) -> None:
         ([1.0] * 5 + [2.0] * 5, {"step": 10}, []),
         ([2.0] * 20 + [1.0] * 20, {"before": 1.0, "validation": 1.5, "best": 0.5}, ["validation_not_falling"]),
         ([2.0] * 20 + [1.0] * 20, {"before": 1.0, "validation": 0.9, "best": 0.5}, []),
+        ([2.0, 1.0], {"step": 2, "before": 1.0, "validation": 1.5, "best": 1.2}, ["validation_not_falling"]),
+        ([2.0, 1.0], {"step": 2, "before": 1.0, "validation": math.nan}, ["validation_not_falling"]),
+        ([2.0, 1.0], {"step": 2, "before": 1.0, "validation": 1.5, "best": 0.9}, []),
+        ([2.0, 1.0], {"step": 2, "before": math.nan, "validation": 1.5, "best": 1.5}, []),
         ([2.0] * 20 + [1.0] * 18, {"not_finite": 2}, ["losses_not_finite"]),
         ([1.0] * 40, {"updated": False}, ["weights_unchanged"]),
     ],

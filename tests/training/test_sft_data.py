@@ -13,7 +13,7 @@ from small_world_teacher import conversations
 from toolwise.config.sft import SftConfig
 from toolwise.errors import ConfigError, DataError
 from toolwise.models import load_chat
-from toolwise.training.sft_data import held_out_rows, read_conversation, read_conversations, tokenize
+from toolwise.training.sft_data import fingerprint, held_out_rows, read_conversation, read_conversations, tokenize
 
 
 def talk(question: str, answer: str) -> dict[str, Any]:
@@ -24,6 +24,28 @@ def test_a_prompt_with_a_response_is_a_conversation() -> None:
     found = read_conversation(Path("x"), 0, {"prompt": "hello", "response": "hi"})
     assert [(m.role, m.content) for m in found.messages] == [("user", "hello"), ("assistant", "hi")]
     assert (found.tools, found.context) == (None, 1)
+
+
+@pytest.mark.parametrize("completion", ["hi", [{"role": "assistant", "content": "hi"}]])
+def test_a_completion_is_a_response(completion: Any) -> None:
+    found = read_conversation(Path("x"), 0, {"prompt": "hello", "completion": completion})
+    assert [(m.role, m.content) for m in found.messages] == [("user", "hello"), ("assistant", "hi")]
+    assert found.context == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"conversations": [{"from": "human", "value": "a"}]}, "prompt and response; the row's columns are conversat"),
+        ({"text": "a", "id": 1}, "expected a list of {role, content}.*; the row's columns are text, id$"),
+        ({"prompt": "a"}, "the row's columns are prompt$"),
+        ({"prompt": 5, "response": "b"}, "field prompt: expected a text or a list of messages, got a int"),
+        ({"prompt": "a", "completion": {}}, "field completion: expected a text or a list of messages, got a dict"),
+    ],
+)
+def test_other_columns_are_named(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=rf"x: row 2 .*{said}"):
+        read_conversation(Path("x"), 2, row)
 
 
 def test_replies_within_a_prompt_are_not_trained_on() -> None:
@@ -126,6 +148,8 @@ def test_values_that_are_nested_too_deeply_name_their_row(where: str) -> None:
         ("f", {"x": ["\ud800"]}, r"tool_calls\[0\]\.arguments: not valid Unicode"),
         ("f", {"\udfff": 1}, r"tool_calls\[0\]\.arguments: not valid Unicode"),
         ("f", "not JSON \ud800", r"tool_calls\[0\]\.arguments: not valid Unicode"),
+        ("f", "{x: 1}", r"tool_calls\[0\]\.arguments: not a JSON object: '{x: 1}'"),
+        ("f", "[1]", r"tool_calls\[0\]\.arguments: not a JSON object: '\[1\]'"),
         ("f\ud800", {}, r"tool_calls\[0\]\.name: not valid Unicode"),
     ],
 )
@@ -134,3 +158,13 @@ def test_calls_that_cannot_be_written_name_their_row(name: str, arguments: Any, 
         read_conversation(Path("talks.jsonl"), 4, calling(name, arguments))
     plain = read_conversation(Path("talks.jsonl"), 4, calling("suche", {"größe": [1.5, None, "😀"]}))
     assert plain.messages[1].tool_calls is not None
+
+
+def test_a_fingerprint_covers_calls_tools_thoughts_order_and_split() -> None:
+    thought = {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "hm"}]}
+    rows = [talk("a", "x"), calling("f", {"x": 1}), calling("f", {"x": 2}), {**calling("f", {"x": 1}), "tools": []}]
+    rows += [{"messages": [{"role": "assistant", "content": "x"}]}, thought]
+    a, one, two, same, plain, thinking = (read_conversation(Path(str(i)), i, row) for i, row in enumerate(rows))
+    assert fingerprint([a, one], []) == fingerprint([a, same], [])
+    cases = [([a, one], []), ([one, a], []), ([a], [one]), ([a, two], []), ([a, plain], []), ([a, thinking], [])]
+    assert len({fingerprint(*case) for case in cases}) == len(cases)

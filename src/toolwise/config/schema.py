@@ -186,7 +186,7 @@ class LoraConfig(Section):
     @model_validator(mode="after")
     def _check_rank(self) -> LoraConfig:
         if self.target_modules and not self.rank:
-            raise ValueError("target_modules is set but rank is 0, which trains the full model: set actor.lora.rank")
+            raise ValueError("target_modules is set but rank is 0, which trains the full model: set rank")
         return self
 
 

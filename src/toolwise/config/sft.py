@@ -25,8 +25,8 @@ class SftModelConfig(ModelConfig):
 
 class SftDataConfig(Section):
     train: Path | None = None
-    """Conversations: a JSONL, JSON or Parquet file with a column `messages`, or `prompt` and `response`, and maybe
-    `tools`."""
+    """Conversations: a JSONL, JSON or Parquet file with a column `messages`, or `prompt` and `response` (or
+    `completion`), and maybe `tools`."""
     val: Path | None = None
     """Held-out conversations for the validation loss; never trained on."""
     val_fraction: float = Field(default=0.0, ge=0.0, lt=1.0)
@@ -62,7 +62,7 @@ class SftConfig(Section):
     steps: PositiveInt = 200
     """Optimizer steps."""
     epochs: PositiveFloat | None = None
-    """Passes over the conversations; replaces `steps`."""
+    """Passes over the conversations, instead of `steps`: give one of them."""
     batch_tokens: PositiveInt = 8192
     """Tokens per step, at most: an epoch is divided into steps of about equal size."""
     row_tokens: int = Field(default=1024, ge=2)
@@ -122,6 +122,8 @@ SHORT_NAMES = {
 }
 """Flags of the command line and keyword arguments of `toolwise.sft` that set something inside a table."""
 
+LENGTHS = ("steps", "epochs")
+
 MUTABLE_SFT_SETTINGS = frozenset(
     {
         "name",
@@ -169,8 +171,7 @@ def build_sft_config(
 ) -> SftConfig:
     """`settings` with `changes`, which may have `SHORT_NAMES`, and `a.b=c` overrides."""
     merged = copy.deepcopy(dict(settings))
-    if "steps" in changes and "epochs" not in changes:
-        merged.pop("epochs", None)
+    _choose_length(merged, {**changes, **apply_overrides({}, overrides)}, source)
     for key, value in changes.items():
         *tables, name = SHORT_NAMES.get(key, key).split(".")
         table: Any = merged
@@ -181,6 +182,23 @@ def build_sft_config(
         is_table = isinstance(value, Mapping) and isinstance(table.get(name), dict)
         table[name] = {**table[name], **value} if is_table else value
     return build_config(SftConfig, apply_overrides(merged, overrides), source=source)
+
+
+def _choose_length(settings: dict[str, Any], given: Mapping[str, Any], source: str) -> None:
+    """Steps or epochs that are given replace both in `settings`. The file of a run has the default steps beside its
+    epochs."""
+    layer = given if any(given.get(name) is not None for name in LENGTHS) else settings
+    steps, epochs = (layer.get(name) for name in LENGTHS)
+    if layer is settings and steps == SftConfig.model_fields["steps"].default:
+        steps = None
+    if steps is not None and epochs is not None:
+        raise ConfigError(
+            f"{source}: steps = {steps} and epochs = {epochs} are both given, but each says how long the run is: give "
+            "one of them"
+        )
+    if layer is given:
+        for name in LENGTHS:
+            settings.pop(name, None)
 
 
 def is_sft_config(path: Path) -> bool:

@@ -26,14 +26,15 @@ PREFIX = "base_model.model."
 
 class Adapters:
     """LoRA adapters inserted into `model` in place; whoever samples from the model samples through them. Initialised
-    with `seed`."""
+    with `seed`. `section` is the table of the settings, for errors."""
 
-    def __init__(self, model: Any, lora: LoraConfig, seed: int = 0) -> None:
+    def __init__(self, model: Any, lora: LoraConfig, seed: int = 0, section: str = "actor.lora") -> None:
         self.peft = import_extra("peft", "peft")
         self.model = model
         self.lora = lora
-        layers = find_layers(model, lora.target_modules)
-        _check_layers(model, lora, layers)
+        self.section = section
+        layers = find_layers(model, lora.target_modules, section)
+        _check_layers(model, lora, layers, section)
         config = self.peft.LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha,
@@ -49,7 +50,7 @@ class Adapters:
                 self.wrapped = self.peft.get_peft_model(model, config)
         except ValueError as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"actor.lora.target_modules does not fit {type(model).__name__}: {reason}") from error
+            raise ConfigError(f"{section}.target_modules does not fit {type(model).__name__}: {reason}") from error
         self._check_adapted(layers)
         self.wrapped.eval()
 
@@ -63,7 +64,7 @@ class Adapters:
         wrong = {_short_name(name.removesuffix(".base_layer")) for name in adapted ^ layers.keys()}
         fine = sorted({_short_name(name) for name in layers} - {_short_name(n) for n in layers.keys() - adapted})
         raise ConfigError(
-            f"actor.lora.target_modules: peft adapts the layers of {type(self.model).__name__} in another way "
+            f"{self.section}.target_modules: peft adapts the layers of {type(self.model).__name__} in another way "
             f"({', '.join(sorted(wrong))}): set it to {fine}"
         )
 
@@ -86,7 +87,7 @@ class Adapters:
             name = min(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
             raise CheckpointError(
                 f"the checkpoint's adapters are others than the run's: {name} is {_shape(saved.get(name))} in the "
-                f"checkpoint and {_shape(own.get(name))} in the run; use the actor.lora settings it was made with"
+                f"checkpoint and {_shape(own.get(name))} in the run; use the {self.section} settings it was made with"
             )
         self.peft.set_peft_model_state_dict(self.wrapped, state)
 
@@ -114,14 +115,14 @@ def write_adapters(folder: Path, lora: LoraConfig, state: Mapping[str, torch.Ten
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "adapter_model.safetensors")
 
 
-def find_layers(model: Any, targets: list[str]) -> dict[str, Any]:
+def find_layers(model: Any, targets: list[str], section: str = "actor.lora") -> dict[str, Any]:
     """The layers that adapters of these targets are for, by name: all linear ones but the head if there are none."""
     modules: dict[str, Any] = dict(model.named_modules())
     linear = {name: module for name, module in modules.items() if _is_linear(module)}
     if not targets:
         head = model.get_output_embeddings()
         if not (layers := {name: module for name, module in linear.items() if module is not head}):
-            raise ConfigError(f"actor.lora.rank: {type(model).__name__} has no linear layers: set it to 0")
+            raise ConfigError(f"{section}.rank: {type(model).__name__} has no linear layers: set it to 0")
         return layers
     found: dict[str, Any] = {}
     for target in targets:
@@ -134,11 +135,11 @@ def find_layers(model: Any, targets: list[str]) -> dict[str, Any]:
         known = f"the linear layers of {type(model).__name__} are {', '.join(names)}"
         if not matches:
             hint = did_you_mean(target, [*names, *linear])
-            raise ConfigError(f"actor.lora.target_modules: the model has no layer {target!r}{hint} ({known})")
+            raise ConfigError(f"{section}.target_modules: the model has no layer {target!r}{hint} ({known})")
         for name, module in matches.items():
             if not _is_linear(module) and not isinstance(module, nn.Embedding):
                 raise ConfigError(
-                    f"actor.lora.target_modules: {name} is not a linear layer but {type(module).__name__} ({known})"
+                    f"{section}.target_modules: {name} is not a linear layer but {type(module).__name__} ({known})"
                 )
         found |= matches
     return found
@@ -156,18 +157,18 @@ def _short_name(name: str) -> str:
     return f"{parent.rpartition('.')[2]}.{last}" if last.isdigit() and parent else last
 
 
-def _check_layers(model: Any, lora: LoraConfig, layers: Mapping[str, Any]) -> None:
+def _check_layers(model: Any, lora: LoraConfig, layers: Mapping[str, Any], section: str) -> None:
     for name, layer in layers.items():
         limit = min(layer.weight.shape)
         if lora.rank > limit:
             raise ConfigError(
-                f"actor.lora.rank is {lora.rank}, but {name} is {_shape(tuple(layer.weight.shape))}: use a rank of at "
-                f"most {limit}, or leave the layer out of actor.lora.target_modules"
+                f"{section}.rank is {lora.rank}, but {name} is {_shape(tuple(layer.weight.shape))}: use a rank of at "
+                f"most {limit}, or leave the layer out of {section}.target_modules"
             )
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     tied = ends[1] is not None and ends[0].weight is ends[1].weight
     if tied and any(layer is end for layer in layers.values() for end in ends):
         raise ConfigError(
-            "actor.lora.target_modules includes the embeddings or the head, which share their weights in this "
+            f"{section}.target_modules includes the embeddings or the head, which share their weights in this "
             "model: merging the adapters of one would change the other; leave both out"
         )

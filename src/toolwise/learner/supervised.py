@@ -94,7 +94,7 @@ class SftLearner:
         self.config = config
         self.version = 0
         """Number of updates so far, skipped ones included."""
-        self.adapters = Adapters(model, config.lora, config.seed) if config.lora.rank else None
+        self.adapters = Adapters(model, config.lora, config.seed, "lora") if config.lora.rank else None
         if config.activation_checkpointing:
             if not getattr(model, "supports_gradient_checkpointing", False):
                 raise ConfigError(f"activation_checkpointing: {type(model).__name__} does not support it; turn it off")

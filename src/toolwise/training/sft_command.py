@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from toolwise.config.sft import SftConfig, build_sft_config, load_sft_config
+from toolwise.data.files import row_error
 from toolwise.errors import ConfigError
 from toolwise.messages import Message
 from toolwise.protocols import Callback
@@ -50,7 +51,7 @@ def run_sft(
     config: SftConfig,
     out: Path,
     *,
-    rows: Mapping[str, Rows] | None = None,
+    rows: Mapping[str, Iterable[Mapping[str, Any]]] | None = None,
     resume: bool = False,
     trackers: Sequence[TrackerSpec] | TrackerSpec | None = None,
     callbacks: Sequence[CallbackSpec] | CallbackSpec | None = None,
@@ -60,13 +61,13 @@ def run_sft(
 
     `trackers` and `callbacks` given as objects are not recorded: give them again to resume with them.
     """
-    rows = dict(rows or {})
-    if "val" in rows and config.validates:
+    given = {name: _list_rows(name, value) for name, value in (rows or {}).items()}
+    if "val" in given and config.validates:
         raise ConfigError("val: the configuration has data.val or data.val_fraction too; keep one")
-    check_sft(config, has_val=config.validates or "val" in rows)
-    recorded = _record_rows(config, out, rows)
+    check_sft(config, has_val=config.validates or "val" in given)
+    recorded = _record_rows(config, out, given)
     check_output(out, recorded, resume=resume)
-    files = {f"data/{SPLITS[name]}.jsonl": b"".join(map(_row_line, value)) for name, value in rows.items()}
+    files = {f"data/{SPLITS[name]}.jsonl": b"".join(map(_row_line, value)) for name, value in given.items()}
     for name, content in files.items() if resume else ():
         if (out / name).exists() and (out / name).read_bytes() != content:
             raise ConfigError(
@@ -77,7 +78,7 @@ def run_sft(
     with ExitStack() as undo:  # if the run cannot start
         undo.callback(observers.close)
         with show_startup(enabled=config.trainer.console):
-            run = assemble_sft(config, rows.get("data"), rows.get("val"))
+            run = assemble_sft(config, given.get("data"), given.get("val"))
         if resume and (finished := finished_sft(out, run.config.steps)) is not None:
             log.info("%s", finished.note)
             return finished
@@ -87,6 +88,17 @@ def run_sft(
         )
         undo.pop_all()
     return training.run_training()
+
+
+def _list_rows(name: str, rows: Iterable[Any]) -> Rows:
+    """As a list, since rows are read more than once and may come from a generator."""
+    if not isinstance(rows, Iterable) or isinstance(rows, Mapping):
+        raise ConfigError(f"{name}: expected a file or a list of rows, got a {type(rows).__name__}")
+    found = list(rows)
+    for number, row in enumerate(found):
+        if not isinstance(row, Mapping):
+            raise row_error(Path(name), number, "messages", f"the row is a {type(row).__name__}, not a dict of columns")
+    return found
 
 
 def _record_rows(config: SftConfig, out: Path, rows: Mapping[str, Rows]) -> SftConfig:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from toolwise.config.sft import SftConfig
 from toolwise.data.files import read_rows, row_error
-from toolwise.data.prompts import read_message
+from toolwise.data.prompts import FieldError, read_message
 from toolwise.errors import ConfigError, DataError, ModelError
 from toolwise.messages import Message
+from toolwise.serialization.json_text import json_line
+from toolwise.untrusted.bounds import truncate_text
 
 if TYPE_CHECKING:
     from toolwise.learner.conversations import Example
@@ -89,20 +92,61 @@ def _read(file: Path | None, rows: Rows | None, name: str) -> list[Conversation]
 
 def read_conversation(path: Path, number: int, row: Mapping[str, Any]) -> Conversation:
     """A row's messages (column `messages`, or `prompt` and `response`) and its tool schemas, if any."""
-    raw, context = row.get("messages"), 0
-    if raw is None and "prompt" in row and "response" in row:
-        prompt = row["prompt"]
-        raw = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
-        context = len(raw)
-        raw = [*raw, {"role": "assistant", "content": row["response"]}]
     error = partial(row_error, path, number)
+    raw, context = row.get("messages"), 0
+    reply = next((name for name in ("response", "completion") if name in row), None)
+    if raw is None and "prompt" in row and reply is not None:
+        prompt = _as_messages(error, row, "prompt", "user")
+        raw, context = [*prompt, *_as_messages(error, row, reply, "assistant")], len(prompt)
     if not isinstance(raw, list) or not raw:
-        raise error("messages", "expected a list of {role, content}, one conversation per row")
+        columns = ", ".join(map(str, row)) or "none"
+        raise error(
+            "messages",
+            "expected a list of {role, content}, one conversation per row, or the columns prompt and response; the "
+            f"row's columns are {truncate_text(columns, 200)}",
+        )
     messages = [read_message(error, message, f"messages[{index}]") for index, message in enumerate(raw)]
+    _check_trained_calls(error, messages, context)
     tools = row.get("tools")
     if tools and (not isinstance(tools, list) or not all(isinstance(t, dict) and "function" in t for t in tools)):
         raise error("tools", "expected a list of tool schemas in OpenAI's format")
     return Conversation(path, number, messages, tools or None, context)
+
+
+def _as_messages(error: FieldError, row: Mapping[str, Any], name: str, role: str) -> list[Any]:
+    """A column that holds a text, or a list of messages."""
+    value = row[name]
+    if isinstance(value, list | tuple):
+        return list(value)
+    if value is not None and not isinstance(value, str):
+        raise error(name, f"expected a text or a list of messages, got a {type(value).__name__}")
+    return [{"role": role, "content": value}]
+
+
+def _check_trained_calls(error: FieldError, messages: Sequence[Message], context: int) -> None:
+    """Raise if a model would be taught to write a call that no tool can be called with."""
+    for index, message in enumerate(messages):
+        for place, call in enumerate((message.tool_calls or ()) if index >= context else ()):
+            if isinstance(call.arguments, str):
+                raise error(
+                    f"messages[{index}].tool_calls[{place}].arguments",
+                    f"not a JSON object: {truncate_text(repr(call.arguments), 80)}; correct it, or leave the row out",
+                )
+
+
+def fingerprint(*splits: Sequence[Conversation]) -> str:
+    """A hash of the conversations in their order, and of which of them are held out; not of their files' names."""
+    digest = sha256()
+    for split in splits:
+        digest.update(f"{len(split)} conversations\n".encode())
+        for row in split:
+            messages = [
+                {name: value for name, value in message if value is not None}
+                | {"tool_calls": [[call.id, call.name, call.arguments] for call in message.tool_calls or ()]}
+                for message in row.messages
+            ]
+            digest.update(json_line([messages, row.tools, row.context]))
+    return digest.hexdigest()
 
 
 def tokenize(config: SftConfig, chat: ChatTokenizer, conversations: Sequence[Conversation]) -> TokenizedSplit:

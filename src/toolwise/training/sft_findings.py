@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -26,7 +27,7 @@ def end_findings(run: SftRun, losses: Sequence[float]) -> list[Finding]:
     progress = run.progress
     if not progress.updated:
         return [_unchanged(run)]
-    found = [_training(run, losses), _validation(run)] if progress.step >= MIN_STEPS else []
+    found = [_training(run, losses) if progress.step >= MIN_STEPS else None, _validation(run)]
     if progress.not_finite > 1:
         says = f"The loss was not finite in {progress.not_finite} of {progress.step} steps, which changed nothing"
         found.append(Finding("losses_not_finite", "warning", says, cure=_LOWER.capitalize(), step=progress.step))
@@ -43,16 +44,21 @@ def _training(run: SftRun, losses: Sequence[float]) -> Finding | None:
 
 
 def _validation(run: SftRun) -> Finding | None:
+    """A run that never got below the loss before training is told so however short it is."""
     progress = run.progress
     before, after, best = progress.before, progress.validation, progress.best
-    if before is None or after is None or best is None or after < before:
+    if before is None or not math.isfinite(before) or after is None or after < before:
         return None
     says = f"The validation loss did not fall: {before:.3f} before training, {after:.3f} after"
-    cure = (
-        f"Use fewer steps or trainer.keep_best: it was {best:.3f} at step {progress.best_step}"
-        if best < before
-        else "Use a lower lr, or more conversations like the held-out ones"
-    )
+    if best is not None and best < before:
+        if progress.step < MIN_STEPS:
+            return None
+        cure = f"Use fewer steps or trainer.keep_best: it was {best:.3f} at step {progress.best_step}"
+    else:
+        if run.config.trainer.keep_best and best is not None:
+            says += f"; the saved model is the best trained one, of step {progress.best_step} with {best:.3f}"
+        says += "; the model before training is better on the held-out conversations"
+        cure = "Use a lower lr, or more conversations like the held-out ones"
     return Finding("validation_not_falling", "warning", says, cure=cure, step=progress.step)
 
 

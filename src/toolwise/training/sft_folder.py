@@ -62,11 +62,11 @@ def open_output(
     check_folder(out, recorded, resume=resume)  # again: another process may have changed it
     saved = find_checkpoint(out / "checkpoints")
     if saved is not None:
+        run.registry().load_state_dict(saved.state())  # first: it refuses other data
         changes = changes_since(saved.facts.get("settings"), recorded, out)
         record_changes(out, saved.step, changes)
         if changes:
             log.warning("resumed at step %d with changed settings: %s", saved.step, ", ".join(map(str, changes)))
-        run.registry().load_state_dict(saved.state())
         run.learner.load_weights(saved.path / "model")
     step = saved.step if saved is not None else -1
     truncate_after(out / "metrics.jsonl", step)

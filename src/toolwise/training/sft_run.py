@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from toolwise.concurrency.threads import configure_threads, set_thread_count
 from toolwise.config.sft import SftConfig
-from toolwise.errors import ConfigError, ModelError
+from toolwise.errors import CheckpointError, ConfigError, ModelError
 from toolwise.training.checkpoint import RngState, StateRegistry
-from toolwise.training.sft_data import Conversation, Rows, TokenizedSplit, read_conversations, tokenize
+from toolwise.training.sft_data import Conversation, Rows, TokenizedSplit, fingerprint, read_conversations, tokenize
 from toolwise.training.startup import announce
 
 if TYPE_CHECKING:
@@ -48,11 +48,18 @@ class SftProgress:
     not_finite_in_a_row: int = 0
     updated: bool = False
     """Whether any update has changed the weights."""
+    fingerprint: str = ""
+    """Of the conversations; checkpoints of earlier versions have none."""
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.get("fingerprint", self.fingerprint) != self.fingerprint:
+            raise CheckpointError(
+                "the checkpoint was made with other data: the conversations have changed, and those it was trained on "
+                "may now be held out; restore the file, or start a new run with another --out"
+            )
         for name, value in state.items():
             setattr(self, name, value)
 
@@ -99,7 +106,8 @@ def assemble_sft(config: SftConfig, rows: Rows | None = None, val: Rows | None =
     batches = EpochBatches([len(row) for row in tokenized.rows], config.batch_tokens, config.seed)
     if config.epochs is not None:
         config = config.model_copy(update={"steps": math.ceil(config.epochs * len(batches))})
-    return SftRun(config, chat, SftLearner(model, config), tokenized, tokenized_val, batches)
+    progress = SftProgress(fingerprint=fingerprint(train, held_out))
+    return SftRun(config, chat, SftLearner(model, config), tokenized, tokenized_val, batches, progress)
 
 
 def _load(config: SftConfig) -> tuple[Any, ChatTokenizer]:

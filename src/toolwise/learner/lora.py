@@ -76,10 +76,14 @@ class Adapters:
         merged_copy(self.model).save_pretrained(folder)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = self.peft.get_peft_model_state_dict(self.wrapped)
+        state: dict[str, torch.Tensor] = self.peft.get_peft_model_state_dict(
+            self.wrapped,
+            save_embedding_layers=False,  # "auto" looks the base model up on the hub
+        )
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        state = {name: tensor for name, tensor in state.items() if ".lora_" in name}  # older ones hold embeddings
         own = {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
         saved = {name: tuple(tensor.shape) for name, tensor in state.items()}
         if own != saved:

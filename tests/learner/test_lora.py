@@ -20,6 +20,7 @@ from learner_cases import LR, PAD, changed, credit, current_logprobs, sample, ti
 from selection import quick_first
 from transformers import LlamaForCausalLM
 
+from toolwise.agent.export.folder import _check_adapters
 from toolwise.config.loader import build_config
 from toolwise.config.schema import LoraConfig, RunConfig
 from toolwise.engine import Engine
@@ -295,15 +296,17 @@ def test_written_adapters_load_with_plain_peft(targets: list[str], tmp_path: Pat
     assert json.loads((tmp_path / "adapter_config.json").read_bytes())["base_model_name_or_path"] == "owner/base"
 
 
-def test_no_base_model_is_looked_up_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_base_model_is_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked_up: list[str] = []
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr("peft.utils.other.file_exists", lambda name, *_, **__: looked_up.append(name))
-    model = tiny_model()
+    model, lora = tiny_model(), LoraConfig(rank=2)
     model.name_or_path = model.config._name_or_path = "owner/base"
-    adapters = Adapters(model, LoraConfig(rank=2))
+    adapters = Adapters(model, lora)
     assert adapters.wrapped.peft_config["default"].base_model_name_or_path == "owner/base"
-    assert all(".lora_" in name for name in adapters.state_dict())
+    older = adapters.state_dict() | {"base_model.model.model.embed_tokens.weight": torch.zeros(3, 3)}
+    write_adapters(tmp_path, lora, older, "owner/base")
+    _check_adapters(tiny_model(), tmp_path)
     assert looked_up == []
 
 

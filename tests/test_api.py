@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -180,9 +185,36 @@ def test_a_model_given_beside_takes_the_configuration_s_place(name: str) -> None
     assert read_config({"model": {"path": "other"}}, (), name).model.path == name
 
 
-def test_folders_are_named_after_the_run_and_the_time() -> None:
-    assert new_run_folder("demo").parent == Path("runs")
-    assert new_run_folder("demo").name.startswith("demo-2")
+def test_folders_are_named_after_the_run_and_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = new_run_folder("demo")
+    assert folder.parent == Path("runs")
+    assert folder.name.startswith("demo-2")
+
+
+def test_runs_that_start_in_the_same_second_get_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("toolwise.api.datetime", Mock(now=lambda: datetime(2026, 1, 2, 3, 4, 5)))
+    with ThreadPoolExecutor(8) as pool:
+        names = sorted(folder.name for folder in pool.map(new_run_folder, ["demo"] * 8))
+    first = "demo-20260102-030405"
+    assert names == [first, *(f"{first}-{number}" for number in range(2, 9))]
+    assert {folder.name for folder in Path("runs").iterdir()} == {*names}
+
+
+def test_a_run_that_is_refused_leaves_no_empty_folder(tmp_path: Path) -> None:
+    code = "from toolwise.api import new_run_folder as new; new('empty'); (new('used') / 'file').touch()"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    assert [folder.name.split("-")[0] for folder in (tmp_path / "runs").iterdir()] == ["used"]
+
+
+def test_a_file_in_the_place_of_the_folder_of_runs_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").touch()
+    with pytest.raises(ConfigError, match="runs is a file: choose a folder with --out"):
+        new_run_folder("demo")
 
 
 async def fail() -> None:

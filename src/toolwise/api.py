@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
+from itertools import count
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -308,4 +310,26 @@ def read_tasks(tasks: Tasks | None, source: str) -> list[Task] | None:
 
 
 def new_run_folder(name: str) -> Path:
-    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    """Create a folder that no other run has, even one started in the same second. Removed at exit if still empty."""
+    first = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    for number in count(1):
+        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+        except FileExistsError:
+            if not folder.parent.is_dir():
+                raise ConfigError(f"{folder.parent} is a file: choose a folder with --out (out=)") from None
+            continue
+        except OSError as fault:
+            raise ConfigError(
+                f"cannot create {folder} ({fault.strerror}): choose a folder with --out (out=)"
+            ) from fault
+        atexit.register(_remove_empty, folder.absolute())
+        return folder
+    raise AssertionError("unreachable")
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # not empty: a run
+        folder.rmdir()

@@ -20,6 +20,7 @@ from learner_cases import LR, PAD, changed, credit, current_logprobs, sample, ti
 from selection import quick_first
 from transformers import LlamaForCausalLM
 
+from toolwise.agent.export.folder import _check_adapters
 from toolwise.config.loader import build_config
 from toolwise.config.schema import LoraConfig, RunConfig
 from toolwise.engine import Engine
@@ -293,3 +294,24 @@ def test_written_adapters_load_with_plain_peft(targets: list[str], tmp_path: Pat
     torch.testing.assert_close(loaded(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
     assert (tiny_model()(input_ids=ids).logits - expected).abs().max() > 1e-3
     assert json.loads((tmp_path / "adapter_config.json").read_bytes())["base_model_name_or_path"] == "owner/base"
+
+
+def test_no_base_model_is_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[str] = []
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("peft.utils.other.file_exists", lambda name, *_, **__: looked_up.append(name))
+    model, lora = tiny_model(), LoraConfig(rank=2)
+    model.name_or_path = model.config._name_or_path = "owner/base"
+    adapters = Adapters(model, lora)
+    assert adapters.wrapped.peft_config["default"].base_model_name_or_path == "owner/base"
+    older = adapters.state_dict() | {"base_model.model.model.embed_tokens.weight": torch.zeros(3, 3)}
+    write_adapters(tmp_path, lora, older, "owner/base")
+    _check_adapters(tiny_model(), tmp_path)
+    assert looked_up == []
+
+
+def test_checkpoints_that_hold_embeddings_beside_the_adapters_still_load() -> None:
+    adapters = Adapters(tiny_model(), LoraConfig(rank=2))
+    saved = adapters.state_dict()
+    adapters.load_state_dict(saved | {"base_model.model.model.embed_tokens.weight": torch.zeros(3, 3)})
+    assert adapters.state_dict().keys() == saved.keys()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, FalconH1Config, MambaConfig, RecurrentGemmaConfig
 
 from toolwise.config.schema import RunConfig
 from toolwise.engine import engine_path
@@ -98,6 +98,48 @@ def test_training_that_does_not_fit_the_device_is_refused(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"memory: [\d.]+ GB do not fit: .*: use a smaller model, actor\.lora\.rank"):
         require_model(config, {})
     require_model(with_path("builtin:small", actor={"lora": {"rank": 2}}), {})
+
+
+def test_more_new_tokens_than_the_context_are_refused(tmp_path: Path) -> None:
+    folder = small_model(tmp_path, max_position_embeddings=1024)
+    with pytest.raises(ConfigError, match=r"max_new_tokens is 1,024, the model's context 1,024 tokens: no prompt fits"):
+        require_model(with_path(folder, rollout={"max_new_tokens": 1024}), {})
+    require_model(with_path(folder, rollout={"max_new_tokens": 512}), {})
+
+
+def model_of(tmp_path: Path, config: Any) -> Path:
+    """The tokenizer that ships, with the config.json of another architecture."""
+    folder = Path(shutil.copytree(BUILTIN / "small", tmp_path / "other"))
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_adapters_that_do_not_fit_the_layers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"actor\.lora\.rank is 4096, but .*: use a rank of at most \d+"):
+        require_model(with_path("builtin:small", actor={"lora": {"rank": 4096}}), {})
+    mamba = model_of(tmp_path, MambaConfig(vocab_size=5000, hidden_size=32, num_hidden_layers=2))
+    with pytest.raises(ConfigError, match=r"actor\.lora\.target_modules does not fit Mamba.*'out_proj'"):
+        require_model(with_path(mamba, actor={"lora": {"rank": 2}}), {})
+    require_model(with_path(mamba, actor={"lora": {"rank": 2, "target_modules": ["in_proj", "x_proj"]}}), {})
+
+
+def test_logits_that_the_learner_does_not_compute_are_refused(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    mamba = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8}
+    config = FalconH1Config(vocab_size=5000, **shape, **mamba, num_key_value_heads=2, lm_head_multiplier=0.5)
+    folder = model_of(tmp_path, config)
+    with pytest.raises(ConfigError, match=r"learner: the logits of FalconH1ForCausalLM are not .*: train another"):
+        require_model(with_path(folder), {})
+    routed = {"enable": True, "train_actor": False, "backbone": "frozen"}
+    assert "learner" not in findings(with_path(folder, router=routed))
+
+
+def test_recurrent_gemma_is_refused(tmp_path: Path) -> None:
+    """It caps its logits; with the cap known, its cached and its whole forward pass still differ."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    folder = model_of(tmp_path, RecurrentGemmaConfig(vocab_size=5000, lru_width=32, logits_soft_cap=1.0, **shape))
+    with pytest.raises(ConfigError, match=r"the logits of RecurrentGemmaForCausalLM are not .*: train another model"):
+        require_model(with_path(folder), {})
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

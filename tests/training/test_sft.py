@@ -324,7 +324,9 @@ def test_a_finished_run_has_nothing_left_and_can_be_extended(straight: Path, tmp
 def test_a_run_resumes_only_with_its_own_settings_and_data(straight: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(straight, out)
-    with pytest.raises(ConfigError, match="already holds a run: add --resume"):
+    with pytest.raises(
+        ConfigError, match=r"already holds a run: add --resume \(resume=True\) .* another --out \(out=\)"
+    ):
         sft(TALKS, out, **SMALL)
     with pytest.raises(ConfigError, match="batch_tokens: 128 → 64"):
         toolwise.resume(out, overrides=["batch_tokens=64"])

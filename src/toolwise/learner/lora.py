@@ -77,10 +77,14 @@ class Adapters:
         merged_copy(self.model).save_pretrained(folder)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = self.peft.get_peft_model_state_dict(self.wrapped)
+        state: dict[str, torch.Tensor] = self.peft.get_peft_model_state_dict(
+            self.wrapped,
+            save_embedding_layers=False,  # "auto" looks the base model up on the hub
+        )
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        state = _without_embeddings(state)
         own = {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
         saved = {name: tuple(tensor.shape) for name, tensor in state.items()}
         if own != saved:
@@ -96,11 +100,17 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else " x ".join(map(str, shape))
 
 
+def _without_embeddings(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Older checkpoints hold frozen embeddings beside adapters of embeddings."""
+    return {name: tensor for name, tensor in state.items() if ".lora_" in name}
+
+
 def write_adapters(folder: Path, lora: LoraConfig, state: Mapping[str, torch.Tensor], base: str) -> None:
     """Write adapters with this state as a folder that `peft.PeftModel.from_pretrained` loads over the model `base`."""
     from safetensors.torch import save_file
 
     peft = import_extra("peft", "peft")
+    state = _without_embeddings(state)
     layers = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in state}
     config = peft.LoraConfig(
         r=lora.rank,

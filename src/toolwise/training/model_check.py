@@ -6,6 +6,7 @@ Sizes come from config.json, and the engine path from a small random copy of the
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -44,8 +45,10 @@ def check_model(
     skeleton = load_skeleton(
         model.path, dtype=model.dtype, trust_remote_code=model.trust_remote_code, revision=model.revision
     )
-    own = (_engine(skeleton, config, device), _memory(skeleton, config, device))
-    return [_sizes(skeleton, chat, device), *found, *own]
+    sizes = _sizes(skeleton, chat, device, config.rollout.max_new_tokens)
+    own = [*_forward(skeleton, config, device), _memory(skeleton, config, device)]
+    _check_lora(skeleton, config)  # last: it changes the skeleton
+    return [sizes, *found, *own]
 
 
 def require_model(config: RunConfig, tools: Mapping[str, BaseTool], parser: ParserSpec | None = None) -> None:
@@ -88,7 +91,19 @@ def check_dtype(config: RunConfig, device: str) -> None:
         raise ConfigError("model.dtype is bfloat16 on a CPU: many do not support it and some crash; use float32")
 
 
-def _sizes(model: Any, chat: ChatTokenizer, device: str) -> Finding:
+def _check_lora(skeleton: Any, config: RunConfig) -> None:
+    """Raise what the run would when it inserts the adapters."""
+    if not config.actor.lora.rank:
+        return
+    import torch
+
+    from toolwise.learner.lora import Adapters
+
+    with torch.device("meta"):
+        Adapters(skeleton, config.actor.lora)
+
+
+def _sizes(model: Any, chat: ChatTokenizer, device: str, new_tokens: int = 0) -> Finding:
     from toolwise.models.decoder_layers import max_context
 
     embedded = model.get_input_embeddings().weight.shape[0]
@@ -103,6 +118,10 @@ def _sizes(model: Any, chat: ChatTokenizer, device: str) -> Finding:
             figures,
             cure="use the tokenizer the model was trained with, or resize its embeddings and save it",
         )
+    if new_tokens >= context:
+        says = f"rollout.max_new_tokens is {new_tokens:,}, the model's context {context:,} tokens: no prompt fits"
+        cure = f"set rollout.max_new_tokens well below {context:,}, or use a model with a longer context"
+        return Finding("model", "wrong", says, figures, cure=cure)
     says = (
         f"{type(model).__name__}, {count / 1e6:,.1f} million weights in {_dtype(model)} on {device}; context "
         f"{context:,} tokens, vocabulary {embedded:,}"
@@ -110,24 +129,40 @@ def _sizes(model: Any, chat: ChatTokenizer, device: str) -> Finding:
     return Finding("model", "ok", says, figures)
 
 
-def _engine(skeleton: Any, config: RunConfig, device: str) -> Finding:
-    """The path that a small copy of the model takes."""
+def _forward(skeleton: Any, config: RunConfig, device: str) -> list[Finding]:
+    """The engine path that a small copy of the model takes, and whether the learner computes its logits."""
     from toolwise.engine import engine_path
+    from toolwise.models.attention_layers import head_problem
     from toolwise.models.skeleton import small_copy
 
-    if config.rollout.engine != "toolwise":
-        return Finding("engine", "ok", f'rollout.engine = "{config.rollout.engine}"', {"path": config.rollout.engine})
+    own = config.rollout.engine == "toolwise"
     try:
-        path, reason = engine_path(small_copy(skeleton, device))
+        small = small_copy(skeleton, device)
+        path, reason = engine_path(small) if own else (config.rollout.engine, "")
+        exact = copy.deepcopy(small).float()  # a soft cap may be less than the rounding of bfloat16
+        difference = head_problem(exact) if config.router.train_actor else None
     except Exception as fault:  # model code that expects other sizes
         line = (str(fault).splitlines() or [""])[0]
         says = f"not known before the weights are loaded: a small copy fails ({type(fault).__name__}: {line:.200})"
-        return Finding("engine", "skipped", says)
+        return [Finding("engine" if own else "learner", "skipped", says)]
+    return [_engine(config, path, reason), *_learner(skeleton, difference)]
+
+
+def _engine(config: RunConfig, path: str, reason: str) -> Finding:
+    if config.rollout.engine != "toolwise":
+        return Finding("engine", "ok", f'rollout.engine = "{path}"', {"path": path})
     says = f"{path}: {reason}" if reason else path
     if path == "transformers" and config.rollout.grammar != GrammarConfig():
         cure = "remove rollout.grammar, or use another model"
         return Finding("engine", "wrong", f"rollout.grammar needs our engine, but {says}", {"path": path}, cure=cure)
     return Finding("engine", "ok", says, {"path": path})
+
+
+def _learner(skeleton: Any, difference: str | None) -> list[Finding]:
+    if difference is None:
+        return []
+    says = f"the logits of {type(skeleton).__name__} are not those of its head as the learner computes it"
+    return [Finding("learner", "wrong", f"{says} ({difference})", cure="train another model")]
 
 
 def _memory(skeleton: Any, config: RunConfig, device: str) -> Finding:

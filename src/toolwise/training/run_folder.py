@@ -209,7 +209,9 @@ def check_folder(out: Path, config: AnyConfig, *, resume: bool) -> None:
     config_file = out / "config.toml"
     if config_file.exists():
         if not resume:
-            raise ConfigError(f"{out} already holds a run: add --resume to continue it, or choose another --out")
+            raise ConfigError(
+                f"{out} already holds a run: add --resume (resume=True) to continue it, or choose another --out (out=)"
+            )
         check_same_run(config, config_file)
     elif checkpoint.latest(out / "checkpoints", warnings_out=[]) is not None:
         raise CheckpointError(f"{out} has checkpoints but no config.toml: choose another --out")

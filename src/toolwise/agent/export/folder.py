@@ -135,7 +135,8 @@ def _check_adapters(model: Any, folder: Path) -> None:
     from safetensors.torch import load_file
 
     saved = load_file(folder / "adapter_model.safetensors")
-    loaded = get_peft_model_state_dict(PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False))
+    wrapped = PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False)
+    loaded = get_peft_model_state_dict(wrapped, save_embedding_layers=False)  # "auto" asks the hub for the base model
     if saved.keys() != loaded.keys() or not all(torch.equal(loaded[name], saved[name]) for name in saved):
         raise ModelError("the exported adapters do not load with peft, so they were removed: export without --adapters")
 

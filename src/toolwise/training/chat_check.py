@@ -155,8 +155,9 @@ def _tool_names(chat: ChatTokenizer, form: CallFormat, tools: Mapping[str, BaseT
             odd = f"the tool {function['name']!r:.80}"
             if [c.name for c in found] == [c.name for c in calls] and keys:
                 odd = f"the parameters {', '.join(map(repr, keys))[:120]} of {odd}"
-            level = "warning" if ":" in form.name else "wrong"  # a parser of one's own may read one call per reply
-            return Finding(name, level, f"calls in the format {form.name} cannot carry {odd}", cure=cure)
+            says = f"calls in the format {form.name} cannot carry {odd}"
+            # A parser of one's own may read one call per reply.
+            return Finding(name, "warning" if ":" in form.name else "wrong", says, cure=cure)
     return Finding(name, "ok", f"the format {form.name} carries {', '.join(tools) or 'any plain name'}"[:200])
 
 

@@ -135,7 +135,7 @@ def test_logits_that_the_learner_does_not_compute_are_refused(tmp_path: Path) ->
 
 
 def test_recurrent_gemma_is_refused(tmp_path: Path) -> None:
-    """It caps its logits; with the cap known, its cached and its whole forward pass still differ."""
+    """It caps its logits in a way that the learner does not know."""
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
     folder = model_of(tmp_path, RecurrentGemmaConfig(vocab_size=5000, lru_width=32, logits_soft_cap=1.0, **shape))
     with pytest.raises(ConfigError, match=r"the logits of RecurrentGemmaForCausalLM are not .*: train another model"):

@@ -153,9 +153,12 @@ def test_a_tool_that_fails_on_every_call_fails_it(dry_run: Callable[..., Any]) -
 
 
 def test_prompts_that_do_not_fit_the_context_fail_it(dry_run: Callable[..., Any]) -> None:
-    ended = dry_run({"rollout": {"max_new_tokens": 100_000}})
+    ended = dry_run({"rollout": {"max_new_tokens": 4_095}})
     assert ended.status == 1
     assert "do not fit the model's" in ended.err
+    refused = dry_run({"rollout": {"max_new_tokens": 100_000}})  # before anything is loaded
+    assert refused.status == 2
+    assert "no prompt fits" in refused.err
 
 
 def test_a_template_that_fails_on_the_prompt_fails_it(tmp_path: Path, dry_run: Callable[..., Any]) -> None:

@@ -69,6 +69,20 @@ def silu_mul_backward() -> Case:
     return [gate.detach(), up.detach(), grad], returned, list(wanted)
 
 
+def gated_silu_backward() -> Case:
+    gate_up, grad = randn(5, 96).requires_grad_(), randn(5, 48)
+    gate, up = gate_up.chunk(2, -1)
+    wanted = torch.autograd.grad((silu(gate) * up * grad).sum(), [gate_up])
+    return [gate_up.detach(), grad], returned, list(wanted)
+
+
+def rms_norm_backward() -> Case:
+    x, weight, grad, grad_total = randn(5, 48).requires_grad_(), randn(48).requires_grad_(), randn(5, 48), randn(5, 48)
+    normed = weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt()
+    wanted = torch.autograd.grad((normed * grad).sum() + (x * grad_total).sum(), [x, weight])
+    return [grad, x.detach(), weight.detach(), 1e-3, grad_total], returned, list(wanted)
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The pair (x_i, x_{i + D/2}) of each head, turned by a matrix."""
     result, half = torch.empty_like(x), x.shape[-1] // 2
@@ -223,8 +237,9 @@ def sample() -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     function.__name__: function
     for function in (
-        add_rms_norm, merge, paged_attention_decode, paged_attention_prefill, rms_norm, rope_and_store, rotate, sample,
-        shared_prefix_decode, silu_mul, silu_mul_backward, softmax_sums, softmax_sums_backward, store_kv,
+        add_rms_norm, gated_silu_backward, merge, paged_attention_decode, paged_attention_prefill, rms_norm,
+        rms_norm_backward, rope_and_store, rotate, sample, shared_prefix_decode, silu_mul, silu_mul_backward,
+        softmax_sums, softmax_sums_backward, store_kv,
     )
 }  # fmt: skip
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

@@ -19,7 +19,9 @@ from toolwise.learner import critic as critic_module
 from toolwise.learner import memory
 from toolwise.learner.actor import Actor
 from toolwise.learner.critic import Critic
+from toolwise.learner.forward import TrunkForward
 from toolwise.learner.memory import LearnerMemoryError, MicroBatchLimit
+from toolwise.learner.packing import Packed
 from toolwise.types import CreditedRollout
 
 torch.set_num_threads(1)
@@ -36,15 +38,19 @@ def run_out(
     monkeypatch: pytest.MonkeyPatch, refuses: Callable[[int, int], bool], module: Any = actor_module
 ) -> list[int]:
     """Forward passes for which `refuses(number, tokens)` raise like a full GPU. Returns the tokens of all passes."""
-    real, passes = module.hidden_states, []
+    passes: list[int] = []
 
-    def forward(model: Any, packed: Any) -> torch.Tensor:
-        passes.append(packed.T)
-        if refuses(len(passes), packed.T):
-            raise torch.OutOfMemoryError(MESSAGE)
-        return real(model, packed)
+    class Refusing(TrunkForward):
+        def __call__(self, packed: Packed) -> torch.Tensor:
+            passes.append(packed.T)
+            if refuses(len(passes), packed.T):
+                raise torch.OutOfMemoryError(MESSAGE)
+            return super().__call__(packed)
 
-    monkeypatch.setattr(module, "hidden_states", forward)
+    if module is actor_module:
+        monkeypatch.setattr(module, "TrunkForward", Refusing)
+    else:
+        monkeypatch.setattr(module, "hidden_states", lambda model, packed: Refusing(model)(packed))
     return passes
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 from learner_cases import pack
+from plain_attention import PlainKernel
 from torch import Tensor
 
 from toolwise.learner.packed_attention import Layout, attend
 from toolwise.learner.row_trees import Segment
-from toolwise.learner.tree_attention import AttentionPart, FlashKernel, PartwiseAttention, attention_parts
+from toolwise.learner.tree_attention import FlashKernel, PartwiseAttention, attention_parts
 
 SIZE = 8
 TREES = {
@@ -37,66 +38,6 @@ class Tokens:
     sampled: list[bool]
 
 
-class Plain:
-    """The kernel, written out plainly."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, part: AttentionPart, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        outs, sums = [], []
-        for q, k, v in self._each(query, key, value, part):
-            scores = self._scores(q, k, part, scale)
-            outs.append((torch.softmax(scores, -1) @ v).transpose(0, 1))
-            sums.append(torch.logsumexp(scores, -1))
-        return torch.cat(outs), torch.cat(sums, 1)
-
-    def backward(
-        self,
-        grad: Tensor,
-        states: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        lse: Tensor,
-        part: AttentionPart,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The flash backward: weights come from the log-sum-exp passed in, which need not be this part's own."""
-        query, key, value = states
-        found: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-        lengths = part.cu_seqlens_q.diff().tolist()
-        groups = query.shape[1] // key.shape[1]
-        given = zip(grad.split(lengths), out.split(lengths), lse.split(lengths, 1), strict=True)
-        for (q, k, v), (g, o, log_sum) in zip(self._each(query, key, value, part), given, strict=True):
-            weights = torch.exp(self._scores(q, k, part, scale) - log_sum[:, :, None])
-            g, o = g.transpose(0, 1), o.transpose(0, 1)
-            inner = weights * (g @ v.transpose(1, 2) - (g * o).sum(-1, keepdim=True)) * scale
-            for to, made in zip(
-                found, (inner @ k, inner.transpose(1, 2) @ q, weights.transpose(1, 2) @ g), strict=True
-            ):
-                to.append(made.transpose(0, 1))
-        of_query, of_key, of_value = map(torch.cat, found)
-        few = [x.view(len(x), key.shape[1], groups, -1).sum(2) for x in (of_key, of_value)]
-        return of_query, few[0], few[1]
-
-    def _each(
-        self, query: Tensor, key: Tensor, value: Tensor, part: AttentionPart
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        groups = query.shape[1] // key.shape[1]
-        queries, keys = part.cu_seqlens_q.diff().tolist(), part.cu_seqlens_k.diff().tolist()
-        split = zip(query.split(queries), key.split(keys), value.split(keys), strict=True)
-        return [
-            (
-                q.transpose(0, 1),
-                k.transpose(0, 1).repeat_interleave(groups, 0),
-                v.transpose(0, 1).repeat_interleave(groups, 0),
-            )
-            for q, k, v in split
-        ]
-
-    def _scores(self, q: Tensor, k: Tensor, part: AttentionPart, scale: float) -> Tensor:
-        scores = q @ k.transpose(1, 2) * scale
-        return scores.masked_fill(~torch.ones_like(scores[0]).tril().bool(), -torch.inf) if part.causal else scores
-
-
 def states_of(count: int, heads: int, key_heads: int) -> list[Tensor]:
     torch.manual_seed(0)
     shapes = [(count, heads, SIZE), (count, key_heads, SIZE), (count, key_heads, SIZE)]
@@ -110,7 +51,7 @@ def test_parts_equal_full_attention_and_its_gradient(name: str, heads: tuple[int
     states = states_of(segments[-1].stop, *heads)
     grad = torch.randn(segments[-1].stop, heads[0], SIZE, dtype=torch.float64)
 
-    out = PartwiseAttention.apply(*states, attention_parts(segments, "cpu"), 0.3, Plain())
+    out = PartwiseAttention.apply(*states, attention_parts(segments, "cpu"), 0.3, PlainKernel())
     ours = torch.autograd.grad(out, states, grad)
 
     asked = [x.transpose(0, 1)[None] for x in states]
@@ -127,7 +68,7 @@ def test_parts_of_the_layout_by_node_equal_full_attention(rows: list[list[int]])
     [packed] = pack([Tokens(row, [False] * 3 + [True] * (len(row) - 3)) for row in rows], 1000, nodes=True)
     states = states_of(packed.T, 4, 2)
     grad = torch.randn(packed.T, 4, SIZE, dtype=torch.float64)
-    out = PartwiseAttention.apply(*states, attention_parts(packed.segments, "cpu"), 0.3, Plain())
+    out = PartwiseAttention.apply(*states, attention_parts(packed.segments, "cpu"), 0.3, PlainKernel())
     asked = [x.transpose(0, 1)[None] for x in states]
     whole = attend(None, *asked, None, toolwise_layout=Layout.of(packed.segments, "cpu"), scaling=0.3)[0][0]
     torch.testing.assert_close(out, whole, rtol=1e-10, atol=1e-10)
@@ -160,7 +101,7 @@ def test_the_kernel_of_a_gpu_agrees(heads: tuple[int, int]) -> None:
     ]
     grad = torch.randn(500, heads[0], 64, device="cuda", dtype=torch.bfloat16)
     found = {}
-    for kernel, kind in ((FlashKernel(), torch.bfloat16), (Plain(), torch.float64)):
+    for kernel, kind in ((FlashKernel(), torch.bfloat16), (PlainKernel(), torch.float64)):
         own = [x.detach().to(kind).requires_grad_() for x in states]
         out = PartwiseAttention.apply(*own, attention_parts(segments, "cuda"), 0.125, kernel)
         found[kind] = [out, *torch.autograd.grad(out, own, grad.to(kind))]

@@ -469,8 +469,8 @@ def test_findings_at_the_end(losses: list[float], progress: dict[str, Any], kind
 def test_losses_that_are_not_numbers_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = SftLearner._forward
 
-    def overflow(learner: SftLearner, part: Any) -> Any:
-        logprobs, entropy = forward(learner, part)
+    def overflow(learner: SftLearner, trunk: Any, part: Any) -> Any:
+        logprobs, entropy = forward(learner, trunk, part)
         return logprobs * math.nan if learner.version else logprobs, entropy
 
     monkeypatch.setattr(SftLearner, "_forward", overflow)

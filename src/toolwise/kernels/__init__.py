@@ -15,10 +15,12 @@ import torch
 if TYPE_CHECKING:
     from toolwise.kernels.torch_reference import (
         add_rms_norm,
+        gated_silu_backward,
         merge,
         paged_attention_decode,
         paged_attention_prefill,
         rms_norm,
+        rms_norm_backward,
         rope_and_store,
         rotate,
         sample,
@@ -33,10 +35,12 @@ if TYPE_CHECKING:
 __all__ = [
     "add_rms_norm",
     "available",
+    "gated_silu_backward",
     "merge",
     "paged_attention_decode",
     "paged_attention_prefill",
     "rms_norm",
+    "rms_norm_backward",
     "rope_and_store",
     "rotate",
     "sample",
@@ -50,10 +54,12 @@ __all__ = [
 
 _MODULES = {
     "add_rms_norm": "pointwise",
+    "gated_silu_backward": "backward",
     "merge": "heads",
     "paged_attention_decode": "decode_attention",
     "paged_attention_prefill": "prefill_attention",
     "rms_norm": "pointwise",
+    "rms_norm_backward": "backward",
     "rope_and_store": "cache_write",
     "rotate": "heads",
     "sample": "sampling",

@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def _rotate(
-    x, cos, sin, out, token_stride, head_stride, angle_stride,
+    x, cos, sin, out, token_stride, head_stride, out_token_stride, out_head_stride, angle_stride,
     HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """Program (token): all heads of one token."""
@@ -36,7 +36,7 @@ def _rotate(
         turned, other = first * c1 + second * s2, second * c2 - first * s1
     else:
         turned, other = first * c1 - second * s1, second * c2 + first * s2
-    there = out + (token * HEADS + head) * 2 * HALF + at
+    there = out + token * out_token_stride + head * out_head_stride + at
     tl.store(there, turned.to(dtype), mask=inside)
     tl.store(there + HALF, other.to(dtype), mask=inside)
 
@@ -65,18 +65,22 @@ def _merge(
     tl.store(lse + head * tokens + token, whole, mask=real)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-    """x [T, H, D], contiguous in its last dimension; cos and sin [T, D]. Returns a contiguous [T, H, D]."""
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [T, H, D], contiguous in its last dimension; cos and sin [T, D]. Returns a contiguous [T, H, D], or `out`,
+    which may be x itself."""
     tokens, heads, size = x.shape
     assert size % 2 == 0, "the head size must be even"
     assert x.stride(2) == cos.stride(1) == sin.stride(1) == 1, "the last dimension must be contiguous"
     assert cos.stride(0) == sin.stride(0), "cos and sin must have the same stride"
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    assert out.stride(2) == 1, "the last dimension must be contiguous"
     if tokens:
         with torch.cuda.device_of(x):  # Triton launches on the current device
             _rotate[(tokens,)](
-                x, cos, sin, out, x.stride(0), x.stride(1), cos.stride(0), heads, size // 2,
-                triton.next_power_of_2(heads), triton.next_power_of_2(size // 2), back, num_warps=4,
+                x, cos, sin, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1), cos.stride(0),
+                heads, size // 2, triton.next_power_of_2(heads), triton.next_power_of_2(size // 2), back, num_warps=4,
             )  # fmt: skip
     return out
 

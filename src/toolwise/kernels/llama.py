@@ -111,7 +111,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _fuse_parameters(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+def fuse_parameters(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """One tensor over all parameters, which become views of it unless they already are."""
     fused = _common_storage(parameters)
     if fused is not None:
@@ -296,6 +296,6 @@ def _fused_projection(parts: Sequence[Any]) -> ProjectionFn:
     biased = [part.bias is not None for part in parts]
     if any(biased) != all(biased):
         raise PolicyError("the fused forward needs a bias on all of q, k and v or on none; use the stock forward")
-    weight = _fuse_parameters([part.weight for part in parts])
-    bias = _fuse_parameters([part.bias for part in parts]) if all(biased) else None
+    weight = fuse_parameters([part.weight for part in parts])
+    bias = fuse_parameters([part.bias for part in parts]) if all(biased) else None
     return partial(F.linear, weight=weight, bias=bias)

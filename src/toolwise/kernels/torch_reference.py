@@ -139,7 +139,9 @@ def _rope_and_store_new(q: torch.Tensor, new: NewTokens, k_cache: torch.Tensor, 
     return q
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     (first, second), (c1, c2), (s1, s2) = (
         t.to(wide).chunk(2, dim=-1) for t in (x, cos[:, None], sin[:, None])
@@ -148,7 +150,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool 
         rotated = [first * c1 + second * s2, second * c2 - first * s1]
     else:
         rotated = [first * c1 - second * s1, second * c2 + first * s2]
-    return torch.cat(rotated, dim=-1).to(x.dtype)
+    result = torch.cat(rotated, dim=-1).to(x.dtype)
+    return result if out is None else out.copy_(result)
 
 
 def merge(
@@ -166,7 +169,7 @@ def merge(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.float()
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
@@ -178,6 +181,18 @@ def add_rms_norm(
     return rms_norm(residual, weight, eps), residual
 
 
+def rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, grad_total: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    wide, dy = x.to(dtype), grad.to(dtype)
+    inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normed, scaled = wide * inverse, dy * weight.to(dtype)
+    grad_x = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    grad_x = grad_x if grad_total is None else grad_x + grad_total
+    return grad_x.to(x.dtype), (dy * normed).sum(0).to(weight.dtype)
+
+
 def silu_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)
     return F.silu(gate) * up
@@ -185,6 +200,11 @@ def silu_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Ten
 
 def silu_mul_backward(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+
+
+def gated_silu_backward(gate_up: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.cat(silu_mul_backward(gate, up, grad), dim=-1)
 
 
 def softmax_sums(logits: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

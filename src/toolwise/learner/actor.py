@@ -18,7 +18,7 @@ from toolwise.learner import distributed
 from toolwise.learner.batch import Batch, build_batch, with_zero_advantages
 from toolwise.learner.critic import Critic
 from toolwise.learner.fingerprint import checksum
-from toolwise.learner.forward import hidden_states, token_logprobs
+from toolwise.learner.forward import TrunkForward, token_logprobs
 from toolwise.learner.kl import KlCoefficient, check_kl_loss, k3
 from toolwise.learner.lora import Adapters
 from toolwise.learner.loss_aggregation import token_weights
@@ -229,8 +229,9 @@ class Actor:
         logprobs = torch.full((len(batch),), torch.nan, device=self.device)
         loss_share = torch.zeros(len(batch.rollout_ids), device=self.device)
         sums = MetricSums(self.device, metric_names(self.config.actor, self.loss))
+        trunk = TrunkForward(self.model)
         for packed, columns in batch.packed(rows, self.model, self.config.actor, max_tokens):
-            new_logprobs, entropy = self._forward(self.model, packed)
+            new_logprobs, entropy = self._forward(self.model, trunk, packed)
             terms = policy_loss_terms(self.config, self.loss, self.kl.value, batch, columns, new_logprobs, entropy)
             self._gradient_check.observe(terms.policy, new_logprobs)
             weight = weights[columns]
@@ -241,10 +242,12 @@ class Actor:
             sums.add(terms, weight, packed.T)
         return logprobs, loss_share, sums
 
-    def _forward(self, model: Any, packed: Packed, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, model: Any, trunk: TrunkForward, packed: Packed, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         return token_logprobs(
             model,
-            hidden_states(model, packed),
+            trunk(packed),
             packed,
             temperature or self.config.rollout.temperature,
             chunk_tokens=self.config.actor.logit_chunk_tokens,
@@ -257,9 +260,9 @@ class Actor:
         chosen = batch.trainable_rows() if rows is None else rows
 
         def compute(max_tokens: int) -> Tensor:
-            logprobs = torch.zeros(len(batch), device=self.device)
+            logprobs, trunk = torch.zeros(len(batch), device=self.device), TrunkForward(model)
             for packed, columns in batch.packed(chosen, model, self.config.actor, max_tokens):
-                logprobs[columns] = self._forward(model, packed, temperature)[0]
+                logprobs[columns] = self._forward(model, trunk, packed, temperature)[0]
             return logprobs
 
         return self.memory.fit(compute, batch.lengths(chosen))

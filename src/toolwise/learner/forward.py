@@ -7,7 +7,7 @@ sampled one, a chunk at a time, and recomputed in the backward pass when they ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from toolwise.errors import ModelError
+from toolwise.learner.decoder_forward import DecoderForward, decoder_forward_problem
 from toolwise.learner.fused_modules import fuse
 from toolwise.learner.logits import logprobs_and_entropy
 from toolwise.learner.packed_attention import ATTENTION_NAME, Layout, attend
 from toolwise.learner.packing import Packed
+from toolwise.learner.tree_attention import shallow_parts
 from toolwise.models.attention_layers import attention_layers, head_problem
 from toolwise.models.decoder_layers import longrope_limit
 from toolwise.models.logits import logits_head
@@ -48,27 +50,54 @@ def prefers_node_layout(model: Any) -> bool:
 
 def hidden_states(model: Any, packed: Packed) -> Tensor:
     """[T, d]: the last hidden state of each token, ready for the LM head."""
-    trunk = model.get_decoder()
-    report = attention_layers(model)
-    limit = longrope_limit(trunk.config)
-    beyond_limit = limit is not None and int(packed.positions.max()) >= limit
-    if report.problem is not None or beyond_limit:
-        return _padded(shared_copy(trunk, substitute=trainable_layer), packed, limit)
-    copied = shared_copy(trunk, attention=register_attention(ATTENTION_NAME, attend), substitute=trainable_layer)
-    fuse(copied, trunk)
-    layout = Layout.of(
-        packed.segments, packed.ids.device, keep_gathered=_recompute_layers(copied), windows=report.windows
-    )
-    out = copied(
-        input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False, toolwise_layout=layout
-    )
-    if layout.calls != len(report.layers):  # the other layers used a different attention
-        raise ModelError(
-            f"{type(trunk).__name__}: only {layout.calls} of {len(report.layers)} layers used the packed attention, so "
-            "its results would be wrong: use another model"
+    return TrunkForward(model)(packed)
+
+
+class TrunkForward:
+    """A model's decoder, prepared once for all micro-batches of an update. Weights may change in between; modules, such
+    as adapters, may not."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._report = attention_layers(model)
+        self._fused = DecoderForward(model) if decoder_forward_problem(model) is None else None
+
+    def __call__(self, packed: Packed) -> Tensor:
+        """[T, d]: the last hidden state of each token, ready for the LM head."""
+        if self._fused is not None and (parts := shallow_parts(packed.segments, packed.ids.device)) is not None:
+            return self._fused(packed.ids, packed.positions, parts)
+        trunk = self._model.get_decoder()
+        limit = longrope_limit(trunk.config)
+        beyond_limit = limit is not None and int(packed.positions.max()) >= limit
+        if self._report.problem is not None or beyond_limit:
+            return _padded(shared_copy(trunk, substitute=trainable_layer), packed, limit)
+        return self._run_packed(packed)
+
+    def _run_packed(self, packed: Packed) -> Tensor:
+        copied, report = self._copied, self._report
+        layout = Layout.of(packed.segments, packed.ids.device, keep_gathered=self._recomputes, windows=report.windows)
+        out = copied(
+            input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False, toolwise_layout=layout
         )
-    states: Tensor = out.last_hidden_state.squeeze(0)  # the gradient of squeeze is a view, that of [0] a copy
-    return states
+        if layout.calls != len(report.layers):  # the other layers used a different attention
+            raise ModelError(
+                f"{type(copied).__name__}: only {layout.calls} of {len(report.layers)} layers used the packed "
+                "attention, so its results would be wrong: use another model"
+            )
+        states: Tensor = out.last_hidden_state.squeeze(0)  # the gradient of squeeze is a view, that of [0] a copy
+        return states
+
+    @cached_property
+    def _copied(self) -> Any:
+        """The stock modules with the packed attention, and fused parts where there are kernels for them."""
+        trunk = self._model.get_decoder()
+        copied = shared_copy(trunk, attention=register_attention(ATTENTION_NAME, attend), substitute=trainable_layer)
+        fuse(copied, trunk)
+        return copied
+
+    @cached_property
+    def _recomputes(self) -> bool:
+        return _recompute_layers(self._copied)
 
 
 def _recompute_layers(trunk: Any) -> bool:

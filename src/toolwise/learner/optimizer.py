@@ -70,13 +70,19 @@ class Optimizer:
 
     def accumulate_gradients(self) -> None:
         """Add the gradients of half-precision weights to their sums in fp32. fp32 weights accumulate their own."""
-        for weight, holder in zip(self.weights, self.holders, strict=True):
-            if weight is not holder and weight.grad is not None:
-                if holder.grad is None:
-                    holder.grad = weight.grad.float()
-                else:
-                    holder.grad += weight.grad
-                weight.grad = None
+        pairs = zip(self.weights, self.holders, strict=True)
+        changed = [(weight, holder) for weight, holder in pairs if weight is not holder and weight.grad is not None]
+        sums, new = [], []
+        for weight, holder in changed:
+            assert weight.grad is not None
+            if holder.grad is None:
+                holder.grad = weight.grad.float()
+            else:
+                sums.append(holder.grad)
+                new.append(weight.grad)
+            weight.grad = None
+        if sums:
+            torch._foreach_add_(sums, new)
 
     def _allocate_state(self) -> None:
         """Allocate the moments that the next step needs, so that it cannot run out of memory half way."""
@@ -103,8 +109,8 @@ class Optimizer:
             self.reserve(self._allocate_state)
             self.adamw.step()
             update_norm = self._update_norm()
-            for weight, master in self._master_pairs():
-                weight.copy_(master)
+            if pairs := list(self._master_pairs()):
+                torch._foreach_copy_([weight for weight, _ in pairs], [master for _, master in pairs])
         self.zero_grad()
         return {"grad_norm": norm, "update_norm": update_norm}
 
@@ -138,22 +144,38 @@ class Optimizer:
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
         decay_ratio = lr * decay / (1.0 - lr * decay)  # relative to the weights after the step
         squared_norm = torch.zeros((), dtype=torch.float64, device=self.masters[0].device)
-        for master in self.masters:
-            state = self.adamw.state.get(master)
-            if master.grad is None or not state:
-                continue
-            count = float(state["step"])
+        for count, weights, means, squares in self._stepped_chunks():
             bias_correction2 = (1.0 - beta2**count) ** 0.5
             scale = lr * bias_correction2 / (1.0 - beta1**count)
-            flat = (master.reshape(-1), state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1))
-            # In pieces, so that temporaries stay in the cache.
-            for weight, mean, square in zip(*(x.split(CHUNK[x.is_cuda]) for x in flat), strict=True):
-                root = square.float().sqrt().add_(group["eps"] * bias_correction2)
-                delta = (mean.float() / root).mul_(scale * (1.0 + decay_ratio))
-                if decay_ratio:
-                    delta.add_(weight, alpha=decay_ratio)
-                squared_norm += torch.dot(delta, delta)
+            roots = torch._foreach_sqrt([square.float() for square in squares])
+            torch._foreach_add_(roots, group["eps"] * bias_correction2)
+            deltas = torch._foreach_div([mean.float() for mean in means], roots)
+            torch._foreach_mul_(deltas, scale * (1.0 + decay_ratio))
+            if decay_ratio:
+                torch._foreach_add_(deltas, weights, alpha=decay_ratio)
+            squared_norm += torch.stack([torch.dot(delta, delta) for delta in deltas]).double().sum()
         return math.sqrt(float(squared_norm))
+
+    def _stepped_chunks(self) -> Iterator[tuple[float, list[Tensor], list[Tensor], list[Tensor]]]:
+        """Step count, masters and moments of what was just updated, about `CHUNK` values at a time: on a CPU so that
+        temporaries stay in the cache, on a GPU so that they stay small."""
+        stepped = [(m, state) for m in self.masters if m.grad is not None and (state := self.adamw.state.get(m))]
+        # One transfer for all of them: each would wait for the GPU.
+        counts = torch.stack([state["step"] for _, state in stepped]).tolist() if stepped else []
+        chunks: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+        size, before = 0, 0.0
+        for (master, state), count in zip(stepped, counts, strict=True):
+            limit = CHUNK[master.is_cuda]
+            flat = (x.reshape(-1).split(limit) for x in (master, state["exp_avg"], state["exp_avg_sq"]))
+            for parts in zip(*flat, strict=True):
+                if chunks[0] and (size + parts[0].numel() > limit or count != before):
+                    yield before, *chunks
+                    chunks, size = ([], [], []), 0
+                for chunk, part in zip(chunks, parts, strict=True):
+                    chunk.append(part)
+                size, before = size + parts[0].numel(), count
+        if chunks[0]:
+            yield before, *chunks
 
     @torch.no_grad()
     def sync_masters(self) -> None:

@@ -22,11 +22,10 @@ from torch.nn.functional import embedding, scaled_dot_product_attention
 from toolwise.errors import ModelError
 from toolwise.learner.row_trees import Segment
 from toolwise.learner.tree_attention import (
-    MAX_PARTS,
     AttentionPart,
     attend_in_parts,
-    attention_parts,
     cu_seqlens,
+    shallow_parts,
     span_indices,
 )
 from toolwise.models.dense_attention import dense_attention
@@ -70,8 +69,6 @@ class Layout:
     ) -> Layout:
         queries = [len(segment) for segment in segments]
         keys = [segment.depth + len(segment) for segment in segments]
-        max_path = max((len(segment.path) for segment in segments), default=0)
-        in_parts = torch.device(device).type == "cuda" and 0 < max_path < MAX_PARTS
         return cls(
             segments,
             device,
@@ -79,7 +76,7 @@ class Layout:
             keys,
             cu_seqlens(queries, device),
             cu_seqlens(keys, device),
-            attention_parts(segments, device) if in_parts else None,
+            shallow_parts(segments, device) if torch.device(device).type == "cuda" else None,
             keep_gathered,
             windows,
         )

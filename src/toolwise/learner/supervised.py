@@ -22,7 +22,7 @@ from torch import Tensor
 from toolwise.config.sft import SftConfig
 from toolwise.errors import CheckpointError, ConfigError, DataError, ToolwiseError
 from toolwise.learner.conversations import Example
-from toolwise.learner.forward import can_share_prefixes, hidden_states, prefers_node_layout, token_logprobs
+from toolwise.learner.forward import TrunkForward, can_share_prefixes, prefers_node_layout, token_logprobs
 from toolwise.learner.lora import Adapters
 from toolwise.learner.optimizer import Optimizer
 from toolwise.learner.packing import Packed, micro_batches
@@ -128,9 +128,10 @@ class SftLearner:
         targets = batch.targets
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         entropy = torch.zeros_like(loss)
+        trunk = TrunkForward(self.model)
         try:
             for part in batch.parts:
-                logprobs, part_entropy = self._forward(part)
+                logprobs, part_entropy = self._forward(trunk, part)
                 part_loss = -logprobs.sum() / targets
                 part_loss.backward()  # type: ignore[no-untyped-call]
                 self.optimizer.accumulate_gradients()
@@ -155,17 +156,17 @@ class SftLearner:
     def loss(self, rows: Sequence[Example]) -> float:
         """Mean loss of all assistant tokens in `rows`, without training on them."""
         total, targets = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        trunk = TrunkForward(self.model)
         try:
             for part in self.pack(rows).parts:
-                total -= self._forward(part)[0].sum()
+                total -= self._forward(trunk, part)[0].sum()
                 targets += part.S
         except torch.OutOfMemoryError as fault:
             raise self._out_of_memory() from fault
         return float(total) / max(targets, 1)
 
-    def _forward(self, part: Packed) -> tuple[Tensor, Tensor]:
-        hidden = hidden_states(self.model, part)
-        return token_logprobs(self.model, hidden, part, 1.0, chunk_tokens=self.config.logit_chunk_tokens)
+    def _forward(self, trunk: TrunkForward, part: Packed) -> tuple[Tensor, Tensor]:
+        return token_logprobs(self.model, trunk(part), part, 1.0, chunk_tokens=self.config.logit_chunk_tokens)
 
     def _out_of_memory(self) -> ToolwiseError:
         self.optimizer.zero_grad()

@@ -47,6 +47,12 @@ class AttentionPart:
         return self.queries is None
 
 
+def shallow_parts(segments: Sequence[Segment], device: Any) -> tuple[AttentionPart, ...] | None:
+    """The parts of a micro-batch; None if paths have so many spans that gathering their keys is faster."""
+    deepest = max((len(segment.path) for segment in segments), default=MAX_PARTS)
+    return attention_parts(segments, device) if deepest < MAX_PARTS else None
+
+
 def attention_parts(segments: Sequence[Segment], device: Any) -> tuple[AttentionPart, ...]:
     """The segments themselves first, then the first span of every path, then the second, …"""
     lengths = cu_seqlens([len(segment) for segment in segments], device)
@@ -136,47 +142,69 @@ class FlashKernel:
         return grads
 
 
+Parts = Sequence[AttentionPart]
+
+
+def attend_to_parts(
+    query: Tensor, key: Tensor, value: Tensor, parts: Parts, scale: float, kernel: FlashKernel
+) -> tuple[Tensor, Tensor]:
+    """The output [T, heads, size] and the log-sum-exp [heads, T] of each token over the keys of all parts."""
+    out, lse = kernel.forward(query, key, value, parts[0], scale)
+    for part in parts[1:]:
+        query_index, key_index = part.queries, part.keys
+        assert query_index is not None
+        part_out, part_lse = kernel.forward(query[query_index], key[key_index], value[key_index], part, scale)
+        merge(out, lse, part_out, part_lse, query_index)
+    return out, lse
+
+
+def attend_to_parts_backward(
+    grad: Tensor,
+    states: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    parts: Parts,
+    scale: float,
+    kernel: FlashKernel,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values (`states`)."""
+    grad_query, grad_key, grad_value = kernel.backward(grad, states, out, lse, parts[0], scale)
+    query, key, value = states
+    for part in parts[1:]:
+        query_index, key_index = part.queries, part.keys
+        assert key_index is not None
+        part_grads = kernel.backward(
+            grad[query_index],
+            (query[query_index], key[key_index], value[key_index]),
+            out[query_index],
+            lse[:, query_index].contiguous(),
+            part,
+            scale,
+        )
+        grad_query[query_index] += part_grads[0]
+        grad_key, grad_value = (
+            _accumulate(total, key_index, part_grad, part.unique_keys)
+            for total, part_grad in zip((grad_key, grad_value), part_grads[1:], strict=True)
+        )
+    return grad_query, grad_key, grad_value
+
+
 class PartwiseAttention(torch.autograd.Function):
     """[T, heads, size] of queries, keys and values in, [T, heads, size] out."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        parts: Sequence[AttentionPart],
-        scale: float,
-        kernel: FlashKernel,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: Parts, scale: float, kernel: FlashKernel
     ) -> Tensor:
-        out, lse = kernel.forward(query, key, value, parts[0], scale)
-        for part in parts[1:]:
-            query_index, key_index = part.queries, part.keys
-            assert query_index is not None
-            part_out, part_lse = kernel.forward(query[query_index], key[key_index], value[key_index], part, scale)
-            merge(out, lse, part_out, part_lse, query_index)
+        out, lse = attend_to_parts(query, key, value, parts, scale, kernel)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.how = parts, scale, kernel
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        query, key, value, out, lse = ctx.saved_tensors
-        parts, scale, kernel = ctx.how
-        grad = grads[0].contiguous()
-        grad_query, grad_key, grad_value = kernel.backward(grad, (query, key, value), out, lse, parts[0], scale)
-        for part in parts[1:]:
-            query_index, key_index = part.queries, part.keys
-            states = (query[query_index], key[key_index], value[key_index])
-            part_grads = kernel.backward(
-                grad[query_index], states, out[query_index], lse[:, query_index].contiguous(), part, scale
-            )
-            grad_query[query_index] += part_grads[0]
-            grad_key, grad_value = (
-                _accumulate(total, key_index, part_grad, part.unique_keys)
-                for total, part_grad in zip((grad_key, grad_value), part_grads[1:], strict=True)
-            )
-        return grad_query, grad_key, grad_value, None, None, None
+        *states, out, lse = ctx.saved_tensors
+        return (*attend_to_parts_backward(grads[0].contiguous(), tuple(states), out, lse, *ctx.how), None, None, None)
 
 
 def _accumulate(total: Tensor, index: TokenIndex, part: Tensor, unique_keys: bool) -> Tensor:
@@ -187,7 +215,7 @@ def _accumulate(total: Tensor, index: TokenIndex, part: Tensor, unique_keys: boo
     return total.to(dtype).index_add_(0, index, part.to(dtype)).to(total.dtype)
 
 
-def attend_in_parts(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[AttentionPart], scale: float) -> Tensor:
+def attend_in_parts(query: Tensor, key: Tensor, value: Tensor, parts: Parts, scale: float) -> Tensor:
     out: Tensor = PartwiseAttention.apply(  # type: ignore[no-untyped-call]
         query.contiguous(), key.contiguous(), value.contiguous(), parts, scale, FlashKernel()
     )

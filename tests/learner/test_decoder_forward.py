@@ -1,0 +1,138 @@
+"""The learner's own forward and backward pass, with plain kernels on a CPU, against the stock modules in float64.
+
+transformers computes norms in fp32 whatever the precision of the weights, which bounds how well the two agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from architectures import build
+from learner_cases import pack, tiny_model
+from plain_attention import PlainKernel
+from torch import Tensor
+
+from toolwise.config.schema import LoraConfig
+from toolwise.learner.decoder_forward import (
+    DecoderForward,
+    decoder_forward_problem,
+    probe_difference,
+    undescribed_reason,
+)
+from toolwise.learner.forward import hidden_states
+from toolwise.learner.lora import Adapters
+from toolwise.learner.tree_attention import attention_parts
+
+PROMPT = [3, 5, 7, 9, 11]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    ids: list[int]
+    sampled: list[bool]
+
+
+def packed_rows() -> Any:
+    rows = [
+        Tokens(PROMPT + tail, [False] * len(PROMPT) + [True] * len(tail))
+        for tail in ([1, 2, 3, 4], [1, 2, 8, 9, 10], [30, 31])
+    ]
+    rows.append(Tokens([40, 41, 42, 43], [False, True, True, True]))
+    [packed] = pack(rows, 500, share_prefixes=True)
+    return packed
+
+
+def states_and_gradients(model: Any, states: Tensor) -> list[Tensor]:
+    """The hidden states, and the gradient of every trainable parameter for one random direction."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    (states * torch.randn_like(states)).sum().backward()
+    trainable = [p for p in model.get_decoder().parameters() if p.requires_grad]
+    assert all(p.grad is not None for p in trainable)
+    return [states.detach(), *(p.grad.detach().clone() for p in trainable)]
+
+
+def assert_same_as_stock(model: Any) -> None:
+    packed = packed_rows()
+    expected = states_and_gradients(model, hidden_states(model, packed))
+    fused = DecoderForward(model, PlainKernel())
+    found = states_and_gradients(model, fused(packed.ids, packed.positions, attention_parts(packed.segments, "cpu")))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "llama, tied", "llama, biases", "llama, one key head", "qwen2", "qwen3", "mistral", "smollm3"]
+)
+def test_states_and_gradients_are_those_of_the_stock_modules(name: str) -> None:
+    assert_same_as_stock(build(name, torch.float64))
+
+
+def test_it_recomputes_layers_where_activations_are_checkpointed() -> None:
+    model = tiny_model().double()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert DecoderForward(model, PlainKernel()).recompute
+    assert_same_as_stock(model)
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "down_proj"]])
+def test_adapters_get_their_gradients(targets: list[str] | None) -> None:
+    model = tiny_model().double()
+    Adapters(model, LoraConfig(rank=4, **({} if targets is None else {"target_modules": targets})), 0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.double()
+    assert_same_as_stock(model)
+
+
+def test_the_parameters_stay_those_of_the_model() -> None:
+    """Projections of one input share one tensor; training steps, in place, are seen by both."""
+    model = tiny_model().double()
+    before, packed = dict(model.named_parameters()), packed_rows()
+    fused = DecoderForward(model, PlainKernel())
+    assert all(model.get_parameter(name) is parameter for name, parameter in before.items())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    found = fused(packed.ids, packed.positions, attention_parts(packed.segments, "cpu"))
+    torch.testing.assert_close(found, hidden_states(model, packed), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mistral, sliding", "windows"),
+        ("gemma2", "scaled"),
+        ("granite", "scaled"),
+        ("phi3, partial", "a part of each head"),
+        ("phi3, longrope", "length"),
+        ("olmo2", "other places"),
+        ("gpt-oss", ""),
+        ("deepseek-v3", ""),
+    ],
+)
+def test_other_models_keep_their_own_modules(name: str, reason: str) -> None:
+    problem = undescribed_reason(build(name, torch.float32))
+    assert problem is not None
+    assert reason in problem
+
+
+def _larger(stock: Any, x: Tensor) -> Tensor:
+    return 1.5 * stock(x)
+
+
+def test_a_model_that_computes_something_else_is_found_out() -> None:
+    model = tiny_model()
+    assert probe_difference(model, PlainKernel()) is None
+    mlp = model.model.layers[1].mlp
+    mlp.forward = partial(_larger, mlp.forward)
+    assert "another formula" in (probe_difference(model, PlainKernel()) or "")
+
+
+def test_without_a_gpu_the_stock_modules_run() -> None:
+    assert decoder_forward_problem(tiny_model()) is not None

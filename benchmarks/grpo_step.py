@@ -159,6 +159,7 @@ def settings(job: dict[str, Any]) -> dict[str, Any]:
 def ours(job: dict[str, Any]) -> dict[str, Any]:
     for name in ("transformers.models.llama.modeling_llama", "toolwise.learner.builder", "toolwise.policies.local"):
         import_module(name)  # imported before measuring: not part of the step's memory
+    from toolwise.concurrency.garbage import frozen_heap
     from toolwise.messages import Message
     from toolwise.training.loop import train_step
     from toolwise.training.run import RunConfig, assemble
@@ -187,7 +188,8 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
                 }
             )
 
-    asyncio.run(go())
+    with frozen_heap():  # as in a training run
+        asyncio.run(go())
     prompt_tokens = sum(len(run.chat.start(task.prompt)) for task in tasks)
     peak, beside = peak_mb(job["device"], imports), children_mb() if job["device"] == "cpu" else 0.0
     run.close()

@@ -36,13 +36,13 @@ class Tokens:
     sampled: list[bool]
 
 
-def packed_rows() -> Any:
+def packed_rows(device: str = "cpu") -> Any:
     rows = [
         Tokens(PROMPT + tail, [False] * len(PROMPT) + [True] * len(tail))
         for tail in ([1, 2, 3, 4], [1, 2, 8, 9, 10], [30, 31])
     ]
     rows.append(Tokens([40, 41, 42, 43], [False, True, True, True]))
-    [packed] = pack(rows, 500, share_prefixes=True)
+    [packed] = pack(rows, 500, share_prefixes=True, device=device)
     return packed
 
 
@@ -136,3 +136,21 @@ def test_a_model_that_computes_something_else_is_found_out() -> None:
 
 def test_without_a_gpu_the_stock_modules_run() -> None:
     assert decoder_forward_problem(tiny_model()) is not None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("name", ["llama", "llama, biases", "qwen2", "qwen3", "smollm3"])
+def test_on_a_gpu_it_is_as_close_to_fp32_as_the_stock_modules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = build(name, torch.float32)
+    packed = packed_rows("cuda")
+    expected = states_and_gradients(exact.cuda(), hidden_states(exact, packed))
+    model = build(name, torch.float32).to("cuda", torch.bfloat16)
+    assert decoder_forward_problem(model) is None
+    ours = states_and_gradients(model, hidden_states(model, packed))
+    monkeypatch.setattr("toolwise.learner.forward.decoder_forward_problem", lambda model: "not now")
+    stock = states_and_gradients(model, hidden_states(model, packed))
+
+    def error(found: list[Tensor]) -> float:
+        return sum(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+
+    assert error(ours) < 1.25 * error(stock)

@@ -390,3 +390,29 @@ def test_a_folder_with_such_a_template_ends_with_one_line(tmp_path: Path, monkey
     monkeypatch.setattr(template_process, "MAX_CPU_S", 5.0)  # memory is what it runs out of
     with pytest.raises(ToolwiseError, match="is refused: it needs more than 128 MB of memory"):
         load_model(str(folder), device="cpu")
+
+
+def test_equal_conversations_are_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those that the rollouts of a group begin with."""
+    process, now = TemplateProcess(), datetime(2026, 1, 1)
+    asked: list[bytes] = []
+    answer = process._answer
+
+    def counted(request: bytes, limits: Any) -> tuple[bytes, bytes]:
+        asked.append(request)
+        return answer(request, limits)
+
+    monkeypatch.setattr(process, "_answer", counted)
+    try:
+        assert [process.render("{{ a }}", {"a": 1}, now) for _ in range(8)] == ["1"] * 8
+        assert len(asked) == 1
+        assert process.render("{{ a }}", {"a": 2}, now) == "2"
+        assert process.render("{{ a }}", {"a": 1}, datetime(2027, 1, 1)) == "1"
+        assert len(asked) == 3
+        for a in range(template_process.KEPT_TEXTS + 5):
+            process.render("{{ a }}", {"a": a}, now)
+        assert len(process._texts) == template_process.KEPT_TEXTS
+        process.render("{{ a | length }}", {"a": "x" * template_process.MAX_KEPT_BYTES}, now)
+        assert all(len(payload) <= template_process.MAX_KEPT_BYTES for payload in process._texts)
+    finally:
+        process.close()

@@ -23,8 +23,9 @@ from toolwise.kernels import kernel
 from toolwise.kernels.host_to_device import to_device
 from toolwise.kernels.llama import FusedDecoder, PagedCache, PrefixGroups
 
-MAX_DECODE_STEPS = 128
-"""Steps per load: loading the state takes the CPU as long as several steps take the device."""
+MAX_DECODE_STEPS = 512
+"""Steps per load: loading the state and recording the results take the CPU as long as tens of steps take the device,
+which waits meanwhile."""
 POLL_INTERVAL_STEPS = 32
 """Steps between checks for new, finished or cancelled requests: the longest such a request waits."""
 MAX_STOP_TOKENS = 8

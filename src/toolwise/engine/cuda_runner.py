@@ -41,8 +41,16 @@ class CudaRunner(Runner):
         self.max_requests, self.max_context = max_requests, max_context
         self._fused: FusedDecoder | None = None
         self._layout: tuple[int, ...] = ()
+        self._layout_is_current = False
         self._cache: PagedCache | None = None
         self._multi_step: MultiStepDecoder | None = None
+
+    def begin(self) -> None:
+        self._layout_is_current = False
+
+    def refresh(self) -> None:
+        super().refresh()
+        self._layout_is_current = False
 
     def allocate(self, blocks: int) -> None:
         super().allocate(blocks)
@@ -87,11 +95,15 @@ class CudaRunner(Runner):
         return () if self._multi_step is None else tuple(self._multi_step.shapes)
 
     def _ready(self) -> tuple[FusedDecoder, PagedCache]:
-        """The decoder and cache, rebuilt if parameters have moved: CUDA graphs hold addresses."""
-        if self._fused is None or self._layout != storage_key(self.model):
-            self._fused = FusedDecoder(self.model)
-            self._layout = storage_key(self.model)
-            self._cache = self._multi_step = None
+        """The decoder and cache, rebuilt if parameters have moved: CUDA graphs hold addresses. Looked up once per
+        `begin`, since walking through the parameters takes as long as a step."""
+        if not self._layout_is_current:
+            if self._fused is None or self._layout != storage_key(self.model):
+                self._fused = FusedDecoder(self.model)
+                self._layout = storage_key(self.model)
+                self._cache = self._multi_step = None
+            self._layout_is_current = True
+        assert self._fused is not None
         if self._cache is None:
             with torch.inference_mode():
                 self._cache = PagedCache(self.keys, self.values, *self._fused.rope_table(self.max_context))

@@ -76,6 +76,7 @@ class Engine(GenerationEngine):
         self.max_context = max_context(config)
         self.vocabulary = int(config.vocab_size)
         self.version = 0
+        self._parameters = list(model.parameters())
         self._weights = self._weights_fingerprint()
         self.batch_wait_s = 0.001
         fixed_rows = FIXED_ROWS if deterministic else None
@@ -161,6 +162,7 @@ class Engine(GenerationEngine):
         """Call after the parameters changed. `keep_cache` continues with keys and values computed by the old ones."""
 
         def change() -> None:
+            self._parameters = list(self.model.parameters())
             self.version, self._weights = version, self._weights_fingerprint()
             self.runner.refresh()
             if not keep_cache:
@@ -276,11 +278,13 @@ class Engine(GenerationEngine):
     def _weights_fingerprint(self) -> tuple[int, int]:
         """The number of parameters and how often they were written to. Changes whenever a parameter is written or
         added, so that an unannounced update is noticed."""
-        versions = [0 if p.is_inference() else p._version for p in self.model.parameters()]
+        versions = [0 if p.is_inference() else p._version for p in self._parameters]
         return len(versions), sum(versions)
 
     def _work(self) -> None:
         self._wait_for_arrivals()
+        self._parameters = list(self.model.parameters())  # once: walking through the modules takes as long as a step
+        self.runner.begin()
         while True:
             has_work = self._run_pending_actions()
             # Delivered only now, so that a caller with the last result finds the engine idle.

@@ -70,6 +70,9 @@ class Runner:
         self.model = merged_copy(self.source)
         self.trunk = shared_copy(self.model.get_decoder(), attention=register_attention(ATTENTION_NAME, attend))
 
+    def begin(self) -> None:
+        """Called before the first step after a pause: parameters may have moved meanwhile."""
+
     @property
     def block_bytes(self) -> int:
         numbers = sum(layer.key_heads * (layer.key_size + layer.value_size) for layer in self.attention)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from toolwise.concurrency.deadlines import gather_all
+from toolwise.concurrency.garbage import relaxed_gc
 from toolwise.concurrency.limits import Gate, Limits
 from toolwise.concurrency.tasks import spawn, wait_all
 from toolwise.envs.base import BaseEnv
@@ -21,8 +20,6 @@ from toolwise.rollout.worker import build_termination
 from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, RouteDecision
 from toolwise.untrusted.user_code import call_user_code, describe
-
-_GC_THRESHOLD = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,16 +200,3 @@ class FailedEnv(BaseEnv):
 
     async def step(self, action: Any) -> NoReturn:
         raise RuntimeError("there is no environment")
-
-
-@contextmanager
-def relaxed_gc() -> Iterator[None]:
-    """Collect garbage less often: thousands of episodes keep what they allocate, and scanning it every 700 objects, as
-    Python does by default, takes as long as the work itself."""
-    previous = gc.get_threshold()
-    if 0 < previous[0] < _GC_THRESHOLD:  # neither disabled nor already set higher
-        gc.set_threshold(_GC_THRESHOLD, *previous[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*previous)

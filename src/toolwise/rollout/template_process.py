@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -41,6 +42,8 @@ MAX_CHARS = 4 << 20
 GROWTH = 64
 MAX_WAIT_S = 300.0
 """How long to wait for an answer on a machine that is too busy to run the process."""
+KEPT_TEXTS, MAX_KEPT_BYTES = 64, 1 << 18
+"""How many of the last texts are kept, and the largest conversation of which one is."""
 _BOOT = "import sys; sys.path += sys.argv[1:]; from toolwise.rollout.template_main import main; main()"
 
 
@@ -58,6 +61,8 @@ class TemplateProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._popen: subprocess.Popen[bytes] | None = None
+        self._texts: OrderedDict[bytes, str] = OrderedDict()
+        """The last texts by what they were rendered from: the rollouts of a group start with the same prompt."""
 
     def render(self, source: str, variables: Mapping[str, Any], now: datetime) -> str:
         """The text that `source` writes for plain `variables`; `now` is what its clock shows."""
@@ -67,11 +72,21 @@ class TemplateProcess:
         size = len(payload) - len(source)
         limits = Limits(MAX_CPU_S + size / BYTES_PER_S, MAX_MEMORY + GROWTH * size, MAX_CHARS + GROWTH * size)
         with self._lock:
+            known = self._texts.get(payload)
+            if known is not None:
+                return known
             kind, text = self._answer(HEADER.pack(*limits, len(payload)) + payload, limits)
-        if kind == b"t":
-            return text.decode("utf-8", "surrogatepass")
+            if kind == b"t":
+                return self._keep(payload, text.decode("utf-8", "surrogatepass"))
         reason = text.decode("utf-8")
         raise TemplateFaultError(reason) if kind == b"e" else TemplateLimitError(reason)
+
+    def _keep(self, payload: bytes, text: str) -> str:
+        if len(payload) <= MAX_KEPT_BYTES:
+            self._texts[payload] = text
+            if len(self._texts) > KEPT_TEXTS:
+                self._texts.popitem(last=False)
+        return text
 
     def _answer(self, request: bytes, limits: Limits) -> tuple[bytes, bytes]:
         for _ in range(2):  # it may have been killed from outside

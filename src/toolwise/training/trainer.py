@@ -13,6 +13,7 @@ from typing import Any
 
 from toolwise import __version__
 from toolwise.advantages.score_check import ScoreCheck, describe_rewards
+from toolwise.concurrency.garbage import frozen_heap
 from toolwise.config.secret_names import mask_secrets, secret_keys
 from toolwise.errors import CheckpointError, FaultRateError, ToolwiseError
 from toolwise.protocols import Callback, Tracker
@@ -104,7 +105,7 @@ class Training:
     async def _train(self) -> None:
         run, total = self.run, self.run.config.trainer.total_steps
         try:
-            with self._signal.handled():
+            with self._signal.handled(), frozen_heap():
                 if run.config.router.train_actor:
                     rewards = run.estimator.rewards
                     never = rewards is not None and rewards.terminal_score == "never"

@@ -1,0 +1,38 @@
+"""When Python looks for reference cycles: seldom while many episodes run, and never in what a run began with.
+
+A collection stops every thread. A full one scans all objects, those of the imported libraries too, which takes most
+of a second: about as long as a training step on a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+THRESHOLD = 50_000
+"""New objects after which the youngest generation is collected."""
+
+
+@contextmanager
+def relaxed_gc() -> Iterator[None]:
+    """Collect less often: thousands of episodes keep what they allocate, and scanning it every 700 objects, as Python
+    does by default, takes as long as the work itself."""
+    previous = gc.get_threshold()
+    if 0 < previous[0] < THRESHOLD:  # neither disabled nor already set higher
+        gc.set_threshold(THRESHOLD, *previous[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*previous)
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Leave out all objects that exist now, such as modules and the model: full collections then take as long as what
+    was added since."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

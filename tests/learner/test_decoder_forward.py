@@ -148,6 +148,7 @@ def test_on_a_gpu_it_is_as_close_to_fp32_as_the_stock_modules(name: str, monkeyp
     assert decoder_forward_problem(model) is None
     ours = states_and_gradients(model, hidden_states(model, packed))
     monkeypatch.setattr("toolwise.learner.forward.decoder_forward_problem", lambda model: "not now")
+    monkeypatch.setattr("toolwise.learner.forward.fuse", lambda copied, original: None)
     stock = states_and_gradients(model, hidden_states(model, packed))
 
     def error(found: list[Tensor]) -> float:

@@ -150,7 +150,7 @@ def settings(job: dict[str, Any]) -> dict[str, Any]:
             "dual_clip": 0.0,
             "max_grad_norm": MAX_GRAD_NORM,
             "loss_aggregation": "token",
-            "micro_batch_tokens": job["micro_batch"],
+            **({} if job["micro_batch"] is None else {"micro_batch_tokens": job["micro_batch"]}),
             "lora": {"rank": job["lora"]},
         },
     }
@@ -254,7 +254,7 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
         "steps": steps,
         "threads": options.threads,
         "own_threads": {} if options.own_threads is None else {"threads": options.own_threads},
-        "micro_batch": options.micro_batch or (1024 if options.device == "cpu" else 16_384),
+        "micro_batch": options.micro_batch or (1024 if options.device == "cpu" else None),
         "trl_batch": options.trl_batch or (rows if options.device == "cpu" else 16),
         "trl_python": options.trl_python,
     }
@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="rounds, alternating between the sides")
     parser.add_argument("--threads", type=int, default=2, help="threads of TRL's side")
     parser.add_argument("--own-threads", type=int, help="threads of our side, instead of its own choice")
-    parser.add_argument("--micro-batch", type=int, help="tokens per micro-batch of our side")
+    parser.add_argument("--micro-batch", type=int, help="tokens per micro-batch of our side; on a GPU its own choice")
     parser.add_argument("--trl-batch", type=int, help="rows per micro-batch of TRL's side")
     parser.add_argument("--trl-python", default=str(BENCH_ENV / "bin" / "python"), help="Python that has TRL")
     parser.add_argument("--only", choices=("ours", "trl"), help="run only this side")

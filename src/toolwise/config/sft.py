@@ -83,8 +83,9 @@ class SftConfig(Section):
     """Gradient clipping norm."""
     spike_factor: float = Field(default=20.0, ge=0.0)
     """Skip a step whose gradient norm exceeds max_grad_norm and this many times its running median; 0: never skip."""
-    micro_batch_tokens: PositiveInt = 16_384
-    """Tokens per forward and backward pass; affects speed and memory, never the result."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Tokens per forward and backward pass; affects speed and memory, never the result. Unset: 16,384, on a GPU up to
+    65,536 if such a pass is estimated to take less than two fifths of its memory."""
     share_prefixes: bool = True
     """Compute beginnings that several conversations share, such as a system prompt, once."""
     logit_chunk_tokens: PositiveInt | None = None

@@ -25,6 +25,7 @@ from toolwise.learner.loss_aggregation import token_weights
 from toolwise.learner.loss_terms import MetricSums, metric_names, policy_loss_terms
 from toolwise.learner.losses import GradientCheck, PpoClip
 from toolwise.learner.memory import MicroBatchLimit
+from toolwise.learner.memory_estimate import default_pass_tokens
 from toolwise.learner.mini_batches import mini_batches
 from toolwise.learner.mismatch import Evidence, check_logprobs
 from toolwise.learner.optimizer import Optimizer
@@ -90,7 +91,7 @@ class Actor:
         self.reference = build_reference(model, self.adapters) if "ref_logprobs" in self.required_annotations else None
         if "values" in self.required_annotations and critic is None:
             raise ConfigError("the advantage estimator needs values but the actor has no critic: pass one")
-        self.memory = MicroBatchLimit(actor.micro_batch_tokens)
+        self.memory = MicroBatchLimit(actor.micro_batch_tokens or default_pass_tokens(model, self.optimizer, actor))
         self.optimizer.reserve = self.memory.reserve
         if critic is not None:
             critic.memory, critic.optimizer.reserve = self.memory, self.memory.reserve

@@ -85,7 +85,7 @@ class Batch:
         chosen = torch.tensor(list(rows), device=self.device)
         parts = micro_batches(
             [self.rows[index] for index in rows],
-            max_tokens or config.micro_batch_tokens,
+            max_tokens or config.pass_tokens,
             # On padded rows, shared prefixes would exceed the budget.
             share_prefixes=config.share_prefixes and can_share_prefixes(model),
             device=self.device,

@@ -40,9 +40,7 @@ class ContinuationScorer:
         device = next(self.model.parameters()).device
         share = self.config.share_prefixes and can_share_prefixes(self.model)
         nodes = prefers_node_layout(self.model)
-        for packed in micro_batches(
-            rows, self.config.micro_batch_tokens, share_prefixes=share, device=device, nodes=nodes
-        ):
+        for packed in micro_batches(rows, self.config.pass_tokens, share_prefixes=share, device=device, nodes=nodes):
             hidden = hidden_states(self.model, packed)
             logprobs, entropies = token_logprobs(
                 self.model, hidden, packed, temperature, chunk_tokens=self.config.logit_chunk_tokens

@@ -30,7 +30,7 @@ class Critic:
         """Takes ownership of `model`. The estimator decides whether it learns a value for every sampled token, or only
         for the first of each turn."""
         self.config = config
-        self.memory = MicroBatchLimit(config.actor.micro_batch_tokens)
+        self.memory = MicroBatchLimit(config.actor.pass_tokens)
         self.per = per
         self.model = model.eval().requires_grad_(False)
         self.trunk = model.get_decoder().requires_grad_(True)

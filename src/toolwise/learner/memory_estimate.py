@@ -23,10 +23,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from toolwise.config.schema import ActorConfig
+import torch
+
+from toolwise.config.schema import DEFAULT_PASS_TOKENS, ActorConfig
+from toolwise.config.sft import SftConfig
 from toolwise.learner.forward import CHUNK_BYTES, CHUNK_TOKENS
 from toolwise.learner.optimizer import Optimizer
 
+MAX_DEFAULT_SHARE = 0.4
+"""Share of a GPU's memory that an update may be estimated to take where its micro-batches are larger than usual."""
 CONTEXT_BYTES = 1_200_000_000
 """CUDA context, compiled kernels, captured graphs and library workspaces: not in `torch.cuda.max_memory_allocated`."""
 
@@ -114,9 +119,24 @@ class UpdateMemory:
         return {name: size for name, size in parts.items() if size}
 
 
-def update_memory(model: Any, optimizer: Optimizer, actor: ActorConfig, tokens: int | None = None) -> UpdateMemory:
-    """The memory of the actor's update with micro-batches of `tokens`, by default `actor.micro_batch_tokens`."""
-    shape, tokens = ModelShape.of(model), tokens or actor.micro_batch_tokens
+def default_pass_tokens(model: Any, optimizer: Optimizer, config: ActorConfig | SftConfig) -> int:
+    """Tokens of a micro-batch if the settings name none. A GPU computes a small model faster than the CPU launches its
+    kernels, so passes should be large where memory allows it."""
+    device = model.get_input_embeddings().weight.device
+    if device.type == "cuda":
+        available = MAX_DEFAULT_SHARE * torch.cuda.get_device_properties(device).total_memory
+        for tokens in (4 * DEFAULT_PASS_TOKENS, 2 * DEFAULT_PASS_TOKENS):
+            if update_memory(model, optimizer, config, tokens).peak < available:
+                return tokens
+    return DEFAULT_PASS_TOKENS
+
+
+def update_memory(
+    model: Any, optimizer: Optimizer, actor: ActorConfig | SftConfig, tokens: int | None = None
+) -> UpdateMemory:
+    """The memory of an update with micro-batches of `tokens`, by default those of the settings."""
+    shape = ModelShape.of(model)
+    tokens = tokens or actor.micro_batch_tokens or default_pass_tokens(model, optimizer, actor)
     trained = sum(weight.numel() for weight in optimizer.weights)
     half = sum(weight.nbytes for weight in optimizer.weights if weight.element_size() < 4)
     return UpdateMemory(

@@ -24,6 +24,7 @@ from toolwise.errors import CheckpointError, ConfigError, DataError, ToolwiseErr
 from toolwise.learner.conversations import Example
 from toolwise.learner.forward import TrunkForward, can_share_prefixes, prefers_node_layout, token_logprobs
 from toolwise.learner.lora import Adapters
+from toolwise.learner.memory_estimate import default_pass_tokens
 from toolwise.learner.optimizer import Optimizer
 from toolwise.learner.packing import Packed, micro_batches
 from toolwise.protocols import Metrics
@@ -107,6 +108,7 @@ class SftLearner:
             spike_factor=config.spike_factor,
             owner="model",
         )
+        self.pass_tokens = config.micro_batch_tokens or default_pass_tokens(model, self.optimizer, config)
 
     @property
     def device(self) -> torch.device:
@@ -116,7 +118,7 @@ class SftLearner:
     def pack(self, rows: Sequence[Example]) -> SftBatch:
         parts = micro_batches(
             rows,
-            self.config.micro_batch_tokens,
+            self.pass_tokens,
             share_prefixes=self.config.share_prefixes and can_share_prefixes(self.model),
             device=self.device,
             nodes=prefers_node_layout(self.model),
@@ -171,9 +173,7 @@ class SftLearner:
     def _out_of_memory(self) -> ToolwiseError:
         self.optimizer.zero_grad()
         more = "" if self.config.activation_checkpointing else ", or set activation_checkpointing = true"
-        return ToolwiseError(
-            f"the GPU ran out of memory with micro_batch_tokens = {self.config.micro_batch_tokens}: lower it{more}"
-        )
+        return ToolwiseError(f"the GPU ran out of memory with micro_batch_tokens = {self.pass_tokens}: lower it{more}")
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights, which `save_model` writes."""

@@ -132,6 +132,6 @@ def build_cache_memory(engine: Any, learner: Any, *, sized_by_user: bool) -> Cac
         permanent = CONTEXT_BYTES + sum(parameter.nbytes for model in copies for parameter in model.parameters())
         if learner.critic is not None:  # its gradients are gone when the actor's are computed
             permanent += sum(permanent_parts(learner.critic.model, learner.critic.optimizer).values())
-        update = update_memory(learner.model, learner.optimizer, learner.config.actor)
+        update = update_memory(learner.model, learner.optimizer, learner.config.actor, learner.memory.tokens)
         shared.limit(update.peak + permanent, sum(update.permanent.values()) + permanent)
     return shared

@@ -147,7 +147,7 @@ def estimate_memory(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None
     config, device = run.config, actor_of(run).device
     scale = config.data.batch_size / len(rollouts.tasks)
     rows = update.tokens if update is not None else sum(s.rollout.usage.sampled_tokens for s in rollouts.scored)
-    limit = config.actor.micro_batch_tokens
+    limit = actor_of(run).memory.tokens
     parts = _static_parts(run)
     engine = run.policy.engine
     if isinstance(engine, Engine):  # others manage their own cache
@@ -176,7 +176,7 @@ def _device_peak(run: Run, parts: dict[str, int], update: UpdateTrial | None, *,
         return {name: size for name, size in parts.items() if "gradients" not in name} | {"CUDA": CONTEXT_BYTES}
     memory = update_memory(model, optimizer, actor, tokens)
     factor = 1.0
-    if update.peak_bytes is not None and update.tokens <= actor.micro_batch_tokens:
+    if update.peak_bytes is not None and update.tokens <= learner.memory.tokens:
         trial = update_memory(model, optimizer, actor, update.tokens)
         # In a single micro-batch the sums of the gradients appear when the activations are gone.
         if update.peak_bytes > max(trial.activations + trial.logits, trial.gradients + trial.half_gradients):

@@ -50,7 +50,7 @@ def build_inference_router(
         HeadPredictor(
             policy.model,
             head,
-            micro_batch_tokens=config.actor.micro_batch_tokens,
+            micro_batch_tokens=config.actor.pass_tokens,
             encode=engine_encoder(router, policy.engine),
         ),
         prompt_of=lambda task: conditioning.original_prompt(policy.chat, task),

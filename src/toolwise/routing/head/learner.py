@@ -46,7 +46,7 @@ class RouterLearner(HeadPredictor):
         actor_optimizer: Optimizer | None = None,
         encode: Encode | None = None,
     ) -> None:
-        super().__init__(model, head, micro_batch_tokens=config.actor.micro_batch_tokens, encode=encode)
+        super().__init__(model, head, micro_batch_tokens=config.actor.pass_tokens, encode=encode)
         router = self.config = config.router
         self.total_steps = config.trainer.total_steps
         self.trunk = trunk_weights(model, router.backbone, router.top_layers)

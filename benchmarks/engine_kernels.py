@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from toolwise.kernels import kernel, torch_reference
-from toolwise.kernels.llama import FusedDecoder, PagedCache, PrefixGroups
+from toolwise.kernels.fused_decoder import FusedDecoder, PagedCache, PrefixGroups
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {

@@ -15,6 +15,7 @@ import torch
 if TYPE_CHECKING:
     from toolwise.kernels.torch_reference import (
         add_rms_norm,
+        gelu_tanh_mul,
         merge,
         paged_attention_decode,
         paged_attention_prefill,
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "MAX_HEAD_SIZE",
     "add_rms_norm",
     "available",
+    "gelu_tanh_mul",
     "merge",
     "paged_attention_decode",
     "paged_attention_prefill",
@@ -48,8 +51,12 @@ __all__ = [
     "store_kv",
 ]
 
+MAX_HEAD_SIZE = 256
+"""The largest heads whose tiles fit into a GPU's shared memory."""
+
 _MODULES = {
     "add_rms_norm": "pointwise",
+    "gelu_tanh_mul": "pointwise",
     "merge": "heads",
     "paged_attention_decode": "decode_attention",
     "paged_attention_prefill": "prefill_attention",

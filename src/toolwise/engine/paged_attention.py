@@ -140,7 +140,7 @@ def _attend_with_kernels(
     assert tables is not None
     assert lengths is not None
     assert starts is not None
-    odd = {"window": formula.window, "softcap": formula.softcap}
+    odd: dict[str, Any] = {"window": formula.window, "softcap": formula.softcap}
     if context.decoding:
         return kernels.paged_attention_decode(query, keys, values, tables, lengths, formula.scale, **odd)
     return kernels.paged_attention_prefill(

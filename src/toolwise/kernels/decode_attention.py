@@ -54,9 +54,10 @@ def _decode(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     length = tl.load(lengths + request)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(length - WINDOW, 0)
+    begin, limits = 0, row
+    if WINDOW > 0:  # from a whole block: an odd start would cost registers
+        begin = tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK
+        limits = tl.zeros([ROWS], tl.int32) + (length - 1)
     if NEW:
         turn, lean = cos + request * ROTARY, sin + request * ROTARY
         mine = load_rotated(at, turn, lean, q_weight, real[:, None], eps, DIM, WIDE, ROTARY, NORM, PLUS_ONE)
@@ -90,8 +91,8 @@ def _decode(
     first = begin + split * share
     last = tl.minimum(first + share, length)
     acc, top, total = attend(
-        mine, acc, top, total, k_cache, v_cache, tables + request * table_stride, first, last, row, kv_head, scale,
-        KV_HEADS, DIM, WIDE, BLOCK, KEYS, False, 0, CAP,
+        mine, acc, top, total, k_cache, v_cache, tables + request * table_stride, first, last, limits, kv_head, scale,
+        KV_HEADS, DIM, WIDE, BLOCK, KEYS, False, WINDOW, CAP,
     )  # fmt: skip
     rows = (request * slots_in_all + slot_at + split) * (KV_HEADS * GROUP) + heads
     store_output(acc, top, total, out, lse, rows, real, DIM, WIDE, PARTIAL)

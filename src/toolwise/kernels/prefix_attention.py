@@ -62,11 +62,10 @@ def _prefix(
         else:
             mine = tl.load(at + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
         length = tl.load(lengths + group)
-        begin = 0
-        limits = row
+        begin, limits = 0, row
         if WINDOW > 0:  # a query is the last key of its tail
             limits = length - 1 + tl.load(tail_lengths + request, mask=real, other=WINDOW)
-            begin = tl.minimum(tl.maximum(tl.min(limits, 0) + 1 - WINDOW, 0), length)
+            begin = tl.minimum(tl.maximum(tl.min(limits, 0) + 1 - WINDOW, 0), length) // BLOCK * BLOCK
         share = tl.cdiv(tl.cdiv(length - begin, KEYS), SPLITS) * KEYS
         first = begin + split * share
         last = tl.minimum(first + share, length)

@@ -139,7 +139,7 @@ def rope_and_store(
 ) -> None:
     for x, weight in ((q, q_weight), (k, k_weight)):
         straight = x if weight is None else rms_norm(x, weight, eps, plus_one=plus_one)
-        turned, rest = straight.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+        turned, rest = straight[..., : cos.shape[-1]], straight[..., cos.shape[-1] :]
         x.copy_(torch.cat([turned * cos[:, None] + _rotate_half(turned) * sin[:, None], rest], -1))
     store_kv(k, v, k_cache, v_cache, slots)
 

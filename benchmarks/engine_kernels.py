@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from toolwise.kernels import kernel, torch_reference
-from toolwise.kernels.llama import FusedDecoder, PagedCache, PrefixGroups
+from toolwise.kernels.fused_decoder import FusedDecoder, PagedCache, PrefixGroups
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
@@ -221,7 +221,7 @@ def check_rest(dtype: torch.dtype, bound: float) -> None:
 
 
 def tune(b: Batch, caches: list[tuple[torch.Tensor, torch.Tensor]], q: torch.Tensor, layers: int) -> None:
-    from toolwise.kernels.decode_attention import Tiles
+    from toolwise.kernels.attention_parts import Tiles
 
     decode = kernel("paged_attention_decode", DEVICE)
     for keys, warps, stages in (
@@ -297,7 +297,7 @@ def time_shared(
 
 
 def time_prefill(b: Batch, caches: list[tuple[torch.Tensor, torch.Tensor]], layers: int, real: int) -> None:
-    from toolwise.kernels.decode_attention import Tiles
+    from toolwise.kernels.attention_parts import Tiles
 
     count, length = 32, 512
     q = randn(count * length, b.heads, b.dim)
@@ -377,7 +377,7 @@ def exactly(model: Any, b: Any, cache: PagedCache, ids: torch.Tensor, positions:
     """Logits of the same weights and caches in fp32."""
     wide = FusedDecoder(copy.deepcopy(model).float())
     caches = ([c.float() for c in held] for held in (cache.keys, cache.values))
-    whole = PagedCache(*caches, *wide.rope_table(1024))
+    whole = PagedCache(*caches, wide.rope_tables(1024))
     return wide.logits(wide.forward_decode(ids, positions, whole, b.slots, b.tables, b.lengths))
 
 
@@ -386,7 +386,7 @@ def time_step(shape: dict[str, Any], batch: int) -> None:
     b = Batch(shape, batch, 512, 640)
     decoder = FusedDecoder(model)
     layers = range(shape["num_hidden_layers"])
-    cache = PagedCache([b.cache() for _ in layers], [b.cache() for _ in layers], *decoder.rope_table(1024))
+    cache = PagedCache([b.cache() for _ in layers], [b.cache() for _ in layers], decoder.rope_tables(1024))
     ids = torch.randint(0, shape["vocab_size"], (batch,), device=DEVICE)
     positions = b.lengths.long() - 1
     sample, few = kernel("sample", DEVICE), torch.zeros(batch, dtype=torch.bool, device=DEVICE)

@@ -113,9 +113,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="mean tokens of a conversation")
     parser.add_argument("--system", type=int, default=0, help="tokens that all conversations share at the start")
     parser.add_argument("--assistant", type=float, default=0.4, help="share of the tokens that is trained on")
-    parser.add_argument(
-        "--micro-batch", type=int, help="tokens per pass (default: chosen by memory)"
-    )
+    parser.add_argument("--micro-batch", type=int, help="tokens per pass (default: chosen by memory)")
     parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank")
     parser.add_argument("--checkpointing", action="store_true", help="use activation checkpointing")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")

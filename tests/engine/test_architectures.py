@@ -12,10 +12,11 @@ from engine_cases import assert_forced, assert_greedy, counted, forced, generate
 from selection import quick_first
 
 from toolwise.config.schema import LoraConfig
-from toolwise.engine import engine_path
+from toolwise.engine import Engine, engine_path
 from toolwise.engine.cpu_runner import CpuRunner
 from toolwise.engine.cuda_runner import CudaRunner
 from toolwise.engine.engine import _log_general_path
+from toolwise.engine.paged_attention import fits_attention_kernels
 from toolwise.errors import ContextFullError
 from toolwise.learner.lora import Adapters
 from toolwise.protocols import Sampling
@@ -57,17 +58,44 @@ def test_the_path_is_that_of_the_table(name: str) -> None:
     assert "\n" not in reason
 
 
-@pytest.mark.parametrize("name", ["mistral", "smollm3", "phi3"])
-def test_the_kernels_of_a_gpu_compute_these_too(name: str) -> None:
-    """With kernels in plain torch; their heads are a power of two of at least 16."""
-    shape = {"hidden_size": 96, "head_dim": 16, "sliding_window": None}
-    model = build(name, **shape)
-    engine = counted(model, fused=True, max_batch_tokens=24)
-    assert isinstance(engine.runner, CudaRunner)
-    found = generate_all(engine, PROMPTS, [Sampling(max_new_tokens=NEW, do_sample=False)] * len(PROMPTS))
-    for ids, result in zip(PROMPTS, found, strict=True):
+FAST_NAMES = [name for name in PAGED if ARCHITECTURES[name].engine == FAST]
+SHARED = [[*random_ids(20, 200), member] for member in range(4)]
+
+
+def assert_as_in_transformers(model: Any, engine: Engine, prompts: list[list[int]]) -> None:
+    found = generate_all(engine, prompts, [Sampling(max_new_tokens=NEW, do_sample=False)] * len(prompts))
+    for ids, result in zip(prompts, found, strict=True):
         assert_greedy(model, ids, list(result.token_ids), reference(model, ids, NEW))
         assert_forced(model, ids, result)
+
+
+@pytest.mark.parametrize("way", quick_first(["all together", "in chunks", "short of memory"], ("all together",)))
+@pytest.mark.parametrize("name", FAST_NAMES)
+def test_the_kernels_of_a_gpu_compute_these_too(name: str, way: str) -> None:
+    """The runner of a GPU with its kernels in plain torch: prefill, decoding many steps ahead, shared prefixes."""
+    model = build(name)
+    engine = counted(model, fused=True, **WAYS[way])
+    assert isinstance(engine.runner, CudaRunner)
+    assert_as_in_transformers(model, engine, [*PROMPTS, *SHARED])
+    if way == "all together":
+        assert_as_in_transformers(model, engine, SHARED)
+        assert any(groups for _, groups, _ in engine.runner.shapes)
+
+
+@pytest.mark.parametrize("way", quick_first(["in chunks", "nothing shared"], ("in chunks",)))
+@pytest.mark.parametrize("name", [name for name in PAGED if name not in ("gpt-oss", "deepseek-v3")])
+def test_stock_forwards_attend_with_the_kernels_of_a_gpu(name: str, way: str) -> None:
+    """All but attention sinks, and values of another size than the keys."""
+    model = build(name)
+    engine = counted(model, fused=False, **WAYS[way])
+    assert all(map(fits_attention_kernels, engine.runner.attention))
+    engine.runner.uses_block_tables = True
+    assert_as_in_transformers(model, engine, [*PROMPTS, *SHARED])
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
+def test_sinks_and_values_of_another_size_are_left_to_torch(name: str) -> None:
+    assert not all(map(fits_attention_kernels, counted(build(name)).runner.attention))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "phi3", "olmo2", "gpt2", "mixtral", "gpt-oss"])

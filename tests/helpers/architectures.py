@@ -1,7 +1,7 @@
 """Tiny random models of published architectures, and how Toolwise runs each of them.
 
 `ARCHITECTURES` is one table: the class of a model, what is special about its configuration, and the engine that its
-shape takes on a CPU. Windows are shorter than the texts of the tests, head counts are odd or shared, heads are tied or
+shape takes. Windows are shorter than the texts of the tests, head counts are odd or shared, heads are tied or
 not, so that a formula that is left out shows.
 """
 
@@ -38,7 +38,7 @@ class Architecture:
     model: str
     """Prefix of the classes in transformers: `Llama` for `LlamaConfig` and `LlamaForCausalLM`."""
     engine: str
-    """The engine that it takes on a CPU in fp32."""
+    """The engine that it takes on a CPU in fp32 and on a GPU."""
     published: str
     """Models of this shape."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -63,6 +63,12 @@ def silu_mul() -> Case:
     return [torch.cat([gate, up], -1)], returned, [silu(gate) * up]
 
 
+def gelu_tanh_mul() -> Case:
+    gate, up = randn(5, 48), randn(5, 48)
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return [torch.cat([gate, up], -1)], returned, [gate * (1 + torch.tanh(inner)) / 2 * up]
+
+
 def silu_mul_backward() -> Case:
     gate, up, grad = randn(5, 48).requires_grad_(), randn(5, 48).requires_grad_(), randn(5, 48)
     wanted = torch.autograd.grad((silu(gate) * up * grad).sum(), [gate, up])
@@ -237,8 +243,8 @@ def sample() -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     function.__name__: function
     for function in (
-        add_rms_norm, gated_silu_backward, merge, paged_attention_decode, paged_attention_prefill, rms_norm,
-        rms_norm_backward, rope_and_store, rotate, sample, shared_prefix_decode, silu_mul, silu_mul_backward,
+        add_rms_norm, gated_silu_backward, gelu_tanh_mul, merge, paged_attention_decode, paged_attention_prefill,
+        rms_norm, rms_norm_backward, rope_and_store, rotate, sample, shared_prefix_decode, silu_mul, silu_mul_backward,
         softmax_sums, softmax_sums_backward, store_kv,
     )
 }  # fmt: skip

@@ -20,8 +20,8 @@ from toolwise.engine.request import Request
 from toolwise.engine.runner import padded_tables
 from toolwise.engine.shared_prefixes import PrefixGroup, prefix_groups
 from toolwise.kernels import kernel
+from toolwise.kernels.fused_decoder import FusedDecoder, PagedCache, PrefixGroups
 from toolwise.kernels.host_to_device import to_device
-from toolwise.kernels.llama import FusedDecoder, PagedCache, PrefixGroups
 
 MAX_DECODE_STEPS = 512
 """Steps per load: loading the state and recording the results take the CPU as long as tens of steps take the device,

@@ -13,7 +13,7 @@ from toolwise.engine.cuda_graphs import MAX_DECODE_STEPS, MultiStepDecoder, Shap
 from toolwise.engine.request import Request
 from toolwise.engine.runner import Inputs, Runner
 from toolwise.kernels import available
-from toolwise.kernels.llama import FusedDecoder, PagedCache, storage_key, unsupported_reason
+from toolwise.kernels.fused_decoder import FusedDecoder, PagedCache, storage_key, unsupported_reason
 
 
 def fused_kernels_problem(model: Any) -> str | None:
@@ -28,7 +28,7 @@ def supports_fused_kernels(model: Any) -> bool:
 
 
 class CudaRunner(Runner):
-    """A `Runner` on the model's parameters (or merged ones), concatenated for the fused kernels (kernels/llama.py)."""
+    """A `Runner` on the model's parameters (or merged ones), joined for the kernels (kernels/fused_decoder.py)."""
 
     max_decode_steps = MAX_DECODE_STEPS
 
@@ -106,5 +106,5 @@ class CudaRunner(Runner):
         assert self._fused is not None
         if self._cache is None:
             with torch.inference_mode():
-                self._cache = PagedCache(self.keys, self.values, *self._fused.rope_table(self.max_context))
+                self._cache = PagedCache(self.keys, self.values, self._fused.rope_tables(self.max_context))
         return self._fused, self._cache

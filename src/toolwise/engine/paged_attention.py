@@ -1,8 +1,8 @@
 """Attention over the paged KV cache, registered with transformers' attention interface as "toolwise_paged".
 
 All requests are concatenated in one row. Their keys and values are first written to the batch's slots; each request
-then attends to its own blocks: in Triton kernels on a GPU, in groups of similar length on a CPU and for layers with
-sliding windows, soft caps or attention sinks.
+then attends to its own blocks: in Triton kernels on a GPU, in groups of similar length on a CPU and for models that the
+kernels do not support (`fits_attention_kernels`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from toolwise.engine.length_groups import Group, KeyView
 from toolwise.errors import ModelError
+from toolwise.kernels import MAX_HEAD_SIZE
 from toolwise.models.attention_layers import attention_layers
 from toolwise.models.dense_attention import AttentionLayer, dense_attention
 
@@ -86,9 +87,8 @@ def supports_paged_attention(model: Any) -> bool:
 
 
 def fits_attention_kernels(layer: AttentionLayer) -> bool:
-    """Whether the Triton kernels compute this layer's attention: plain, with heads of a power of two."""
-    size = layer.key_size
-    return layer.plain and size == layer.value_size and size >= 16 and not size & (size - 1)
+    """Whether the Triton kernels compute this layer's attention."""
+    return not layer.sinks and layer.key_size == layer.value_size <= MAX_HEAD_SIZE
 
 
 def attend(
@@ -116,12 +116,12 @@ def attend(
     keys, values = context.keys[index], context.values[index]
     query, key, value = (states[0].transpose(0, 1).to(keys.dtype) for states in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    formula = Formula(scale, context.windows[index] if context.windows else None, softcap or None, s_aux)
     if context.block_tables is not None:
-        return _attend_with_kernels(query, key, value, keys, values, context, scale)[None], None
+        return _attend_with_kernels(query, key, value, keys, values, context, formula)[None], None
     real = len(context.slots)
     keys.flatten(0, 1).index_copy_(0, context.slots, key[:real])
     values.flatten(0, 1).index_copy_(0, context.slots, value[:real])
-    formula = Formula(scale, context.windows[index] if context.windows else None, softcap or None, s_aux)
     outs = [
         _attend_group(query[group.tokens], keys, values, group, formula, context.scratch) for group in context.groups
     ]
@@ -131,7 +131,7 @@ def attend(
 
 
 def _attend_with_kernels(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, context: PagedContext, scale: float
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, context: PagedContext, formula: Formula
 ) -> Tensor:
     from toolwise import kernels
 
@@ -140,10 +140,11 @@ def _attend_with_kernels(
     assert tables is not None
     assert lengths is not None
     assert starts is not None
+    odd: dict[str, Any] = {"window": formula.window, "softcap": formula.softcap}
     if context.decoding:
-        return kernels.paged_attention_decode(query, keys, values, tables, lengths, scale)
+        return kernels.paged_attention_decode(query, keys, values, tables, lengths, formula.scale, **odd)
     return kernels.paged_attention_prefill(
-        query, keys, values, tables, starts, lengths, scale, context.max_query_length
+        query, keys, values, tables, starts, lengths, formula.scale, context.max_query_length, **odd
     )
 
 

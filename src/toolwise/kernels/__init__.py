@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from toolwise.kernels.torch_reference import (
         add_rms_norm,
         gated_silu_backward,
+        gelu_tanh_mul,
         merge,
         paged_attention_decode,
         paged_attention_prefill,
@@ -33,9 +34,11 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "MAX_HEAD_SIZE",
     "add_rms_norm",
     "available",
     "gated_silu_backward",
+    "gelu_tanh_mul",
     "merge",
     "paged_attention_decode",
     "paged_attention_prefill",
@@ -52,9 +55,13 @@ __all__ = [
     "store_kv",
 ]
 
+MAX_HEAD_SIZE = 256
+"""The largest heads whose tiles fit into a GPU's shared memory."""
+
 _MODULES = {
     "add_rms_norm": "pointwise",
     "gated_silu_backward": "backward",
+    "gelu_tanh_mul": "pointwise",
     "merge": "heads",
     "paged_attention_decode": "decode_attention",
     "paged_attention_prefill": "prefill_attention",

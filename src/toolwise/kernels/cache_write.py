@@ -1,4 +1,4 @@
-"""Writes keys and values to the paged KV cache, alone or fused with rope (and Qwen3's per-head norm).
+"""Writes keys and values to the paged KV cache, alone or fused with rope and a norm of each head.
 
     slot = block · block_size + offset;  rope: x' = x·cos + rotate_half(x)·sin, rounded as in transformers
 
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from toolwise.kernels.decode_attention import contiguous_heads, load_rotated
+from toolwise.kernels.attention_parts import contiguous_heads, load_rotated, padded_dim
 
 
 @triton.jit
@@ -31,19 +31,20 @@ def _store(k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexp
 def _rope_and_store(
     q, k, v, cos, sin, k_cache, v_cache, slots, q_weight, k_weight, q_stride, k_stride, v_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, KV_PADDED: tl.constexpr,
-    DIM: tl.constexpr, NORM: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
-    d = tl.arange(0, DIM)[None, :]
-    sign = tl.where(d < DIM // 2, -1.0, 1.0)
-    turn, lean = cos + token * DIM, sin + token * DIM
+    d = tl.arange(0, WIDE)[None, :]
+    turn, lean = cos + token * ROTARY, sin + token * ROTARY
     head = tl.arange(0, HEADS_PADDED)[:, None]
     kv_head = tl.arange(0, KV_PADDED)[:, None]
     real, kv_real = head < HEADS, kv_head < KV_HEADS
     q_at, k_at = q + token * q_stride + head * DIM, k + token * k_stride + kv_head * DIM
-    query = load_rotated(q_at, sign, turn, lean, q_weight, real, eps, DIM, NORM)
-    key = load_rotated(k_at, sign, turn, lean, k_weight, kv_real, eps, DIM, NORM)
+    query = load_rotated(q_at, turn, lean, q_weight, real, eps, DIM, WIDE, ROTARY, NORM, PLUS_ONE)
+    key = load_rotated(k_at, turn, lean, k_weight, kv_real, eps, DIM, WIDE, ROTARY, NORM, PLUS_ONE)
+    if WIDE != DIM:
+        real, kv_real = real & (d < DIM), kv_real & (d < DIM)
     value = tl.load(v + token * v_stride + kv_head * DIM + d, mask=kv_real, other=0.0)
     # All threads must have read both halves of a vector before any overwrites them.
     tl.debug_barrier()
@@ -81,10 +82,13 @@ def rope_and_store(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    plus_one: bool = False,
 ) -> None:
-    """Rotate q [T, H, D] and k [T, KVH, D] in place by cos, sin [T, D], and write k, v to the caches.
+    """Rotate the first R elements of q [T, H, D] and k [T, KVH, D] in place by cos, sin [T, R], and write k, v to the
+    caches.
 
-    With `q_weight` and `k_weight` [D], each head is RMS-normalised first (Qwen3). Rows may be slices of one tensor.
+    With `q_weight` and `k_weight` [D], each head is RMS-normalised first (Qwen3), by 1 + weight with `plus_one`
+    (Gemma 3). Rows may be slices of one tensor.
     """
     tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -93,6 +97,6 @@ def rope_and_store(
             q, k, v, cos, sin, k_cache, v_cache, slots,
             q if q_weight is None else q_weight, k if k_weight is None else k_weight,
             q.stride(0), k.stride(0), v.stride(0), eps,
-            heads, kv_heads, triton.next_power_of_2(heads), triton.next_power_of_2(kv_heads), dim,
-            q_weight is not None, num_warps=4 if heads * dim > 512 else 2,
+            heads, kv_heads, triton.next_power_of_2(heads), triton.next_power_of_2(kv_heads), dim, padded_dim(dim),
+            cos.shape[-1], q_weight is not None, plus_one, num_warps=4 if heads * dim > 512 else 2,
         )  # fmt: skip

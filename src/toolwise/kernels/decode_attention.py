@@ -13,154 +13,114 @@ and grids depend on shapes alone, so every launch can be captured in a CUDA grap
 # ruff: noqa: N803  (capitals are compile-time constants)
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from toolwise.kernels.attention_parts import (
+    Tiles,
+    attend,
+    contiguous_heads,
+    default_tiles,
+    load_rotated,
+    padded_dim,
+    score_constants,
+    scores_of,
+    store_output,
+)
 from toolwise.kernels.new_tokens import NewTokens
 
-LOG2_E = 1.4426950408889634
 TARGET_PROGRAMS = 528
 """Four for each of an H200's 132 multiprocessors: enough loads in flight to fill its memory bus."""
 MAX_SPLITS = 32
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Tile sizes: keys per tile, warps per program, pipeline stages."""
-
-    keys: int = 64
-    warps: int = 2
-    stages: int = 3
-
-
-@triton.jit
-def attend(
-    q, acc, top, total, k_cache, v_cache, table, first, last, limits, kv_head, scale,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Continue the running softmax (acc, top, total; base 2) of the rows of q over the keys first..last."""
-    d = tl.arange(0, DIM)
-    for start in range(first, last, KEYS):
-        keys = start + tl.arange(0, KEYS)
-        held = keys < last
-        block = tl.load(table + keys // BLOCK, mask=held, other=0).to(tl.int64)
-        at = ((block * BLOCK + keys % BLOCK) * KV_HEADS + kv_head) * DIM
-        k = tl.load(k_cache + at[None, :] + d[:, None], mask=held[None, :], other=0.0)
-        v = tl.load(v_cache + at[:, None] + d[None, :], mask=held[:, None], other=0.0)
-        seen = held[None, :]
-        if CAUSAL:
-            seen = seen & (keys[None, :] <= limits[:, None])
-        scores = tl.where(seen, tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        shrink = tl.exp2(top - higher)
-        p = tl.exp2(scores - higher[:, None])
-        total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        top = higher
-    return acc, top, total
-
-
-@triton.jit
-def load_rotated(rows, partner_sign, cos, sin, weight, mask, eps, DIM: tl.constexpr, NORM: tl.constexpr):
-    """Rotate-half rope of [n, DIM] vectors at the row pointers `rows` [n, 1], rounded as in transformers."""
-    d = tl.arange(0, DIM)[None, :]
-    partner = (d + DIM // 2) % DIM
-    x = tl.load(rows + d, mask=mask, other=0.0)
-    y = tl.load(rows + partner, mask=mask, other=0.0)
-    dtype = x.dtype
-    if NORM:
-        inverse = tl.rsqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) / DIM + eps)[:, None]
-        x = (tl.load(weight + d).to(tl.float32) * (x.to(tl.float32) * inverse).to(dtype).to(tl.float32)).to(dtype)
-        y = (tl.load(weight + partner).to(tl.float32) * (y.to(tl.float32) * inverse).to(dtype).to(tl.float32)).to(dtype)
-    straight = (x.to(tl.float32) * tl.load(cos + d).to(tl.float32)).to(dtype).to(tl.float32)
-    turned = (y.to(tl.float32) * partner_sign * tl.load(sin + d).to(tl.float32)).to(dtype).to(tl.float32)
-    return (straight + turned).to(dtype)
-
-
-@triton.jit
-def store_output(acc, top, total, out, lse, rows, mask, DIM: tl.constexpr, PARTIAL: tl.constexpr):
-    """Write o = acc / l to the rows of `out`, and the base-2 log-sum-exp (−∞ where no key was seen) when partial."""
-    d = tl.arange(0, DIM)[None, :]
-    some = total > 0.0
-    safe = tl.where(some, total, 1.0)
-    tl.store(out + rows[:, None] * DIM + d, (acc / safe[:, None]).to(out.dtype.element_ty), mask=mask[:, None])
-    if PARTIAL:
-        tl.store(lse + rows, tl.where(some, top + tl.log2(safe), float("-inf")), mask=mask)
 
 
 @triton.jit(do_not_specialize=["slot_at", "slots_in_all"])
 def _decode(
     q, k_cache, v_cache, tables, lengths, out, lse, new_k, new_v, cos, sin, slots, q_weight, k_weight,
     q_stride, kv_stride, table_stride, scale, eps, slot_at, slots_in_all,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    KEYS: tl.constexpr, SPLITS: tl.constexpr, PARTIAL: tl.constexpr, NEW: tl.constexpr, NORM: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    PARTIAL: tl.constexpr, NEW: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, split, request). NEW: also rotate q and the new key, and write the token to the cache."""
     kv_head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = request.to(tl.int64)
-    row, d = tl.arange(0, ROWS), tl.arange(0, DIM)
+    row, d = tl.arange(0, ROWS), tl.arange(0, WIDE)
     heads = kv_head * GROUP + row
     real = row < GROUP
     at = q + request * q_stride + heads[:, None] * DIM
-    acc = tl.zeros([ROWS, DIM], tl.float32)
+    acc = tl.zeros([ROWS, WIDE], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     length = tl.load(lengths + request)
+    begin, limits = 0, row
+    if WINDOW > 0:  # from a whole block: an odd start would cost registers
+        begin = tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK
+        limits = tl.zeros([ROWS], tl.int32) + (length - 1)
     if NEW:
-        sign = tl.where(d < DIM // 2, -1.0, 1.0)[None, :]
-        turn, lean = cos + request * DIM, sin + request * DIM
-        mine = load_rotated(at, sign, turn, lean, q_weight, real[:, None], eps, DIM, NORM)
+        turn, lean = cos + request * ROTARY, sin + request * ROTARY
+        mine = load_rotated(at, turn, lean, q_weight, real[:, None], eps, DIM, WIDE, ROTARY, NORM, PLUS_ONE)
         length = tl.maximum(length - 1, 0)
         if split == 0:
             source = request * kv_stride + kv_head * DIM
             key = load_rotated(
-                new_k + source + tl.zeros([1, 1], tl.int64), sign, turn, lean, k_weight, True, eps, DIM, NORM
-            )
-            value = tl.load(new_v + source + d)[None, :]
+                new_k + source + tl.zeros([1, 1], tl.int64), turn, lean, k_weight, True, eps,
+                DIM, WIDE, ROTARY, NORM, PLUS_ONE,
+            )  # fmt: skip
+            if WIDE == DIM:
+                value = tl.load(new_v + source + d)[None, :]
+            else:
+                value = tl.load(new_v + source + d, mask=d < DIM, other=0.0)[None, :]
             slot = tl.load(slots + request)
             target = (slot * KV_HEADS + kv_head) * DIM + d[None, :]
-            tl.store(k_cache + target, key, mask=slot >= 0)
-            tl.store(v_cache + target, value, mask=slot >= 0)
+            written = slot >= 0
+            if WIDE != DIM:
+                written = written & (d < DIM)[None, :]
+            tl.store(k_cache + target, key, mask=written)
+            tl.store(v_cache + target, value, mask=written)
             # The new token starts the running softmax; it is not read back from the cache.
-            top = tl.sum(mine.to(tl.float32) * key.to(tl.float32), 1) * scale
+            top = scores_of(tl.sum(mine.to(tl.float32) * key.to(tl.float32), 1), scale, CAP)
             total += 1.0
             acc += value.to(tl.float32)
-    else:
+    elif WIDE == DIM:
         mine = tl.load(at + d[None, :], mask=real[:, None], other=0.0)
-    share = tl.cdiv(tl.cdiv(length, KEYS), SPLITS) * KEYS
-    first = split * share
+    else:
+        mine = tl.load(at + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
+    share = tl.cdiv(tl.cdiv(length - begin, KEYS), SPLITS) * KEYS
+    first = begin + split * share
     last = tl.minimum(first + share, length)
     acc, top, total = attend(
-        mine, acc, top, total, k_cache, v_cache, tables + request * table_stride, first, last, row, kv_head, scale,
-        KV_HEADS, DIM, BLOCK, KEYS, False,
+        mine, acc, top, total, k_cache, v_cache, tables + request * table_stride, first, last, limits, kv_head, scale,
+        KV_HEADS, DIM, WIDE, BLOCK, KEYS, False, WINDOW, CAP,
     )  # fmt: skip
     rows = (request * slots_in_all + slot_at + split) * (KV_HEADS * GROUP) + heads
-    store_output(acc, top, total, out, lse, rows, real, DIM, PARTIAL)
+    store_output(acc, top, total, out, lse, rows, real, DIM, WIDE, PARTIAL)
 
 
 @triton.jit
 def _merge_splits(
-    parts, lse, out, HEADS: tl.constexpr, SLOTS: tl.constexpr, SLOTS_PADDED: tl.constexpr, DIM: tl.constexpr
-):
+    parts, lse, out, HEADS: tl.constexpr, SLOTS: tl.constexpr, SLOTS_PADDED: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Program (head, request): o = Σ 2^(lse_i − max) o_i / Σ 2^(lse_i − max); zero where no slot saw a key."""
     head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    slot, d = tl.arange(0, SLOTS_PADDED), tl.arange(0, DIM)
+    slot, d = tl.arange(0, SLOTS_PADDED), tl.arange(0, WIDE)
     rows = (request * SLOTS + slot) * HEADS + head
     part_lse = tl.load(lse + rows, mask=slot < SLOTS, other=float("-inf"))
     top = tl.max(part_lse, 0)
     weight = tl.where(part_lse == float("-inf"), 0.0, tl.exp2(part_lse - top))
-    part = tl.load(parts + rows[:, None] * DIM + d[None, :], mask=(weight > 0.0)[:, None], other=0.0)
+    inside = (weight > 0.0)[:, None]
+    if WIDE != DIM:
+        inside = inside & (d < DIM)[None, :]
+    part = tl.load(parts + rows[:, None] * DIM + d[None, :], mask=inside, other=0.0)
     mass = tl.sum(weight, 0)
     merged = tl.sum(part * weight[:, None], 0) / tl.where(mass > 0.0, mass, 1.0)
-    tl.store(out + (request * HEADS + head) * DIM + d, merged.to(out.dtype.element_ty))
-
-
-def contiguous_heads(x: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D] with contiguous heads. Slices of a fused projection already are; transposed views are copied."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    at = out + (request * HEADS + head) * DIM + d
+    if WIDE == DIM:
+        tl.store(at, merged.to(out.dtype.element_ty))
+    else:
+        tl.store(at, merged.to(out.dtype.element_ty), mask=d < DIM)
 
 
 def splits_for(programs: int, most_keys: int, tiles: Tiles, wanted: int = TARGET_PROGRAMS) -> int:
@@ -175,27 +135,30 @@ def merge_splits(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> t
     """Merge partial outputs [B, slots, H, D] with log-sum-exps [B, slots, H] into `out` [B, H, D]."""
     batch, slots, heads, dim = parts.shape
     padded = triton.next_power_of_2(slots)
-    _merge_splits[(heads, batch)](parts, lse, out, heads, slots, padded, dim, num_warps=1 if padded <= 8 else 4)
+    _merge_splits[(heads, batch)](
+        parts, lse, out, heads, slots, padded, dim, padded_dim(dim), num_warps=1 if padded <= 8 else 4
+    )
     return out
 
 
 def decode_into(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor,
     scale: float, out: torch.Tensor, lse: torch.Tensor | None, slot_at: int, splits: int, tiles: Tiles,
-    new: NewTokens | None = None,
+    new: NewTokens | None, window: int | None, softcap: float | None,
 ) -> None:  # fmt: skip
     """Launch the kernel: final outputs into [B, H, D], or partial ones into [B, slots, H, D] if `lse` is given."""
     batch, heads, dim = q.shape
     _, block, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
     n = new or NewTokens(q, q, q, q, lengths)
+    factor, cap = score_constants(scale, softcap)
     _decode[(kv_heads, splits, batch)](
         q, k_cache, v_cache, tables, lengths, out, out if lse is None else lse, n.k, n.v, n.cos, n.sin, n.slots,
         q if n.q_weight is None else n.q_weight, q if n.k_weight is None else n.k_weight,
-        q.stride(0), n.k.stride(0), tables.stride(0), scale * LOG2_E, n.eps, slot_at,
+        q.stride(0), n.k.stride(0), tables.stride(0), factor, n.eps, slot_at,
         1 if lse is None else out.shape[1],
-        kv_heads, group, max(16, triton.next_power_of_2(group)), dim, block, tiles.keys, splits,
-        lse is not None, new is not None, n.q_weight is not None,
+        kv_heads, group, max(16, triton.next_power_of_2(group)), dim, padded_dim(dim), block, tiles.keys, splits,
+        window or 0, cap, lse is not None, new is not None, n.cos.shape[-1], n.q_weight is not None, n.plus_one,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
@@ -212,20 +175,24 @@ def paged_attention_decode(
     splits: int | None = None,
     tiles: Tiles | None = None,
     new: NewTokens | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention of q[B, H, D] over each request's first `lengths` keys; with `new`, also rope and the cache write.
 
-    Fixing `splits` makes a request's result bitwise independent of the batch size.
+    With a `window`, over the last `window` of them. Fixing `splits` makes a request's result bitwise independent of
+    the batch size.
     """
-    tiles, q = tiles or Tiles(), contiguous_heads(q)
+    tiles, q = tiles or default_tiles(q, 2, 4), contiguous_heads(q)
     batch, heads, dim = q.shape
     block, kv_heads = k_cache.shape[1:3]
-    splits = splits or splits_for(batch * kv_heads, block_tables.shape[1] * block, tiles)
+    most_keys = block_tables.shape[1] * block
+    splits = splits or splits_for(batch * kv_heads, min(most_keys, window or most_keys), tiles)
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device) if out is None else out
     if splits == 1:
-        decode_into(q, k_cache, v_cache, block_tables, lengths, scale, out, None, 0, 1, tiles, new)
+        decode_into(q, k_cache, v_cache, block_tables, lengths, scale, out, None, 0, 1, tiles, new, window, softcap)
         return out
     parts = torch.empty(batch, splits, heads, dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, splits, heads, dtype=torch.float32, device=q.device)
-    decode_into(q, k_cache, v_cache, block_tables, lengths, scale, parts, lse, 0, splits, tiles, new)
+    decode_into(q, k_cache, v_cache, block_tables, lengths, scale, parts, lse, 0, splits, tiles, new, window, softcap)
     return merge_splits(parts, lse, out)

@@ -1,6 +1,8 @@
-"""Norms and activation of a decoder layer, one pass over memory each, rounded as in transformers.
+"""Norms and activations of a decoder layer, one pass over memory each, rounded as in transformers.
 
-rms_norm(x) = w · bf16(x / √(mean x² + ε));  add_rms_norm: r' = x + r, rms_norm(r');  silu_mul: bf16(silu(g)) · u
+rms_norm(x) = w · bf16(x / √(mean x² + ε)), or with `plus_one` bf16((1 + w) · x / √(mean x² + ε))
+add_rms_norm: r' = r + scale · after(x), rms_norm(r');  after is another norm or nothing
+silu_mul: bf16(silu(g)) · u;  gelu_tanh_mul: bf16(gelu(g)) · u, gelu(g) ≈ g · σ(√(8/π) (g + 0.044715 g³))
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,import-not-found,import-untyped"
@@ -11,37 +13,53 @@ import torch
 import triton
 import triton.language as tl
 
+from toolwise.kernels.attention_parts import apply_gain
+
 
 @triton.jit
 def _rms_norm(
-    x, residual, weight, out, new_residual, x_stride, eps,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr,
+    x, residual, weight, after, out, new_residual, x_stride, eps, scale,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, IN_PLACE: tl.constexpr, ADD: tl.constexpr, AFTER: tl.constexpr,
+    SCALE: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
     inside = at < WIDTH
     value = tl.load(x + row * x_stride + at, mask=inside, other=0.0)
-    gain = tl.load(weight + at, mask=inside, other=0.0)
-    dtype = value.dtype
+    if NORM:
+        gain = tl.load(weight + at, mask=inside, other=0.0)
     if ADD:
+        if AFTER:
+            after_gain = tl.load(after + at, mask=inside, other=0.0)
+            wide = value.to(tl.float32)
+            value = apply_gain(value, tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps), after_gain, PLUS_ONE)
+        if SCALE:
+            value = (value.to(tl.float32) * scale).to(value.dtype)
         before = tl.load(residual + row * WIDTH + at, mask=inside, other=0.0)
-        value = (value.to(tl.float32) + before.to(tl.float32)).to(dtype)
+        value = (value.to(tl.float32) + before.to(tl.float32)).to(value.dtype)
         tl.store(new_residual + row * WIDTH + at, value, mask=inside)
-    wide = value.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    normed = (wide * inverse).to(dtype).to(tl.float32) * gain.to(tl.float32)
-    tl.store(out + row * WIDTH + at, normed.to(dtype), mask=inside)
+    if NORM:
+        wide = value.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+        normed = apply_gain(value, inverse, gain, PLUS_ONE)
+        if IN_PLACE:
+            tl.store(out + row * x_stride + at, normed, mask=inside)
+        else:
+            tl.store(out + row * WIDTH + at, normed, mask=inside)
 
 
 @triton.jit
-def _silu_mul(gate, up, out, gate_stride, up_stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
+def _gated(gate, up, out, gate_stride, up_stride, WIDTH: tl.constexpr, TILE: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = at < WIDTH
     g = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0)
     u = tl.load(up + row * up_stride + at, mask=inside, other=0.0)
     wide = g.to(tl.float32)
-    active = (wide / (1.0 + tl.exp(-wide))).to(g.dtype).to(tl.float32)
+    inner = wide
+    if GELU:
+        inner = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    active = (wide / (1.0 + tl.exp(-inner))).to(g.dtype).to(tl.float32)
     tl.store(out + row * WIDTH + at, (active * u.to(tl.float32)).to(g.dtype), mask=inside)
 
 
@@ -62,46 +80,64 @@ def _warps(width: int) -> int:
     return min(8, max(1, width // 256))
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False, in_place: bool = False
+) -> torch.Tensor:
     """RMS norm over the last dimension of x[..., W]: hidden states, or the heads of q and k."""
     width = x.shape[-1]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows = x.reshape(-1, width)
+    rows = x.view(-1, width) if in_place else x.reshape(-1, width)
+    out = x if in_place else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows.shape[0]:
         _rms_norm[(rows.shape[0],)](
-            rows, rows, weight, out, out, rows.stride(0), eps, width, triton.next_power_of_2(width), False,
-            num_warps=_warps(width),
+            rows, rows, weight, weight, out, out, rows.stride(0), eps, 1.0, width, triton.next_power_of_2(width),
+            in_place, False, False, False, True, plus_one, num_warps=_warps(width),
         )  # fmt: skip
     return out
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    plus_one: bool = False,
+    after: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual) for x, residual [T, W]."""
+    """(rms_norm(r'), r') with r' = residual + scale · x for x, residual [T, W]; (r', r') without a weight. `after`:
+    the weight of a norm of x."""
     width = x.shape[-1]
-    out, new_residual = torch.empty_like(residual), torch.empty_like(residual)
+    new_residual = torch.empty_like(residual)
+    out = new_residual if weight is None else torch.empty_like(residual)
     if x.shape[0]:
         _rms_norm[(x.shape[0],)](
-            x, residual, weight, out, new_residual, x.stride(0), eps, width, triton.next_power_of_2(width), True,
-            num_warps=_warps(width),
+            x, residual, x if weight is None else weight, x if after is None else after, out, new_residual,
+            x.stride(0), eps, scale, width, triton.next_power_of_2(width),
+            False, True, after is not None, scale != 1.0, weight is not None, plus_one, num_warps=_warps(width),
         )  # fmt: skip
     return out, new_residual
 
 
 def silu_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     """silu(gate) · up, from one tensor [T, 2F] with the gate first, or from two tensors [T, F]."""
-    if up is None:
-        gate, up = gate_up.chunk(2, dim=-1)
-    else:
-        gate = gate_up
+    return _launch_gated(gate_up, up, gelu=False)
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    """gelu(gate) · up with the tanh approximation, as `silu_mul`."""
+    return _launch_gated(gate_up, up, gelu=True)
+
+
+def _launch_gated(gate_up: torch.Tensor, up: torch.Tensor | None, *, gelu: bool) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)
     tokens, width = gate.shape
     out = torch.empty(tokens, width, dtype=gate.dtype, device=gate.device)
     tile = min(1024, triton.next_power_of_2(width))
     if tokens:
         with torch.cuda.device_of(gate):
-            _silu_mul[(tokens, triton.cdiv(width, tile))](
-                gate, up, out, gate.stride(0), up.stride(0), width, tile, num_warps=4 if tile >= 512 else 1
+            _gated[(tokens, triton.cdiv(width, tile))](
+                gate, up, out, gate.stride(0), up.stride(0), width, tile, gelu, num_warps=4 if tile >= 512 else 1
             )
     return out
 

@@ -3,7 +3,8 @@
     o = merge(attention of the group's stacked queries over the shared blocks, attention of each over its own tail)
 
 The queries of all members (times the heads of a key-value head) are rows of one program, so a prompt of P tokens
-shared by n rollouts costs P reads instead of n·P; prefix and tail are merged exactly by log-sum-exp.
+shared by n rollouts costs P reads instead of n·P; prefix and tail are merged exactly by log-sum-exp. With a sliding
+window, the keys that any member still sees are read, and each row is masked to its own window.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,import-not-found,import-untyped"
@@ -14,17 +15,18 @@ import torch
 import triton
 import triton.language as tl
 
-from toolwise.kernels.decode_attention import (
-    LOG2_E,
+from toolwise.kernels.attention_parts import (
     Tiles,
     attend,
     contiguous_heads,
-    decode_into,
+    default_rows,
+    default_tiles,
     load_rotated,
-    merge_splits,
-    splits_for,
+    padded_dim,
+    score_constants,
     store_output,
 )
+from toolwise.kernels.decode_attention import decode_into, merge_splits, splits_for
 from toolwise.kernels.new_tokens import NewTokens
 
 MAX_ROWS = 64
@@ -34,10 +36,11 @@ PREFIX_PROGRAMS = 264
 
 @triton.jit(do_not_specialize=["slots_in_all"])
 def _prefix(
-    q, k_cache, v_cache, tables, lengths, starts, members, out, lse, cos, sin, q_weight,
+    q, k_cache, v_cache, tables, lengths, tail_lengths, starts, members, out, lse, cos, sin, q_weight,
     q_stride, table_stride, scale, eps, slots_in_all,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    KEYS: tl.constexpr, SPLITS: tl.constexpr, NEW: tl.constexpr, NORM: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    NEW: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, row tile × split, group): ROWS of the group's members × heads over one part of the prefix. NEW:
     also rotate the queries."""
@@ -46,28 +49,33 @@ def _prefix(
     start = tl.load(starts + group)
     count = (tl.load(starts + group + 1) - start) * GROUP
     if tile * ROWS < count:
-        row, d = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
+        row, d = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
         real = row < count
         request = tl.load(members + start + row // GROUP, mask=real, other=0).to(tl.int64)
         heads = kv_head * GROUP + row % GROUP
         at = q + (request * q_stride + heads * DIM)[:, None]
         if NEW:
-            sign = tl.where(d < DIM // 2, -1.0, 1.0)[None, :]
-            turn, lean = cos + (request * DIM)[:, None], sin + (request * DIM)[:, None]
-            mine = load_rotated(at, sign, turn, lean, q_weight, real[:, None], eps, DIM, NORM)
-        else:
+            turn, lean = cos + (request * ROTARY)[:, None], sin + (request * ROTARY)[:, None]
+            mine = load_rotated(at, turn, lean, q_weight, real[:, None], eps, DIM, WIDE, ROTARY, NORM, PLUS_ONE)
+        elif WIDE == DIM:
             mine = tl.load(at + d[None, :], mask=real[:, None], other=0.0)
+        else:
+            mine = tl.load(at + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
         length = tl.load(lengths + group)
-        share = tl.cdiv(tl.cdiv(length, KEYS), SPLITS) * KEYS
-        first = split * share
+        begin, limits = 0, row
+        if WINDOW > 0:  # a query is the last key of its tail
+            limits = length - 1 + tl.load(tail_lengths + request, mask=real, other=WINDOW)
+            begin = tl.minimum(tl.maximum(tl.min(limits, 0) + 1 - WINDOW, 0), length) // BLOCK * BLOCK
+        share = tl.cdiv(tl.cdiv(length - begin, KEYS), SPLITS) * KEYS
+        first = begin + split * share
         last = tl.minimum(first + share, length)
         acc, top, total = attend(
-            mine, tl.zeros([ROWS, DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
+            mine, tl.zeros([ROWS, WIDE], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
             tl.zeros([ROWS], tl.float32), k_cache, v_cache, tables + group.to(tl.int64) * table_stride,
-            first, last, row, kv_head, scale, KV_HEADS, DIM, BLOCK, KEYS, False,
+            first, last, limits, kv_head, scale, KV_HEADS, DIM, WIDE, BLOCK, KEYS, False, WINDOW, CAP,
         )  # fmt: skip
         rows = (request * slots_in_all + split) * (KV_HEADS * GROUP) + heads
-        store_output(acc, top, total, out, lse, rows, real, DIM, True)
+        store_output(acc, top, total, out, lse, rows, real, DIM, WIDE, True)
 
 
 def shared_prefix_decode(
@@ -87,6 +95,8 @@ def shared_prefix_decode(
     tiles: Tiles | None = None,
     tail_splits: int | None = None,
     new: NewTokens | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention of q[B, H, D]: request b of group g over the keys of prefix g, then those of its own tail; with `new`,
     also rope and the cache write, as in `paged_attention_decode`.
@@ -95,24 +105,32 @@ def shared_prefix_decode(
     of the batch (int32). Every row of the batch must be a member exactly once; one that shares nothing goes into a
     group with prefix length 0. Unused groups at the end have equal starts. `max_members` bounds a group's size (grid).
     """
-    tiles, q = tiles or Tiles(), contiguous_heads(q)
+    q = contiguous_heads(q)
+    prefix_tiles, tiles = tiles or default_tiles(q, 2, 8), tiles or default_tiles(q, 2, 4)
     batch, heads, dim = q.shape
     _, block, kv_heads, _ = k_cache.shape
     groups, group = prefix_lengths.shape[0], heads // kv_heads
-    rows = min(MAX_ROWS, max(16, triton.next_power_of_2(max_members * group)))
+    rows = min(default_rows(q, MAX_ROWS), max(16, triton.next_power_of_2(max_members * group)))
     row_tiles = triton.cdiv(max_members * group, rows)
-    splits = splits_for(groups * kv_heads * row_tiles, prefix_tables.shape[1] * block, tiles, PREFIX_PROGRAMS)
-    tails = tail_splits or splits_for(batch * kv_heads, tail_tables.shape[1] * block, tiles)
+    most_keys, most_tail_keys = (
+        min(tables.shape[1] * block, window or tables.shape[1] * block) for tables in (prefix_tables, tail_tables)
+    )
+    splits = splits_for(groups * kv_heads * row_tiles, most_keys, tiles, PREFIX_PROGRAMS)
+    tails = tail_splits or splits_for(batch * kv_heads, most_tail_keys, tiles)
     parts = torch.empty(batch, splits + tails, heads, dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, splits + tails, heads, dtype=torch.float32, device=q.device)
     n = new or NewTokens(q, q, q, q, tail_lengths)
+    factor, cap = score_constants(scale, softcap)
     _prefix[(kv_heads, row_tiles * splits, groups)](
-        q, k_cache, v_cache, prefix_tables, prefix_lengths, member_starts, members, parts, lse,
+        q, k_cache, v_cache, prefix_tables, prefix_lengths, tail_lengths, member_starts, members, parts, lse,
         n.cos, n.sin, q if n.q_weight is None else n.q_weight,
-        q.stride(0), prefix_tables.stride(0), scale * LOG2_E, n.eps, splits + tails,
-        kv_heads, group, rows, dim, block, tiles.keys, splits, new is not None, n.q_weight is not None,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        q.stride(0), prefix_tables.stride(0), factor, n.eps, splits + tails,
+        kv_heads, group, rows, dim, padded_dim(dim), block, tiles.keys, splits, window or 0, cap,
+        new is not None, n.cos.shape[-1], n.q_weight is not None, n.plus_one,
+        num_warps=prefix_tiles.warps, num_stages=prefix_tiles.stages,
     )  # fmt: skip
-    decode_into(q, k_cache, v_cache, tail_tables, tail_lengths, scale, parts, lse, splits, tails, tiles, new)
+    decode_into(
+        q, k_cache, v_cache, tail_tables, tail_lengths, scale, parts, lse, splits, tails, tiles, new, window, softcap
+    )
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device) if out is None else out
     return merge_splits(parts, lse, out)

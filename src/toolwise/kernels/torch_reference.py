@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from toolwise.kernels.new_tokens import NewTokens
+from toolwise.models.dense_attention import dense_attention
 
 
 def gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
@@ -15,14 +16,19 @@ def gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tenso
 
 
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, causal: bool = False
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    """q[n, H, D] over k, v[c, KVH, D]; if causal, the queries are the last n of the c positions."""
+    """q[n, H, D], the last n of the c positions of k, v[c, KVH, D]."""
     n, heads, _ = q.shape
-    repeats = heads // k.shape[1]
-    k, v = (x.repeat_interleave(repeats, 1).transpose(0, 1) for x in (k, v))
-    mask = torch.ones(n, k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - n) if causal else None
-    return F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=mask, scale=scale).transpose(0, 1)
+    k, v = (x if window is None else x[-(window + n - 1) :] for x in (k, v))
+    distance = torch.arange(len(k) - n, len(k), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
+    mask = torch.zeros(distance.shape, dtype=q.dtype, device=q.device)
+    mask.masked_fill_((distance < 0) | (distance >= (window or len(k))), -torch.inf)
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    if softcap is None:
+        k, v = (x.repeat_interleave(heads // len(x), 0) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask if n > 1 else None, scale=scale).transpose(0, 1)
+    return dense_attention(q, k, v, mask, scale=scale, softcap=softcap).transpose(0, 1)
 
 
 def paged_attention_decode(
@@ -35,13 +41,15 @@ def paged_attention_decode(
     out: torch.Tensor | None = None,
     *,
     new: NewTokens | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     q = q if new is None else _rope_and_store_new(q, new, k_cache, v_cache)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for row, length in enumerate(lengths.tolist()):
         if length:
             k, v = (gather(cache, block_tables[row], length) for cache in (k_cache, v_cache))
-            out[row] = _attention(q[row : row + 1], k, v, scale)[0]
+            out[row] = _attention(q[row : row + 1], k, v, scale, window, softcap)[0]
     return out
 
 
@@ -60,6 +68,8 @@ def shared_prefix_decode(
     out: torch.Tensor | None = None,
     *,
     new: NewTokens | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     q = q if new is None else _rope_and_store_new(q, new, k_cache, v_cache)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -71,7 +81,7 @@ def shared_prefix_decode(
                 for c in (k_cache, v_cache)
             )
             if len(k):
-                out[row] = _attention(q[row : row + 1], k, v, scale)[0]
+                out[row] = _attention(q[row : row + 1], k, v, scale, window, softcap)[0]
     return out
 
 
@@ -85,6 +95,9 @@ def paged_attention_prefill(
     scale: float,
     max_query_length: int | None = None,
     out: torch.Tensor | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     starts = query_starts.tolist()
@@ -92,7 +105,7 @@ def paged_attention_prefill(
         chunk = slice(starts[row], starts[row + 1])
         if chunk.start < chunk.stop:
             k, v = (gather(cache, block_tables[row], length) for cache in (k_cache, v_cache))
-            out[chunk] = _attention(q[chunk], k, v, scale, causal=True)
+            out[chunk] = _attention(q[chunk], k, v, scale, window, softcap)
     return out
 
 
@@ -122,10 +135,12 @@ def rope_and_store(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    plus_one: bool = False,
 ) -> None:
     for x, weight in ((q, q_weight), (k, k_weight)):
-        straight = x if weight is None else rms_norm(x, weight, eps)
-        x.copy_(straight * cos[:, None] + _rotate_half(straight) * sin[:, None])
+        straight = x if weight is None else rms_norm(x, weight, eps, plus_one=plus_one)
+        turned, rest = straight[..., : cos.shape[-1]], straight[..., cos.shape[-1] :]
+        x.copy_(torch.cat([turned * cos[:, None] + _rotate_half(turned) * sin[:, None], rest], -1))
     store_kv(k, v, k_cache, v_cache, slots)
 
 
@@ -134,7 +149,7 @@ def _rope_and_store_new(q: torch.Tensor, new: NewTokens, k_cache: torch.Tensor, 
     q, k = q.clone(), new.k.clone()
     rope_and_store(
         q, k, new.v, new.cos, new.sin, k_cache, v_cache, new.slots,
-        q_weight=new.q_weight, k_weight=new.k_weight, eps=new.eps,
+        q_weight=new.q_weight, k_weight=new.k_weight, eps=new.eps, plus_one=new.plus_one,
     )  # fmt: skip
     return q
 
@@ -168,17 +183,28 @@ def merge(
     lse[:, token_index] = total
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False, in_place: bool = False
+) -> torch.Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    normed = (wide * (1.0 + weight.float())).to(x.dtype) if plus_one else weight * wide.to(x.dtype)
+    return x.copy_(normed) if in_place else normed
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    plus_one: bool = False,
+    after: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    residual = residual + x
-    return rms_norm(residual, weight, eps), residual
+    x = x if after is None else rms_norm(x, after, eps, plus_one=plus_one)
+    residual = residual + (x if scale == 1.0 else x * scale)
+    return residual if weight is None else rms_norm(residual, weight, eps, plus_one=plus_one), residual
 
 
 def rms_norm_backward(
@@ -196,6 +222,11 @@ def rms_norm_backward(
 def silu_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)
     return F.silu(gate) * up
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def silu_mul_backward(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

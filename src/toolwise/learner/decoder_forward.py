@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from toolwise.kernels import available, kernel
-from toolwise.kernels.llama import fuse_parameters
+from toolwise.kernels.fused_layer import fuse_parameters
 from toolwise.learner.row_trees import Segment
 from toolwise.learner.tree_attention import (
     FlashKernel,

@@ -7,70 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+from architectures import ARCHITECTURES, FAST, build
+from transformers import AutoModelForCausalLM
 
 from toolwise.errors import PolicyError
-from toolwise.kernels.llama import FusedDecoder, PagedCache, PrefixGroups, storage_key, unsupported_reason
+from toolwise.kernels.fused_decoder import FusedDecoder, PagedCache, PrefixGroups, storage_key, unsupported_reason
+from toolwise.models.logits import logits_head
 
 BLOCK = 16
-SHAPE: dict[str, Any] = {
-    "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "intermediate_size": 80, "vocab_size": 97, "head_dim": 16, "max_position_embeddings": 256,
-}  # fmt: skip
-
-
-def build(name: str) -> Any:
-    torch.manual_seed(1)
-    if name == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).eval()
-    if name == "llama-bias":
-        return LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)).eval()
-    if name == "llama3-rope":
-        rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64, "rope_theta": 10000.0}  # fmt: skip
-        return LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=rope)).eval()
-    if name == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(**SHAPE | {"hidden_size": 96})).eval()
-    if name == "mistral":
-        return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)).eval()
-    if name == "smollm3":
-        return SmolLM3ForCausalLM(SmolLM3Config(**SHAPE, no_rope_layers=[1, 0], pad_token_id=0)).eval()
-    if name == "phi3":
-        return Phi3ForCausalLM(Phi3Config(**SHAPE | {"hidden_size": 96}, pad_token_id=0)).eval()
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPE)).eval()
-
-
-def shake(model: Any) -> None:
-    """Norms and biases away from ones and zeros, so that omitting one shows."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter += torch.randn_like(parameter) * 0.3
+NAMES = [name for name, architecture in ARCHITECTURES.items() if architecture.engine == FAST]
 
 
 def paged(decoder: FusedDecoder, blocks: int) -> PagedCache:
     shape = (blocks, BLOCK, decoder.kv_heads, decoder.dim)
-    cos, sin = decoder.rope_table(256)
-    layers = range(len(decoder.layers))
-    return PagedCache([torch.randn(shape) for _ in layers], [torch.randn(shape) for _ in layers], cos, sin)
+    layers, ropes = range(len(decoder.layers)), decoder.rope_tables(64)
+    return PagedCache([torch.randn(shape) for _ in layers], [torch.randn(shape) for _ in layers], ropes)
 
 
 def slot(table: torch.Tensor, position: int) -> int:
@@ -95,31 +46,38 @@ def prefill(decoder: FusedDecoder, cache: PagedCache, rows: list[list[int]], tab
     return [torch.cat(parts) for parts in hidden]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-bias", "llama3-rope", "qwen2", "qwen3", "mistral", "smollm3", "phi3"])
+def random_rows(*lengths: int) -> list[list[int]]:
+    torch.manual_seed(2)
+    return [torch.randint(0, 97, (n,)).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_chunked_prefill_and_decode_give_the_stock_logits(name: str) -> None:
     model = build(name)
-    shake(model)
-    rows = [torch.randint(0, 97, (n,)).tolist() for n in (3, 40, 17)]
+    rows = random_rows(3, 40, 17)
     want = [model(input_ids=torch.tensor([row])).logits[0] for row in rows]
     decoder = FusedDecoder(model)
     cache = paged(decoder, 12)
     tables = torch.randperm(12).view(3, 4).int()
     hidden = prefill(decoder, cache, [row[:-1] for row in rows], tables, chunk=7)
     for states, logits in zip(hidden, want, strict=True):
-        torch.testing.assert_close(decoder.logits(states), logits[:-1], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(logits_head(model)(states), logits[:-1], atol=1e-4, rtol=1e-4)
     lengths = torch.tensor([len(row) for row in rows])
     slots = torch.tensor([slot(t, len(row) - 1) for t, row in zip(tables, rows, strict=True)])
     ids = torch.tensor([row[-1] for row in rows])
     last = decoder.forward_decode(ids, lengths - 1, cache, slots, tables, lengths.int())
-    torch.testing.assert_close(decoder.logits(last), torch.stack([logits[-1] for logits in want]), atol=2e-5, rtol=1e-4)
+    want_last = torch.stack([logits[-1] for logits in want])
+    torch.testing.assert_close(logits_head(model)(last), want_last, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
-def test_a_shared_prefix_gives_the_stock_logits() -> None:
-    model = build("qwen3")
-    common = torch.randint(0, 97, (32,)).tolist()
-    rows = [common + torch.randint(0, 97, (n,)).tolist() for n in (1, 5, 20)]
+def test_a_shared_prefix_gives_the_stock_logits(name: str) -> None:
+    """With windows too: the first tail is so short that its window begins in the prefix."""
+    model = build(name)
+    common, *tails = random_rows(32, 1, 5, 20)
+    rows = [common + tail for tail in tails]
     want = torch.stack([model(input_ids=torch.tensor([row])).logits[0, -1] for row in rows])
     decoder = FusedDecoder(model)
     cache = paged(decoder, 8)
@@ -133,7 +91,7 @@ def test_a_shared_prefix_gives_the_stock_logits() -> None:
     last = decoder.forward_decode(
         torch.tensor([row[-1] for row in rows]), lengths - 1, cache, slots, tables[:, 2:], (lengths - 32).int(), shared
     )
-    torch.testing.assert_close(decoder.logits(last), want, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(logits_head(model)(last), want, atol=1e-4, rtol=1e-4)
 
 
 def weight_of(decoder: FusedDecoder) -> torch.Tensor:
@@ -144,7 +102,6 @@ def weight_of(decoder: FusedDecoder) -> torch.Tensor:
 
 def test_the_layout_keeps_values_training_and_saving(tmp_path: Path) -> None:
     model = build("qwen2")
-    shake(model)
     before = {name: p.clone() for name, p in model.state_dict().items()}
     ids = torch.randint(0, 97, (2, 9))
     with torch.inference_mode():
@@ -173,24 +130,43 @@ def test_a_second_decoder_moves_nothing_and_a_cast_is_noticed() -> None:
     assert weight_of(FusedDecoder(model)).dtype == torch.float64
 
 
+def without_a_bias() -> Any:
+    model = build("qwen2")
+    model.model.layers[1].self_attn.v_proj.bias = None
+    return model
+
+
+def with_another_norm() -> Any:
+    model = build("gemma2")
+    model.model.layers[1].post_feedforward_layernorm.eps = 0.1
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (CohereForCausalLM(CohereConfig(**SHAPE)), "not an RMS norm"),
-        (Gemma2ForCausalLM(Gemma2Config(**SHAPE)), "norms"),
-        (MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8)), "window"),
-        (LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")), "gelu"),
-        (LlamaForCausalLM(LlamaConfig(**SHAPE | {"head_dim": 24})), "head size 24"),
-        (Qwen2ForCausalLM(Qwen2Config(**SHAPE | {"hidden_size": 96}, use_sliding_window=True, sliding_window=8,
-                                      max_window_layers=0)), "window"),
+        (build("cohere"), "not an RMS norm"),
+        (build("llama", head_dim=288), "heads of 288"),
+        (without_a_bias(), "bias"),
+        (with_another_norm(), "norms are of different kinds"),
     ],
-)  # fmt: skip
+)
 def test_other_models_are_refused_in_one_line(model: Any, why: str) -> None:
     reason = unsupported_reason(model)
     assert why in (reason or "")
     with pytest.raises(PolicyError, match="use its stock forward") as caught:
         FusedDecoder(model)
     assert "\n" not in str(caught.value)
+
+
+@torch.inference_mode()
+def test_other_activations_are_computed_by_torch() -> None:
+    model = build("llama", hidden_act="relu2")
+    [row] = random_rows(20)
+    want = model(input_ids=torch.tensor([row])).logits[0]
+    decoder = FusedDecoder(model)
+    [states] = prefill(decoder, paged(decoder, 2), [row], torch.tensor([[1, 0]]).int(), chunk=20)
+    torch.testing.assert_close(logits_head(model)(states), want, atol=1e-4, rtol=1e-4)
 
 
 def test_a_wrapped_projection_is_refused() -> None:

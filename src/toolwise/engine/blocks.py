@@ -189,6 +189,10 @@ class BlockManager:
 
     def clear(self) -> None:
         """Drop everything that no request holds."""
+        if not self.in_use:  # at once: after each update there are thousands of nodes
+            self._root, self._last_walk = PrefixNode(None, (), -1), ((), [])
+            self._evictable.clear()
+            self._free, self._cached = list(range(self.count - 1, -1, -1)), 0
         while self._evictable:
             self._evict(self._evictable.popitem(last=False)[0])
         self.copies.clear()

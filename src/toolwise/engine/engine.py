@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 MAX_STEPS_WHILE_QUEUED = 8
 """Decode steps per scheduling round while other requests wait for a slot, so that finished ones make room soon."""
 MAX_EVICTING_STEPS = 32
+MANY_ARRIVALS = 8
 FIXED_ROWS = 64
 """Rows of each forward pass when results must be bitwise reproducible."""
 
@@ -310,11 +311,12 @@ class Engine(GenerationEngine):
             return self._working
 
     def _wait_for_arrivals(self) -> None:
-        """Wait while requests keep arriving, so that they share the first step: a step costs more than this."""
+        """Wait while requests keep arriving, so that they share the first step: a step costs more than this. Where
+        several have come, more will: the rollouts of a batch begin one after the other."""
         count = 0
         while count < len(self._pending_actions) < self.scheduler.max_requests:
             count = len(self._pending_actions)
-            time.sleep(self.batch_wait_s)
+            time.sleep(self.batch_wait_s * (1 if count < MANY_ARRIVALS else 5))
 
     # --- hand-over between threads
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from toolwise.errors import PolicyError, ToolwiseError
 from toolwise.types import CreditedRollout, ScoredRollout, StepData
+from toolwise.types.tokens import SampledTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def require_tokens(rollouts: Sequence[ScoredRollout]) -> None:
     for scored in rollouts:
         for step in scored.steps if scored.trainable else ():
             if step.policy_logprobs is not None:
-                _tokens_of(step, scored.rollout.rollout_id)
+                _require_ids(step, scored.rollout.rollout_id)
 
 
 def _rows_of(rollout: CreditedRollout) -> Iterator[Row]:
@@ -70,10 +71,15 @@ def _rows_of(rollout: CreditedRollout) -> Iterator[Row]:
 
 def _tokens_of(step: StepData, rollout_id: str) -> tuple[list[int], list[int], list[float]]:
     """The step's prompt ids, sampled ids and log-probs; raises if the policy returned none."""
+    tokens = _require_ids(step, rollout_id)
+    return list(tokens.prompt_ids), list(tokens.token_ids), list(tokens.logprobs)
+
+
+def _require_ids(step: StepData, rollout_id: str) -> SampledTokens:
     tokens = step.tokens
     if not tokens.has_ids:
         raise PolicyError(
             f"rollout {rollout_id}, step {step.system_step_index}: the policy returned no token ids and log-probs, and "
             "training needs them: use the local policy, or a server that returns them"
         )
-    return list(tokens.prompt_ids), list(tokens.token_ids), list(tokens.logprobs)
+    return tokens

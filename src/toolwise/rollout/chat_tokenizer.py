@@ -13,6 +13,8 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+import numpy as np
+
 from toolwise.errors import ModelError, TemplateLimitError
 from toolwise.messages import Message
 from toolwise.rollout.call_format import CallFormat, ParserSpec, find_format
@@ -203,7 +205,8 @@ class ChatTokenizer:
             ids.pop()
             while ids and ids[-1] in self._closer_ids:
                 ids.pop()
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        # As an array: of a list, transformers checks the type of every element.
+        text: str = self.tokenizer.decode(np.array(ids, dtype=np.int64), skip_special_tokens=False)
         return text
 
     def tail(self, text: str) -> str:

@@ -17,6 +17,8 @@ log = logging.getLogger("toolwise.training")
 
 MARGIN = 1.08
 """The update is given this much more than is estimated or measured: blocks of memory do not fit without gaps."""
+GAPS = 0.004
+"""And this share of the memory in any case: gaps are as large as single tensors, however small the update is."""
 SPARE_BLOCKS = 1.1
 """A smaller cache must hold this many times the most that rollouts have used."""
 MIN_SHARE = 0.25
@@ -113,7 +115,7 @@ class CacheMemory:
         return freed
 
     def _fitting(self, update_bytes: int) -> int:
-        room = self.memory.usable() - int(MARGIN * update_bytes)
+        room = int((1.0 - GAPS) * self.memory.usable()) - int(MARGIN * update_bytes)
         return max(0, room // self.engine.runner.block_bytes)
 
 

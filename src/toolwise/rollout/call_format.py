@@ -15,10 +15,12 @@ from toolwise.rollout.parsers import PARSERS, RENDERERS, ParsedReply, open_strea
 from toolwise.rollout.parsers.stream import CallStream
 from toolwise.rollout.parsers.xml_calls import Tools
 from toolwise.untrusted.bounds import MAX_CALLS
-from toolwise.untrusted.user_code import call_user_code, describe
+from toolwise.untrusted.user_code import call_part_within, call_user_code, describe_at
 
 EXAMPLE_CALL = ToolCall(id="call_0", name="function-name", arguments={"argument-name": "value"})
 """Describes a format to a model."""
+PARSE_LIMIT_S = 5.0
+"""Time limit of a user's parser for one reply: every episode waits for it."""
 _TRIAL_CALL = ToolCall(id="call_0", name="look_up", arguments={"word": "nile"})
 
 
@@ -65,7 +67,7 @@ def _user_format(source: Any) -> CallFormat:
         try:
             parser = call_user_code(parser)
         except Exception as fault:
-            raise ConfigError(f"{where} could not be created without arguments: {describe(fault)}") from fault
+            raise ConfigError(f"{where} could not be created without arguments: {describe_at(fault)}") from fault
     if not isinstance(parser, ToolCallParser) and callable(parser):
         return CallFormat(name, partial(_parse, where, parser))
     if not isinstance(parser, ToolCallParser):
@@ -105,6 +107,6 @@ def _render(where: str, render: Callable[..., Any], content: str, calls: Sequenc
 
 def _call(where: str, function: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        return call_user_code(function, *arguments)
+        return call_part_within(PARSE_LIMIT_S, function, *arguments)
     except Exception as fault:
-        raise PolicyError(f"{where} failed: {describe(fault)}") from fault
+        raise PolicyError(f"{where} failed: {describe_at(fault)}") from fault

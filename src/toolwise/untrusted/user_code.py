@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from toolwise.untrusted.bounds import truncate_text
+from toolwise.untrusted.time_limit import TimeLimitError, TimeLimitExceeded, call_within
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,10 +64,16 @@ def as_exception(fault: BaseException) -> Exception:
         return fault
     if is_interrupt(fault):
         raise fault
+    return _replacement(fault).with_traceback(fault.__traceback__)  # which has the line of the user's file
+
+
+def _replacement(fault: BaseException) -> Exception:
     if isinstance(fault, asyncio.CancelledError):
         return UserCodeError("it cancelled itself")
     if isinstance(fault, SystemExit):
         return UserCodeError(f"it called sys.exit({safe_text(fault.code, repr)})")
+    if isinstance(fault, TimeLimitExceeded):
+        return TimeLimitError(safe_text(fault))
     return UserCodeError(f"it raised {describe(fault)}")
 
 
@@ -78,6 +85,11 @@ def call_user_code(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
         raise
     except BaseException as fault:
         raise as_exception(fault) from None
+
+
+def call_part_within(limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`call_part` with a time limit: raises a `TimeLimitError` after it."""
+    return call_part(call_within, limit_s, function, *args, **kwargs)
 
 
 def call_part(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

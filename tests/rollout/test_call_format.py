@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from toolwise import ToolCall, ToolCallParser
 from toolwise.errors import ConfigError, PolicyError
+from toolwise.rollout import call_format
 from toolwise.rollout.call_format import find_format
 from toolwise.rollout.parsers import PARSERS, RENDERERS
 
@@ -88,7 +90,7 @@ def exits(text: str) -> Any:
 @pytest.mark.parametrize(
     ("parse", "message"),
     [
-        (exits, r"exits failed: RuntimeError: it called sys.exit\(1\)"),
+        (exits, rf"exits failed: RuntimeError: it called sys.exit\(1\) \({__file__}:\d+\)$"),
         (lambda text: text, "returned 'three words here': return the text and a list"),
         (lambda text: (None, []), "return the text and a list"),
         (lambda text: (text, [{"name": "look"}]), "a list of toolwise.ToolCall"),
@@ -99,6 +101,16 @@ def test_errors_are_faults_of_the_policy(parse: Callable[[str], Any], message: s
     with pytest.raises(PolicyError, match=message) as caught:
         find_format(parse).parse("three words here")
     assert "\n" not in str(caught.value)
+
+
+def test_a_parser_that_does_not_return_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(text: str) -> tuple[str, list[ToolCall]]:
+        re.match("(a*)*b", "a" * 60)
+        return text, []
+
+    monkeypatch.setattr(call_format, "PARSE_LIMIT_S", 0.02)
+    with pytest.raises(PolicyError, match=rf"failed: TimeLimitError: took longer than 0.02 s \({__file__}:\d+\)"):
+        find_format(parse).parse("words")
 
 
 def test_a_renderer_that_fails_later_is_a_fault_too() -> None:

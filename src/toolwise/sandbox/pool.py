@@ -23,7 +23,7 @@ from toolwise.sandbox.targets import Target, readable_folders, within
 from toolwise.sandbox.worker import Worker
 
 MAX_IDLE_FUNCTIONS = 4
-"""Workers stay idle for this many functions, the latest ones: a reward may have several parts, each run at every step."""
+"""Workers stay idle for this many functions, the latest: a reward may have several parts, each run at every step."""
 MAX_PENDING_PRINTS = 8
 """Printed texts that are kept until `on_print` is set."""
 log = logging.getLogger("toolwise.sandbox")

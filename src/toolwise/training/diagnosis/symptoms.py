@@ -14,7 +14,7 @@ from toolwise.advantages.assign import learns_from_equal
 from toolwise.advantages.step_rewards import totals_before_costs
 from toolwise.config.schema import RunConfig
 from toolwise.protocols import AdvantageEstimator
-from toolwise.training.metrics import PARSER_FAULT
+from toolwise.training.metrics import PARSER_FAULT, tool_faults
 from toolwise.types import ScoredRollout, StopReason
 from toolwise.types.findings import Finding
 
@@ -32,7 +32,8 @@ ALL, ALL_TOOL_USERS = "All rollouts", "All rollouts that called a tool"
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """`evidence` checks one step and returns None if it is healthy; `explain` describes the common evidence."""
+    """`evidence` checks one step and returns None if it is healthy, "" if it shows nothing; `explain` describes the
+    common evidence."""
 
     kind: str
     evidence: Callable[[Sequence[ScoredRollout], RunConfig, AdvantageEstimator], str | None]
@@ -132,9 +133,39 @@ def _explain_faults(evidence: str, rollouts: int, config: RunConfig) -> tuple[st
     )
 
 
+def _failing_tools(scored: Sequence[ScoredRollout], *_: object) -> str | None:
+    """The tools of which nearly all calls raised or timed out, and how, a line for each; "" if none was called."""
+    faults = {tool: entry for tool, entry in tool_faults(scored).items() if entry[0]}
+    lines = [
+        f"{tool}: {kinds.most_common(1)[0][0]}"
+        for tool, (calls, kinds) in sorted(faults.items())
+        if kinds.total() >= NEARLY_ALL * calls
+    ]
+    return "\n".join(lines) if lines or not faults else None
+
+
+def _combine_failing_tools(before: str, now: str) -> str | None:
+    """The tools that failed in both; a step without calls says nothing."""
+    if not before or not now:
+        return before or now
+    earlier = {line.partition(":")[0] for line in before.splitlines()}
+    return "\n".join(line for line in now.splitlines() if line.partition(":")[0] in earlier) or None
+
+
+def _explain_failing_tools(evidence: str, _: int, config: RunConfig) -> tuple[str, str]:
+    slow = f"make it faster or raise its timeout (multi_turn.tool_timeout_s = {config.multi_turn.tool_timeout_s:g})"
+    return (
+        f"Nearly all calls of the first {FIRST_STEPS} steps failed, whatever the model asked: "
+        f"{', '.join(evidence.splitlines())}",
+        "Read what the tool answered in rollouts/step-000001.jsonl and test it with `toolwise check tool`; "
+        f"{slow if 'timeout' in evidence else 'then fix it, or leave it out'}",
+    )
+
+
 SYMPTOMS = (
     Symptom("constant_reward", _equal_rewards, _explain_equal_rewards),
     Symptom("replies_cut", _cut, _explain_cut),
+    Symptom("tool_failed", _failing_tools, _explain_failing_tools, _combine_failing_tools),
     Symptom("episodes_failed", _faults, _explain_faults, _combine_faults, ("constant_reward",)),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,10 @@ def test_what_is_no_parser_is_refused(source: Any, message: str) -> None:
         find_format(source)
 
 
+def nested(depth: int) -> dict[str, Any]:
+    return reduce(lambda inner, _: {"x": inner}, range(depth), {})
+
+
 def exits(text: str) -> Any:
     raise SystemExit(1)
 
@@ -94,6 +99,12 @@ def exits(text: str) -> Any:
         (lambda text: text, "returned 'three words here': return the text and a list"),
         (lambda text: (None, []), "return the text and a list"),
         (lambda text: (text, [{"name": "look"}]), "a list of toolwise.ToolCall"),
+        (
+            lambda text: (text, [ToolCall(name="look", arguments={"x": object()})]),
+            "of 'look' whose arguments cannot be",
+        ),
+        (lambda text: (text, [ToolCall(name="look", arguments=nested(1000))]), "cannot be written as JSON"),
+        (lambda text: (text * 1_000_000, []), "returned 16,000,000 characters for a reply of 16"),
         (lambda text: (" ", []), "lost a reply: it returned neither text nor calls for 'three words here'"),
     ],
 )

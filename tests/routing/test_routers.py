@@ -107,6 +107,9 @@ class Edits(Mine):
         (lambda d: [replace(x, route="to the moon\n") for x in d], r"returned the route 'to the moon\\n'"),
         (lambda d: [replace(x, route=3) for x in d], "returned the route 3: use a short name"),
         (lambda d: [replace(x, tools=("lok",)) for x in d], "offers the unknown tool 'lok'; there are look"),
+        (lambda d: [replace(x, task=None) for x in d], "with task = None: use a value of type Task"),
+        (lambda d: [replace(x, group_id=7) for x in d], "with group_id = 7: use a value of type str"),
+        (lambda d: [replace(x, seed="a") for x in d], "with seed = 'a': use a value of type int"),
         (lambda d: [replace(x, prompt="?") for x in d], "a prompt that is not a list of toolwise.Message"),
     ],
 )

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+import toolwise
+from toolwise.advantages import Grpo
+
 Cli = Callable[..., Any]
 MakeConfig = Callable[..., Path]
 
@@ -171,3 +174,39 @@ def test_the_arguments_of_a_user_s_parts_may_change_on_the_way(
     assert {line["key"]: (line["step"], json.dumps(line["new"])) for line in recorded} == {
         key: (1, value) for key, value in changed.items()
     }
+
+
+class Unreadable(toolwise.AdvantageEstimator):
+    """Fails where nobody expects it, in the second step."""
+
+    steps = 0
+    rewards = toolwise.RewardSettings()
+
+    @property
+    def uses_step_rewards(self) -> bool:
+        return False
+
+    def __call__(self, rollouts: Any) -> toolwise.CreditedBatch:
+        type(self).steps += 1
+        return Grpo()(rollouts)
+
+    @property
+    def min_group_size(self) -> int:
+        if self.steps == 2:
+            raise LookupError("lost")
+        return 2
+
+
+def test_any_other_error_ends_it_with_a_checkpoint_and_a_summary_too(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Unreadable, "steps", 0)
+    run = tmp_path / "run"
+    with pytest.raises(LookupError, match="lost"):
+        toolwise.train(
+            make_config(tmp_path, {"trainer": {"total_steps": 4, "save_every": 9}}), out=run, estimator=Unreadable()
+        )
+    summary = json.loads((run / "summary.json").read_bytes())
+    assert (summary["steps"], summary["interrupted"]) == (2, False)
+    assert summary["stopped"].startswith(f"LookupError: lost ({__file__}:")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir())[-1] == "step-000002"

@@ -12,9 +12,10 @@ from toolwise.errors import ConfigError, PolicyError
 from toolwise.messages import ToolCall
 from toolwise.protocols import ToolCallParser
 from toolwise.rollout.parsers import PARSERS, RENDERERS, ParsedReply, open_stream, parse_for_tools
+from toolwise.rollout.parsers.json_calls import is_storable
 from toolwise.rollout.parsers.stream import CallStream
 from toolwise.rollout.parsers.xml_calls import Tools
-from toolwise.untrusted.bounds import MAX_CALLS
+from toolwise.untrusted.bounds import MAX_CALLS, MAX_OBSERVATION_CHARS
 from toolwise.untrusted.user_code import call_part_within, call_user_code, describe_at
 
 EXAMPLE_CALL = ToolCall(id="call_0", name="function-name", arguments={"argument-name": "value"})
@@ -93,6 +94,11 @@ def _parse(where: str, parse: Callable[[str], Any], text: str) -> ParsedReply:
         raise PolicyError(f"{where} returned {reply!r:.80}: return the text and a list of toolwise.ToolCall")
     if len(calls) > MAX_CALLS:
         raise PolicyError(f"{where} returned {len(calls):,} calls for one reply: return at most {MAX_CALLS:,}")
+    if len(content) > MAX_OBSERVATION_CHARS:
+        raise PolicyError(f"{where} returned {len(content):,} characters for a reply of {len(text):,}")
+    for call in calls:
+        if not isinstance(call.arguments, str) and not is_storable(call.arguments):
+            raise PolicyError(f"{where} returned a call of {call.name!r:.80} whose arguments cannot be written as JSON")
     if text.strip() and not content.strip() and not calls:
         raise PolicyError(f"{where} lost a reply: it returned neither text nor calls for {text!r:.80}")
     return content, calls

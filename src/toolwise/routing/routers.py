@@ -141,6 +141,10 @@ class UserRouter(Router):
 def _find_problem(decisions: Any, tasks: Sequence[Task], n: int, tools: Collection[str] | None) -> str | None:
     if not isinstance(decisions, list) or not all(isinstance(d, RouteDecision) for d in decisions):
         return f"returned {decisions!r:.80}: return a list of toolwise.RouteDecision"
+    for d in decisions:
+        for name, kind in (("task", Task), ("group_id", str), ("prompt_id", str), ("seed", int)):
+            if not isinstance(value := getattr(d, name), kind):
+                return f"returned a decision with {name} = {value!r:.80}: use a value of type {kind.__name__}"
     prompts = {d.prompt_id or d.group_id: d.task.task_id for d in decisions}
     if Counter(prompts.values()) != Counter(task.task_id for task in tasks):
         return (

@@ -36,6 +36,7 @@ from toolwise.training.trackers.jsonl import JsonlTracker
 from toolwise.training.trackers.observers import ContainedObserver, Observers
 from toolwise.types import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
 from toolwise.untrusted.bounds import truncate_text
+from toolwise.untrusted.user_code import describe, describe_at
 
 log = logging.getLogger("toolwise.training.trainer")
 
@@ -60,7 +61,7 @@ class Training:
         """Set when a callback stops the run."""
         self._validation_metrics: dict[str, float] = {}
         self._step_metrics: Mapping[str, float] = {}
-        self._error: ToolwiseError | None = None
+        self._error: Exception | None = None
         """Set when more fails than `faults` allows, or a part of the run fails; stops the run."""
         self._before_step: tuple[int, int, dict[str, Any]] | None = None
         """During a training step: the number of steps, the version of the weights and the other state before it."""
@@ -86,11 +87,15 @@ class Training:
     async def run_training(self) -> RunResult:
         try:
             await self._train()
-            summary = self._summarize()
-            if self._error is not None:
+            if self._error is None:
+                return RunResult(self.out, self._summarize())
+            try:
+                self._summarize()
+            except Exception as fault:
+                log.warning("no summary of the run: %s", describe(fault))
+            if isinstance(self._error, ToolwiseError):
                 self._error.args = (f"{self._error}; {self._cure()}",)
-                raise self._error
-            return RunResult(self.out, summary)
+            raise self._error
         except Exception:
             self._finish_saves()
             raise
@@ -119,7 +124,7 @@ class Training:
                     await self._train_steps()
                 except CheckpointError:
                     raise
-                except ToolwiseError as fault:
+                except Exception as fault:
                     self._error = fault
                     self._save_after_error()
         finally:
@@ -184,8 +189,8 @@ class Training:
         try:
             self._save(state)
             self._take_saved(wait=True)
-        except ToolwiseError as fault:
-            log.warning("no checkpoint of step %d: %s", progress.step, fault)
+        except Exception as fault:
+            log.warning("no checkpoint of step %d: %s", progress.step, describe(fault))
 
     def _finish_saves(self) -> None:
         """Wait for a checkpoint that is being written, after an error that matters more than one of the disk."""
@@ -322,7 +327,7 @@ class Training:
                 log.warning("the actor was never updated: see the diagnosis in %s", self.out)
         findings, stopped = diagnosis.findings, None if self._signal.received else self._stop_reason
         if self._error is not None:
-            stopped = str(self._error)
+            stopped = str(self._error) if isinstance(self._error, ToolwiseError) else describe_at(self._error)
             if not isinstance(self._error, FaultRateError):
                 step = run.progress.step
                 findings = [*findings, Finding("stopped", "warning", stopped, cure=self._cure(), step=step)]

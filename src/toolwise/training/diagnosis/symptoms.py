@@ -27,6 +27,7 @@ _PREFER = (
     "use a reward that distinguishes better replies from worse, more rollouts per task (rollout.n), a higher "
     "rollout.temperature, or tasks that the model sometimes solves"
 )
+_FIX_PARSER = "Fix the parser given as rollout.tool_parser, or set a built-in one, such as hermes"
 ALL, ALL_TOOL_USERS = "All rollouts", "All rollouts that called a tool"
 
 
@@ -126,8 +127,7 @@ def _explain_faults(evidence: str, rollouts: int, config: RunConfig) -> tuple[st
     return (
         f"{who} of the first {FIRST_STEPS} steps ({rollouts} in all) ended with a fault of the model, the environment "
         f"or a tool, or at their deadline (rollout.deadline_s = {config.rollout.deadline_s:g}), most often: {fault}",
-        "Fix the parser given as rollout.tool_parser, or set a built-in one, such as hermes; the fault is in "
-        "rollouts/step-000001.jsonl"
+        f"{_FIX_PARSER}; the fault is in rollouts/step-000001.jsonl"
         if PARSER_FAULT in fault
         else "See `stop_reason` and `fault` in rollouts/step-000001.jsonl: fix the cause, or raise the deadline",
     )
@@ -242,4 +242,5 @@ def _nothing_usable(config: RunConfig, scored: Sequence[ScoredRollout]) -> tuple
         )
     if reason.trainable:
         return "no rollout could be trained on", "Read some in rollouts/: `fault` and `error` say what is wrong"
-    return f"the rollouts ended with {reason.value}{detail}", "Fix the tool, environment or server"
+    cure = _FIX_PARSER if PARSER_FAULT in detail else "Fix the tool, environment or server"
+    return f"the rollouts ended with {reason.value}{detail}", cure

@@ -89,7 +89,7 @@ def call_user_code(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
 
 def call_part_within(limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """`call_part` with a time limit: raises a `TimeLimitError` after it."""
-    return call_part(call_within, limit_s, function, *args, **kwargs)
+    return call_part(lambda: call_within(limit_s, function, *args, **kwargs))
 
 
 def call_part(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

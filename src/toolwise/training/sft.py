@@ -24,9 +24,9 @@ from toolwise.protocols import Callback, Metrics
 from toolwise.training import checkpoint
 from toolwise.training.changes import read_changes, resume_command, saved_settings
 from toolwise.training.diagnosis import Finding, finding_to_json
-from toolwise.training.run_folder import RunResult
+from toolwise.training.run_folder import RunResult, open_folder
 from toolwise.training.sft_findings import MAX_NOT_FINITE, end_findings, not_finite
-from toolwise.training.sft_folder import disk_error, list_names, open_output, write_model
+from toolwise.training.sft_folder import disk_error, list_names, write_model
 from toolwise.training.sft_run import SftRun
 from toolwise.training.stop_signal import StopSignal
 from toolwise.training.trackers.jsonl import read_metrics
@@ -64,7 +64,7 @@ class SftTraining:
         self._lock = checkpoint.FolderLock(out)
         config = run.config
         try:
-            self._saved_step = open_output(run, recorded, out, self._lock, resume=resume, files=files or {})
+            self._saved_step = open_folder(out, recorded, self._lock, run.restore, resume=resume, files=files)
             self.reporter = Reporter(
                 out, config.trainer, observers, name=config.name, total_steps=config.steps, last=callbacks
             )

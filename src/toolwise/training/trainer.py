@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from toolwise.training.metrics import summarize_validation, validation_metrics
 from toolwise.training.records import RolloutFiles
 from toolwise.training.run import Run
 from toolwise.training.run_checkpoints import RunCheckpoints
-from toolwise.training.run_folder import RunResult, open_folder
+from toolwise.training.run_folder import RunResult, open_folder, restore_run
 from toolwise.training.stop_signal import StopSignal
 from toolwise.training.trackers.observers import Observers
 from toolwise.training.trackers.reporter import Reporter
@@ -60,7 +61,8 @@ class Training:
         """During a training step: the number of steps, the version of the weights and the other state before it."""
         self._lock = checkpoint.FolderLock(out)
         try:
-            self._saved_step = open_folder(run, out, self._lock, resume=resume)
+            restore = partial(restore_run, run, out)
+            self._saved_step = open_folder(out, run.config, self._lock, restore, resume=resume)
         except BaseException:
             self._lock.release()
             raise

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 _name_of: Callable[[type], str] = type.__dict__["__name__"].__get__  # cannot be overridden by a metaclass
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 MAX_CHARS = 2000
 """Length limit of the description of an exception."""
 _TORCH_STATE = {
@@ -144,7 +145,7 @@ def describe(fault: BaseException) -> str:
 def user_location(fault: BaseException) -> str:
     """The line of the user's own file that led to `fault`, such as ` (metrics.py:12)`; empty if there is none."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(fault.__traceback__)]
-    outside = [(file, line) for file, line in frames if not file.startswith(_PACKAGE)]
+    outside = [(file, line) for file, line in frames if not file.startswith(_PACKAGE) and _TORCH not in file]
     lines = [line for file, line in outside if file == outside[0][0]]
     return f" ({outside[0][0]}:{lines[-1]})" if outside else ""
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from toolwise.config.components import create
 from toolwise.config.imports import load_reference
+from toolwise.config.router import RouterConfig
 from toolwise.errors import ConfigError, RouterError
 from toolwise.messages import Message
 from toolwise.protocols import Metrics, Router
@@ -23,6 +24,7 @@ from toolwise.types import RouteDecision, ScoredRollout, Task
 from toolwise.untrusted.time_limit import TimeLimitError
 from toolwise.untrusted.user_code import call_part_within, describe_at, user_location
 
+DEFAULT_LIMIT_S = RouterConfig().timeout_s
 RouterSpec = str | Router | Callable[..., Router]
 T = TypeVar("T")
 
@@ -59,7 +61,7 @@ def build_user_router(
     *,
     provided: Mapping[str, Any],
     tools: Collection[str] | None,
-    limit_s: float = 600.0,
+    limit_s: float = DEFAULT_LIMIT_S,
 ) -> Router:
     """`source` is a reference, a class, a function that returns a router, or a router.
 

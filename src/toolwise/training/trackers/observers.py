@@ -31,6 +31,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 }
 
 
+DEFAULT_LIMIT_S = ObserverSettings().observer_timeout_s
 MAX_FAILURES = 3
 """A tracker or callback is dropped when one of its methods has failed this many times in a row."""
 Event = TypeVar("Event", StepEvent, ValidationEvent, CheckpointEvent, EndEvent)
@@ -39,7 +40,7 @@ Event = TypeVar("Event", StepEvent, ValidationEvent, CheckpointEvent, EndEvent)
 class ContainedObserver(Tracker, Callback):
     """A user's tracker or callback: counts its failures, logs the first, and drops it if they continue."""
 
-    def __init__(self, observer: Any, name: str, limit_s: float = 300.0) -> None:
+    def __init__(self, observer: Any, name: str, limit_s: float = DEFAULT_LIMIT_S) -> None:
         """`name`: such as `tracker metrics.py:Csv`; `limit_s`: time limit of each call."""
         self.name, self.limit_s = name, limit_s
         self.errors = 0
@@ -113,7 +114,7 @@ class Observers:
 
     trackers: list[ContainedObserver] = field(default_factory=list)
     callbacks: list[ContainedObserver] = field(default_factory=list)
-    limit_s: float = 300.0
+    limit_s: float = DEFAULT_LIMIT_S
     """Time limit of each of their calls."""
     _reported: dict[str, int] = field(default_factory=dict)
 

@@ -105,7 +105,8 @@ class ContainedObserver(Tracker, Callback):
 
     def _drop(self, why: str) -> None:
         self.dropped = True
-        log.warning("%s", why)
+        if not self._closed:
+            log.warning("%s", why)
 
 
 @dataclass(slots=True)

@@ -354,6 +354,17 @@ def test_only_a_stop_with_a_reason_stops() -> None:
     assert callback.errors == 2
 
 
+class Hidden(toolwise.Callback):
+    def on_step(self, event: toolwise.StepEvent) -> Any:
+        return asyncio.sleep(0)
+
+
+def test_a_method_that_returns_a_coroutine_is_counted() -> None:
+    callback = ContainedObserver(Hidden(), "callback c")
+    assert callback.on_step(STEP) is None
+    assert callback.first_error == "on_step: TypeError: on_step is a coroutine; use a plain def"
+
+
 class CtrlC(toolwise.Callback):
     def on_step(self, event: toolwise.StepEvent) -> None:
         signal.raise_signal(signal.SIGINT)

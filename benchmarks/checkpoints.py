@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory import SHAPES, build_model, build_rollouts
+from memory import MODELS, build_model, build_rollouts
 
 from toolwise.config.schema import RunConfig
 from toolwise.engine import Engine
@@ -38,7 +38,7 @@ class Run:
         self.model = build_model(options.shape, options.device)
         self.actor = Actor(self.model, RunConfig.model_validate({"actor": actor}))
         self.engine = Engine(self.model, memory_mb=options.cache_mb)
-        self.rollouts = build_rollouts(options, SHAPES[options.shape]["vocab_size"])
+        self.rollouts = build_rollouts(options, MODELS[options.shape]["vocab_size"])
         self.saver = BackgroundSaver(background=background)
         self.saved_bytes = 0
         self.write_s: list[float] = []
@@ -55,7 +55,7 @@ class Run:
         return time.perf_counter() - start
 
     async def generate(self) -> None:
-        rng, vocabulary = random.Random(self.actor.version), SHAPES[self.options.shape]["vocab_size"]
+        rng, vocabulary = random.Random(self.actor.version), MODELS[self.options.shape]["vocab_size"]
         sampling = Sampling(max_new_tokens=self.options.reply_tokens)
         prompts = [
             [rng.randrange(vocabulary) for _ in range(self.options.prompt_tokens)] for _ in range(self.options.prompts)
@@ -110,7 +110,7 @@ def measure(options: argparse.Namespace, *, background: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
+    parser.add_argument("--shape", choices=list(MODELS), default="tiny")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--micro-batch-tokens", type=int, default=16_384)
     parser.add_argument("--cache-mb", type=int, default=None)

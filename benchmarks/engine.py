@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 import torch
+from shapes import GROUPED_1_6B, SHAPES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolwise.engine import Engine, cuda_graphs
@@ -27,31 +28,14 @@ from toolwise.engine.cuda_runner import CudaRunner
 from toolwise.protocols import Sampling
 from toolwise.rollout.scheduler import relaxed_gc
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "135m": {
-        "hidden_size": 576,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "intermediate_size": 1536,
-        "tie_word_embeddings": True,
-    },
-    "1.6b": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 8192,
-        "tie_word_embeddings": True,
-    },
-}
+MODELS = {"135m": SHAPES["135m"], "1.6b": GROUPED_1_6B}
 REQUESTS, PROMPT, NEW = 256, 512, 128
 GROUPS, SIZE, SHARED = 32, 8, 1024
 
 
 def make(shape: str) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(**SHAPES[shape], vocab_size=49152, head_dim=64, max_position_embeddings=8192)
+    config = LlamaConfig(**MODELS[shape], head_dim=64, max_position_embeddings=8192)
     with torch.device("cuda"):
         return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 

@@ -18,21 +18,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from shapes import GROUPED_1_6B, SHAPES
 from torch.nn import functional as F
 
 from toolwise.kernels import kernel, torch_reference
 from toolwise.kernels.fused_decoder import FusedDecoder, PagedCache, PrefixGroups
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "135m": {
-        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "intermediate_size": 1536, "vocab_size": 49152, "head_dim": 64, "tie_word_embeddings": True,
-    },
-    "1.6b": {
-        "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "intermediate_size": 8192, "vocab_size": 49152, "head_dim": 64, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
+MODELS = {"135m": SHAPES["135m"] | {"head_dim": 64}, "1.6b": GROUPED_1_6B | {"head_dim": 64}}
 BANDWIDTH = 4.3e12
 BLOCK = 16
 DEVICE = "cuda"
@@ -419,7 +411,7 @@ def time_step(shape: dict[str, Any], batch: int) -> None:
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=[*SHAPES, "both"], default="both", help="model shape")
+    parser.add_argument("--shape", choices=[*MODELS, "both"], default="both", help="model shape")
     parser.add_argument("--batch", type=int, default=256, help="requests per decode step")
     parser.add_argument("--tune", action="store_true", help="try other tile sizes")
     parser.add_argument("--skip-checks", action="store_true", help="skip the comparison with plain torch")
@@ -434,16 +426,16 @@ def main() -> None:
             for test in (check_attention, check_shared, check_rest):
                 with part(f"{test.__name__} {dtype}"):
                     test(dtype, bound)
-    for name in SHAPES if args.shape == "both" else [args.shape]:
+    for name in MODELS if args.shape == "both" else [args.shape]:
         say(f"{name}, {args.batch} requests of 512..640 keys, bf16")
         with part(f"attention {name}"):
-            time_attention(SHAPES[name], args.batch, args.tune)
+            time_attention(MODELS[name], args.batch, args.tune)
         torch.cuda.empty_cache()
         with part(f"the rest {name}"):
-            time_rest(SHAPES[name], args.batch)
+            time_rest(MODELS[name], args.batch)
         torch.cuda.empty_cache()
         with part(f"whole step {name}"):
-            time_step(SHAPES[name], args.batch)
+            time_step(MODELS[name], args.batch)
         torch.cuda.empty_cache()
     say(f"{len(WRONG)} checks out of bounds: {', '.join(WRONG)}" if WRONG else "every check within its bound")
 

@@ -33,28 +33,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from shapes import GROUPED_1_6B, SHAPES
+
 WORK = {
     "cpu": {"prompt_count": 8, "group": 4, "new_tokens": 64, "prompt_tokens": 140},
     "cuda": {"prompt_count": 32, "group": 8, "new_tokens": 384, "prompt_tokens": 850},
 }
 LEARNING_RATE, CLIP, MAX_GRAD_NORM = 1e-6, 0.2, 1.0
+
 HERE = Path(__file__).parent
 BENCH_ENV = HERE.parent / ".venv-bench"
 SMALL = HERE.parent / "src" / "toolwise" / "models" / "small"
-SHAPES: dict[str, dict[str, int]] = {
-    "0.9m": {
-        "hidden_size": 128, "intermediate_size": 288, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 2048,
-    },
-    "135m": {
-        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-        "num_key_value_heads": 3, "vocab_size": 49152,
-    },
-    "1.6b": {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 49152,
-    },
-}  # fmt: skip
+MODELS = {"0.9m": SHAPES["0.9m"], "135m": SHAPES["135m"], "1.6b": GROUPED_1_6B}
 WORDS = ["the", "price", "of", "apples", "and", "pears", "in", "seven", "towns", "is", "listed", "below", "add", "them"]
 
 
@@ -101,7 +91,7 @@ def make_model(folder: Path, shape: str, device: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(SMALL, trust_remote_code=False)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     torch.manual_seed(0)
-    config = LlamaConfig(**SHAPES[shape], **ids, max_position_embeddings=4096, tie_word_embeddings=True)
+    config = LlamaConfig(**MODELS[shape], **ids, max_position_embeddings=4096)
     with torch.device(device):
         model = LlamaForCausalLM(config)
     model.to(torch.float32 if device == "cpu" else torch.bfloat16).save_pretrained(folder)
@@ -121,7 +111,7 @@ def make_prompts(folder: Path, count: int, tokens: int) -> list[str]:
             missing = tokens - len(tokenizer.encode(text, add_special_tokens=False))
             if missing <= 0:
                 return " ".join(words)
-            words += drawn.choices(WORDS, k=max(1, missing // 4))
+            words += drawn.choices(WORDS, k=max(1, missing // 2))
 
     return [one() for _ in range(count)]
 
@@ -283,7 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="model folder; a random Llama by default")
     parser.add_argument("--device", choices=list(WORK), default="cpu", help="where both sides run")
-    parser.add_argument("--shape", choices=list(SHAPES), help="shape of the random model")
+    parser.add_argument("--shape", choices=list(MODELS), help="shape of the random model")
     parser.add_argument("--lora", type=int, default=0, help="rank of LoRA adapters; 0: train all weights")
     parser.add_argument("--steps", type=int, default=3, help="timed steps per round")
     parser.add_argument("--warm-up", type=int, default=1, help="steps before them that do not count")

@@ -27,26 +27,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shapes import SHAPES
+
 HERE = Path(__file__).parent
 SMALL = HERE.parent / "src" / "toolwise" / "models" / "small"
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 288, "vocab_size": 2048,
-    },
-    "135m": {
-        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "intermediate_size": 1536, "vocab_size": 49152,
-    },
-    "1.6b": {
-        "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 32,
-        "intermediate_size": 8192, "vocab_size": 49152,
-    },
-    "8b": {
-        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
+MODELS = {"tiny": SHAPES["0.9m"]} | {name: SHAPES[name] for name in ("135m", "1.6b", "8b")}
 ROWS = {
     "weights": ("weights, with merged copies", "GB", None),
     "gradients": ("gradients", "GB", None),
@@ -73,7 +58,7 @@ def make_model(folder: Path, options: argparse.Namespace) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(SMALL, trust_remote_code=False)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    shape = {"tie_word_embeddings": True, "max_position_embeddings": 4096} | SHAPES[options.shape]
+    shape = {"tie_word_embeddings": True, "max_position_embeddings": 4096} | MODELS[options.shape]
     torch.manual_seed(0)
     with torch.device(options.device):
         model = LlamaForCausalLM(LlamaConfig(**shape, **ids)).to(getattr(torch, options.dtype))
@@ -223,7 +208,7 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="torch device")
     parser.add_argument("--dtype", help="torch dtype; bfloat16 on a GPU, float32 on a CPU by default")
-    parser.add_argument("--shape", choices=list(SHAPES), help="model shape; 1.6b on a GPU, tiny on a CPU by default")
+    parser.add_argument("--shape", choices=list(MODELS), help="model shape; 1.6b on a GPU, tiny on a CPU by default")
     parser.add_argument("--rank", type=int, default=16, help="rank of the adapters, in all linear layers")
     parser.add_argument("--prompts", type=int, default=32, help="prompts per step")
     parser.add_argument("--group", type=int, default=8, help="rollouts per prompt")

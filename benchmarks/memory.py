@@ -22,29 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from shapes import SHAPES
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True,
-    },
-    "135m": {
-        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
-    },
-    "1.6b": {
-        "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 32,
-        "intermediate_size": 8192, "vocab_size": 49152, "tie_word_embeddings": True,
-    },
-    "3b": {
-        "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 8,
-        "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True,
-    },
-    "8b": {
-        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
+MODELS = {"tiny": SHAPES["0.1m"]} | {name: SHAPES[name] for name in ("135m", "1.6b", "3b", "8b")}
 DEFAULT_CASES: list[dict[str, Any]] = [
     {"shape": "135m", "micro_batch_tokens": 32_768},
     {"shape": "1.6b", "micro_batch_tokens": 16_384},
@@ -66,7 +46,7 @@ def build_model(shape: str, device: str) -> Any:
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
-            LlamaConfig(**SHAPES[shape], max_position_embeddings=8192), dtype=torch.bfloat16
+            LlamaConfig(**MODELS[shape], max_position_embeddings=8192), dtype=torch.bfloat16
         )
     return model.eval()
 
@@ -136,7 +116,7 @@ def run_case(options: argparse.Namespace) -> dict[str, Any]:
         engine = Engine(model, memory_mb=options.cache_mb)
         engine.runner.allocate(engine.blocks.count)
         cache = engine.blocks.count * engine.runner.block_bytes
-    rollouts = build_rollouts(options, SHAPES[options.shape]["vocab_size"])
+    rollouts = build_rollouts(options, MODELS[options.shape]["vocab_size"])
     rows = sum(options.prompt_tokens + options.group * options.reply_tokens for _ in range(options.prompts))
     predicted = update_memory(model, actor.optimizer, config.actor, min(options.micro_batch_tokens, rows))
     for _ in range(2):
@@ -185,7 +165,7 @@ def print_table(lines: list[dict[str, Any]]) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--shape", choices=list(SHAPES))
+    parser.add_argument("--shape", choices=list(MODELS))
     parser.add_argument("--micro-batch-tokens", type=int, default=16_384)
     parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument("--optimizer-state", choices=["fp32", "bf16", "cpu"], default="fp32")

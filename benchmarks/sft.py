@@ -28,7 +28,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "src"), str(Path(__file__).resolve().parent)]
 
-from update import SHAPES, build_model, device_name, flops, forget_peak, matmul_peak, peak_mib  # noqa: E402
+from update import MODELS, build_model, device_name, flops, forget_peak, matmul_peak, peak_mib  # noqa: E402
 
 from toolwise.config.sft import SftConfig  # noqa: E402
 from toolwise.learner.conversations import Example  # noqa: E402
@@ -36,7 +36,7 @@ from toolwise.learner.supervised import sft_steps  # noqa: E402
 
 
 def load(name: str, device: str, dtype: torch.dtype) -> Any:
-    if name.lower() in (*SHAPES, "small"):
+    if name.lower() in (*MODELS, "small"):
         return build_model(name.lower(), device, dtype)
     from transformers import AutoModelForCausalLM
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from shapes import SHAPES
 
 import toolwise
 from toolwise.learner import forward
@@ -29,16 +30,7 @@ from toolwise.learner.forward import hidden_states, prefers_node_layout, token_l
 from toolwise.learner.fused_modules import fuse
 from toolwise.learner.packing import Packed, micro_batches
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "135m": {
-        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
-    },
-    "1.6b": {
-        "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 32,
-        "intermediate_size": 8192, "vocab_size": 49152, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
+MODELS = {name: SHAPES[name] for name in ("135m", "1.6b")}
 FORMS = {"stock": False, "flat": False, "shared": True}
 """Form -> whether prompts are shared. "stock" is flat with transformers' own norms and activations, also on a GPU."""
 
@@ -63,7 +55,7 @@ def build_model(shape: str, device: str, dtype: torch.dtype) -> Any:
         folder = Path(toolwise.__file__).parent / "models" / "small"
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).to(device).eval()
     torch.manual_seed(0)
-    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=8192)
+    config = LlamaConfig(**MODELS[shape], max_position_embeddings=8192)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
@@ -298,7 +290,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--device", default="cpu", help="torch device")
     parser.add_argument("--dtype", default="float32", help="torch dtype")
-    parser.add_argument("--shape", default="small", choices=["small", *SHAPES], help="model shape")
+    parser.add_argument("--shape", default="small", choices=["small", *MODELS], help="model shape")
     parser.add_argument("--groups", type=int, default=16, help="number of groups")
     parser.add_argument("--group-size", type=int, default=8, help="rollouts per group")
     parser.add_argument("--prompt", type=int, default=512, help="prompt tokens")

@@ -100,7 +100,8 @@ def train(
             return finished
     for note in inputs.notes:
         log.warning("%s", note)
-    sources, observers = load_observers(run_config.trainer, trackers, callbacks), Observers()
+    sources = load_observers(run_config.trainer, trackers, callbacks)
+    observers = Observers(limit_s=run_config.trainer.observer_timeout_s)
     with ExitStack() as undo:  # if the run cannot start
         undo.callback(inputs.discard)
         undo.callback(observers.close)

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from toolwise.advantages import Gigpo, Grpo, credit
-from toolwise.advantages.assign import credit_steps, credit_tokens, learns_from_equal, with_advantage
+from toolwise.advantages.assign import (
+    check_added_tokens,
+    credit_steps,
+    credit_tokens,
+    learns_from_equal,
+    with_advantage,
+)
 from toolwise.errors import ToolwiseError
 from toolwise.protocols import AdvantageEstimator
 from toolwise.types import AddedRollout, AnnotatedRollout, CreditedBatch, CreditedRollout, StepData
@@ -110,6 +116,15 @@ def test_whatever_goes_wrong_in_it_is_an_error_in_one_line(result: Any, told: st
         credit(Mine(result), [rollout(1.0, steps=[step()])])
     assert str(caught.value).startswith(f"algorithm.adv_estimator: {told}")
     assert "\n" not in str(caught.value)
+
+
+def test_added_tokens_are_the_model_s(step: Step, rollout: Make) -> None:
+    made = rollout(1.0, steps=[step(tokens=2)]).scored
+    added = [AddedRollout(made, ())]
+    largest = max(max(s.tokens.token_ids) for s in made.steps)
+    check_added_tokens(added, largest + 1)
+    with pytest.raises(ToolwiseError, match=f"`added` has the token id {largest}, but the model has only {largest}"):
+        check_added_tokens(added, largest)
 
 
 def test_an_error_in_what_it_learns_from_is_one_line_too() -> None:

@@ -29,6 +29,7 @@ def scored(
     fault: str | None = None,
     action_valid: bool = True,
     calls: dict[str, int] | None = None,
+    failed: dict[str, int] | None = None,
 ) -> ScoredRollout:
     """One rollout with a step for each of `rewards`."""
     tokens = {"prompt_ids": [1], "token_ids": [2], "logprobs": [-1.0], "finish_reason": finish}
@@ -40,7 +41,8 @@ def scored(
             resulting_messages_history=[],
             policy_logprobs=tokens,
             base_reward=reward,
-            step_info={"is_action_valid": action_valid} | ({"calls": calls} if calls else {}),
+            step_info={"is_action_valid": action_valid}
+            | ({"calls": calls, "failed_calls": failed or {}} if calls else {}),
         )
         for place, reward in enumerate(rewards)
     )

@@ -299,6 +299,14 @@ def test_a_loss_that_does_not_depend_on_the_log_probs_is_refused_at_the_first_up
     check.observe(torch.ones(2), torch.ones(2))  # once is enough
 
 
+def test_a_gradient_that_fails_names_the_line_of_the_file() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    losses = 2 * logprobs
+    losses.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(PolicyLossError, match=rf"its gradient failed: ZeroDivisionError: .* \({__file__}:\d+\)$"):
+        GradientCheck(Mine(None)).observe(losses, logprobs)  # type: ignore[arg-type]
+
+
 def test_a_subclass_of_the_built_in_loss_is_checked_too() -> None:
     class Summed(PpoClip):
         def __call__(self, *tensors: Tensor) -> Any:

@@ -46,6 +46,13 @@ def test_a_count_that_is_none_is_refused(count: Any) -> None:
         CallCounts().add({"calls": {"search": count}})
 
 
+@pytest.mark.parametrize("counted", [({"search": -1}, 1.0), ({"search": 1}, math.nan), ({"search": 1}, -1.0), None])
+def test_a_count_of_the_text_is_checked_too(counted: Any) -> None:
+    counts = CallCounts(lambda steps: counted)
+    assert (counts.recount([]) or "").startswith("count_usage: ")
+    assert (counts.calls, counts.cost) == ({}, 0.0)
+
+
 def test_names_are_bounded_in_length_and_number() -> None:
     """A model may call a tool by a different name in every turn, each of any length."""
     counts = CallCounts()

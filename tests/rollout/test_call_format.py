@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from toolwise import ToolCall, ToolCallParser
 from toolwise.errors import ConfigError, PolicyError
+from toolwise.rollout import call_format
 from toolwise.rollout.call_format import find_format
 from toolwise.rollout.parsers import PARSERS, RENDERERS
 
@@ -81,6 +84,10 @@ def test_what_is_no_parser_is_refused(source: Any, message: str) -> None:
         find_format(source)
 
 
+def nested(depth: int) -> dict[str, Any]:
+    return reduce(lambda inner, _: {"x": inner}, range(depth), {})
+
+
 def exits(text: str) -> Any:
     raise SystemExit(1)
 
@@ -88,10 +95,16 @@ def exits(text: str) -> Any:
 @pytest.mark.parametrize(
     ("parse", "message"),
     [
-        (exits, r"exits failed: RuntimeError: it called sys.exit\(1\)"),
+        (exits, rf"exits failed: RuntimeError: it called sys.exit\(1\) \({__file__}:\d+\)$"),
         (lambda text: text, "returned 'three words here': return the text and a list"),
         (lambda text: (None, []), "return the text and a list"),
         (lambda text: (text, [{"name": "look"}]), "a list of toolwise.ToolCall"),
+        (
+            lambda text: (text, [ToolCall(name="look", arguments={"x": object()})]),
+            "of 'look' whose arguments cannot be",
+        ),
+        (lambda text: (text, [ToolCall(name="look", arguments=nested(1000))]), "cannot be written as JSON"),
+        (lambda text: (text * 1_000_000, []), "returned 16,000,000 characters for a reply of 16"),
         (lambda text: (" ", []), "lost a reply: it returned neither text nor calls for 'three words here'"),
     ],
 )
@@ -99,6 +112,16 @@ def test_errors_are_faults_of_the_policy(parse: Callable[[str], Any], message: s
     with pytest.raises(PolicyError, match=message) as caught:
         find_format(parse).parse("three words here")
     assert "\n" not in str(caught.value)
+
+
+def test_a_parser_that_does_not_return_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(text: str) -> tuple[str, list[ToolCall]]:
+        re.match("(a*)*b", "a" * 60)
+        return text, []
+
+    monkeypatch.setattr(call_format, "PARSE_LIMIT_S", 0.02)
+    with pytest.raises(PolicyError, match=rf"failed: TimeLimitError: took longer than 0.02 s \({__file__}:\d+\)"):
+        find_format(parse).parse("words")
 
 
 def test_a_renderer_that_fails_later_is_a_fault_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -106,6 +107,9 @@ class Edits(Mine):
         (lambda d: [replace(x, route="to the moon\n") for x in d], r"returned the route 'to the moon\\n'"),
         (lambda d: [replace(x, route=3) for x in d], "returned the route 3: use a short name"),
         (lambda d: [replace(x, tools=("lok",)) for x in d], "offers the unknown tool 'lok'; there are look"),
+        (lambda d: [replace(x, task=None) for x in d], "with task = None: use a value of type Task"),
+        (lambda d: [replace(x, group_id=7) for x in d], "with group_id = 7: use a value of type str"),
+        (lambda d: [replace(x, seed="a") for x in d], "with seed = 'a': use a value of type int"),
         (lambda d: [replace(x, prompt="?") for x in d], "a prompt that is not a list of toolwise.Message"),
     ],
 )
@@ -125,6 +129,13 @@ def test_metrics_are_numbers(metrics: Any) -> None:
 def test_an_error_names_the_line_of_the_file() -> None:
     with pytest.raises(RouterError, match=rf"decide failed: ZeroDivisionError: division by zero \({__file__}:\d+\)"):
         build(Edits(lambda d: 1 / 0)).decide(TASKS, 4, 0)
+
+
+def test_a_call_that_does_not_return_is_ended() -> None:
+    router = build_user_router(Edits(lambda _: time.sleep(60)), {}, provided={}, tools=None, limit_s=0.02)
+    told = rf"^router Edits: learn took longer than router.timeout_s = 0.02 \({__file__}:\d+\)$"
+    with pytest.raises(RouterError, match=told):
+        router.learn([])
 
 
 @pytest.mark.parametrize("share", ["much", float("nan"), [0.1]])

@@ -167,3 +167,26 @@ def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def _idle_pids(sandbox: Sandbox) -> set[int]:
+    return {worker.process.pid for idle in sandbox._pool._idle.values() for worker in idle}
+
+
+def test_the_parts_of_a_reward_do_not_end_each_other_s_workers(standard: Sandbox, tmp_path: Path) -> None:
+    def score_with(names: str) -> set[int]:
+        for name in names:
+            standard.evaluate_batch(f"{tmp_path}/r.py:{name}", [MESSAGES] * 8, [""] * 8)
+        return _idle_pids(standard)
+
+    first = score_with("fgb")
+    assert score_with("fgbfgb") >= first  # none was ended; others may have been started beside them
+    assert all(len(idle) <= 2 for idle in standard._pool._idle.values())
+
+
+def test_workers_of_functions_that_are_no_longer_called_end(standard: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "many.py").write_text("\n".join(f"def f{n}(messages, truth): return 1.0" for n in range(6)))
+    for n in range(6):
+        standard.evaluate(f"{tmp_path}/many.py:f{n}", MESSAGES, "")
+    assert [reference[-2:] for reference in standard._pool._idle] == ["f2", "f3", "f4", "f5"]
+    assert len(_idle_pids(standard)) == 4

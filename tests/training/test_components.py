@@ -208,6 +208,12 @@ def fails() -> Any:
     raise OSError("no\nsuch file")
 
 
+class Unreadable(Silent):
+    @property
+    def min_group_size(self) -> int:
+        raise KeyError("none")
+
+
 OBJECT = Centered()
 MINE = f"{HERE}:Centered"
 KL = 'algorithm.kl = "reward" would have no effect: algorithm.adv_estimator: '
@@ -228,6 +234,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"adv_estimator": "grpo", "estimator_kwargs": {"scale": 2}}, "algorithm.estimator_kwargs are for an estimator of"),
     ({"adv_estimator": f"{HERE}:fails"}, f"fails could not be created: OSError: no such file ({HERE}:"),
+    ({"adv_estimator": f"{HERE}:Unreadable"}, f"Unreadable failed: KeyError: 'none' ({HERE}:"),
     ({"adv_estimator": f"{HERE}:Incomplete"}, "Incomplete has no rewards, uses_step_rewards, min_group_size, per"),
     ({"adv_estimator": f"{HERE}:Greedy"}, "Greedy: needs is frozenset({'rewards'}); use a frozenset of old_logprobs"),
     ({"adv_estimator": f"{HERE}:Silent", "kl": "reward"}, f"{KL}{HERE}:Silent declares no `rewards`; compute rewards"),

@@ -17,7 +17,7 @@ from toolwise.training.metrics import (
     summarize,
     summarize_validation,
 )
-from toolwise.types import EvaluateResult, Rollout, ScoredRollout, StopReason, Task, Usage
+from toolwise.types import EvaluateResult, Rollout, ScoredRollout, StepData, StopReason, Task, Usage
 from toolwise.types.results import EvaluationFault
 
 TASK = Task(task_id="t", prompt=[Message(role="user", content="?")])
@@ -79,6 +79,21 @@ def test_failing_calls_stop_a_run_only_if_configured(name: str) -> None:
     found = rates.describe_exceeded(FaultsConfig(**{name: 0.9}))
     assert found is not None
     assert "in 256 of the latest 256 calls" in found
+
+
+def test_the_tool_that_failed_is_named() -> None:
+    step = StepData(
+        system_step_index=0,
+        observation_data=None,
+        action_taken={},
+        resulting_messages_history=[],
+        step_info={"calls": {"look": 4}, "failed_calls": {"timeout": 4}},
+    )
+    bad = BAD["tool"]
+    rates = FaultRates()
+    rates.add([replace(bad, rollout=replace(bad.rollout, steps=(step,)))] * 16, 64)
+    found = rates.describe_exceeded(FaultsConfig(tool=0.9)) or ""
+    assert found.endswith("more than faults.tool = 0.9 allows; the last one, of look: timeout")
 
 
 def test_small_steps_are_judged_together() -> None:

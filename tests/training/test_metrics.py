@@ -195,3 +195,12 @@ def test_a_validation_counts_prompts_that_were_too_long_and_gives_them_no_score(
     assert (figures["n"], figures["score"], figures["errors"], figures["prompt_too_long"]) == (3, 1.0, 2, 2)
     assert validation_metrics(figures)["eval/prompt_too_long"] == 2.0
     assert "prompt_too_long" not in summarize_validation([scored(1.0)])
+
+
+def test_tasks_with_held_out_tools_are_a_kind_of_their_own() -> None:
+    seen, unseen = scored(1.0), scored(0.0)
+    unseen = replace(
+        unseen, rollout=replace(unseen.rollout, task=unseen.rollout.task.model_copy(update={"tools": ["new"]}))
+    )
+    by_kind = summarize_validation([seen, unseen], ["new"])["by_kind"]
+    assert {kind: entry["score"] for kind, entry in by_kind.items()} == {"seen tools": 1.0, "unseen tools": 0.0}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer, FalconH1Config, MambaConfig, RecurrentGemmaConfig
 
 from toolwise.config.schema import RunConfig
@@ -216,3 +217,18 @@ def test_a_run_with_such_a_name_ends_with_one_line() -> None:
     config = with_path("builtin:small", rollout={"tool_parser": "qwen3_coder"})
     with pytest.raises(ConfigError, match=r"cannot carry the parameters 'a>b' of the tool 'f'"):
         require_model(config, {"f": named_tool("f", "a>b")})
+
+
+def test_half_precision_needs_a_gpu() -> None:
+    config = RunConfig.model_validate({"model": {"dtype": "bfloat16"}})
+    model_check.check_dtype(config, "cuda")
+    with pytest.raises(ConfigError, match=r"model\.dtype is bfloat16 on a CPU"):
+        model_check.check_dtype(config, "cpu")
+
+
+def test_an_optimizer_on_the_cpu_takes_no_memory_of_a_gpu() -> None:
+    config = RunConfig.model_validate({"actor": {"optimizer_state": "cpu"}})
+    model = torch.nn.Linear(4, 2, bias=False)
+    model.dtype = torch.float32
+    assert set(model_check.memory_parts(model, config, "cuda")) == {"weights", "gradients"}
+    assert model_check.memory_parts(model, config, "cpu")["optimizer states"] == 2 * 4 * 8

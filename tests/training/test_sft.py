@@ -557,7 +557,7 @@ def test_a_disk_that_is_full_after_the_model_leaves_it(
 
     if not saved:
         monkeypatch.setattr("toolwise.training.sft.checkpoint.save", refuse_checkpoint)
-    monkeypatch.setattr("toolwise.training.sft.write_atomic", refuse)
+    monkeypatch.setattr("toolwise.training.trackers.reporter.write_atomic", refuse)
     with pytest.raises(ModelError, match=r"No space left.*the trained model there is complete"):
         sft(TALKS, tmp_path / "out", **FEW)
     monkeypatch.undo()

@@ -9,6 +9,11 @@ from typing import Any
 
 import pytest
 
+import toolwise
+from toolwise.advantages import Grpo
+from toolwise.errors import ToolwiseError
+from toolwise.learner.losses import clipped_policy_loss
+
 Cli = Callable[..., Any]
 MakeConfig = Callable[..., Path]
 
@@ -171,3 +176,76 @@ def test_the_arguments_of_a_user_s_parts_may_change_on_the_way(
     assert {line["key"]: (line["step"], json.dumps(line["new"])) for line in recorded} == {
         key: (1, value) for key, value in changed.items()
     }
+
+
+class Unreadable(toolwise.AdvantageEstimator):
+    """Fails where nobody expects it, in the second step."""
+
+    steps = 0
+    rewards = toolwise.RewardSettings()
+
+    @property
+    def uses_step_rewards(self) -> bool:
+        return False
+
+    def __call__(self, rollouts: Any) -> toolwise.CreditedBatch:
+        type(self).steps += 1
+        return Grpo()(rollouts)
+
+    @property
+    def min_group_size(self) -> int:
+        if self.steps == 2:
+            raise LookupError("lost")
+        return 2
+
+
+def test_any_other_error_ends_it_with_a_checkpoint_and_a_summary_too(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Unreadable, "steps", 0)
+    run = tmp_path / "run"
+    with pytest.raises(LookupError, match="lost"):
+        toolwise.train(
+            make_config(tmp_path, {"trainer": {"total_steps": 4, "save_every": 9}}), out=run, estimator=Unreadable()
+        )
+    summary = json.loads((run / "summary.json").read_bytes())
+    assert (summary["steps"], summary["interrupted"]) == (2, False)
+    assert summary["stopped"].startswith(f"LookupError: lost ({__file__}:")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir())[-1] == "step-000002"
+
+
+class Keeps(Grpo):
+    def learns_from_equal_scores(self, score: float) -> bool:
+        return True
+
+
+class Midway(toolwise.PolicyLoss):
+    """Fails in the second half of the second update."""
+
+    calls = 0
+
+    def __call__(self, logprobs: Any, old_logprobs: Any, advantages: Any, sequences: Any) -> Any:
+        type(self).calls += 1
+        if self.calls == 4:
+            raise LookupError("lost")
+        return clipped_policy_loss(logprobs, old_logprobs, advantages, clip_low=0.2, clip_high=0.2)[0], {}
+
+
+def test_weights_of_half_an_update_are_not_saved(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Midway, "calls", 0)
+    run = tmp_path / "run"
+    changes = {
+        "actor": {"mini_batches": 2},
+        "trainer": {"total_steps": 3, "save_every": 1, "console": False},
+        "validation": {"before": False},
+        "reward": {"kwargs": {"api_key": "sk-abcdefghijklmnopqrstuvwxyz123456"}},
+    }
+    with pytest.raises(
+        ToolwiseError, match=r"Midway failed: LookupError: lost .* continue from step 1: toolwise resume"
+    ):
+        toolwise.train(make_config(tmp_path, changes), out=run, estimator=Keeps(), loss=Midway())
+    assert json.loads((run / "summary.json").read_bytes())["steps"] == 1
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000001"]
+    assert "reward.kwargs.api_key: looks like a secret" in caplog.text

@@ -34,10 +34,20 @@ def test_a_dictionary_becomes_packed_fields() -> None:
     assert SampledTokens.from_dict(tokens) is tokens
 
 
-def test_arrays_and_shared_prompts_are_kept_as_they_are() -> None:
+def test_shared_prompts_are_kept_and_arrays_keep_their_type() -> None:
     told = {"token_ids": array("i", [5]), "logprobs": array("f", [-0.1]), "prompt_ids": Prefix(array("i", [1, 2]), 1)}
     tokens = SampledTokens.from_dict(told)
-    assert all(getattr(tokens, key) is value for key, value in told.items())
+    assert tokens.prompt_ids is told["prompt_ids"]
+    assert (tokens.token_ids, tokens.logprobs) == (told["token_ids"], told["logprobs"])
+    assert tokens.logprobs.typecode == "f"  # type: ignore[attr-defined]
+
+
+def test_what_a_policy_does_to_its_arrays_later_changes_nothing() -> None:
+    told = {key: array(kind, [1, 2]) for key, kind in (("token_ids", "i"), ("logprobs", "d"), ("prompt_ids", "i"))}
+    tokens = SampledTokens.from_dict(told)
+    for values in told.values():
+        values[0] = 7
+    assert [list(tokens[key]) for key in told] == [[1, 2]] * 3
 
 
 @pytest.mark.parametrize("pack", [tuple, np.array])
@@ -87,6 +97,8 @@ def test_a_numpy_integer_is_a_version() -> None:
         ({"token_ids": ["a", "b"]}, "token_ids must be a list of token ids"),
         ({"token_ids": [1, 2**40]}, "token_ids must be a list of token ids"),
         ({"token_ids": 7}, "token_ids must be a list of token ids"),
+        ({"token_ids": [1, -1]}, "token_ids contain -1: token ids are 0 or more"),
+        ({"prompt_ids": array("i", [-7, 2])}, "prompt_ids contain -7: token ids are 0 or more"),
         ({"prompt_ids": "text"}, "prompt_ids must be a list of token ids"),
         ({"finish_reason": ["stop"]}, "finish_reason must be of type str, not list"),
         ({"policy_version": "3"}, "policy_version must be of type int, not str"),

@@ -71,6 +71,16 @@ def _check_added(added: Any, where: str) -> None:
         _check_arrays("advantages", row.advantages, row.scored, where)
 
 
+def check_added_tokens(added: Sequence[AddedRollout], vocabulary: int) -> None:
+    """Raise for a token that the model does not have."""
+    for tokens in (step.tokens for row in added for step in row.scored.steps):
+        if (largest := max((*tokens.prompt_ids, *tokens.token_ids), default=-1)) >= vocabulary:
+            raise CreditError(
+                f"algorithm.adv_estimator: a rollout in `added` has the token id {largest}, but the model has only "
+                f"{vocabulary} tokens"
+            )
+
+
 def _check_arrays(what: str, arrays: Any, scored: ScoredRollout, where: str) -> None:
     """Raise unless there is an array of finite numbers for each step of a rollout, one for each sampled token."""
     name, steps = scored.rollout.rollout_id, scored.steps

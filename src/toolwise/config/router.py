@@ -44,9 +44,11 @@ class RouterConfig(Section):
     """Train and use the learned router."""
     name: str = ""
     """A router of your own instead, as package.module:Class or path/to/file.py:Class; of the settings below, only
-    `train_actor` then applies."""
+    `train_actor`, `kwargs` and `timeout_s` then apply."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of that router."""
+    timeout_s: PositiveFloat = 600.0
+    """Time limit of each call of that router in seconds."""
     mode: Literal["policy", "value"] = "policy"
     """Learn a policy over routes, or the value and cost of each route; with values, one checkpoint serves every
     budget."""

@@ -116,7 +116,8 @@ class SandboxConfig(Section):
     require: bool = False
     """Refuse to run if this machine cannot provide the full tier."""
     workers: PositiveInt | None = None
-    """Maximum number of worker processes; unset: the number of cores, up to 8."""
+    """Maximum number of worker processes that run at once; unset: the number of cores, up to 8. Between steps as many
+    wait for each of the reward's parts, for the latest four."""
     trusted: list[str] = Field(default_factory=lambda: ["toolwise.rewards.library.judge"])
     """Modules whose rewards run in the trainer's process: by default the judge, which queries a server and keeps a
     cache."""

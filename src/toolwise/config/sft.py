@@ -150,6 +150,7 @@ MUTABLE_SFT_SETTINGS = frozenset(
         "trainer.console",
         "trainer.trackers",
         "trainer.callbacks",
+        "trainer.observer_timeout_s",
     }
 )
 """Settings that may change when an SFT run is resumed. Others decide which conversations a step sees, or what they

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from toolwise.config.loader import Section
 
@@ -28,6 +28,8 @@ class ObserverSettings(Section):
     kwargs = {…}}: docs/trackers.md."""
     callbacks: list[str | ObserverEntry] = Field(default_factory=list)
     """Callbacks, which see every step, validation and checkpoint and may stop the run; given like trackers."""
+    observer_timeout_s: PositiveFloat = 300.0
+    """Time limit of each call of a tracker or callback in seconds; one that exceeds it is no longer called."""
 
 
 class TrainerConfig(ObserverSettings):

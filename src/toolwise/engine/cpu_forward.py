@@ -48,10 +48,6 @@ def cpu_forward_problem(model: Any) -> str | None:
     return description_problem(model)
 
 
-def supports_cpu_forward(model: Any) -> bool:
-    return cpu_forward_problem(model) is None
-
-
 def description_problem(model: Any) -> str | None:
     """Why the model does not fit the description of a decoder; None if it does, also in the numbers that it gives."""
     try:

@@ -24,7 +24,7 @@ from toolwise.learner.lora import Adapters
 from toolwise.learner.loss_aggregation import token_weights
 from toolwise.learner.loss_terms import MetricSums, metric_names, policy_loss_terms
 from toolwise.learner.losses import GradientCheck, PpoClip
-from toolwise.learner.memory import MicroBatchLimit
+from toolwise.learner.memory import MicroBatchLimit, checkpoint_activations
 from toolwise.learner.memory_estimate import default_pass_tokens
 from toolwise.learner.mini_batches import mini_batches
 from toolwise.learner.mismatch import Evidence, check_logprobs
@@ -32,6 +32,7 @@ from toolwise.learner.optimizer import Optimizer
 from toolwise.learner.packing import Packed
 from toolwise.learner.reference import build_reference
 from toolwise.learner.rows import require_tokens
+from toolwise.models.loader import load_weights
 from toolwise.protocols import Annotation, Metrics, PolicyLoss
 from toolwise.types import AnnotatedRollout, CreditedRollout, ScoredRollout, ThinkingByRollout
 
@@ -96,7 +97,7 @@ class Actor:
         if critic is not None:
             critic.memory, critic.optimizer.reserve = self.memory, self.memory.reserve
         if actor.activation_checkpointing:
-            _checkpoint_activations(model)
+            checkpoint_activations(model, "actor.activation_checkpointing")
 
     def weights_checksum(self) -> str:
         """Checksum of the trainable weights (with LoRA, the adapters): it changes whenever one of them does."""
@@ -337,14 +338,7 @@ class Actor:
         """Load weights written by `save_model` into the model, in place, so the policy sees them too."""
         if self.adapters is not None:
             return  # the base model never changes, and load_state_dict restores the adapters
-        saved = type(self.model).from_pretrained(
-            folder, dtype=self.model.dtype, use_safetensors=True, trust_remote_code=False
-        )
-        try:
-            self.model.load_state_dict(saved.state_dict())
-        except RuntimeError as error:
-            reason = str(error).splitlines()[-1].strip()
-            raise CheckpointError(f"{folder} holds a different model from the run's: {reason}") from error
+        load_weights(self.model, folder)
         self.optimizer.sync_masters()
 
 
@@ -357,11 +351,3 @@ def suspects(batch: Batch, rows: Sequence[int], loss_share: Tensor) -> list[str]
         batch.rollout_ids[rollout]
         for rollout in not_finite or sorted(rollouts, key=shares.__getitem__, reverse=True)[:3]
     ]
-
-
-def _checkpoint_activations(model: Any) -> None:
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        raise ConfigError(
-            f"actor.activation_checkpointing: {type(model).__name__} does not support it; set it to false"
-        )
-    model.gradient_checkpointing_enable({"use_reentrant": False})

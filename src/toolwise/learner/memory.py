@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from toolwise.errors import ToolwiseError
+from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.protocols import Metrics
 
 log = logging.getLogger("toolwise.learner")
@@ -23,6 +23,13 @@ REMEDIES = (
     "set a lower actor.micro_batch_tokens or rollout.cache_mb, actor.activation_checkpointing = true, "
     'actor.optimizer_state = "bf16" or "cpu", or train adapters (actor.lora.rank)'
 )
+
+
+def checkpoint_activations(model: Any, setting: str) -> None:
+    """Recompute activations in the backward pass instead of storing them; `setting` asks for it."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise ConfigError(f"{setting}: {type(model).__name__} does not support it; set it to false")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 class LearnerMemoryError(ToolwiseError):

@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 
 from toolwise.config.sft import SftConfig
-from toolwise.errors import CheckpointError, ConfigError, DataError, ToolwiseError
+from toolwise.errors import CheckpointError, DataError, ToolwiseError
 from toolwise.learner.conversations import Example
 from toolwise.learner.forward import TrunkForward, can_share_prefixes, prefers_node_layout, token_logprobs
 from toolwise.learner.lora import Adapters
+from toolwise.learner.memory import checkpoint_activations
 from toolwise.learner.memory_estimate import default_pass_tokens
 from toolwise.learner.optimizer import Optimizer
 from toolwise.learner.packing import Packed, micro_batches
+from toolwise.models.loader import load_weights
 from toolwise.protocols import Metrics
 
 
@@ -97,9 +99,7 @@ class SftLearner:
         """Number of updates so far, skipped ones included."""
         self.adapters = Adapters(model, config.lora, config.seed, "lora") if config.lora.rank else None
         if config.activation_checkpointing:
-            if not getattr(model, "supports_gradient_checkpointing", False):
-                raise ConfigError(f"activation_checkpointing: {type(model).__name__} does not support it; turn it off")
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(model, "activation_checkpointing")
         self.optimizer = Optimizer(
             model.parameters(),
             config,
@@ -199,14 +199,7 @@ class SftLearner:
         """Load weights written by `save_model`. Adapters are part of the state instead."""
         if self.adapters is not None:
             return
-        saved = type(self.model).from_pretrained(
-            folder, dtype=self.model.dtype, use_safetensors=True, trust_remote_code=False
-        )
-        try:
-            self.model.load_state_dict(saved.state_dict())
-        except RuntimeError as error:
-            reason = str(error).splitlines()[-1].strip()
-            raise CheckpointError(f"{folder} holds a different model from the run's: {reason}") from error
+        load_weights(self.model, folder)
         self.optimizer.sync_masters()
 
 

@@ -7,10 +7,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from toolwise.errors import ModelError
+from toolwise.errors import CheckpointError, ModelError
 from toolwise.models.folder import first_line, locate, read_eos_ids, read_template
 from toolwise.models.remote_code import check_hub_kernels, remote_code_error, warn_remote_code
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Load what `save_pretrained` wrote into `model`, in place."""
+    saved = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True, trust_remote_code=False)
+    try:
+        model.load_state_dict(saved.state_dict())
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise CheckpointError(f"{folder} holds a different model from the run's: {reason}") from error
 
 
 def load_model(

@@ -28,10 +28,7 @@ class CallCounts:
         for counts, new in ((self.calls, info.get("calls")), (self.failed, info.get("failed_calls"))):
             if new:
                 add_counts(counts, _limit_names(counts, new))
-        cost = float(info.get("cost") or 0.0)
-        if not 0 <= cost <= MAX_SCORE:  # a NaN would silently corrupt the budget of the whole run
-            raise ValueError(f"cost {cost} is not between 0 and {MAX_SCORE:g}")
-        self.cost += cost
+        self.cost += _check_cost(float(info.get("cost") or 0.0))
         self.queue_s += info.pop("queue_s", ())
 
     def recount(self, steps: Sequence[StepData]) -> str | None:
@@ -40,7 +37,7 @@ class CallCounts:
             return None
         try:
             calls, cost = call_user_code(self.count_usage, steps)
-            self.calls, self.cost = dict(calls), float(cost)
+            self.calls, self.cost = dict(_limit_names({}, calls)), _check_cost(float(cost))
         except Exception as fault:
             return f"count_usage: {describe(fault)}"
         return None
@@ -57,6 +54,12 @@ class CallCounts:
             queue_s=sum(self.queue_s),
             longest_queue_s=max(self.queue_s, default=0.0),
         )
+
+
+def _check_cost(cost: float) -> float:
+    if not 0 <= cost <= MAX_SCORE:  # a NaN would silently corrupt the budget of the whole run
+        raise ValueError(f"cost {cost} is not between 0 and {MAX_SCORE:g}")
+    return cost
 
 
 def _limit_names(counts: Mapping[str, int], new: Mapping[str, int]) -> Mapping[str, int]:

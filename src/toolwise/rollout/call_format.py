@@ -12,13 +12,16 @@ from toolwise.errors import ConfigError, PolicyError
 from toolwise.messages import ToolCall
 from toolwise.protocols import ToolCallParser
 from toolwise.rollout.parsers import PARSERS, RENDERERS, ParsedReply, open_stream, parse_for_tools
+from toolwise.rollout.parsers.json_calls import is_storable
 from toolwise.rollout.parsers.stream import CallStream
 from toolwise.rollout.parsers.xml_calls import Tools
-from toolwise.untrusted.bounds import MAX_CALLS
-from toolwise.untrusted.user_code import call_user_code, describe
+from toolwise.untrusted.bounds import MAX_CALLS, MAX_OBSERVATION_CHARS
+from toolwise.untrusted.user_code import call_part_within, call_user_code, describe_at
 
 EXAMPLE_CALL = ToolCall(id="call_0", name="function-name", arguments={"argument-name": "value"})
 """Describes a format to a model."""
+PARSE_LIMIT_S = 5.0
+"""Time limit of a user's parser for one reply: every episode waits for it."""
 _TRIAL_CALL = ToolCall(id="call_0", name="look_up", arguments={"word": "nile"})
 
 
@@ -65,7 +68,7 @@ def _user_format(source: Any) -> CallFormat:
         try:
             parser = call_user_code(parser)
         except Exception as fault:
-            raise ConfigError(f"{where} could not be created without arguments: {describe(fault)}") from fault
+            raise ConfigError(f"{where} could not be created without arguments: {describe_at(fault)}") from fault
     if not isinstance(parser, ToolCallParser) and callable(parser):
         return CallFormat(name, partial(_parse, where, parser))
     if not isinstance(parser, ToolCallParser):
@@ -91,6 +94,11 @@ def _parse(where: str, parse: Callable[[str], Any], text: str) -> ParsedReply:
         raise PolicyError(f"{where} returned {reply!r:.80}: return the text and a list of toolwise.ToolCall")
     if len(calls) > MAX_CALLS:
         raise PolicyError(f"{where} returned {len(calls):,} calls for one reply: return at most {MAX_CALLS:,}")
+    if len(content) > MAX_OBSERVATION_CHARS:
+        raise PolicyError(f"{where} returned {len(content):,} characters for a reply of {len(text):,}")
+    for call in calls:
+        if not isinstance(call.arguments, str) and not is_storable(call.arguments):
+            raise PolicyError(f"{where} returned a call of {call.name!r:.80} whose arguments cannot be written as JSON")
     if text.strip() and not content.strip() and not calls:
         raise PolicyError(f"{where} lost a reply: it returned neither text nor calls for {text!r:.80}")
     return content, calls
@@ -105,6 +113,6 @@ def _render(where: str, render: Callable[..., Any], content: str, calls: Sequenc
 
 def _call(where: str, function: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        return call_user_code(function, *arguments)
+        return call_part_within(PARSE_LIMIT_S, function, *arguments)
     except Exception as fault:
-        raise PolicyError(f"{where} failed: {describe(fault)}") from fault
+        raise PolicyError(f"{where} failed: {describe_at(fault)}") from fault

@@ -15,13 +15,16 @@ from typing import Any, TypeVar
 
 from toolwise.config.components import create
 from toolwise.config.imports import load_reference
+from toolwise.config.router import RouterConfig
 from toolwise.errors import ConfigError, RouterError
 from toolwise.messages import Message
 from toolwise.protocols import Metrics, Router
 from toolwise.serialization.state import TensorCollector, decode, encode
 from toolwise.types import RouteDecision, ScoredRollout, Task
-from toolwise.untrusted.user_code import call_part, describe_at
+from toolwise.untrusted.time_limit import TimeLimitError
+from toolwise.untrusted.user_code import call_part_within, describe_at, user_location
 
+DEFAULT_LIMIT_S = RouterConfig().timeout_s
 RouterSpec = str | Router | Callable[..., Router]
 T = TypeVar("T")
 
@@ -53,12 +56,17 @@ class DirectRouter(Router):
 
 
 def build_user_router(
-    source: RouterSpec, kwargs: Mapping[str, Any], *, provided: Mapping[str, Any], tools: Collection[str] | None
+    source: RouterSpec,
+    kwargs: Mapping[str, Any],
+    *,
+    provided: Mapping[str, Any],
+    tools: Collection[str] | None,
+    limit_s: float = DEFAULT_LIMIT_S,
 ) -> Router:
     """`source` is a reference, a class, a function that returns a router, or a router.
 
     A class or function receives `kwargs`, and those of `provided` that it has parameters for. `tools` are the names of
-    the tools that a decision may offer; None: the environment knows.
+    the tools that a decision may offer; None: the environment knows. `limit_s` is the time limit of each call.
     """
     name = source if isinstance(source, str) else getattr(source, "__qualname__", type(source).__qualname__)
     where = f"router: {name}"
@@ -69,14 +77,14 @@ def build_user_router(
     router = create(router, kwargs, where, provided)
     if not isinstance(router, Router):
         raise ConfigError(no_router)
-    return UserRouter(router, name, tools)
+    return UserRouter(router, name, tools, limit_s)
 
 
 class UserRouter(Router):
     """Turns the errors of a user's router, and decisions that cannot be rolled out, into a `RouterError`."""
 
-    def __init__(self, router: Router, name: str, tools: Collection[str] | None) -> None:
-        self.router, self.name, self.tools = router, name, tools
+    def __init__(self, router: Router, name: str, tools: Collection[str] | None, limit_s: float) -> None:
+        self.router, self.name, self.tools, self.limit_s = router, name, tools, limit_s
 
     def decide(
         self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step", explore: bool = True
@@ -123,15 +131,22 @@ class UserRouter(Router):
 
     def _call(self, method: Callable[..., T], *arguments: Any, **options: Any) -> T:
         try:
-            return call_part(method, *arguments, **options)
+            return call_part_within(self.limit_s, method, *arguments, **options)
         except Exception as fault:
             name = getattr(method, "__name__", "a method")
-            raise RouterError(f"router {self.name}: {name} failed: {describe_at(fault)}") from fault
+            problem = f"failed: {describe_at(fault)}"
+            if isinstance(fault, TimeLimitError):
+                problem = f"took longer than router.timeout_s = {self.limit_s:g}{user_location(fault)}"
+            raise RouterError(f"router {self.name}: {name} {problem}") from fault
 
 
 def _find_problem(decisions: Any, tasks: Sequence[Task], n: int, tools: Collection[str] | None) -> str | None:
     if not isinstance(decisions, list) or not all(isinstance(d, RouteDecision) for d in decisions):
         return f"returned {decisions!r:.80}: return a list of toolwise.RouteDecision"
+    for d in decisions:
+        for name, kind in (("task", Task), ("group_id", str), ("prompt_id", str), ("seed", int)):
+            if not isinstance(value := getattr(d, name), kind):
+                return f"returned a decision with {name} = {value!r:.80}: use a value of type {kind.__name__}"
     prompts = {d.prompt_id or d.group_id: d.task.task_id for d in decisions}
     if Counter(prompts.values()) != Counter(task.task_id for task in tasks):
         return (

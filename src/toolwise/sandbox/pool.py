@@ -22,6 +22,8 @@ from toolwise.sandbox.scratch_root import ScratchRoot
 from toolwise.sandbox.targets import Target, readable_folders, within
 from toolwise.sandbox.worker import Worker
 
+MAX_IDLE_FUNCTIONS = 4
+"""Workers stay idle for this many functions, the latest: a reward may have several parts, each run at every step."""
 MAX_PENDING_PRINTS = 8
 """Printed texts that are kept until `on_print` is set."""
 log = logging.getLogger("toolwise.sandbox")
@@ -164,14 +166,14 @@ class Pool:
             self._end(worker)
             return
         worker.load_deadline = 0.0
-        surplus: list[Worker] = []
         with self._lock:
             self._busy.discard(worker)
-            self._idle.setdefault(target.reference, []).append(worker)
+            idle = self._idle.setdefault(target.reference, [])
+            idle.append(worker)
             self._idle.move_to_end(target.reference)
-            while len(self._all_idle()) > self.workers:
-                oldest = next(key for key, idle in self._idle.items() if idle)
-                surplus.append(self._idle[oldest].pop(0))
+            surplus = [idle.pop(0)] if len(idle) > self.workers else []
+            if len(self._idle) > MAX_IDLE_FUNCTIONS:
+                surplus += self._idle.popitem(last=False)[1]
         for old in surplus:
             self._end(old)
 

@@ -99,6 +99,7 @@ MUTABLE_SETTINGS = frozenset(
         "trainer.console",
         "trainer.trackers",
         "trainer.callbacks",
+        "trainer.observer_timeout_s",
         "validation.do_sample",
         "validation.every",
         "validation.before",
@@ -106,6 +107,7 @@ MUTABLE_SETTINGS = frozenset(
         "algorithm.estimator_kwargs",
         "actor.policy_loss_kwargs",
         "router.kwargs",
+        "router.timeout_s",
     }
 )
 """Changing anything else would make it a different run: other data, another model, loss or reward."""

@@ -3,8 +3,9 @@ the thinking stage: the model that writes and scores thoughts, and the budget.""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any, get_args
 
 from toolwise.advantages import MonitoredEstimator, Rlvcr, build_estimator
@@ -22,6 +23,7 @@ from toolwise.thinking.stage import ThinkingStage
 from toolwise.thinking.thinking_model import EngineModel, PolicyWithScorer, ThinkingModel
 from toolwise.training.trackers.observers import qualified_name
 from toolwise.types import RewardSettings
+from toolwise.untrusted.user_code import describe_at
 
 EstimatorSpec = str | AdvantageEstimator | type[AdvantageEstimator]
 LossSpec = str | PolicyLoss | type[PolicyLoss]
@@ -40,8 +42,8 @@ def load_estimator(config: RunConfig, given: EstimatorSpec | None = None) -> Adv
             )
         settings = {**algorithm.model_dump(), "norm_by_std": algorithm.norm_adv_by_std, "per": algorithm.gae_per}
         return build_estimator(algorithm.rlvcr.base if source == "rlvcr" else source, **settings)
-    estimator: AdvantageEstimator = _load(source, algorithm.estimator_kwargs, _ESTIMATOR, AdvantageEstimator)
-    _check_estimator(config, estimator, f"{_ESTIMATOR}: {_name(source)}")
+    check = partial(_check_estimator, config)
+    estimator: AdvantageEstimator = _load(source, algorithm.estimator_kwargs, _ESTIMATOR, AdvantageEstimator, check)
     return estimator
 
 
@@ -54,12 +56,7 @@ def load_loss(config: RunConfig, given: LossSpec | None = None) -> PolicyLoss | 
         return None
     if isinstance(source, str) and ":" not in source:
         raise ConfigError(f"{_LOSS} is {source!r}; use ppo or package.module:Name{did_you_mean(source, ['ppo'])}")
-    loss: PolicyLoss = _load(source, config.actor.policy_loss_kwargs, _LOSS, PolicyLoss)
-    names = loss.metric_names
-    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{_LOSS}: {_name(source)}: metric_names is {names!r:.80}; use a tuple of names")
-    if taken := _TAKEN_NAMES.intersection(names):
-        raise ConfigError(f"{_LOSS}: {_name(source)}: every loss has a metric {min(taken)}; rename yours")
+    loss: PolicyLoss = _load(source, config.actor.policy_loss_kwargs, _LOSS, PolicyLoss, _check_loss)
     return loss
 
 
@@ -67,15 +64,29 @@ def _name(source: Any) -> str:
     return source if isinstance(source, str) else qualified_name(source)
 
 
-def _load(source: Any, kwargs: Mapping[str, Any], key: str, base: type) -> Any:
+def _load(source: Any, kwargs: Mapping[str, Any], key: str, base: type, check: Callable[[Any, str], None]) -> Any:
     """The object itself, or one that the class or function creates with `kwargs`."""
     target, where = load_reference(source, what=key) if isinstance(source, str) else source, f"{key}: {_name(source)}"
     target = create(target, kwargs if isinstance(source, str) or is_factory(target) else {}, where)
-    missing = [name for name in vars(base) if not name.startswith("_") and not hasattr(target, name)]
-    missing += [] if callable(target) else ["__call__"]
-    if missing:
-        raise ConfigError(f"{where} has no {', '.join(missing)}; subclass toolwise.{base.__name__}")
+    try:
+        missing = [name for name in vars(base) if not name.startswith("_") and not hasattr(target, name)]
+        missing += [] if callable(target) else ["__call__"]
+        if missing:
+            raise ConfigError(f"{where} has no {', '.join(missing)}; subclass toolwise.{base.__name__}")
+        check(target, where)
+    except ConfigError:
+        raise
+    except Exception as fault:  # in a property
+        raise ConfigError(f"{where} failed: {describe_at(fault)}") from fault
     return target
+
+
+def _check_loss(loss: PolicyLoss, where: str) -> None:
+    names = loss.metric_names
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{where}: metric_names is {names!r:.80}; use a tuple of names")
+    if taken := _TAKEN_NAMES.intersection(names):
+        raise ConfigError(f"{where}: every loss has a metric {min(taken)}; rename yours")
 
 
 def _check_estimator(config: RunConfig, estimator: AdvantageEstimator, where: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from toolwise.advantages import cost_metrics, credit
-from toolwise.advantages.assign import learns_from_equal
+from toolwise.advantages.assign import check_added_tokens, learns_from_equal
 from toolwise.advantages.step_rewards import totals_before_costs
 from toolwise.concurrency.deadlines import abandoned_counts
 from toolwise.concurrency.tasks import spawn
@@ -179,6 +179,8 @@ def annotate_and_credit(
     """Rollouts with advantages, including those that the estimator added; metrics of costs, and the estimator's."""
     annotated = run.learner.annotate(usable, thinking)
     batch = credit(run.estimator, annotated)
+    if batch.added:
+        check_added_tokens(batch.added, run.policy.model.get_input_embeddings().num_embeddings)
     added_annotated = run.learner.annotate([row.scored for row in batch.added])
     added = [
         CreditedRollout(rollout, row.scored.steps, row.advantages)

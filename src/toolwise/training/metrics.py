@@ -168,6 +168,21 @@ def count_faults(scored: Sequence[ScoredRollout]) -> dict[str, int]:
     return dict(counts)
 
 
+def tool_faults(scored: Sequence[ScoredRollout]) -> dict[str, tuple[int, Counter[str]]]:
+    """For each tool: how many of its calls were executed, and the kinds of fault in them. Turns that called several
+    tools, of which some failed, are left out: steps have the kinds of failure, not whose they are."""
+    found: dict[str, tuple[int, Counter[str]]] = {}
+    for info in (step.step_info for s in scored for step in s.rollout.steps):
+        calls, failed = info.get("calls") or {}, Counter(info.get("failed_calls") or {})
+        refused = sum(failed.pop(kind, 0) for kind in _MODEL_ERROR_KINDS)
+        if len(calls) > 1 and (refused or failed.total() not in (0, sum(calls.values()))):
+            continue
+        for tool, times in calls.items():
+            executed, kinds = found.get(tool, (0, Counter()))
+            found[tool] = executed + times - refused, kinds + failed
+    return found
+
+
 def fault_metrics(scored: Sequence[ScoredRollout]) -> Metrics:
     """`faults/policy`, …: number of the step's rollouts, or calls, with that fault; `faults/rollouts`: with any."""
     counts = count_faults(scored)
@@ -210,6 +225,9 @@ class FaultRates:
             if kind != "infrastructure" or rollout.infrastructure_fault:
                 message = " ".join((rollout.fault or rollout.stop_reason.value).split())
                 self.examples[kind] = f"{rollout.rollout_id}: {message[:300]}"
+        for tool, (_, kinds) in tool_faults(scored).items():
+            if kinds:
+                self.examples["tool"] = f"of {tool}: {kinds.most_common(1)[0][0]}"
 
     def describe_exceeded(self, bounds: FaultsConfig, *, ended: bool = False) -> str | None:
         """One line about the first fault class above its limit. With fewer than `window` rollouts (or calls) a class

@@ -146,6 +146,7 @@ def _build_router(
             config.router.kwargs if source == config.router.name else {},
             provided={"tools": tools, "seed": config.seed, "policy": policy},
             tools=tools if config.env.name == "tools" else None,
+            limit_s=config.router.timeout_s,
         )
         return router, None
     if not config.router.enable:

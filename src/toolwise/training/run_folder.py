@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.serialization.files import checkpoint_folders, step_of, write_atomic
 from toolwise.training import checkpoint
-from toolwise.training.changes import AnyConfig, changes_since, check_same_run, portable_config, record_changes
+from toolwise.training.changes import AnyConfig, Change, changes_since, check_same_run, portable_config, record_changes
 from toolwise.training.records import RolloutRecord, read_records
 from toolwise.training.trackers.jsonl import read_metrics, truncate_after
 
@@ -219,37 +219,48 @@ def check_folder(out: Path, config: AnyConfig, *, resume: bool) -> None:
         raise ConfigError(f"{out} holds no run to resume (no config.toml): omit --resume to start one there")
 
 
-def open_folder(run: Run, out: Path, lock: checkpoint.FolderLock, *, resume: bool) -> int:
+def open_folder(
+    out: Path,
+    config: AnyConfig,
+    lock: checkpoint.FolderLock,
+    restore: Callable[[checkpoint.Checkpoint, list[Change]], None],
+    *,
+    resume: bool,
+    files: Mapping[str, bytes] | None = None,
+) -> int:
     """Create the folder and lock it, or restore an existing one to its last valid checkpoint, discarding later steps.
 
-    Returns the checkpoint's step, or -1 if there is none.
+    `restore` loads that checkpoint, given the settings that have changed since, which are logged and recorded. Writes
+    `files` and `config`. Returns the checkpoint's step, or -1 if there is none.
     """
-    check_folder(out, run.config, resume=resume)
+    check_folder(out, config, resume=resume)
     try:
         checkpoint.make_folder(out)
     except OSError as fault:
         raise ConfigError(f"cannot create {out} ({fault.strerror}): choose another --out") from fault
     lock.acquire()
-    check_folder(out, run.config, resume=resume)  # again: another process may have changed it
+    check_folder(out, config, resume=resume)  # again: another process may have changed it
     newest = find_checkpoint(out / "checkpoints")
     if newest is not None:
-        _restore(run, out, newest)
+        changes = changes_since(newest.facts.get("settings"), config, out)
+        restore(newest, changes)
+        record_changes(out, newest.step, changes)
+        if changes:
+            log.warning("resumed at step %d with changed settings: %s", newest.step, ", ".join(map(str, changes)))
     step = newest.step if newest is not None else -1
     truncate_after(out / "metrics.jsonl", step)
     delete_rollouts_after(out / "rollouts", step)
     for name in ("summary.json", "diagnosis.json"):
         (out / name).unlink(missing_ok=True)
     remove_partial_files(out)
-    write_atomic(out / "config.toml", to_toml(portable_config(run.config, out)).encode())
+    for name, data in (files or {}).items():
+        write_atomic(out / name, data)
+    write_atomic(out / "config.toml", to_toml(portable_config(config, out)).encode())
     return step
 
 
-def _restore(run: Run, out: Path, saved: checkpoint.Checkpoint) -> None:
-    """Load a checkpoint; log and record the settings that have changed since."""
-    changes = changes_since(saved.facts.get("settings"), run.config, out)
-    record_changes(out, saved.step, changes)
-    if changes:
-        log.warning("resumed at step %d with changed settings: %s", saved.step, ", ".join(map(str, changes)))
+def restore_run(run: Run, out: Path, saved: checkpoint.Checkpoint, changes: Sequence[Change]) -> None:
+    """Load a checkpoint, with settings that have changed since."""
     run.registry().load_state_dict(saved.state())
     progress, best_metric = run.progress, run.config.trainer.best_metric
     if {"trainer.best_metric", "trainer.keep_best"} & {change.key for change in changes}:

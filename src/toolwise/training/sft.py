@@ -6,7 +6,6 @@ which plain transformers loads.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import shutil
@@ -21,22 +20,20 @@ from toolwise import __version__
 from toolwise.config.secret_names import mask_secrets
 from toolwise.config.sft import SftConfig
 from toolwise.errors import CheckpointError, ToolwiseError
-from toolwise.protocols import Callback, Metrics, Tracker
-from toolwise.serialization.files import write_atomic
-from toolwise.serialization.json_text import json_text
+from toolwise.protocols import Callback, Metrics
 from toolwise.training import checkpoint
 from toolwise.training.changes import read_changes, resume_command, saved_settings
 from toolwise.training.diagnosis import Finding, finding_to_json
-from toolwise.training.run_folder import RunResult
+from toolwise.training.run_folder import RunResult, open_folder
 from toolwise.training.sft_findings import MAX_NOT_FINITE, end_findings, not_finite
-from toolwise.training.sft_folder import disk_error, list_names, open_output, write_model
+from toolwise.training.sft_folder import disk_error, list_names, write_model
 from toolwise.training.sft_run import SftRun
 from toolwise.training.stop_signal import StopSignal
-from toolwise.training.trackers.console import ConsoleTracker
-from toolwise.training.trackers.jsonl import JsonlTracker, read_metrics
-from toolwise.training.trackers.observers import ContainedObserver, Observers
+from toolwise.training.trackers.jsonl import read_metrics
+from toolwise.training.trackers.observers import Observers
+from toolwise.training.trackers.reporter import Reporter
 from toolwise.training.trainer import peak_rss_mb
-from toolwise.types import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
+from toolwise.types import CheckpointEvent, RunStart, StepEvent, ValidationEvent
 
 log = logging.getLogger("toolwise.training.sft")
 
@@ -62,24 +59,20 @@ class SftTraining:
         self.run, self.recorded, self.out = run, recorded, out
         self.findings: list[Finding] = []
         self._signal = StopSignal()
-        self._stop_reason: str | None = None
         self._before = list_names(out)
         self._model_written = False
         self._lock = checkpoint.FolderLock(out)
-        self.observers = observers or Observers()
+        config = run.config
         try:
-            self._saved_step = open_output(run, recorded, out, self._lock, resume=resume, files=files or {})
-            self.metrics = JsonlTracker(out / "metrics.jsonl")
+            self._saved_step = open_folder(out, recorded, self._lock, run.restore, resume=resume, files=files)
+            self.reporter = Reporter(
+                out, config.trainer, observers, name=config.name, total_steps=config.steps, last=callbacks
+            )
         except BaseException as fault:
             self._lock.release()
             if (error := disk_error(fault, out, before=self._before)) is not None:
                 raise error from fault
             raise
-        config = run.config
-        self.console = ConsoleTracker(config.steps, title=config.name) if config.trainer.console else None
-        own = [self.console] if self.console is not None else []
-        self._own_trackers: list[Tracker] = [self.metrics, *own]
-        self._callbacks: list[Callback] = [*own, *self.observers.callbacks, *callbacks]
         self._start_time = time.monotonic() - run.progress.seconds
 
     def run_training(self) -> RunResult:
@@ -92,7 +85,7 @@ class SftTraining:
             raise
         finally:
             try:
-                self.observers.close()
+                self.reporter.observers.close()
             finally:
                 self._lock.release()
 
@@ -101,11 +94,10 @@ class SftTraining:
             with self._signal.handled():
                 settings = mask_secrets(self.recorded.model_dump(mode="json"))
                 progress, config = self.run.progress, self.run.config
-                self.observers.start(RunStart(self.out, config.name, progress.step, config.steps, settings))
+                self.reporter.observers.start(RunStart(self.out, config.name, progress.step, config.steps, settings))
                 self._train_steps()
         finally:
-            for tracker in self._own_trackers:
-                tracker.close()
+            self.reporter.close()
         return RunResult(self.out, self._summarize())
 
     def _train_steps(self) -> None:
@@ -122,7 +114,7 @@ class SftTraining:
                 if run.val.rows and (due or progress.step == config.steps):
                     self._validate()
                 new_best = config.trainer.keep_best and progress.best_step != best
-                if self._signal.received or self._stop_reason is not None:
+                if self._signal.received or self.reporter.stop_reason is not None:
                     break
                 if progress.step < config.steps and (progress.step % config.trainer.save_every == 0 or new_best):
                     self._save()
@@ -148,10 +140,10 @@ class SftTraining:
             "epoch": step / len(self.run.batches),
             "time/step_s": seconds,
             "time/tokens_per_s": metrics["all_tokens"] / max(seconds, 1e-9),
-            **self.observers.error_metrics(),
+            **self.reporter.observers.error_metrics(),
         }
-        self._log_metrics(step, metrics)
-        self._notify("on_step", StepEvent(self.out, step, metrics, (), ()))
+        self.reporter.log(step, metrics)
+        self.reporter.notify("on_step", StepEvent(self.out, step, metrics, (), ()), unfinished=self._unfinished())
         if progress.not_finite_in_a_row >= MAX_NOT_FINITE:
             where = f"{resume_command(self.out)} --set lr=…" if self._saved_step > 0 else "lower lr"
             raise ToolwiseError(
@@ -161,15 +153,17 @@ class SftTraining:
 
     def _validate(self) -> float:
         progress = self.run.progress
-        if progress.step == 0 and self.console is not None:
-            self.console.note(f"validating on {self.run.val.conversations} held-out conversations before training …")
+        if progress.step == 0 and self.reporter.console is not None:
+            held_out = self.run.val.conversations
+            self.reporter.announce(f"validating on {held_out} held-out conversations before training …")
         loss = self.run.learner.loss(self.run.val.rows)
         progress.validation, progress.validated = loss, progress.step
         if progress.step and math.isfinite(loss) and (progress.best is None or loss < progress.best):
             progress.best, progress.best_step = loss, progress.step
         metrics = {"eval/loss": loss}
-        self._log_metrics(progress.step, metrics)
-        self._notify("on_validation", ValidationEvent(self.out, progress.step, metrics, ()))
+        self.reporter.log(progress.step, metrics)
+        event = ValidationEvent(self.out, progress.step, metrics, ())
+        self.reporter.notify("on_validation", event, unfinished=self._unfinished())
         return loss
 
     def _finish(self) -> None:
@@ -190,7 +184,7 @@ class SftTraining:
     def _save(self) -> None:
         progress, trainer = self.run.progress, self.run.config.trainer
         progress.seconds = time.monotonic() - self._start_time
-        self.metrics.sync()  # metrics up to a checkpoint must also survive a power cut
+        self.reporter.metrics.sync()  # metrics up to a checkpoint must also survive a power cut
         figures = {"loss": progress.validation} if progress.validated == progress.step else {}
         saved = checkpoint.save(
             self.out / "checkpoints",
@@ -203,7 +197,8 @@ class SftTraining:
             keep_best=BEST_METRIC if trainer.keep_best else "",
         )
         self._saved_step = progress.step
-        self._notify("on_checkpoint", CheckpointEvent(self.out, progress.step, saved.figures, saved.path))
+        event = CheckpointEvent(self.out, progress.step, saved.figures, saved.path)
+        self.reporter.notify("on_checkpoint", event, unfinished=self._unfinished())
 
     def _save_model(self, folder: Path) -> None:
         self.run.learner.save_model(folder)
@@ -241,8 +236,7 @@ class SftTraining:
             "tokens": progress.tokens,
             "conversations": _counts(run),
             "interrupted": interrupted,
-            "stopped": None if self._signal.received else self._stop_reason,
-            "observers": self.observers.to_json(),
+            "stopped": None if self._signal.received else self.reporter.stop_reason,
             "seed": run.config.seed,
             "seconds": round(time.monotonic() - self._start_time, 3),
             "peak_rss_mb": peak_rss_mb(),
@@ -252,37 +246,12 @@ class SftTraining:
             "updated": progress.updated,
             "diagnosis": list(map(finding_to_json, self.findings)),
         }
-        self._write_json("summary.json", summary)
-        event = EndEvent(self.out, progress.step, progress.last, copy.deepcopy(summary))
-        for callback in self._callbacks:
-            callback.on_end(event)
-        self.observers.close()
-        summary["observers"] = self.observers.to_json()  # again, with what failed after that
-        self._write_json("summary.json", summary)
-        return summary
-
-    def _log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        for tracker in (*self._own_trackers, *self.observers.trackers):
-            tracker.log(step, metrics)
-
-    def _notify(self, method: str, event: StepEvent | ValidationEvent | CheckpointEvent) -> None:
-        for callback in self._callbacks:
-            stop: Stop | None = getattr(callback, method)(event)
-            if stop is not None and self._stop_reason is None and self._unfinished():
-                name = callback.name if isinstance(callback, ContainedObserver) else type(callback).__name__
-                self._stop_reason = f"{name}: {' '.join(stop.reason.split())[:300]}"
+        return self.reporter.summarize(progress.step, progress.last, summary)
 
     def _publish(self, findings: Sequence[Finding]) -> None:
-        """Show findings on the console, or log them if there is none; the summary has them too."""
+        """Show findings; the summary has them too."""
         self.findings += findings
-        for finding in findings:
-            if self.console is not None:
-                self.console.warn(finding.name, (finding.says, finding.cure))
-            else:
-                log.warning("%s", finding)
-
-    def _write_json(self, name: str, value: Any) -> None:
-        write_atomic(self.out / name, json_text(value, indent=2).encode())
+        self.reporter.warn(findings)
 
 
 def _counts(run: SftRun) -> dict[str, int]:

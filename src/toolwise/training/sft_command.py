@@ -74,7 +74,8 @@ def run_sft(
                 f"cannot resume {out}: the data differs from {out / name}; use a new out, or continue with what the "
                 "folder has: toolwise.resume(folder)"
             )
-    sources, observers = load_observers(config.trainer, trackers, callbacks), Observers()
+    sources = load_observers(config.trainer, trackers, callbacks)
+    observers = Observers(limit_s=config.trainer.observer_timeout_s)
     with ExitStack() as undo:  # if the run cannot start
         undo.callback(observers.close)
         with show_startup(enabled=config.trainer.console):

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from toolwise.config.loader import to_toml
 from toolwise.config.sft import SftConfig
 from toolwise.errors import ConfigError, ModelError, ToolwiseError
-from toolwise.serialization.files import disk_fault, write_atomic
+from toolwise.serialization.files import disk_fault
 from toolwise.training import checkpoint
-from toolwise.training.changes import changes_since, portable_config, record_changes, resume_command
-from toolwise.training.run_folder import RunResult, check_folder, find_checkpoint, open_run, remove_partial_files
-from toolwise.training.sft_run import SftRun
-from toolwise.training.trackers.jsonl import truncate_after
-
-log = logging.getLogger("toolwise.training.sft")
+from toolwise.training.changes import resume_command
+from toolwise.training.run_folder import RunResult, check_folder, open_run
 
 OWN_NAMES = frozenset({".lock", "config.toml", "changes.jsonl", "metrics.jsonl", "summary.json", "data", "checkpoints"})
 """What a run writes into its folder before the trained model."""
@@ -39,43 +33,6 @@ def finished_sft(out: Path, steps: int) -> RunResult | None:
     if summary is None or summary.get("interrupted") or summary.get("steps", 0) < steps:
         return None
     return RunResult(out, summary, f"nothing left to do: the run is at step {summary['steps']} of {steps}")
-
-
-def open_output(
-    run: SftRun,
-    recorded: SftConfig,
-    out: Path,
-    lock: checkpoint.FolderLock,
-    *,
-    resume: bool,
-    files: Mapping[str, bytes],
-) -> int:
-    """Create the folder and lock it, or restore its last valid checkpoint and discard later steps.
-
-    Writes `files` and `recorded`, the configuration. Returns the checkpoint's step, or -1 if there is none.
-    """
-    try:
-        checkpoint.make_folder(out)
-    except OSError as fault:
-        raise ConfigError(f"cannot create {out} ({fault.strerror}): choose another --out") from fault
-    lock.acquire()
-    check_folder(out, recorded, resume=resume)  # again: another process may have changed it
-    saved = find_checkpoint(out / "checkpoints")
-    if saved is not None:
-        run.registry().load_state_dict(saved.state())  # first: it refuses other data
-        changes = changes_since(saved.facts.get("settings"), recorded, out)
-        record_changes(out, saved.step, changes)
-        if changes:
-            log.warning("resumed at step %d with changed settings: %s", saved.step, ", ".join(map(str, changes)))
-        run.learner.load_weights(saved.path / "model")
-    step = saved.step if saved is not None else -1
-    truncate_after(out / "metrics.jsonl", step)
-    (out / "summary.json").unlink(missing_ok=True)
-    remove_partial_files(out)
-    for name, data in files.items():
-        write_atomic(out / name, data)
-    write_atomic(out / "config.toml", to_toml(portable_config(recorded, out)).encode())
-    return step
 
 
 def write_model(out: Path, write: Callable[[Path], None]) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from toolwise.concurrency.threads import configure_threads, set_thread_count
 from toolwise.config.sft import SftConfig
 from toolwise.errors import CheckpointError, ConfigError, ModelError
-from toolwise.training.checkpoint import RngState, StateRegistry
+from toolwise.training.changes import Change
+from toolwise.training.checkpoint import Checkpoint, RngState, StateRegistry
 from toolwise.training.sft_data import Conversation, Rows, TokenizedSplit, fingerprint, read_conversations, tokenize
 from toolwise.training.startup import announce
 
@@ -78,6 +79,11 @@ class SftRun:
     def pack(self, step: int) -> SftBatch:
         """The batch of a step, counted from 0."""
         return self.learner.pack([self.train.rows[index] for index in self.batches[step]])
+
+    def restore(self, saved: Checkpoint, changes: Sequence[Change]) -> None:
+        """Load a checkpoint; settings that have changed since need nothing more."""
+        self.registry().load_state_dict(saved.state())  # first: it refuses other data
+        self.learner.load_weights(saved.path / "model")
 
     def registry(self) -> StateRegistry:
         """All state that must survive a crash. Which conversations a step sees depends on its number alone."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,8 @@ from toolwise.advantages.score_check import ScoreCheck, describe_rewards
 from toolwise.concurrency.garbage import frozen_heap
 from toolwise.config.secret_names import mask_secrets, secret_keys
 from toolwise.errors import CheckpointError, FaultRateError, ToolwiseError
-from toolwise.protocols import Callback, Tracker
+from toolwise.protocols import Callback, Metrics
 from toolwise.rewards.printed_output import PrintLog
-from toolwise.serialization.files import write_atomic
-from toolwise.serialization.json_text import json_text
 from toolwise.training import checkpoint
 from toolwise.training.calibration import begin_calibration, budget_metrics, calibrate_run, calibration_summary
 from toolwise.training.changes import read_changes, resume_command
@@ -30,13 +28,12 @@ from toolwise.training.metrics import summarize_validation, validation_metrics
 from toolwise.training.records import RolloutFiles
 from toolwise.training.run import Run
 from toolwise.training.run_checkpoints import RunCheckpoints
-from toolwise.training.run_folder import RunResult, open_folder
+from toolwise.training.run_folder import RunResult, open_folder, restore_run
 from toolwise.training.stop_signal import StopSignal
-from toolwise.training.trackers.console import ConsoleTracker
-from toolwise.training.trackers.jsonl import JsonlTracker
-from toolwise.training.trackers.observers import ContainedObserver, Observers
-from toolwise.types import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
-from toolwise.untrusted.bounds import truncate_text
+from toolwise.training.trackers.observers import Observers
+from toolwise.training.trackers.reporter import Reporter
+from toolwise.types import CheckpointEvent, RunStart, StepEvent, ValidationEvent
+from toolwise.untrusted.user_code import describe, describe_at
 
 log = logging.getLogger("toolwise.training.trainer")
 
@@ -57,29 +54,25 @@ class Training:
         self.run = run
         self.out = out
         self._signal = StopSignal()
-        self._stop_reason: str | None = None
-        """Set when a callback stops the run."""
         self._validation_metrics: dict[str, float] = {}
-        self._step_metrics: Mapping[str, float] = {}
-        self._error: ToolwiseError | None = None
+        self._step_metrics: Metrics = {}
+        self._error: Exception | None = None
         """Set when more fails than `faults` allows, or a part of the run fails; stops the run."""
         self._before_step: tuple[int, int, dict[str, Any]] | None = None
         """During a training step: the number of steps, the version of the weights and the other state before it."""
         self._lock = checkpoint.FolderLock(out)
         try:
-            self._saved_step = open_folder(run, out, self._lock, resume=resume)
+            restore = partial(restore_run, run, out)
+            self._saved_step = open_folder(out, run.config, self._lock, restore, resume=resume)
         except BaseException:
             self._lock.release()
             raise
         self._checkpoints = RunCheckpoints(run, out)
         run.scoring.set_print_callback(PrintLog(out / "logs" / "reward.log"))
-        self.metrics = JsonlTracker(out / "metrics.jsonl")
-        self.observers = observers or Observers()
-        trainer = run.config.trainer
-        self.console = ConsoleTracker(trainer.total_steps, title=run.config.name) if trainer.console else None
-        own = [self.console] if self.console is not None else []
-        self._own_trackers: list[Tracker] = [self.metrics, *own]
-        self._callbacks: list[Callback] = [RolloutFiles(), *own, *self.observers.callbacks, *callbacks]
+        trainer, title = run.config.trainer, run.config.name
+        self.reporter = Reporter(
+            out, trainer, observers, name=title, total_steps=trainer.total_steps, first=[RolloutFiles()], last=callbacks
+        )
         self._start_time = time.monotonic() - run.progress.seconds
         self._reward_description = describe_rewards(run.config.algorithm.adv_estimator, run.estimator)
         self._score_check = ScoreCheck.of(run.estimator)
@@ -87,17 +80,21 @@ class Training:
     async def run_training(self) -> RunResult:
         try:
             await self._train()
-            summary = self._summarize()
-            if self._error is not None:
+            if self._error is None:
+                return RunResult(self.out, self._summarize())
+            try:
+                self._summarize()
+            except Exception as fault:
+                log.warning("no summary of the run: %s", describe(fault))
+            if isinstance(self._error, ToolwiseError):
                 self._error.args = (f"{self._error}; {self._cure()}",)
-                raise self._error
-            return RunResult(self.out, summary)
+            raise self._error
         except Exception:
             self._finish_saves()
             raise
         finally:
             try:
-                self.observers.close()
+                self.reporter.observers.close()
             finally:
                 if self._checkpoints.abandon():  # stopped immediately; else its end is the lock's, too
                     self._lock.release()
@@ -109,24 +106,23 @@ class Training:
                 if run.config.router.train_actor:
                     rewards = run.estimator.rewards
                     never = rewards is not None and rewards.terminal_score == "never"
-                    self._announce(self._reward_description, logging.WARNING if never else logging.INFO)
+                    self.reporter.announce(self._reward_description, logging.WARNING if never else logging.INFO)
                 self._warn_about_secrets()
                 settings = mask_secrets(run.config.model_dump(mode="json"))
-                self.observers.start(RunStart(self.out, run.config.name, run.progress.step, total, settings))
+                self.reporter.observers.start(RunStart(self.out, run.config.name, run.progress.step, total, settings))
                 self._publish_findings(run.progress.diagnosis.begin(run.startup_findings()))
                 level = logging.WARNING if run.calibration.note else logging.INFO
-                self._announce(begin_calibration(run, run.calibration, self.out), level)
+                self.reporter.announce(begin_calibration(run, run.calibration, self.out), level)
                 try:
                     await self._train_steps()
                 except CheckpointError:
                     raise
-                except ToolwiseError as fault:
+                except Exception as fault:
                     self._error = fault
                     self._save_after_error()
         finally:
             run.close()
-            for tracker in self._own_trackers:
-                tracker.close()
+            self.reporter.close()
 
     async def _train_steps(self) -> None:
         run, progress, total = self.run, self.run.progress, self.run.config.trainer.total_steps
@@ -138,7 +134,7 @@ class Training:
             self._save()
         self._checkpoints.wait_for_copy()
         run.router.warm_start()
-        while self._unfinished() and not (self._signal.received or self._stop_reason or self._error):
+        while self._unfinished() and not (self._signal.received or self.reporter.stop_reason or self._error):
             progress.diagnosis.before_step(run.config, run.learner.weights_checksum)
             self._before_step = progress.step, run.learner.version, run.snapshot()
             result = await train_step(run, self._checkpoints.wait_for_copy)
@@ -185,8 +181,8 @@ class Training:
         try:
             self._save(state)
             self._take_saved(wait=True)
-        except ToolwiseError as fault:
-            log.warning("no checkpoint of step %d: %s", progress.step, fault)
+        except Exception as fault:
+            log.warning("no checkpoint of step %d: %s", progress.step, describe(fault))
 
     def _finish_saves(self) -> None:
         """Wait for a checkpoint that is being written, after an error that matters more than one of the disk."""
@@ -207,31 +203,20 @@ class Training:
     def _record_step(self, result: StepResult) -> None:
         run, step = self.run, self.run.progress.step
         self.run.progress.faults.add(result.scored, self.run.config.faults.window)
-        self._step_metrics = result.metrics | self._checkpoints.take_metrics() | self.observers.error_metrics()
-        self._log_metrics(step, self._step_metrics)
+        self._step_metrics = result.metrics | self._checkpoints.take_metrics()
+        self._step_metrics |= self.reporter.observers.error_metrics()
+        self.reporter.log(step, self._step_metrics)
         scored, credited = tuple(result.scored), tuple(result.credited)
-        self._notify("on_step", StepEvent(self.out, step, self._step_metrics, scored, credited))
+        event = StepEvent(self.out, step, self._step_metrics, scored, credited)
+        self.reporter.notify("on_step", event, unfinished=self._unfinished())
         warning = self._score_check.observe(result.scored) if self._score_check and result.credited else None
         if warning is not None:
-            self._announce(warning, logging.WARNING)
+            self.reporter.announce(warning, logging.WARNING)
         self._publish_findings(
             run.progress.diagnosis.after_step(
                 run.config, run.estimator, step, result.scored, result.metrics, run.learner.weights_checksum
             )
         )
-
-    def _log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        for tracker in (*self._own_trackers, *self.observers.trackers):
-            tracker.log(step, metrics)
-
-    def _notify(self, method: str, event: StepEvent | ValidationEvent | CheckpointEvent) -> None:
-        """Call a method of all callbacks. The first `Stop` gives the reason; after the last step it has no effect."""
-        for callback in self._callbacks:
-            stop: Stop | None = getattr(callback, method)(event)
-            if stop is not None and self._stop_reason is None and self._unfinished():
-                name = callback.name if isinstance(callback, ContainedObserver) else type(callback).__name__
-                self._stop_reason = f"{name}: {truncate_text(' '.join(stop.reason.split()), 300)}"
-                self._announce(f"{self._stop_reason}; finishing this step and saving", logging.WARNING)
 
     def _warn_about_secrets(self) -> None:
         if keys := list(secret_keys(self.run.config.model_dump())):
@@ -241,33 +226,27 @@ class Training:
             )
             if any(key.startswith("reward.") for key in keys) and self.run.config.reward.sandbox.tier != "off":
                 text += " (a reward in the sandbox does not see the environment: name its module in sandbox.trusted)"
-            self._announce(text, logging.WARNING)
-
-    def _announce(self, text: str, level: int) -> None:
-        """Show `text` on the console, or log it if there is none. Does nothing if it is empty."""
-        if text and self.console is not None:
-            self.console.note(text)
-        elif text:
-            log.log(level, "%s", text)
+            self.reporter.announce(text, logging.WARNING)
 
     async def _validate(self) -> dict[str, Any] | None:
         step = self.run.progress.step
         calibrated, warning = await calibrate_run(self.run, self.run.calibration.calibration, step=step)
-        self._announce(warning, logging.WARNING)
+        self.reporter.announce(warning, logging.WARNING)
         if not self.run.validation_tasks:
             if calibrated:
-                self._log_metrics(step, calibrated)
+                self.reporter.log(step, calibrated)
             return None
-        if step == 0 and self.console is not None:
-            self.console.note(f"validating on {len(self.run.validation_tasks)} held-out tasks before training …")
+        if step == 0 and self.reporter.console is not None:
+            self.reporter.announce(f"validating on {len(self.run.validation_tasks)} held-out tasks before training …")
         scored = await validate(self.run, step=step)
         summary = summarize_validation(scored, self.run.config.multi_turn.held_out_tools)
         summary |= budget_metrics(self.run.router, scored)
         metrics = validation_metrics(summary) | calibrated
         if self.run.thinking is not None:
             metrics |= {f"eval/{name}": value for name, value in self.run.thinking.measure(scored).items()}
-        self._log_metrics(step, metrics)
-        self._notify("on_validation", ValidationEvent(self.out, step, metrics, tuple(scored)))
+        self.reporter.log(step, metrics)
+        event = ValidationEvent(self.out, step, metrics, tuple(scored))
+        self.reporter.notify("on_validation", event, unfinished=self._unfinished())
         self._validation_metrics = {name.removeprefix("eval/"): value for name, value in metrics.items()}
         self._update_best_rank()
         self._publish_findings(self.run.progress.diagnosis.after_validation(step, scored))
@@ -286,22 +265,18 @@ class Training:
 
     def _publish_findings(self, changes: FindingChanges) -> None:
         """Show findings on the console, or log them if there is none, and write them for the report."""
-        for finding in changes.found:
-            if self.console is not None:
-                self.console.warn(finding.name, (finding.says, finding.cure))
-            else:
-                log.warning("%s", finding)
+        self.reporter.warn(changes.found)
         for finding in changes.withdrawn:
-            self._announce(f"no longer true: {finding.name} (found at step {finding.step})", logging.WARNING)
+            self.reporter.announce(f"no longer true: {finding.name} (found at step {finding.step})", logging.WARNING)
         if changes.found or changes.withdrawn:
-            self._write_json("diagnosis.json", list(map(finding_to_json, self.run.progress.diagnosis.findings)))
+            self.reporter.write_json("diagnosis.json", list(map(finding_to_json, self.run.progress.diagnosis.findings)))
 
     def _save(self, state: Mapping[str, Any] | None = None) -> None:
         """Begin a checkpoint, after the one before it is written. `state` replaces what the parts of the run have
         now."""
         self._take_saved(wait=True)
         self.run.progress.seconds = time.monotonic() - self._start_time
-        self.metrics.sync()  # metrics and rollouts up to a checkpoint must also survive a power cut
+        self.reporter.metrics.sync()  # metrics and rollouts up to a checkpoint must also survive a power cut
         for folder in filter(Path.exists, (self.out, self.out / "rollouts")):
             checkpoint.sync(folder)
         self._checkpoints.save(self._validation_metrics, state)
@@ -312,18 +287,20 @@ class Training:
         saved = self._checkpoints.take_finished(wait=wait)
         if saved is not None:
             self._saved_step = saved.step
-            self._notify("on_checkpoint", CheckpointEvent(self.out, saved.step, saved.figures, saved.path))
+            event = CheckpointEvent(self.out, saved.step, saved.figures, saved.path)
+            self.reporter.notify("on_checkpoint", event, unfinished=self._unfinished())
 
     def _summarize(self) -> dict[str, Any]:
         run, diagnosis = self.run, self.run.progress.diagnosis
-        interrupted = self._unfinished() and (self._signal.received or self._stop_reason is not None)
+        stopped = None if self._signal.received else self.reporter.stop_reason
+        interrupted = self._unfinished() and (self._signal.received or stopped is not None)
         if not interrupted and self._error is None:
             self._publish_findings(diagnosis.end(run.progress.step))
             if diagnosis.updated is False:
                 log.warning("the actor was never updated: see the diagnosis in %s", self.out)
-        findings, stopped = diagnosis.findings, None if self._signal.received else self._stop_reason
+        findings = diagnosis.findings
         if self._error is not None:
-            stopped = str(self._error)
+            stopped = str(self._error) if isinstance(self._error, ToolwiseError) else describe_at(self._error)
             if not isinstance(self._error, FaultRateError):
                 step = run.progress.step
                 findings = [*findings, Finding("stopped", "warning", stopped, cure=self._cure(), step=step)]
@@ -336,7 +313,6 @@ class Training:
             "total_steps": run.config.trainer.total_steps,
             "interrupted": interrupted,
             "stopped": stopped,
-            "observers": self.observers.to_json(),
             "faults": run.progress.faults.totals,
             "seed": run.config.seed,
             "seconds": round(time.monotonic() - self._start_time, 3),
@@ -351,17 +327,7 @@ class Training:
             "diagnosis": list(map(finding_to_json, findings)),
             "tool_prompt": run.chat.tool_prompt.describe() if run.scheduler.tools else None,
         }
-        self._write_json("summary.json", summary)
-        event = EndEvent(self.out, run.progress.step, self._step_metrics, copy.deepcopy(summary))
-        for callback in self._callbacks:
-            callback.on_end(event)
-        self.observers.close()
-        summary["observers"] = self.observers.to_json()  # again, with what failed after that
-        self._write_json("summary.json", summary)
-        return summary
-
-    def _write_json(self, name: str, value: Any) -> None:
-        write_atomic(self.out / name, json_text(value, indent=2).encode())
+        return self.reporter.summarize(run.progress.step, self._step_metrics, summary)
 
 
 def peak_rss_mb() -> float:

@@ -92,22 +92,26 @@ class SampledTokens(Mapping[str, Any]):
 NO_TOKENS = SampledTokens((), (), (), has_ids=False)
 
 _SEQUENCES = {"token_ids": "i", "logprobs": "df", "prompt_ids": "i"}
-"""Keys that hold a sequence, and the types of array that are kept as they are; the first one packs anything else."""
+"""Keys that hold a sequence, and the types of array that are kept; the first one packs anything else."""
 _LABELS = {"finish_reason", "policy_version", "alignment"}
 _ALL_KEYS = {*_SEQUENCES, *_LABELS}
 
 
 def _pack(values: dict[str, Any], key: str) -> Sequence[Any]:
     sequence, typecodes = values.get(key), _SEQUENCES[key]
-    if type(sequence) is Prefix or (type(sequence) is array and sequence.typecode in typecodes):
+    if type(sequence) is Prefix:  # append-only
         return sequence
     if sequence is None:
         raise ValueError(f"got token_ids without {key}: return token_ids, logprobs and prompt_ids, or no token_ids")
+    known = type(sequence) is array and sequence.typecode in typecodes
     try:
-        return array(typecodes[0], sequence)
+        packed = array(sequence.typecode if known else typecodes[0], sequence)  # a copy: the policy may reuse its own
     except (TypeError, ValueError, OverflowError) as fault:
         kind = "log-probs" if key == "logprobs" else "token ids"
         raise ValueError(f"{key} must be a list of {kind}: {fault}") from None
+    if key != "logprobs" and packed and (lowest := min(packed)) < 0:
+        raise ValueError(f"{key} contain {lowest}: token ids are 0 or more")
+    return packed
 
 
 def _checked(values: dict[str, Any], key: str, kind: type) -> Any:

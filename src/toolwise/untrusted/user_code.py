@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from toolwise.untrusted.bounds import truncate_text
+from toolwise.untrusted.time_limit import TimeLimitError, TimeLimitExceeded, call_within
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _name_of: Callable[[type], str] = type.__dict__["__name__"].__get__  # cannot be overridden by a metaclass
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 MAX_CHARS = 2000
 """Length limit of the description of an exception."""
 _TORCH_STATE = {
@@ -63,10 +65,16 @@ def as_exception(fault: BaseException) -> Exception:
         return fault
     if is_interrupt(fault):
         raise fault
+    return _replacement(fault).with_traceback(fault.__traceback__)  # which has the line of the user's file
+
+
+def _replacement(fault: BaseException) -> Exception:
     if isinstance(fault, asyncio.CancelledError):
         return UserCodeError("it cancelled itself")
     if isinstance(fault, SystemExit):
         return UserCodeError(f"it called sys.exit({safe_text(fault.code, repr)})")
+    if isinstance(fault, TimeLimitExceeded):
+        return TimeLimitError(safe_text(fault))
     return UserCodeError(f"it raised {describe(fault)}")
 
 
@@ -78,6 +86,11 @@ def call_user_code(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
         raise
     except BaseException as fault:
         raise as_exception(fault) from None
+
+
+def call_part_within(limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`call_part` with a time limit: raises a `TimeLimitError` after it."""
+    return call_part(lambda: call_within(limit_s, function, *args, **kwargs))
 
 
 def call_part(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -132,7 +145,7 @@ def describe(fault: BaseException) -> str:
 def user_location(fault: BaseException) -> str:
     """The line of the user's own file that led to `fault`, such as ` (metrics.py:12)`; empty if there is none."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(fault.__traceback__)]
-    outside = [(file, line) for file, line in frames if not file.startswith(_PACKAGE)]
+    outside = [(file, line) for file, line in frames if not file.startswith(_PACKAGE) and _TORCH not in file]
     lines = [line for file, line in outside if file == outside[0][0]]
     return f" ({outside[0][0]}:{lines[-1]})" if outside else ""
 

@@ -312,3 +312,37 @@ def test_the_cure_for_a_users_parser_names_it() -> None:
     fault = "PolicyError: rollout.tool_parser: my_format.py:parse failed: ValueError: no"
     failed = [scored(0.0, stop=StopReason.POLICY_FAULT, fault=fault)] * 2
     assert after([failed] * 3)[0].findings[0].cure.startswith("Fix the parser given as rollout.tool_parser")
+
+
+LATE = [scored(0.0, calls={"search": 2}, failed={"timeout": 2}), scored(1.0)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        ([LATE] * 3, "search: timeout"),
+        ([LATE, HEALTHY, LATE], "search: timeout"),  # nobody called a tool in the second step
+        ([[*LATE, scored(calls={"search": 4}, failed={"bad_arguments": 4})]] * 3, "search: timeout"),
+        ([[*LATE, scored(calls={"look": 1})]] * 3, "search: timeout"),
+        (
+            [[scored(0.0, calls={"a": 1, "b": 1}, failed={"exception": 2}), scored()]] * 3,
+            "a: exception, b: exception",
+        ),
+        ([[*LATE, *[scored(calls={"search": 1})] * 2]] * 3, None),
+        ([LATE, LATE, [scored(0.0, calls={"search": 1}), scored(1.0)]], None),
+        ([LATE, [scored(calls={"look": 1}, failed={"timeout": 1}), scored(0.0)], LATE], None),
+        ([[scored(0.0, calls={"search": 1}, failed={"tool_error": 1}), scored()]] * 3, None),
+        ([[scored(0.0, calls={"a": 1, "b": 1}, failed={"timeout": 1}), scored()]] * 3, None),
+    ],
+)
+def test_a_tool_that_fails_on_nearly_every_call_is_named(steps: Any, says: str | None) -> None:
+    findings = after(steps)[0].findings
+    assert [finding.name for finding in findings] == ([] if says is None else ["tool_failed"])
+    if says is not None:
+        assert findings[0].says.endswith(f"whatever the model asked: {says}")
+        assert ("multi_turn.tool_timeout_s = 30" in findings[0].cure) == ("timeout" in says)
+
+
+def test_a_tool_that_works_later_withdraws_it() -> None:
+    _, changes = after([*[LATE] * 4, HEALTHY, [scored(0.0, calls={"search": 1}), scored()]])
+    assert [[f.name for f in c.withdrawn] for c in changes] == [[], [], [], [], [], ["tool_failed"]]

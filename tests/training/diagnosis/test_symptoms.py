@@ -25,6 +25,12 @@ GOOD = [scored(1.0), scored(0.0)]
             "ended with policy_fault: server down",
             "server",
         ),
+        (
+            [scored(0.0, stop=StopReason.POLICY_FAULT, rewards=(), fault="rollout.tool_parser: mine.py:parse failed")],
+            DROPPED,
+            "ended with policy_fault: rollout.tool_parser: mine.py:parse failed",
+            "Fix the parser given as rollout.tool_parser",
+        ),
         ([scored(1.0), scored(1.0)], DROPPED, "all 8 groups were dropped", "rollout.n"),
         (GOOD, {**UPDATED, "actor/grad_norm": 0.0}, "the gradient is 0", "distinguishes better replies from worse"),
         (GOOD, {**UPDATED, "actor/lr": 0.0}, "the learning rate is 0", "warmup_steps"),

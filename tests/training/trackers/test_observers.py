@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import signal
+import time
 import tomllib
 from collections.abc import Callable as Function
 from collections.abc import Mapping
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import toolwise
 from toolwise.config.schema import RunConfig
@@ -316,6 +319,23 @@ def test_a_method_that_sometimes_fails_is_not_dropped() -> None:
     assert (tracker.errors, tracker.dropped) == (3 * (MAX_FAILURES - 1), False)
 
 
+def test_one_that_does_not_return_is_ended_and_no_longer_called(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[float] = []
+    tracker = ContainedObserver(Faulty(lambda: calls.append(1.0) or time.sleep(60)), "tracker t", limit_s=0.02)
+    for step in range(3):
+        tracker.log(step, {})
+    assert (len(calls), tracker.errors, tracker.dropped) == (1, 1, True)
+    assert re.fullmatch(
+        rf"log: took longer than trainer.observer_timeout_s = 0.02 \({__file__}:\d+\)", tracker.first_error or ""
+    )
+    assert "tracker t is no longer called" in caplog.text
+
+
+def test_what_they_change_in_torch_is_restored() -> None:
+    ContainedObserver(Faulty(lambda: torch.set_grad_enabled(False)), "tracker t").log(1, {})
+    assert torch.is_grad_enabled()
+
+
 class Wrong(toolwise.Callback):
     def on_step(self, event: toolwise.StepEvent) -> Any:
         return True
@@ -332,6 +352,17 @@ def test_only_a_stop_with_a_reason_stops() -> None:
     )
     assert callback.on_validation(toolwise.ValidationEvent(Path("run"), 1, {}, ())) is None
     assert callback.errors == 2
+
+
+class Hidden(toolwise.Callback):
+    def on_step(self, event: toolwise.StepEvent) -> Any:
+        return asyncio.sleep(0)
+
+
+def test_a_method_that_returns_a_coroutine_is_counted() -> None:
+    callback = ContainedObserver(Hidden(), "callback c")
+    assert callback.on_step(STEP) is None
+    assert callback.first_error == "on_step: TypeError: on_step is a coroutine; use a plain def"
 
 
 class CtrlC(toolwise.Callback):

@@ -91,7 +91,7 @@ class Diagnosis:
                 changes.withdrawn.extend(self._withdraw(symptom.kind))
                 continue
             self.evidence[symptom.kind] = evidence
-            if self.steps == FIRST_STEPS:
+            if self.steps == FIRST_STEPS and evidence:
                 findings = [finding for finding in findings if finding is None or finding.name not in symptom.hides]
                 cause, cure = symptom.explain(evidence, self.rollouts, config)
                 findings.append(Finding(symptom.kind, "warning", cause, cure=cure, step=step))

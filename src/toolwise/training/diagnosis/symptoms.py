@@ -14,7 +14,7 @@ from toolwise.advantages.assign import learns_from_equal
 from toolwise.advantages.step_rewards import totals_before_costs
 from toolwise.config.schema import RunConfig
 from toolwise.protocols import AdvantageEstimator
-from toolwise.training.metrics import PARSER_FAULT
+from toolwise.training.metrics import PARSER_FAULT, tool_faults
 from toolwise.types import ScoredRollout, StopReason
 from toolwise.types.findings import Finding
 
@@ -27,12 +27,14 @@ _PREFER = (
     "use a reward that distinguishes better replies from worse, more rollouts per task (rollout.n), a higher "
     "rollout.temperature, or tasks that the model sometimes solves"
 )
+_FIX_PARSER = "Fix the parser given as rollout.tool_parser, or set a built-in one, such as hermes"
 ALL, ALL_TOOL_USERS = "All rollouts", "All rollouts that called a tool"
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """`evidence` checks one step and returns None if it is healthy; `explain` describes the common evidence."""
+    """`evidence` checks one step and returns None if it is healthy, "" if it shows nothing; `explain` describes the
+    common evidence."""
 
     kind: str
     evidence: Callable[[Sequence[ScoredRollout], RunConfig, AdvantageEstimator], str | None]
@@ -125,16 +127,45 @@ def _explain_faults(evidence: str, rollouts: int, config: RunConfig) -> tuple[st
     return (
         f"{who} of the first {FIRST_STEPS} steps ({rollouts} in all) ended with a fault of the model, the environment "
         f"or a tool, or at their deadline (rollout.deadline_s = {config.rollout.deadline_s:g}), most often: {fault}",
-        "Fix the parser given as rollout.tool_parser, or set a built-in one, such as hermes; the fault is in "
-        "rollouts/step-000001.jsonl"
+        f"{_FIX_PARSER}; the fault is in rollouts/step-000001.jsonl"
         if PARSER_FAULT in fault
         else "See `stop_reason` and `fault` in rollouts/step-000001.jsonl: fix the cause, or raise the deadline",
+    )
+
+
+def _failing_tools(scored: Sequence[ScoredRollout], *_: object) -> str | None:
+    """The tools of which nearly all calls raised or timed out, and how, a line for each; "" if none was called."""
+    faults = {tool: entry for tool, entry in tool_faults(scored).items() if entry[0]}
+    lines = [
+        f"{tool}: {kinds.most_common(1)[0][0]}"
+        for tool, (calls, kinds) in sorted(faults.items())
+        if kinds.total() >= NEARLY_ALL * calls
+    ]
+    return "\n".join(lines) if lines or not faults else None
+
+
+def _combine_failing_tools(before: str, now: str) -> str | None:
+    """The tools that failed in both; a step without calls says nothing."""
+    if not before or not now:
+        return before or now
+    earlier = {line.partition(":")[0] for line in before.splitlines()}
+    return "\n".join(line for line in now.splitlines() if line.partition(":")[0] in earlier) or None
+
+
+def _explain_failing_tools(evidence: str, _: int, config: RunConfig) -> tuple[str, str]:
+    slow = f"make it faster or raise its timeout (multi_turn.tool_timeout_s = {config.multi_turn.tool_timeout_s:g})"
+    return (
+        f"Nearly all calls of the first {FIRST_STEPS} steps failed, whatever the model asked: "
+        f"{', '.join(evidence.splitlines())}",
+        "Read what the tool answered in rollouts/step-000001.jsonl and test it with `toolwise check tool`; "
+        f"{slow if 'timeout' in evidence else 'then fix it, or leave it out'}",
     )
 
 
 SYMPTOMS = (
     Symptom("constant_reward", _equal_rewards, _explain_equal_rewards),
     Symptom("replies_cut", _cut, _explain_cut),
+    Symptom("tool_failed", _failing_tools, _explain_failing_tools, _combine_failing_tools),
     Symptom("episodes_failed", _faults, _explain_faults, _combine_faults, ("constant_reward",)),
 )
 
@@ -211,4 +242,5 @@ def _nothing_usable(config: RunConfig, scored: Sequence[ScoredRollout]) -> tuple
         )
     if reason.trainable:
         return "no rollout could be trained on", "Read some in rollouts/: `fault` and `error` say what is wrong"
-    return f"the rollouts ended with {reason.value}{detail}", "Fix the tool, environment or server"
+    cure = _FIX_PARSER if PARSER_FAULT in detail else "Fix the tool, environment or server"
+    return f"the rollouts ended with {reason.value}{detail}", cure

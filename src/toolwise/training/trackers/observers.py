@@ -17,7 +17,8 @@ from toolwise.config.trainer import ObserverEntry, ObserverSettings
 from toolwise.errors import ConfigError
 from toolwise.protocols import Callback, Metrics, Tracker
 from toolwise.types import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
-from toolwise.untrusted.user_code import as_exception, describe, user_location
+from toolwise.untrusted.time_limit import TimeLimitError
+from toolwise.untrusted.user_code import call_part_within, describe_at, user_location
 
 log = logging.getLogger("toolwise.training.trackers")
 
@@ -30,6 +31,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 }
 
 
+DEFAULT_LIMIT_S = ObserverSettings().observer_timeout_s
 MAX_FAILURES = 3
 """A tracker or callback is dropped when one of its methods has failed this many times in a row."""
 Event = TypeVar("Event", StepEvent, ValidationEvent, CheckpointEvent, EndEvent)
@@ -38,9 +40,9 @@ Event = TypeVar("Event", StepEvent, ValidationEvent, CheckpointEvent, EndEvent)
 class ContainedObserver(Tracker, Callback):
     """A user's tracker or callback: counts its failures, logs the first, and drops it if they continue."""
 
-    def __init__(self, observer: Any, name: str) -> None:
-        """`name`: such as `tracker metrics.py:Csv`."""
-        self.name = name
+    def __init__(self, observer: Any, name: str, limit_s: float = DEFAULT_LIMIT_S) -> None:
+        """`name`: such as `tracker metrics.py:Csv`; `limit_s`: time limit of each call."""
+        self.name, self.limit_s = name, limit_s
         self.errors = 0
         self.first_error: str | None = None
         self.dropped = False
@@ -80,10 +82,14 @@ class ContainedObserver(Tracker, Callback):
         if self.dropped:
             return None
         try:
-            result = method(*args)
+            result = call_part_within(self.limit_s, method, *args)
             _check_result(name, result)
-        except BaseException as fault:
-            self._count(name, f"{describe(as_exception(fault))}{user_location(fault)}")
+        except TimeLimitError as fault:
+            self._count(name, f"took longer than trainer.observer_timeout_s = {self.limit_s:g}{user_location(fault)}")
+            self._drop(f"{self.name} is no longer called")
+            return None
+        except Exception as fault:
+            self._count(name, describe_at(fault))
             return None
         self._in_a_row[name] = 0
         return result
@@ -92,11 +98,15 @@ class ContainedObserver(Tracker, Callback):
         self.errors += 1
         self._in_a_row[method] += 1
         if self.first_error is None:
-            self.first_error = f"{method}: {' '.join(error.split())}"
+            self.first_error = f"{method}: {error}"
             log.warning("%s failed in %s; the run goes on, later errors are only counted", self.name, self.first_error)
         if self._in_a_row[method] == MAX_FAILURES:
-            self.dropped = True
-            log.warning("%s failed %d times in a row in %s and is no longer called", self.name, MAX_FAILURES, method)
+            self._drop(f"{self.name} failed {MAX_FAILURES} times in a row in {method} and is no longer called")
+
+    def _drop(self, why: str) -> None:
+        self.dropped = True
+        if not self._closed:
+            log.warning("%s", why)
 
 
 @dataclass(slots=True)
@@ -105,13 +115,15 @@ class Observers:
 
     trackers: list[ContainedObserver] = field(default_factory=list)
     callbacks: list[ContainedObserver] = field(default_factory=list)
+    limit_s: float = DEFAULT_LIMIT_S
+    """Time limit of each of their calls."""
     _reported: dict[str, int] = field(default_factory=dict)
 
     def create(self, sources: Sequence[ObserverSource]) -> None:
         """Create what `load_observers` found; raises a ConfigError if a constructor fails."""
         for source in sources:
             observers = self.trackers if source.kind == "tracker" else self.callbacks
-            observers.append(ContainedObserver(source.create(), f"{source.kind} {source.name}"))
+            observers.append(ContainedObserver(source.create(), f"{source.kind} {source.name}", self.limit_s))
 
     def start(self, run: RunStart) -> None:
         for tracker in self.trackers:

@@ -14,10 +14,11 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from random import Random
 from typing import Any
 
+from toolwise.errors import ToolwiseError
 from toolwise.protocols import Metrics
 from toolwise.routing.calibration import KEY, read_budget_calibration
-from toolwise.routing.families import MIXED, ROUTES, RouteAction, Target, parse_target
-from toolwise.routing.inference_router import UNIFORM, InferenceRouter, PredictedPrompt
+from toolwise.routing.families import MIXED, Target
+from toolwise.routing.inference_router import InferenceRouter, PredictedPrompt
 from toolwise.routing.route_advantages import (
     KindStandardizer,
     RouteOutcome,
@@ -25,6 +26,7 @@ from toolwise.routing.route_advantages import (
     credit_routes,
     policy_weights,
 )
+from toolwise.routing.routes import DEFAULT_ROUTES, RouteSet
 from toolwise.routing.samples import RoutePrediction, RouterExample, RouterModel, RouteSample
 from toolwise.types import RouteDecision, ScoredRollout, Task
 
@@ -59,19 +61,24 @@ class LearnedRouter(InferenceRouter):
         for prompt in self._prompts(tasks, step, label, averaged=False):
             counts = sorted(self._route_counts(prompt.prediction, n, prompt.rng).items())
             prompt_decisions = [self._decision(prompt, route, count) for route, count in counts]
-            if prompt.prediction is not UNIFORM:
+            if prompt.fits:
                 self._pending |= {decision.group_id: prompt for decision in prompt_decisions}
             decisions += prompt_decisions
         return decisions
 
+    @property
+    def sampling(self) -> str:
+        return self.config.sampling_of(len(self.routes))
+
     def _route_counts(self, prediction: RoutePrediction, n: int, rng: Random) -> Counter[int]:
         """route -> rollouts"""
-        if self.config.routes == "one":
+        if self.sampling == "one":
             return Counter({prediction.sample(rng): n})
-        if self.config.routes == "independent":
+        if self.sampling == "independent":
             return Counter(prediction.sample(rng) for _ in range(n))
         # A remainder goes to routes in random order, so that no route is always sampled less.
-        order = rng.sample(range(len(ROUTES)), len(ROUTES))
+        routes = [index for index in range(len(self.routes)) if prediction.applies(index)]
+        order = rng.sample(routes, len(routes))
         return Counter(order[i % len(order)] for i in range(n))
 
     def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
@@ -81,9 +88,9 @@ class LearnedRouter(InferenceRouter):
         outcomes = [
             RouteOutcome(
                 groups[s.rollout.group_id].prompt_id,
-                RouteAction.parse(s.rollout.route or "").index,
+                self.routes.index(s.rollout.route or ""),
                 s.score,
-                self.cost(self.conditioning.usage_of(s.rollout)),
+                self.conditioning.costs_of(self.cost, s.rollout),
             )
             for s in scored
             if s.rollout.group_id in groups and s.result.has_valid_score and s.rollout.trainable
@@ -115,30 +122,39 @@ class LearnedRouter(InferenceRouter):
             )
         examples = [
             RouterExample(
-                pending[p].prediction, tuple(members[p]), credit.route_advantages.get(p), _label(pending[p].task)
+                pending[p].prediction, tuple(members[p]), credit.route_advantages.get(p), self._label(pending[p])
             )
             for p in probs
         ]
-        weights = policy_weights(outcomes, probs, self.config.routes)
+        weights = policy_weights(outcomes, probs, self.sampling)
         r_task = sum(c.reward * w for c, w in zip(outcomes, weights, strict=True)) / sum(weights) if weights else 0.0
         return examples, {"router/r_task": r_task} | {
             f"router/{unit}/mean": _mean(each) for unit, each in credit.spent.items()
         }
 
+    def _label(self, prompt: PredictedPrompt) -> int | None:
+        """The labelled route of a prompt, if it applies to it."""
+        label = label_index(prompt.task, self.routes)
+        return label if label is not None and prompt.prediction.applies(label) else None
+
     def _report(
         self, pending: Mapping[str, PredictedPrompt], outcomes: Sequence[RouteOutcome], *, lost: int
     ) -> Metrics:
         probs = [a.prediction.probs for a in pending.values()]
-        targets = [target_of(a.task) for a in pending.values()]
+        targets = [target_of(a.task, self.routes) for a in pending.values()]
         labelled = [target for target in targets if target is not None]
         metrics = {
-            **{f"router/share/{route}": _mean([p[i] for p in probs]) for i, route in enumerate(ROUTES)},
+            **{f"router/share/{route}": _mean([p[i] for p in probs]) for i, route in enumerate(self.routes.names)},
             "router/prompts": float(len(pending)),
             "router/rollouts_lost": float(lost),
-            **{f"router/rollouts/{r}": float(sum(c.route == i for c in outcomes)) for i, r in enumerate(ROUTES)},
+            **{
+                f"router/rollouts/{route}": float(sum(c.route == i for c in outcomes))
+                for i, route in enumerate(self.routes.names)
+            },
         }
         if labelled:
-            agreement = [p[t.index] for p, t in zip(probs, targets, strict=True) if isinstance(t, RouteAction)]
+            routed = [(p, t) for p, t in zip(probs, targets, strict=True) if t is not None and t != MIXED]
+            agreement = [p[self.routes.index(target)] for p, target in routed]
             metrics["router/mixed_share"] = _mean([float(target == MIXED) for target in labelled])
             metrics["router/label_agreement"] = _mean(agreement)
         return metrics
@@ -148,15 +164,14 @@ class LearnedRouter(InferenceRouter):
         if self._warm_started or not self.config.warm_start_epochs:
             return
         self._warm_started = True
-        labelled = [(task, label) for task in self.tasks if (label := _label(task)) is not None]
+        labelled = [(task, label) for task in self.tasks if (label := label_index(task, self.routes)) is not None]
         examples: list[tuple[RoutePrediction, int]] = []
         for part in _batches(labelled):  # one forward pass per prompt, for all epochs
             predictions = self._predict([self.prompt_of(task) for task, _ in part])
-            examples += [
-                (prediction, label)
-                for prediction, (_, label) in zip(predictions, part, strict=True)
-                if prediction is not None
-            ]
+            for prediction, (task, label) in zip(predictions, part, strict=True):
+                known = None if prediction is None else prediction.restricted(self.conditioning.applicable(task))
+                if known is not None and known.applies(label):
+                    examples.append((known, label))
         for epoch in range(self.config.warm_start_epochs):
             Random(f"warm start/{self.seed}/{epoch}").shuffle(examples)
             for batch in _batches(examples):
@@ -191,15 +206,24 @@ class LearnedRouter(InferenceRouter):
         self._pending = {}
 
 
-def target_of(task: Task) -> Target | None:
-    """The label of a row, from its columns or from a joined label file; None if it has none."""
-    written = task.extra_info.get("router_target_action")
-    return None if written is None else parse_target(written)
+def target_of(task: Task, routes: RouteSet = DEFAULT_ROUTES, *, key: str = "router_target_action") -> Target | None:
+    """The label of a row, from its columns or from a joined label file; None if it has none, or one for other routes
+    than a user's."""
+    written = task.extra_info.get(key)
+    if written is None:
+        return None
+    try:
+        return routes.parse_target(written)
+    except ToolwiseError:
+        if routes.own:
+            return None
+        raise
 
 
-def _label(task: Task) -> int | None:
-    target = target_of(task)
-    return target.index if isinstance(target, RouteAction) else None
+def label_index(task: Task, routes: RouteSet) -> int | None:
+    """The index of the labelled route; None without a label, or if it is MIXED."""
+    target = target_of(task, routes)
+    return None if target is None or target == MIXED else routes.index(target)
 
 
 def _batches(items: Sequence[Any]) -> list[Any]:

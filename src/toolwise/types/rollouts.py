@@ -177,6 +177,8 @@ class RouteDecision:
     """Names of the tools offered; None offers those of the task."""
     route: str | None = None
     log_prob: float | None = None
+    logits: tuple[float | None, ...] | None = None
+    """The router's logits, one per route; None for a route that does not apply to the task."""
     forbidden: tuple[str, ...] = ()
     """Tools that are shown to the model but refused when called."""
     prompt_id: str = ""
@@ -184,6 +186,12 @@ class RouteDecision:
     count_usage: CountUsage | None = None
     """Counts the calls in a rollout's steps, by tool, and their cost, where none are executed; None: the environment
     counts them."""
+    policy: Any = None
+    """The `AgentPolicy` that acts; None: that of the run."""
+    answered_by: str = ""
+    """The name of another model that acts, whose tokens must not train the actor; empty: the model being trained."""
+    price: float = 0.0
+    """Cost of a rollout besides its calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +234,12 @@ class Rollout:
     """Error message, if `stop_reason` is a fault."""
     infrastructure_fault: bool = False
     """Whether something behind a tool failed (server down, worker dead) although the episode continued."""
+    router_log_prob: float | None = None
+    """The router's log-probability of `route`."""
+    router_logits: tuple[float | None, ...] | None = None
+    """As in `RouteDecision.logits`."""
+    answered_by: str = ""
+    """As in `RouteDecision`: another model wrote this rollout."""
 
     @property
     def trainable(self) -> bool:
@@ -267,6 +281,7 @@ class ScoredRollout:
         return (
             self.result.has_valid_score
             and self.rollout.trainable
+            and not self.rollout.answered_by
             and any(step.policy_logprobs is not None for step in self.steps)
         )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from toolwise.data.files import Row, read_rows, row_error, write_rows
 from toolwise.errors import DataError, ToolwiseError
-from toolwise.routing.families import Family, Target, parse_target
+from toolwise.routing.families import Target, parse_family, parse_target
 from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_text, load_json
 from toolwise.types import Task
@@ -26,7 +26,7 @@ class Label:
     task_id: str
     target: Target | None
     """None if it is unknown."""
-    families: Mapping[str, Family] = field(default_factory=dict)
+    families: Mapping[str, str] = field(default_factory=dict)
     """Tool name -> family, for the row's tools."""
     labelled_by: str = ""
     """The model's name, or "heuristic"."""
@@ -63,20 +63,21 @@ def count_routes(labels: Iterable[Label]) -> dict[str, int]:
     return dict(Counter("none" if label.target is None else str(label.target) for label in labels).most_common())
 
 
-def read_labels(path: str | Path) -> list[Label]:
-    """Reads JSONL, JSON, Parquet or CSV; raises `DataError` at the first bad row."""
+def read_labels(path: str | Path, *, any_name: bool = False) -> list[Label]:
+    """Reads JSONL, JSON, Parquet or CSV; raises `DataError` at the first bad row. `any_name`: routes and families may
+    have any name, not only the default ones."""
     path = Path(path)
     rows = _read_csv(path) if path.suffix.lower() == ".csv" else read_rows(path)
     labels: dict[str, Label] = {}
     for number, row in enumerate(rows):
-        label = _parse_label(path, number, row)
+        label = _parse_label(path, number, row, any_name)
         if label.task_id in labels:
             raise row_error(path, number, "task_id", f"{label.task_id!r} already has a label; keep one of the two")
         labels[label.task_id] = label
     return list(labels.values())
 
 
-def _parse_label(path: Path, number: int, row: Row) -> Label:
+def _parse_label(path: Path, number: int, row: Row, any_name: bool) -> Label:
     name = row.get("task_id")
     if not isinstance(name, str) or not name:
         raise row_error(path, number, "task_id", f"{name!r} is not a row id; write the id of the task")
@@ -87,8 +88,12 @@ def _parse_label(path: Path, number: int, row: Row) -> Label:
             path, number, FAMILIES_KEY, f"{given_families!r:.60} is not a JSON object; write tool names with families"
         )
     try:
-        target = None if written in (None, "") else parse_target(written)
-        parsed_families = {str(tool): Family.parse(family) for tool, family in families.items() if family is not None}
+        target = None if written in (None, "") else str(written) if any_name else parse_target(written)
+        parsed_families = {
+            str(tool): parse_family(family, any_name=any_name)
+            for tool, family in families.items()
+            if family is not None
+        }
     except ToolwiseError as fault:
         raise row_error(path, number, TARGET_KEY if "action" in str(fault) else FAMILIES_KEY, str(fault)) from None
     return Label(name, target, parsed_families, str(row.get("labelled_by") or ""))

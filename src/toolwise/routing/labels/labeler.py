@@ -124,7 +124,7 @@ async def label_by_model(
 
 async def _label_families(
     client: _LabelClient, tasks: Sequence[Task], model: str, tools: Mapping[str, BaseTool]
-) -> dict[str, dict[str, Family]]:
+) -> dict[str, dict[str, str]]:
     """task id -> families of its tools. Declared families are not asked for; without an answer the rules decide."""
     by_rules = {task.task_id: families_of_task(task, tools) for task in tasks}
     descriptions = {task.task_id: _undeclared(task, tools) for task in tasks}

@@ -9,7 +9,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from random import Random
 from statistics import fmean
 from typing import Any
@@ -30,12 +30,12 @@ from toolwise.routing.cost import (
     usage_of,
     written_usage,
 )
-from toolwise.routing.families import families_of_task, offered_tools, parse_family
+from toolwise.routing.families import Family, families_of_task, offered_tools, parse_family
 from toolwise.routing.prompts import allowed_tools, condition, load_wording
 from toolwise.routing.routes import RouteSet, build_routes
 from toolwise.routing.samples import RoutePrediction, RoutePredictor
 from toolwise.tools.base import BaseTool
-from toolwise.types import CountUsage, Rollout, RouteDecision, ScoredRollout, StepData, Task
+from toolwise.types import CountUsage, Rollout, RouteDecision, RouterCredit, ScoredRollout, StepData, Task
 
 log = logging.getLogger("toolwise")
 
@@ -276,6 +276,15 @@ class InferenceRouter(Router):
     def costs_of(self, rollout: Rollout) -> dict[str, float]:
         """By unit."""
         return self.conditioning.costs_of(self.cost, rollout)
+
+    def annotate(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
+        """The rollouts with what each used, for the records; a router that learns adds its rewards and advantages."""
+        return [replace(s, router=self._used(s.rollout)) for s in scored]
+
+    def _used(self, rollout: Rollout) -> RouterCredit:
+        usage = self.conditioning.usage_of(rollout)
+        calls = usage.calls
+        return RouterCredit(usage.used_any_tool, calls[Family.SEARCH] > 0, calls[Family.CALCULATE] > 0)
 
     def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
         """How far rollouts routed by this router exceed its budgets; None without budgets or rollouts. If it is

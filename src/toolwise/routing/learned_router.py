@@ -22,6 +22,7 @@ from toolwise.routing.inference_router import InferenceRouter, PredictedPrompt
 from toolwise.routing.route_advantages import (
     KindStandardizer,
     RouteOutcome,
+    RouterAdvantages,
     RunningBaseline,
     credit_routes,
     policy_weights,
@@ -32,6 +33,35 @@ from toolwise.types import RouteDecision, ScoredRollout, Task
 
 WARM_START_BATCH = 64
 """Prompts per supervised step of the warm start."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StepCredit:
+    """What a step's rollouts teach the router."""
+
+    given: list[str]
+    """Ids of all rollouts of the step."""
+    pending: Mapping[str, PredictedPrompt]
+    """prompt id -> prompt"""
+    rollout_ids: list[str]
+    """Those of the outcomes."""
+    outcomes: Sequence[RouteOutcome]
+    standardized: Sequence[RouteOutcome]
+    """With standardized rewards, if they are."""
+    lambdas: Mapping[str, float]
+    credit: RouterAdvantages
+
+    @property
+    def net_rewards(self) -> list[float]:
+        """r_task − Σ λ·cost of each outcome."""
+        return [c.reward - sum(lam * c.costs[unit] for unit, lam in self.lambdas.items()) for c in self.standardized]
+
+    @property
+    def advantages(self) -> list[float]:
+        """Of each outcome: its route's, where those of all routes were estimated."""
+        by_route = self.credit.route_advantages
+        pairs = zip(self.outcomes, self.credit.rollout_advantages, strict=True)
+        return [(by_route[c.prompt_id][c.route] or 0.0) if by_route else advantage for c, advantage in pairs]
 
 
 @dataclass(eq=False)
@@ -47,6 +77,8 @@ class LearnedRouter(InferenceRouter):
     _warm_started: bool = field(default=False, init=False)
     _pending: dict[str, PredictedPrompt] = field(default_factory=dict, init=False)
     """group id -> prompt whose rollouts are in progress"""
+    _step: _StepCredit | None = field(default=None, init=False)
+    """The credit of the step that `annotate` saw, until `learn` uses it."""
 
     def decide(
         self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step", explore: bool = True
@@ -81,10 +113,38 @@ class LearnedRouter(InferenceRouter):
         order = rng.sample(routes, len(routes))
         return Counter(order[i % len(order)] for i in range(n))
 
+    def annotate(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
+        """With the router's reward and advantage for each rollout that it will learn from."""
+        used = super().annotate(scored)
+        if not any(s.rollout.group_id in self._pending for s in scored):
+            return used
+        step = self._step = self._credit(scored)
+        learned = dict(zip(step.rollout_ids, zip(step.net_rewards, step.advantages, strict=True), strict=True))
+        annotated = []
+        for s in used:
+            reward, advantage = learned.get(s.rollout.rollout_id, (None, None))
+            credit = None if s.router is None else replace(s.router, reward=reward, advantage=advantage)
+            annotated.append(replace(s, router=credit))
+        return annotated
+
     def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
         """Learns from all finished rollouts, including groups of one, which the actor learns nothing from."""
-        groups, self._pending = self._pending, {}
-        pending = {prompt.prompt_id: prompt for prompt in groups.values()}
+        step, self._step = self._step, None
+        if step is None or step.given != [s.rollout.rollout_id for s in scored]:
+            step = self._credit(scored)
+        self._pending = {}
+        examples, metrics = self._examples(step)
+        metrics |= self._report(step.pending, step.outcomes, lost=len(scored) - len(step.outcomes))
+        metrics = self.model.learn(examples, self.multipliers) | metrics
+        self.budgets.step()  # last: the examples use the λ that the routes were sampled with
+        return metrics | self.budgets.metrics()
+
+    def _credit(self, scored: Sequence[ScoredRollout]) -> _StepCredit:
+        """The advantages of a step's rollouts; updates the running means."""
+        groups = self._pending
+        usable = [
+            s for s in scored if s.rollout.group_id in groups and s.result.has_valid_score and s.rollout.trainable
+        ]
         outcomes = [
             RouteOutcome(
                 groups[s.rollout.group_id].prompt_id,
@@ -92,20 +152,9 @@ class LearnedRouter(InferenceRouter):
                 s.score,
                 self.conditioning.costs_of(self.cost, s.rollout),
             )
-            for s in scored
-            if s.rollout.group_id in groups and s.result.has_valid_score and s.rollout.trainable
+            for s in usable
         ]
-        examples, metrics = self._examples(pending, outcomes)
-        metrics |= self._report(pending, outcomes, lost=len(scored) - len(outcomes))
-        metrics = self.model.learn(examples, self.multipliers) | metrics
-        self.budgets.step()  # last: the examples use the λ that the routes were sampled with
-        return metrics | self.budgets.metrics()
-
-    def _examples(
-        self, pending: Mapping[str, PredictedPrompt], outcomes: Sequence[RouteOutcome]
-    ) -> tuple[list[RouterExample], Metrics]:
-        """One example per prompt with a finished rollout; and the policy's mean reward and costs."""
-        lambdas = self.budgets.lambdas
+        pending = {prompt.prompt_id: prompt for prompt in groups.values()}
         probs = {c.prompt_id: pending[c.prompt_id].prediction.probs for c in outcomes}
         standardized = outcomes
         if self.config.standardize_by_kind:
@@ -113,12 +162,27 @@ class LearnedRouter(InferenceRouter):
             kinds = [str(task.extra_info.get("kind") or task.data_source) for task in tasks]
             rewards = self.scale([c.reward for c in outcomes], kinds).tolist()
             standardized = [replace(c, reward=reward) for c, reward in zip(outcomes, rewards, strict=True)]
-        credit = credit_routes(standardized, probs, lambdas, self.config, self.baseline, self.cost.units)
+        return _StepCredit(
+            given=[s.rollout.rollout_id for s in scored],
+            pending=pending,
+            rollout_ids=[s.rollout.rollout_id for s in usable],
+            outcomes=outcomes,
+            standardized=standardized,
+            lambdas=self.budgets.lambdas,
+            credit=credit_routes(
+                standardized, probs, self.budgets.lambdas, self.config, self.baseline, self.cost.units
+            ),
+        )
+
+    def _examples(self, step: _StepCredit) -> tuple[list[RouterExample], Metrics]:
+        """One example per prompt with a finished rollout; and the policy's mean reward and costs."""
+        pending, credit = step.pending, step.credit
+        probs = {c.prompt_id: pending[c.prompt_id].prediction.probs for c in step.outcomes}
         self.budgets.observe(credit.spent)
         members: dict[str, list[RouteSample]] = {prompt_id: [] for prompt_id in probs}
-        for c, advantage in zip(standardized, credit.rollout_advantages, strict=True):
+        for c, advantage in zip(step.standardized, credit.rollout_advantages, strict=True):
             members[c.prompt_id].append(
-                RouteSample(c.route, c.reward, tuple(c.costs[unit] for unit in lambdas), advantage)
+                RouteSample(c.route, c.reward, tuple(c.costs[unit] for unit in step.lambdas), advantage)
             )
         examples = [
             RouterExample(
@@ -126,8 +190,9 @@ class LearnedRouter(InferenceRouter):
             )
             for p in probs
         ]
-        weights = policy_weights(outcomes, probs, self.sampling)
-        r_task = sum(c.reward * w for c, w in zip(outcomes, weights, strict=True)) / sum(weights) if weights else 0.0
+        weights = policy_weights(step.outcomes, probs, self.sampling)
+        rewards = [c.reward for c in step.outcomes]
+        r_task = sum(r * w for r, w in zip(rewards, weights, strict=True)) / sum(weights) if weights else 0.0
         return examples, {"router/r_task": r_task} | {
             f"router/{unit}/mean": _mean(each) for unit, each in credit.spent.items()
         }
@@ -203,7 +268,7 @@ class LearnedRouter(InferenceRouter):
         self.scale.load_state_dict(state["scale"])
         self._warm_started = state["warmed"]
         self.calibration = read_budget_calibration(state, self.budgets.limits)
-        self._pending = {}
+        self._pending, self._step = {}, None
 
 
 def target_of(task: Task, routes: RouteSet = DEFAULT_ROUTES, *, key: str = "router_target_action") -> Target | None:

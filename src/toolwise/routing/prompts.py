@@ -223,6 +223,19 @@ def unconditioned(messages: Sequence[Message]) -> Sequence[Message]:
     return [message for message in originals if message is not None]
 
 
+def route_changes(messages: Sequence[Message]) -> list[tuple[int, Message | None]]:
+    """(index, original) of the messages that a route has changed, None for one that it added; see `undo_changes`."""
+    return [(index, m._original) for index, m in enumerate(messages) if isinstance(m, RoutedMessage)]
+
+
+def undo_changes(messages: Sequence[Message], changes: Sequence[tuple[int, Message | None]]) -> list[Message]:
+    """What `unconditioned` returns, for messages that were stored and read again: they no longer know their
+    originals, so `changes` say them."""
+    originals = dict(changes)
+    restored = (originals.get(index, message) for index, message in enumerate(messages))
+    return [message for message in restored if message is not None]
+
+
 def prompt_style(messages: Sequence[Message]) -> Style:
     return "rlla" if any(m.role in _SYSTEM and TOOL_ENTRY.search(m.content or "") for m in messages) else "chat"
 

@@ -260,6 +260,20 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterCredit:
+    """What a rollout used, and what its router learns from it; None where it learns nothing."""
+
+    used_any_tool: bool
+    used_search: bool
+    used_calculate: bool
+    """Whether a tool of the family was called, as the cost counts calls."""
+    reward: float | None = None
+    """r_task − Σ λ·cost, the router's reward; at the rollout's last token in `router_token_level_rewards`."""
+    advantage: float | None = None
+    """Of the rollout's route: `router_advantages`, and as in GRPO also `router_returns`."""
+
+
+@dataclass(frozen=True, slots=True)
 class ScoredRollout:
     """A rollout with its reward; `steps` carry their base rewards."""
 
@@ -268,6 +282,8 @@ class ScoredRollout:
     steps: tuple[StepData, ...]
     warnings: tuple[str, ...] = ()
     """Step rewards that match no step: "unmatched step_index 7: …"."""
+    router: RouterCredit | None = None
+    """None if it was not routed by a learned router."""
 
     @property
     def score(self) -> float:

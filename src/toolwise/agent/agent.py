@@ -156,6 +156,7 @@ class RoutedAgent:
             (prediction,) = await self.routing.predict_in_engine([task])
             route_probs = {str(name): prob for name, prob in zip(routes.names, prediction.probs, strict=True)}
             chosen = given_route or self.routing.choose(prediction, task, budget=budget, seed=seed)
+            chosen = self.routing.within_cap(chosen, prediction, cap, given=given_route is not None)
         except ContextFullError as full:
             # With a given route the conditioned prompt may be shorter and still fit.
             fallback = given_route or routes.direct or routes.names[0]
@@ -191,7 +192,8 @@ class RoutedAgent:
         if cap is not None:
             if not cap >= 0:
                 raise ConfigError(f"cap is {cap}: give a number of at least 0")
-            request.env = cast("BaseEnv", CappedEnv(request.env, cap, self.routing.price_of(task)))
+            left = max(0.0, cap - self.routing.route_price(route))
+            request.env = cast("BaseEnv", CappedEnv(request.env, left, self.routing.price_of(task)))
         return request
 
     def _task(self, question: Question) -> Task:

@@ -212,6 +212,22 @@ class TrainedRouter:
         families = self.conditioning.families_of(task)
         return lambda calls: self.cost(RouteUsage.of(merge_unknown_calls(calls, families), families))[self.unit]
 
+    def route_price(self, route: str) -> float:
+        """What a route costs besides its calls, in the unit of the budget."""
+        return self.conditioning.prices(route).get(self.unit, 0.0)
+
+    def within_cap(self, route: str, prediction: RoutePrediction, cap: float | None, *, given: bool) -> str:
+        """`route`, or if it alone costs more than `cap` the head's best of those that do not; raises if a `given` route
+        does, or all do."""
+        if cap is None or self.route_price(route) <= cap:
+            return route
+        names = self.routes.names
+        affordable = [i for i, name in enumerate(names) if prediction.applies(i) and self.route_price(name) <= cap]
+        if given or not affordable:
+            which = f"the route {route!r} costs" if given else "every route costs"
+            raise ConfigError(f"{which} more than {cap:g}, the most that this answer may cost: raise it")
+        return names[max(affordable, key=prediction.logprobs.__getitem__)]
+
     def cost_of(self, rollout: Rollout) -> float:
         """Cost of a rollout and its route. With real tools, calls that the route refused are free."""
         return self.conditioning.costs_of(self.cost, rollout, "executed" if self.tools else None)[self.unit]

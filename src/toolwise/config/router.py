@@ -163,10 +163,10 @@ class RouterConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _read_old_name(cls, values: Any) -> Any:
-        """`routes` was the name of `sampling` before routes could be the user's own."""
+        """`routes` was the name of `sampling` before routes could be the user's own; all alike was its default."""
         if isinstance(values, dict) and isinstance(values.get("routes"), str) and "sampling" not in values:
             rest = {name: value for name, value in values.items() if name != "routes"}
-            return rest | {"sampling": values["routes"]}
+            return rest | ({} if values["routes"] == "stratified" else {"sampling": values["routes"]})
         return values
 
     @model_validator(mode="after")

@@ -106,6 +106,11 @@ MUTABLE_SETTINGS = frozenset(
         "algorithm.estimator_kwargs",
         "actor.policy_loss_kwargs",
         "router.kwargs",
+        # where the other models of routes are served
+        "router.policies[].base_url",
+        "router.policies[].api_key_env",
+        "router.policies[].timeout_s",
+        "router.policies[].max_concurrent",
     }
 )
 """Changing anything else would make it a different run: other data, another model, loss or reward."""
@@ -127,6 +132,7 @@ class Change:
     @property
     def allowed(self) -> bool:
         setting = re.sub(r"\[\d+\]", "[]", _INSIDE_SETTING.sub(r"\1", self.key))
+        setting = re.sub(r"^router\.policies\.[^.]+\.", "router.policies[].", setting)
         # The two kinds of run have no setting in common that may change in one and not in the other.
         return setting in MUTABLE_SETTINGS | MUTABLE_SFT_SETTINGS or _is_moved_file(self.old, self.new)
 

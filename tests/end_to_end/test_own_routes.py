@@ -229,7 +229,8 @@ def test_an_export_does_not_choose_which_server_is_asked(trained: Path, expert: 
 def test_a_conditioned_prompt_is_undone_after_json(expert: str, tmp_path: Path, cli: Cli) -> None:
     noted = THREE.replace('name = "look-up"', 'name = "look-up"\nnote = "Look it up with {{ first | join }}."')
     config = write_project(tmp_path, noted, expert)
-    ended = cli("train", config, "--out", tmp_path / "run", "--set", "trainer.total_steps=1")
+    one_step = ("--set", "trainer.total_steps=1", "--set", "router.train_actor=false")
+    ended = cli("train", config, "--out", tmp_path / "run", *one_step)
     assert ended.status == 0, ended.err
     records = [record for record in step_records(tmp_path / "run") if record.route == "look-up"]
     assert records

@@ -177,8 +177,6 @@ class RouteDecision:
     """Names of the tools offered; None offers those of the task."""
     route: str | None = None
     log_prob: float | None = None
-    logits: tuple[float | None, ...] | None = None
-    """The router's logits, one per route; None for a route that does not apply to the task."""
     forbidden: tuple[str, ...] = ()
     """Tools that are shown to the model but refused when called."""
     prompt_id: str = ""
@@ -192,6 +190,8 @@ class RouteDecision:
     """The name of another model that acts, whose tokens must not train the actor; empty: the model being trained."""
     price: float = 0.0
     """Cost of a rollout besides its calls."""
+    logits: tuple[float | None, ...] | None = None
+    """The router's logits, one per route; None for a route that does not apply to the task."""
 
 
 @dataclass(frozen=True, slots=True)

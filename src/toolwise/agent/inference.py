@@ -219,7 +219,7 @@ class TrainedRouter:
     def within_cap(self, route: str, prediction: RoutePrediction, cap: float | None, *, given: bool) -> str:
         """`route`, or if it alone costs more than `cap` the head's best of those that do not; raises if a `given` route
         does, or all do."""
-        if cap is None or self.route_price(route) <= cap:
+        if cap is None or not cap >= 0 or self.route_price(route) <= cap:
             return route
         names = self.routes.names
         affordable = [i for i, name in enumerate(names) if prediction.applies(i) and self.route_price(name) <= cap]

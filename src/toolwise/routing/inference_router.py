@@ -121,7 +121,7 @@ class Conditioning:
             forbidden=conditioned.forbidden,
             count_usage=count_usage,
             policy=self.policies.get(chosen.name),
-            answered_by=chosen.policy,
+            answered_by=chosen.options.policy,
             price=next(iter(chosen.price.values()), 0.0),
         )
 

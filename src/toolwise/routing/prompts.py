@@ -61,11 +61,11 @@ def load_wording(path: str | Path | None = None, routes: RouteSet = DEFAULT_ROUT
 def _notes(routes: RouteSet) -> dict[tuple[str, str, str], str]:
     templates: dict[tuple[str, str, str], str] = {}
     for route in routes:
-        if route.note:
-            _check_template("router.routes", f"the note of {route.name!r}", route.note)
+        if note := route.options.note:
+            _check_template("router.routes", f"the note of {route.name!r}", note)
             for style in ("rlla", "chat"):
-                templates[style, route.name, "note"] = route.note
-                templates[style, route.name, "append"] = f"\n\n{route.note}"
+                templates[style, route.name, "note"] = note
+                templates[style, route.name, "append"] = f"\n\n{note}"
     return templates
 
 

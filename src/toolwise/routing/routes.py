@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from toolwise.config.router import RouterConfig
+from toolwise.config.routes import RouteConfig
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.routing.families import (
     MIXED,
@@ -31,20 +32,22 @@ COST_UNIT = "cost"
 
 @dataclass(frozen=True)
 class Route:
-    """One route: the tools it offers, and what else is different on it."""
+    """One route: the tools it offers, and in `options` what else is different on it."""
 
     name: str
-    families: tuple[str, ...] = ()
-    tools: tuple[str, ...] = ()
+    options: RouteConfig
     shared_families: tuple[str, ...] = ()
     """Families that are offered too, after the route's own tools."""
-    note: str = ""
-    thinking: int | None = None
-    max_new_tokens: int | None = None
-    policy: str = ""
-    """The policy that answers; empty: the one being trained."""
     price: Mapping[str, float] = field(default_factory=dict)
     """unit -> cost of a rollout, in addition to that of its calls"""
+
+    @cached_property
+    def families(self) -> tuple[str, ...]:
+        return tuple(parse_family(family, any_name=True) for family in self.options.families or ())
+
+    @cached_property
+    def tools(self) -> tuple[str, ...]:
+        return tuple(self.options.tools or ())
 
     @property
     def needs_tools(self) -> bool:
@@ -115,26 +118,27 @@ class RouteSet:
     @cached_property
     def direct(self) -> str | None:
         """The first route without tools that the trained model answers."""
-        return next((route.name for route in self.routes if not route.needs_tools and not route.policy), None)
+        return next((route.name for route in self.routes if not route.needs_tools and not route.options.policy), None)
 
 
 def _normalize(name: str) -> str:
     return name.strip().upper().replace("_", "-")
 
 
-DEFAULT_ROUTES = RouteSet(
-    (
-        Route(RouteAction.ANSWER),
-        *(Route(name, (family,), shared_families=(Family.OTHER,)) for name, family in ROUTE_FAMILIES.items()),
-    ),
-    own=False,
-)
+def _default_route(name: RouteAction) -> Route:
+    family = ROUTE_FAMILIES.get(name)
+    options = RouteConfig(name=name.value, families=None if family is None else [family.value])
+    return Route(name, options, shared_families=() if family is None else (Family.OTHER,))
+
+
+DEFAULT_ROUTES = RouteSet(tuple(_default_route(name) for name in RouteAction), own=False)
 
 
 def build_routes(router: RouterConfig, tools: Collection[str] = ()) -> RouteSet:
     """The routes of a configuration; `tools` are those of the run, for `per_tool`."""
     if router.per_tool:
-        return RouteSet((Route("ANSWER"), *(Route(name, tools=(name,)) for name in tools)))
+        each = [RouteConfig(name="ANSWER"), *(RouteConfig(name=name, tools=[name]) for name in tools)]
+        return RouteSet(tuple(Route(options.name, options) for options in each))
     if not router.routes:
         return DEFAULT_ROUTES
     prices = router.cost_kwargs.get("prices") if router.cost == "prices" else None
@@ -142,16 +146,15 @@ def build_routes(router: RouterConfig, tools: Collection[str] = ()) -> RouteSet:
     return RouteSet(
         tuple(
             Route(
-                name=route.name,
-                families=tuple(parse_family(family, any_name=True) for family in route.families or ()),
-                tools=tuple(route.tools or ()),
-                note=route.note,
-                thinking=route.thinking,
-                max_new_tokens=route.max_new_tokens,
-                policy=route.policy,
-                price=route.price if isinstance(route.price, dict) else {unit: route.price} if route.price else {},
+                options.name,
+                options,
+                price=options.price
+                if isinstance(options.price, dict)
+                else {unit: options.price}
+                if options.price
+                else {},
             )
-            for route in router.routes
+            for options in router.routes
         )
     )
 

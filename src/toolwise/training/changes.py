@@ -106,11 +106,6 @@ MUTABLE_SETTINGS = frozenset(
         "algorithm.estimator_kwargs",
         "actor.policy_loss_kwargs",
         "router.kwargs",
-        # where the other models of routes are served
-        "router.policies[].base_url",
-        "router.policies[].api_key_env",
-        "router.policies[].timeout_s",
-        "router.policies[].max_concurrent",
     }
 )
 """Changing anything else would make it a different run: other data, another model, loss or reward."""
@@ -119,6 +114,10 @@ MUTABLE_SETTINGS = frozenset(
 _INSIDE_SETTING = re.compile(
     r"^(trainer\.trackers|trainer\.callbacks|algorithm\.estimator_kwargs|actor\.policy_loss_kwargs|router\.kwargs)[.\[].*"
 )
+
+
+_OTHER_SERVER = re.compile(r"router\.policies\..+\.(base_url|api_key_env|timeout_s|max_concurrent)")
+"""Where the other model of a route is served; which one it is stays the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +131,9 @@ class Change:
     @property
     def allowed(self) -> bool:
         setting = re.sub(r"\[\d+\]", "[]", _INSIDE_SETTING.sub(r"\1", self.key))
-        setting = re.sub(r"^router\.policies\.[^.]+\.", "router.policies[].", setting)
         # The two kinds of run have no setting in common that may change in one and not in the other.
-        return setting in MUTABLE_SETTINGS | MUTABLE_SFT_SETTINGS or _is_moved_file(self.old, self.new)
+        listed = setting in MUTABLE_SETTINGS | MUTABLE_SFT_SETTINGS or _OTHER_SERVER.fullmatch(self.key)
+        return bool(listed) or _is_moved_file(self.old, self.new)
 
     def __str__(self) -> str:
         return f"{self.key}: {_display_value(self.old)} → {_display_value(self.new)}"

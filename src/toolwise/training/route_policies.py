@@ -31,16 +31,18 @@ def build_conditioning(
 
 def with_thinking(config: RunConfig, routes: RouteSet) -> RouteSet:
     """The routes with what the prompt says about their thinking level."""
-    if all(route.thinking is None for route in routes):
+    if all(route.options.thinking is None for route in routes):
         return routes
     levels = load_levels(config.algorithm.rlvcr.levels) if config.algorithm.rlvcr.levels else load_levels()
 
     def noted(route: Route) -> Route:
-        if route.thinking is None:
+        options = route.options
+        if options.thinking is None:
             return route
-        level = levels.by_number(route.thinking)
+        level = levels.by_number(options.thinking)
         text = f"Think at level {level.number} ({level.name}): {level.instruction}."
-        return replace(route, note=f"{route.note}\n{text}" if route.note else text)
+        note = f"{options.note}\n{text}" if options.note else text
+        return replace(route, options=options.model_copy(update={"note": note}))
 
     return replace(routes, routes=tuple(noted(route) for route in routes))
 
@@ -50,16 +52,17 @@ def _policies(config: RunConfig, routes: RouteSet, policy: LocalPolicy) -> dict[
     loaded: dict[str, LocalPolicy] = {}
     policies: dict[str, AgentPolicy] = {}
     for route in routes:
-        options = config.router.policies.get(route.policy)
-        limit = route.max_new_tokens or (None if options is None else options.max_new_tokens)
+        name = route.options.policy
+        options = config.router.policies.get(name)
+        limit = route.options.max_new_tokens or (None if options is None else options.max_new_tokens)
         if options is not None and options.base_url:
             policies[route.name] = _server_policy(config, options, limit)
             continue
         local = policy
         if options is not None:
-            if route.policy not in loaded:
-                loaded[route.policy] = _other_model(config, options.path)
-            local = loaded[route.policy]
+            if name not in loaded:
+                loaded[name] = _other_model(config, options.path)
+            local = loaded[name]
         if options is not None or limit is not None:
             policies[route.name] = local if limit is None else local.limited(limit)
     return policies

@@ -317,3 +317,18 @@ def test_one_route_is_no_choice(tmp_path: Path, cli: Cli) -> None:
     toml = THREE[: THREE.index("[router.policies")] + '[[router.routes]]\nname = "myself"\n'
     ended = cli("train", write_project(tmp_path, toml, "", count=8), "--out", tmp_path / "run")
     assert "routes has one route only (myself)" in " ".join(ended.err.split())
+
+
+@pytest.mark.long
+def test_a_route_for_each_tool_with_a_value_head_and_sampled_routes(tmp_path: Path, cli: Cli) -> None:
+    config = write_project(tmp_path, THREE[: THREE.index("[router.policies")], "")
+    options = ("router.per_tool=true", "router.mode=value", "router.sampling=independent")
+    ended = cli("train", config, "--out", tmp_path / "run", *(part for o in options for part in ("--set", o)))
+    assert ended.status == 0, ended.err
+    records = step_records(tmp_path / "run")
+    assert {record.route for record in records} == {"ANSWER", "search", "calculator"}
+    assert all(record.route != "search" or record.extra_info["has_search"] for record in records)
+    exported = tmp_path / "exported"
+    assert cli("export", tmp_path / "run", "--out", exported).status == 0
+    agent = RoutedAgent.load(exported, tools=["search", "calculator"], documents=["Alder has 12 mills."])  # other order
+    assert list(agent.ask("How many mills does Alder have?").route_probs) == ["ANSWER", "calculator", "search"]

@@ -50,6 +50,9 @@ def sections(model: type[BaseModel], path: str, prefix: str = "") -> Iterator[st
     for name in told:
         field, own = model.model_fields[name], f"{path}.{name}".lstrip(".")
         found = table_of(field.annotation)
+        if found is not None and get_origin(field.annotation) is dict:
+            inner.append((found, f"{own}.NAME"))
+            found = None
         if found is not None and not is_list(field.annotation):
             inner.append((found, own))
             continue

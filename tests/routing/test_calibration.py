@@ -131,3 +131,34 @@ def test_lots_of_different_prompts_are_uniform() -> None:
     assert (np.abs(counts - 400) < 4 * 20).all()
     other = [prompt_uniform([Message(role="user", content=f"What is {i} + 1?")], "salt") for i in range(4000)]
     assert abs(np.corrcoef(lots, other)[0, 1]) < 0.06
+
+
+def test_routes_that_do_not_apply_are_never_chosen_and_cost_nothing() -> None:
+    """A third of the prompts cannot search, another third cannot be answered directly."""
+    table, costs = world(600, 600)
+    applies = np.ones((600, 3), dtype=bool)
+    applies[::3, 1] = applies[1::3, 0] = False
+    spent = np.where(applies[:, :, None], costs, 0.0)
+    values = np.where(applies, table.values, -np.inf)
+    masked = CalibrationTable(values, None, table.rolled_out, spent, table.scores)
+    for limits in ({"cost": 0.5}, {"cost": 0.35}):
+        calibration = calibrate_budgets(masked, limits)
+        chosen = policy(calibration, values)
+        assert (chosen[~applies] == 0).all()
+        assert (chosen[:, :, None] * spent).sum(axis=1).mean() == pytest.approx(limits["cost"], abs=1e-9)
+    assert calibration.route_costs[1][0] == pytest.approx(spent[applies[:, 1], 1].mean())
+
+
+def test_several_budgets_hold_with_routes_that_do_not_apply() -> None:
+    table, costs = world(600, 600)
+    applies = np.ones((600, 3), dtype=bool)
+    applies[::3, 1] = applies[1::3, 2] = False
+    both = np.zeros((600, 3, 2))
+    both[:, 1, 0], both[:, 2, 1] = costs[:, 1, 0], costs[:, 2, 0]
+    both = np.where(applies[:, :, None], both, 0.0)
+    values = np.where(applies, table.values, -np.inf)
+    calibration = calibrate_budgets(
+        CalibrationTable(values, None, table.rolled_out, both, table.scores), {"search": 0.1, "calculate": 0.15}
+    )
+    assert calibration.costs == pytest.approx((0.1, 0.15), abs=1e-9)
+    assert (policy(calibration, values)[~applies] == 0).all()

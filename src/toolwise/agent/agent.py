@@ -22,7 +22,6 @@ from toolwise.errors import ConfigError, ContextFullError
 from toolwise.messages import Message, ToolCall, as_messages
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.routing.cost import UNREADABLE
-from toolwise.routing.families import ROUTES, RouteAction
 from toolwise.training.rollout_setup import build_scheduler
 from toolwise.training.tasks import check_task_tools
 from toolwise.types import Rollout, StopReason, Task
@@ -150,15 +149,18 @@ class RoutedAgent:
         start = time.perf_counter()
         task = self._task(question)
         check_task_tools(task, dict(self.routing.tools), env=self.routing.config.env.name)
-        given_route = None if route == "auto" else RouteAction.parse(route)
+        routes = self.routing.routes
+        given_route = None if route == "auto" else routes.parse(route)
         too_long: ContextFullError | None = None
         try:
             (prediction,) = await self.routing.predict_in_engine([task])
-            route_probs = {name.value: prob for name, prob in zip(ROUTES, prediction.probs, strict=True)}
+            route_probs = {str(name): prob for name, prob in zip(routes.names, prediction.probs, strict=True)}
             chosen = given_route or self.routing.choose(prediction, task, budget=budget, seed=seed)
+            chosen = self.routing.within_cap(chosen, prediction, cap, given=given_route is not None)
         except ContextFullError as full:
             # With a given route the conditioned prompt may be shorter and still fit.
-            route_probs, chosen, too_long = {}, given_route or RouteAction.ANSWER, None if given_route else full
+            fallback = given_route or routes.direct or routes.names[0]
+            route_probs, chosen, too_long = {}, fallback, None if given_route else full
         request = self._request(task, chosen, cap, do_sample, seed)
         if too_long is None:
             await request.run()
@@ -167,11 +169,11 @@ class RoutedAgent:
             await request.finish()
         rollout = request.to_rollout()
         replies = [message.content or "" for message in rollout.messages if message.role == "assistant"]
-        calibration, direct = self.routing.calibration, chosen is RouteAction.ANSWER and not rollout.unanswered
+        calibration, direct = self.routing.calibration, chosen == routes.direct and not rollout.unanswered
         return AgentAnswer(
             # An agent that never acted has no answer: an assistant message is then part of the prompt.
             text=replies[-1] if replies and not rollout.unanswered else "",
-            route=chosen.value,
+            route=str(chosen),
             route_probs=route_probs,
             cost=self.routing.cost_of(rollout),
             calls=dict(rollout.usage.calls),
@@ -185,14 +187,13 @@ class RoutedAgent:
         """Blocking version of `answer`; also works where an event loop is running, as in a notebook."""
         return run_async(self.answer(question, **options))
 
-    def _request(
-        self, task: Task, route: RouteAction, cap: float | None, do_sample: bool, seed: int
-    ) -> AsyncRolloutRequest:
+    def _request(self, task: Task, route: str, cap: float | None, do_sample: bool, seed: int) -> AsyncRolloutRequest:
         (request,) = self.scheduler.requests([self.routing.decide(task, route, seed=seed)], do_sample=do_sample)
         if cap is not None:
             if not cap >= 0:
                 raise ConfigError(f"cap is {cap}: give a number of at least 0")
-            request.env = cast("BaseEnv", CappedEnv(request.env, cap, self.routing.price_of(task)))
+            left = max(0.0, cap - self.routing.route_price(route))
+            request.env = cast("BaseEnv", CappedEnv(request.env, left, self.routing.price_of(task)))
         return request
 
     def _task(self, question: Question) -> Task:
@@ -224,13 +225,17 @@ class TimeSaved:
 async def time_saved(agent: RoutedAgent, tasks: Sequence[Task], *, limit: int = 16) -> TimeSaved | None:
     """Measured on the first prompts that the router would answer directly; None if there are none."""
     pairs = zip(tasks, agent.routing.predict(tasks), strict=True)
-    direct = [task for task, prediction in pairs if prediction.argmax() == RouteAction.ANSWER.index][:limit]
+    name = agent.routing.routes.direct
+    if name is None:
+        return None
+    index = agent.routing.routes.index(name)
+    direct = [task for task, prediction in pairs if prediction.argmax() == index][:limit]
     if not direct:
         return None
-    await agent.answer(direct[0], route="answer")  # warm up
+    await agent.answer(direct[0], route=name)  # warm up
     routed_s, with_tools_s = [], []
     for task in direct:
-        routed_s.append((await agent.answer(task, route="answer")).seconds)
+        routed_s.append((await agent.answer(task, route=name)).seconds)
         start = time.perf_counter()
         (request,) = agent.scheduler.requests([agent.routing.decide(task, None)], do_sample=False)
         await request.run()

@@ -22,11 +22,11 @@ from pydantic import TypeAdapter, ValidationError
 from toolwise.concurrency.deadlines import gather_all
 from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError
-from toolwise.routing.calibration import BudgetCalibration, prompt_uniform
+from toolwise.routing.calibration import BudgetCalibration, prompt_uniform, values_and_costs
 from toolwise.routing.cost import Cost, RouteUsage, merge_unknown_calls
-from toolwise.routing.families import ROUTES, RouteAction
 from toolwise.routing.head import ROUTER_METADATA_FILE
 from toolwise.routing.inference_router import PROMPT_BATCH_SIZE, Conditioning, uncalibrated
+from toolwise.routing.routes import RouteSet
 from toolwise.routing.samples import RoutePrediction
 from toolwise.routing.threshold import Floats, Threshold
 from toolwise.serialization.files import write_atomic
@@ -125,6 +125,10 @@ class TrainedRouter:
     """Thresholds for the trained budgets, the default."""
 
     @property
+    def routes(self) -> RouteSet:
+        return self.conditioning.routes
+
+    @property
     def tools(self) -> Mapping[str, BaseTool]:
         return self.conditioning.tools
 
@@ -141,7 +145,7 @@ class TrainedRouter:
         """The head's predictions for the original prompts; one forward pass per prompt."""
         prompts = self._prompts(tasks)
         parts = [prompts[i : i + PROMPT_BATCH_SIZE] for i in range(0, len(prompts), PROMPT_BATCH_SIZE)]
-        return [each for part in parts for each in self.predictor.predict(part, self.multipliers)]
+        return self._restricted(tasks, [p for part in parts for p in self.predictor.predict(part, self.multipliers)])
 
     async def predict_in_engine(self, tasks: Sequence[Task]) -> list[RoutePrediction]:
         """Like `predict`, but the engine encodes the prompts alongside its other requests, and the rollouts reuse the
@@ -155,23 +159,28 @@ class TrainedRouter:
         if not isinstance(engine, Engine) or head.settings.layers != (-1,):
             return self.predict(tasks)
         features = await gather_all(engine.encode(p, pool=head.settings.pool) for p in self._prompts(tasks))
-        return predict_routes(head, torch.stack(features), self.multipliers)
+        return self._restricted(tasks, predict_routes(head, torch.stack(features), self.multipliers))
+
+    def _restricted(self, tasks: Sequence[Task], predictions: Sequence[RoutePrediction]) -> list[RoutePrediction]:
+        """To the routes that apply to each task."""
+        pairs = zip(tasks, predictions, strict=True)
+        return [prediction.restricted(self.conditioning.applicable(task)) for task, prediction in pairs]
 
     def _prompts(self, tasks: Sequence[Task]) -> list[Sequence[int]]:
         return [self.conditioning.original_prompt(self.policy.chat, task) for task in tasks]
 
-    def choose(self, prediction: RoutePrediction, task: Task, *, budget: float | None, seed: int) -> RouteAction:
+    def choose(self, prediction: RoutePrediction, task: Task, *, budget: float | None, seed: int) -> str:
         """The route by the threshold for `budget`, by default the trained one. The lottery of a threshold depends on
         the prompt alone; routes sampled without one depend on the prompt and the seed."""
         if budget is None:
-            return ROUTES[self._choose_by_default(prediction, task, seed)]
+            return self.routes.names[self._choose_by_default(prediction, task, seed)]
         trained = self.trained
         if (
             self.calibration is None
             and trained is not None
             and (trained.units, trained.limits) == ((self.unit,), (budget,))
         ):
-            return ROUTES[trained.route(prediction, task.prompt)]
+            return self.routes.names[trained.route(prediction, task.prompt)]
         if self.calibration is None:
             known = "" if trained is None else f" other than the trained one ({trained.limits[0]:g})"
             raise CheckpointError(
@@ -179,7 +188,7 @@ class TrainedRouter:
             )
         values, costs = values_of(prediction)
         chances = prompt_uniform(task.prompt, "neighbour"), prompt_uniform(task.prompt)
-        return ROUTES[self.calibration.route(values, costs, budget, chances)]
+        return self.routes.names[self.calibration.route(values, costs, budget, chances)]
 
     def _choose_by_default(self, prediction: RoutePrediction, task: Task, seed: int) -> int:
         router = self.config.router
@@ -191,11 +200,11 @@ class TrainedRouter:
             _warn_sampled()
         return prediction.sample(Random(f"{seed}/{prompt_uniform(task.prompt)}"))
 
-    def decide(self, task: Task, route: RouteAction | None, *, n: int = 1, seed: int = 0) -> RouteDecision:
+    def decide(self, task: Task, route: str | None, *, n: int = 1, seed: int = 0) -> RouteDecision:
         """The decision to roll a task out `n` times under a route; None keeps the prompt and all its tools."""
         if route is None:
             return RouteDecision(task, f"{task.task_id}/ALL-TOOLS", n, seed, task.prompt)
-        group_id = f"{task.task_id}/{route.value}"
+        group_id = f"{task.task_id}/{route}"
         return self.conditioning.decision(task, route, group_id=group_id, n=n, seed=seed, prompt_id=task.task_id)
 
     def price_of(self, task: Task) -> Callable[[Mapping[str, int]], float]:
@@ -203,9 +212,25 @@ class TrainedRouter:
         families = self.conditioning.families_of(task)
         return lambda calls: self.cost(RouteUsage.of(merge_unknown_calls(calls, families), families))[self.unit]
 
+    def route_price(self, route: str) -> float:
+        """What a route costs besides its calls, in the unit of the budget."""
+        return self.conditioning.prices(route).get(self.unit, 0.0)
+
+    def within_cap(self, route: str, prediction: RoutePrediction, cap: float | None, *, given: bool) -> str:
+        """`route`, or if it alone costs more than `cap` the head's best of those that do not; raises if a `given` route
+        does, or all do."""
+        if cap is None or not cap >= 0 or self.route_price(route) <= cap:
+            return route
+        names = self.routes.names
+        affordable = [i for i, name in enumerate(names) if prediction.applies(i) and self.route_price(name) <= cap]
+        if given or not affordable:
+            which = f"the route {route!r} costs" if given else "every route costs"
+            raise ConfigError(f"{which} more than {cap:g}, the most that this answer may cost: raise it")
+        return names[max(affordable, key=prediction.logprobs.__getitem__)]
+
     def cost_of(self, rollout: Rollout) -> float:
-        """Cost of a rollout. With real tools, calls that the route refused are free."""
-        return self.cost(self.conditioning.usage_of(rollout, "executed" if self.tools else None))[self.unit]
+        """Cost of a rollout and its route. With real tools, calls that the route refused are free."""
+        return self.conditioning.costs_of(self.cost, rollout, "executed" if self.tools else None)[self.unit]
 
 
 @cache
@@ -215,6 +240,5 @@ def _warn_sampled() -> None:
 
 def values_of(prediction: RoutePrediction) -> tuple[Floats, Floats | None]:
     """Inputs of a threshold, [routes] each: predicted rewards and costs, or log-probs and None."""
-    if prediction.rewards is None or prediction.costs is None or not prediction.costs[0]:
-        return np.asarray(prediction.logprobs), None
-    return np.asarray(prediction.rewards), np.asarray([costs[0] for costs in prediction.costs])
+    values, costs = values_and_costs(prediction)
+    return values, None if costs is None else costs[:, 0]

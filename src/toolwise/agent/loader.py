@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolwise.agent.inference import TrainedRouter, calibration_of
 from toolwise.config.loader import apply_overrides, build_config
@@ -16,10 +16,15 @@ from toolwise.routing.calibration import read_budget_calibration
 from toolwise.routing.cost import build_cost
 from toolwise.routing.head import ROUTER_METADATA_FILE
 from toolwise.routing.inference_router import Conditioning
+from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import build_tools, check_recorded_tools
 from toolwise.training import checkpoint
 from toolwise.training.checkpoint import Checkpoint
 from toolwise.training.rollout_setup import local_policy
+from toolwise.training.route_policies import build_conditioning
+
+if TYPE_CHECKING:
+    from toolwise.policies.local import LocalPolicy
 
 MISSING_TOOLS_HINT = (
     "give each with --tools NAME or FILE.py:NAME (eval: --set 'tools=[\"NAME\"]'; Python: tools=[…]), or --tools none "
@@ -57,12 +62,24 @@ def load_router(
         config=config,
         policy=policy,
         predictor=HeadPredictor(policy.model, head),
-        conditioning=Conditioning(config.router, built if config.multi_turn.enable else {}),
+        conditioning=_conditioning(config, built if config.multi_turn.enable else {}, policy, head.settings.routes),
         cost=build_cost(config.router, built),
         multipliers=tuple(float(multipliers.get(unit, 0.0)) for unit in head.settings.units),
         calibration=calibration_of(metadata),
         trained=read_budget_calibration(metadata, {budget.unit: budget.limit for budget in config.router.budgets}),
     )
+
+
+def _conditioning(
+    config: RunConfig, tools: Mapping[str, BaseTool], policy: LocalPolicy, names: tuple[str, ...]
+) -> Conditioning:
+    conditioning = build_conditioning(config, tools, policy, names=names)
+    if tuple(map(str, conditioning.routes.names)) != names:
+        raise CheckpointError(
+            f"the router was trained with the routes {', '.join(names)}, but [router] has "
+            f"{', '.join(conditioning.routes.names)}: leave router.routes as it was"
+        )
+    return conditioning
 
 
 def find_router(source: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path]:
@@ -123,7 +140,8 @@ def _exported_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
         metadata = json.loads((folder / ROUTER_METADATA_FILE).read_text(encoding="utf-8"))
         # A model folder must not choose which code runs: no router or parser of its own. Older exports have no more.
         router = metadata.get("router") or {}
-        settings = {"router": {name: value for name, value in router.items() if name not in ("name", "kwargs")}}
+        chosen_by_user = ("name", "kwargs", "policies")
+        settings = {"router": {name: value for name, value in router.items() if name not in chosen_by_user}}
         # Only known inference fields: a model folder must not choose, for example, which program is started.
         settings |= {
             section: {name: value for name, value in (metadata.get(section) or {}).items() if name in known}
@@ -135,12 +153,26 @@ def _exported_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
         ) from None
     parser = settings.get("rollout", {}).get("tool_parser", "")
     settings = apply_overrides(settings, overrides)
+    _require_policies(folder, settings["router"])
     if ":" in str(parser) and settings["rollout"]["tool_parser"] == parser:
         raise ConfigError(
             f"{folder} was trained with the tool parser {parser}, which its folder must not choose: give the parser "
             "with --set rollout.tool_parser=FILE.py:NAME"
         )
     return build_config(RunConfig, settings, source=str(folder / ROUTER_METADATA_FILE))
+
+
+def _require_policies(folder: Path, router: Mapping[str, Any]) -> None:
+    """Raises if a route is answered by another model, which the user has not named."""
+    routes = router.get("routes")
+    for route in routes if isinstance(routes, list) else ():
+        name = route.get("policy") if isinstance(route, Mapping) else None
+        if name and name not in (router.get("policies") or {}):
+            raise ConfigError(
+                f"{folder}: the route {route.get('name')!r} is answered by another model, which its folder must not "
+                f"choose: give --set router.policies.{name}.base_url=URL and --set router.policies.{name}.model=NAME, "
+                f"or --set router.policies.{name}.path=FOLDER"
+            )
 
 
 def _with_documents(entries: Sequence[Any], documents: Sequence[Any]) -> list[Any]:

@@ -204,8 +204,8 @@ def run(
         float | None, typer.Option(min=0, help="Average cost allowed per question; the router keeps to it.")
     ] = None,
     route: Annotated[
-        Literal["auto", "answer", "search", "calculate"],
-        typer.Option(help="Force a route; auto lets the router choose."),
+        str,
+        typer.Option(help="Force a route (answer, search, calculate, or one of the run's own); auto: the router's."),
     ] = "auto",
     cap: Annotated[
         float | None,

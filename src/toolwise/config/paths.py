@@ -33,8 +33,8 @@ def relative_paths(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def _apply(value: Any, keys: list[str], rule: PathRule, folder: Path) -> None:
     key, *rest = keys
     matches: list[Any] = [key] if isinstance(value, dict) and key in value and key != "*" else []
-    if key == "*" and isinstance(value, list):
-        matches = list(range(len(value)))
+    if key == "*" and isinstance(value, list | dict):
+        matches = list(range(len(value)) if isinstance(value, list) else value)
     for match in matches:
         if rest:
             _apply(value[match], rest, rule, folder)
@@ -96,6 +96,7 @@ _PATH_RULES: dict[str, PathRule] = {
     "router.name": _reference,
     "router.labels": _path,
     "router.wording": _wording,
+    "router.policies.*.path": _existing_folder,
     "env.name": _reference,
     "env.interaction": _reference,
     "env.kwargs.format_observation": _reference,

@@ -8,6 +8,11 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from toolwise.config.loader import Section
+from toolwise.config.routes import RouteConfig, RoutePolicyConfig, check_routes
+
+STRATIFIED_UP_TO = 4
+"""Routes that are tried equally often by default; more are sampled."""
+Sampling = Literal["one", "independent", "stratified"]
 
 
 class BudgetConfig(Section):
@@ -16,7 +21,8 @@ class BudgetConfig(Section):
     limit: float = Field(ge=0.0)
     """B: mean cost allowed."""
     unit: str = "cost"
-    """"cost" (total), "search", "calculate" or "other" (the part of one tool family), or a unit of `prices`."""
+    """"cost" (total), "search", "calculate", "other" or the name of another tool family in lower case (its part), or a
+    unit of `prices`."""
     initial: float = Field(default=0.0, ge=0.0)
     """Initial λ."""
     rate: float = Field(default=0.1, ge=0.0)
@@ -52,8 +58,15 @@ class RouterConfig(Section):
     mode: Literal["policy", "value"] = "policy"
     """Learn a policy over routes, or the value and cost of each route; with values, one checkpoint serves every
     budget."""
-    routes: Literal["one", "independent", "stratified"] = "stratified"
-    """Routes of the rollouts of one prompt: one route for all, one sampled per rollout, or all three equally often."""
+    routes: list[RouteConfig] = Field(default_factory=list)
+    """[[router.routes]] tables: routes of your own. None: ANSWER, SEARCH-FAMILY and CALCULATE-FAMILY."""
+    per_tool: bool = False
+    """Instead of `routes`: one route for each tool, named like it, and ANSWER."""
+    policies: dict[str, RoutePolicyConfig] = Field(default_factory=dict)
+    """[router.policies.NAME] tables: models that routes can name to be answered by, instead of the trained one."""
+    sampling: Literal["auto", "one", "independent", "stratified"] = "auto"
+    """Routes of the rollouts of one prompt: one route for all, one sampled per rollout, or all equally often; "auto":
+    all equally often up to four routes, sampled above that. Its old name is `routes`."""
     train_actor: bool = True
     """False: train only the router; the language model is not updated at all."""
     backbone: Literal["frozen", "top", "full"] = "frozen"
@@ -123,7 +136,8 @@ class RouterConfig(Section):
     wording: str = ""
     """File in the format of routing/wording.toml to use instead; "silent": hide tools without mentioning it."""
     families: dict[str, str] = Field(default_factory=dict)
-    """tool = "SEARCH", "CALCULATE" or "OTHER"; overrides any other source of the tool's family."""
+    """tool = "SEARCH", "CALCULATE" or "OTHER", or with routes of your own any name; overrides any other source of the
+    tool's family."""
     calibration: float = Field(default=0.1, ge=0.0, lt=1.0)
     """With budgets: share of the training tasks that is never learned from; on them every validation fits the
     thresholds that make the router deliver its budgets. 64 to 4,096 tasks, none of fewer than 256. 0: none."""
@@ -137,6 +151,32 @@ class RouterConfig(Section):
     @property
     def final_entropy_coef(self) -> float:
         return self.entropy_coef / 10 if self.entropy_final is None else self.entropy_final
+
+    def sampling_of(self, routes: int) -> Sampling:
+        """How the rollouts of a prompt with this many routes are distributed."""
+        if self.sampling != "auto":
+            return self.sampling
+        return "stratified" if routes <= STRATIFIED_UP_TO else "independent"
+
+    @property
+    def own_routes(self) -> bool:
+        return bool(self.routes) or self.per_tool
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_name(cls, values: Any) -> Any:
+        """`routes` was the name of `sampling` before routes could be the user's own; all alike was its default."""
+        if isinstance(values, dict) and isinstance(values.get("routes"), str) and "sampling" not in values:
+            rest = {name: value for name, value in values.items() if name != "routes"}
+            return rest | ({} if values["routes"] == "stratified" else {"sampling": values["routes"]})
+        return values
+
+    @model_validator(mode="after")
+    def _check_routes(self) -> RouterConfig:
+        if self.routes and self.per_tool:
+            raise ValueError("routes and per_tool are both set: leave one of them out")
+        check_routes(self.routes, self.policies)
+        return self
 
     @model_validator(mode="after")
     def _check_something_learns(self) -> RouterConfig:

@@ -39,6 +39,7 @@ KNOWN_COLUMNS = frozenset(
         "termination_regex",
         "router_target_action",
         "tool_families",
+        "router_labelled_by",
     }
 )
 """Every other column is passed to the reward as a keyword argument."""
@@ -47,7 +48,7 @@ TOOL_PHASES = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release
 _RESERVED_ARGUMENTS = frozenset(
     {"messages", "ground_truth", "rollouts_messages", "ground_truths", "group_messages", "step"}
 )
-_LABEL_COLUMNS = ("router_target_action", "tool_families")
+_LABEL_COLUMNS = ("router_target_action", "tool_families", "router_labelled_by")
 """Columns added by `toolwise data label`; like the labels of a sidecar file, they go into `extra_info`."""
 _TASK_OPTIONS = frozenset({"tools", "tools_kwargs", "interaction_kwargs", "need_tools_kwargs"})
 

@@ -16,16 +16,9 @@ import numpy as np
 from toolwise.agent.inference import TrainedRouter
 from toolwise.errors import ConfigError
 from toolwise.frontier.router_comparison import RouteValues
-from toolwise.routing.families import (
-    MIXED,
-    ROUTES,
-    RouteAction,
-    Target,
-    families_of_task,
-    heuristic_target,
-    parse_target,
-)
+from toolwise.routing.families import MIXED, Target, families_of_task
 from toolwise.routing.learned_router import target_of
+from toolwise.routing.routes import DEFAULT_ROUTES, RouteSet, heuristic_route
 from toolwise.routing.threshold import Floats
 from toolwise.tools.base import BaseTool
 from toolwise.training.tasks import attach_labels, load_split
@@ -36,24 +29,27 @@ ORACLE_ROUTE_KEY = "oracle_route"
 """In `extra_info`: the best route for the row (or MIXED), where the author of the rows knows it."""
 
 
-def targets_by_labels(tasks: Sequence[Task], tools: Mapping[str, BaseTool] | None = None) -> list[Target | None]:
+def targets_by_labels(
+    tasks: Sequence[Task], tools: Mapping[str, BaseTool] | None = None, routes: RouteSet = DEFAULT_ROUTES
+) -> list[Target | None]:
     """The labels of the rows; if no row has one, those that `toolwise data label --heuristic` would give."""
-    labels = [target_of(task) for task in tasks]
+    labels = [target_of(task, routes) for task in tasks]
     if any(target is not None for target in labels):
         return labels
-    return [heuristic_target(task, families_of_task(task, tools)) for task in tasks]
+    return [heuristic_route(task, families_of_task(task, tools, any_name=routes.own), routes) for task in tasks]
 
 
-def targets_by_oracle(tasks: Sequence[Task]) -> list[Target | None]:
-    """The oracle's route of each row; None for rows without one."""
-    written = [task.extra_info.get(ORACLE_ROUTE_KEY) for task in tasks]
-    return [None if route is None else parse_target(route) for route in written]
+def targets_by_oracle(tasks: Sequence[Task], routes: RouteSet = DEFAULT_ROUTES) -> list[Target | None]:
+    """The oracle's route of each row; None for rows without one, or with one for other routes than a user's."""
+    return [target_of(task, routes, key=ORACLE_ROUTE_KEY) for task in tasks]
 
 
-def classifier_log_probs(train_features: Floats, targets: Sequence[Target | None], features: Floats) -> Floats:
+def classifier_log_probs(
+    train_features: Floats, targets: Sequence[Target | None], features: Floats, routes: RouteSet = DEFAULT_ROUTES
+) -> Floats:
     """Route log-probs [rows, routes] for `features`, from a classifier fitted to `targets`. MIXED rows are left out."""
-    labels = [target.index if isinstance(target, RouteAction) else None for target in targets]
-    return fit_classifier(train_features, labels, len(ROUTES)).log_probs(features)
+    labels = [None if target is None or target == MIXED else routes.index(target) for target in targets]
+    return fit_classifier(train_features, labels, len(routes)).log_probs(features)
 
 
 def baseline_routers(
@@ -68,7 +64,9 @@ def baseline_routers(
             train = attach_labels(routing.config, load_split(routing.config, "train"))
     except ConfigError as error:
         return {}, [f"no classifier: {error}"]
-    targets = {CLASSIFIER: targets_by_labels(train, routing.tools), ORACLE_LABELS: targets_by_oracle(train)}
+    routes = routing.routes
+    by_labels = targets_by_labels(train, routing.tools, routes)
+    targets = {CLASSIFIER: by_labels, ORACLE_LABELS: targets_by_oracle(train, routes)}
     usable = {name: each for name, each in targets.items() if any(t not in (None, MIXED) for t in each)}
     notes = (
         []
@@ -79,7 +77,7 @@ def baseline_routers(
         return {}, notes
     train_features, features = routing.features(train), routing.features(tasks)
     return {
-        name: RouteValues(classifier_log_probs(train_features, each, features)) for name, each in usable.items()
+        name: RouteValues(classifier_log_probs(train_features, each, features, routes)) for name, each in usable.items()
     }, notes
 
 

@@ -18,7 +18,6 @@ from toolwise.frontier.baselines import baseline_routers
 from toolwise.frontier.rollout_pool import ALL_TOOLS, OTC, OutcomeTable, PoolPlan, fill_pool, read_cells
 from toolwise.frontier.router_comparison import Frontier, RouteValues, calibrate, compute_frontier
 from toolwise.frontier.shards import count_cells, merge_shards, run_in_processes, shard_path, shard_paths
-from toolwise.routing.families import ROUTES
 from toolwise.serialization.json_text import json_text
 from toolwise.training import checkpoint
 from toolwise.training.evaluate import build_scoring
@@ -67,7 +66,7 @@ async def evaluate_frontier(
     actor trained with the OTC reward. `train_tasks` are what the classifiers are fitted to, by default the run's
     training tasks. With `source`, where a process loads the router from, `jobs` processes fill the pools.
     """
-    levels, routes = sorted(set(budgets)), [route.value for route in ROUTES]
+    levels, routes = sorted(set(budgets)), [str(name) for name in routing.routes.names]
     request = _PoolRequest(tasks=list(tasks), folder=folder, otc=otc, draws=draws, metric=metric, seed=seed)
     if source is not None and jobs > 1:
         await _fill_in_processes(routing, request, source, jobs, on_done)
@@ -117,7 +116,7 @@ class _PoolRequest(BaseModel):
 
     def pools(self, routing: TrainedRouter) -> list[_PoolFile]:
         """Every row under every route and unrouted; and unrouted with the OTC actor, scored and charged alike."""
-        routes = {route.value: partial(routing.decide, route=route) for route in ROUTES}
+        routes = {str(route): partial(routing.decide, route=route) for route in routing.routes.names}
         unrouted, provenance = partial(routing.decide, route=None), _provenance(routing)
         plan = PoolPlan(self.tasks, {**routes, ALL_TOOLS: unrouted}, self.draws, self.metric, self.seed, provenance)
         pools = [_PoolFile(plan, self.folder / "pool.jsonl", routing.config, lambda: routing.policy)]

@@ -97,7 +97,8 @@ def compute_frontier(
     if not budgets or any(not np.isfinite(b) or b < 0 for b in budgets):
         raise ConfigError(f"budgets are {list(budgets)}: give at least one, all finite and not negative")
     for name, router_values in routers.items():
-        if not np.isfinite(router_values.values).all():
+        table = router_values.values  # −∞: the route does not apply to the row
+        if np.isnan(table).any() or np.isposinf(table).any() or not np.isfinite(table).any(axis=1).all():
             raise ConfigError(f"{name} gives a value that is not finite: is its head damaged?")
     kept = outcomes.complete_rows()
     complete = outcomes.select_rows(kept)

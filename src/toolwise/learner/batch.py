@@ -19,6 +19,7 @@ from toolwise.config.schema import ActorConfig
 from toolwise.errors import ToolwiseError
 from toolwise.learner.forward import can_share_prefixes, prefers_node_layout
 from toolwise.learner.packing import Packed, micro_batches
+from toolwise.learner.router_columns import RouterColumns, router_columns
 from toolwise.learner.rows import Row, build_rows
 from toolwise.types import AnnotatedRollout, CreditedRollout, ScoredRollout, StepData
 
@@ -54,6 +55,8 @@ class Batch:
     """For each position of the concatenated rows: the index of the sampled token there."""
     row_starts: Tensor
     """Offset of each row in `sampled_index`."""
+    router: RouterColumns | None = None
+    """None unless the router learns from every rollout."""
 
     def __len__(self) -> int:
         return len(self.row)
@@ -160,6 +163,7 @@ def build_batch(credited: Sequence[CreditedRollout], device: Any = "cpu") -> Bat
         returns=column("returns", [r.returns for r in credited]),
         sampled_index=to_tensor(np.cumsum(sampled) - 1),
         row_starts=to_tensor(row_starts),
+        router=router_columns(credited, rollout_of_token, device),
     )
 
 

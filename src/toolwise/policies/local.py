@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from toolwise.engine import Engine, engine_path
@@ -122,6 +122,10 @@ class LocalPolicy:
     def session(self, *, seed: int, do_sample: bool, prompt_ids: Sequence[int] | None = None) -> LocalSession:
         return LocalSession(self, replace(self.sampling, seed=seed, do_sample=do_sample), prompt_ids)
 
+    def limited(self, max_new_tokens: int) -> LimitedPolicy:
+        """This policy with another limit on the length of a reply."""
+        return LimitedPolicy(self, max_new_tokens)
+
     async def get_action(
         self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None
     ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
@@ -150,6 +154,26 @@ def _build_engine(
             "%s is not supported by the engine: generating with transformers (%s)", type(model).__name__, reason
         )
     return BatchGenerator(model, chat.pad_id, max_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class LimitedPolicy:
+    """A local policy whose replies have at most `max_new_tokens` tokens."""
+
+    policy: LocalPolicy
+    max_new_tokens: int
+
+    def session(self, *, seed: int, do_sample: bool, prompt_ids: Sequence[int] | None = None) -> LocalSession:
+        session = self.policy.session(seed=seed, do_sample=do_sample, prompt_ids=prompt_ids)
+        session.sampling = replace(session.sampling, max_new_tokens=self.max_new_tokens)
+        return session
+
+    async def get_action(
+        self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
+        sampling = self.policy.sampling
+        session = self.session(seed=sampling.seed, do_sample=sampling.do_sample)
+        return await session.get_action(observation, available_tools_specs)
 
 
 class LocalSession:

@@ -22,6 +22,8 @@ class CallCounts:
     failed: dict[str, int] = field(default_factory=dict)
     cost: float = 0.0
     queue_s: list[float] = field(default_factory=list)
+    price: float = 0.0
+    """Cost of the episode besides its calls, if the agent acted."""
 
     def add(self, info: dict[str, Any]) -> None:
         """Add a step's `info`. Removes `queue_s` from it: queueing time describes the machine, not the step."""
@@ -47,7 +49,7 @@ class CallCounts:
         return Usage(
             calls=dict(self.calls),
             failed_calls=dict(self.failed),
-            cost=self.cost,
+            cost=self.cost + (self.price if steps else 0.0),
             prompt_tokens=sum(len(t.prompt_ids) for t in tokens),
             sampled_tokens=sum(len(t.token_ids) for t in tokens),
             seconds=seconds,

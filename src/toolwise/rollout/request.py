@@ -23,7 +23,7 @@ from toolwise.rollout.call_counts import CallCounts
 from toolwise.rollout.decision import PolicyDecision
 from toolwise.rollout.observation import observation_messages
 from toolwise.rollout.termination import Termination
-from toolwise.types import CountUsage, Rollout, StepData, StopReason, Task, Usage
+from toolwise.types import CountUsage, Rollout, RouteDecision, StepData, StopReason, Task, Usage
 from toolwise.untrusted.bounds import MAX_FAULT_CHARS, truncate_text
 from toolwise.untrusted.user_code import (
     as_exception,
@@ -81,7 +81,10 @@ class AsyncRolloutRequest:
         limits: Limits | None = None,
         on_state: Callable[[AsyncRolloutRequest], None] | None = None,
         count_usage: CountUsage | None = None,
+        decision: RouteDecision | None = None,
     ) -> None:
+        """`decision` is what the rollout records of its route."""
+        self.decision = decision
         self.task, self.policy, self.env = task, policy, env
         self.batch_data_id, self.rollout_offset = batch_data_id, rollout_offset
         self.group_id, self.route = group_id or task.task_id, route
@@ -104,7 +107,7 @@ class AsyncRolloutRequest:
         self._pending_observation: Prefix[Message] | None = None
         """What the policy saw before a step that is not recorded yet."""
         self._state_key: str | None = None
-        self._counts = CallCounts(count_usage)
+        self._counts = CallCounts(count_usage, price=0.0 if decision is None else decision.price)
         self._started_at: float | None = None
         self._ended_at: float | None = None
         self._finish_task: asyncio.Task[None] | None = None
@@ -313,6 +316,7 @@ class AsyncRolloutRequest:
 
     def to_rollout(self) -> Rollout:
         """The finished episode as a `Rollout`."""
+        decision = self.decision
         return Rollout(
             rollout_id=self.rollout_id,
             group_id=self.group_id,
@@ -327,6 +331,9 @@ class AsyncRolloutRequest:
             tool_rewards=self.tool_rewards,
             fault=self.fault and truncate_text(self.fault, MAX_FAULT_CHARS),
             infrastructure_fault=self.infrastructure_fault,
+            router_log_prob=None if decision is None else decision.log_prob,
+            router_logits=None if decision is None else decision.logits,
+            answered_by="" if decision is None else decision.answered_by,
         )
 
     @property

@@ -148,7 +148,7 @@ class RolloutScheduler:
         task = decision.task
         return AsyncRolloutRequest(
             task,
-            self.policy,
+            self.policy if decision.policy is None else decision.policy,
             self._env(decision),
             batch_data_id=batch_data_id,
             rollout_offset=offset,
@@ -168,6 +168,7 @@ class RolloutScheduler:
             limits=self.limits,
             on_state=self.on_state,
             count_usage=decision.count_usage,
+            decision=decision,
         )
 
     def _env(self, decision: RouteDecision) -> BaseEnv:

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from toolwise.errors import CheckpointError
@@ -98,10 +99,12 @@ def prompt_uniform(prompt: Sequence[Message], salt: str = "") -> float:
 
 
 def values_and_costs(prediction: RoutePrediction) -> tuple[Floats, Floats | None]:
-    """Inputs of a threshold: predicted rewards [routes] and costs [routes, units], or log-probs and None."""
+    """Inputs of a threshold: predicted rewards [routes] and costs [routes, units], or log-probs and None. Of a route
+    that does not apply, the first is −∞."""
     if prediction.rewards is None or prediction.costs is None or not prediction.costs[0]:
         return np.asarray(prediction.logprobs), None
-    return np.asarray(prediction.rewards), np.asarray(prediction.costs)
+    mask = prediction.applicable or (True,) * len(prediction.rewards)
+    return np.where(mask, prediction.rewards, -np.inf), np.asarray(prediction.costs)
 
 
 @dataclass(frozen=True)
@@ -113,15 +116,24 @@ class CalibrationTable:
     predicted: Floats | None
     """[rows, routes, units]; None if the head predicts no costs."""
     rolled_out: Ints
-    """Rows with a scored rollout under every route, at least one."""
+    """Rows with a scored rollout under every route that applies to them, at least one."""
     spent: Floats
-    """[rolled out, routes, units]"""
+    """[rolled out, routes, units]; 0 for a route that does not apply."""
     scores: Floats
     """[rolled out, routes]"""
 
     @cached_property
+    def applies(self) -> NDArray[np.bool_]:
+        """[rows, routes] which routes the rows can take; `values` of the others are −∞."""
+        return np.isfinite(self.values)
+
+    @cached_property
     def route_costs(self) -> Floats:
-        return np.asarray(self.spent.mean(axis=0))
+        """Mean over the rows that a route applies to; 0 if it applies to none of those with rollouts."""
+        if self.applies.all():
+            return np.asarray(self.spent.mean(axis=0))
+        tried = self.applies[self.rolled_out]
+        return np.asarray(self.spent.sum(axis=0) / np.maximum(tried.sum(axis=0), 1)[:, None])
 
     @cached_property
     def expected(self) -> Floats:
@@ -141,8 +153,21 @@ class CalibrationTable:
         odds /= odds.sum(axis=1, keepdims=True)
         features = np.column_stack([np.ones(len(odds)), odds[:, 1:]])
         flat = self.spent.reshape(len(self.rolled_out), -1)
-        weights, *_ = np.linalg.lstsq(features[self.rolled_out], flat, rcond=1e-6)
-        return np.asarray((features @ weights).reshape(self.expected.shape))
+        if self.applies.all():
+            weights, *_ = np.linalg.lstsq(features[self.rolled_out], flat, rcond=1e-6)
+            return np.asarray((features @ weights).reshape(self.expected.shape))
+        return self._imputed_by_route(features)
+
+    def _imputed_by_route(self, features: Floats) -> Floats:
+        """The same regression for each route on the rows that it applies to, where they are enough."""
+        costs = np.array(self.expected)
+        for route in range(self.values.shape[1]):
+            tried = np.flatnonzero(self.applies[self.rolled_out, route])
+            if len(tried) >= MIN_ROWS_PER_FEATURE * self.values.shape[1]:
+                seen = features[self.rolled_out[tried]]
+                weights, *_ = np.linalg.lstsq(seen, self.spent[tried, route], rcond=1e-6)
+                costs[:, route] = features @ weights
+        return costs
 
     @cached_property
     def corrected(self) -> Floats:
@@ -176,8 +201,7 @@ def calibrate_budgets(table: CalibrationTable, limits: Mapping[str, float], *, s
     threshold, mixture = _fit(table, list(limits.values()))
     costs, scores = table.mean_costs(mixture), table.mean_scores(mixture)
     cheapest = [
-        np.take_along_axis(table.corrected[:, :, u], table.expected[:, :, u].argmin(axis=1)[:, None], 1).mean()
-        for u in range(len(limits))
+        np.take_along_axis(table.corrected[:, :, u], _cheapest(table, u)[:, None], 1).mean() for u in range(len(limits))
     ]
     return BudgetCalibration(
         units=tuple(limits),
@@ -193,6 +217,11 @@ def calibrate_budgets(table: CalibrationTable, limits: Mapping[str, float], *, s
         least=tuple(map(float, cheapest)),
         step=step,
     )
+
+
+def _cheapest(table: CalibrationTable, unit: int) -> Ints:
+    """The cheapest route of each row."""
+    return np.asarray(np.where(table.applies, table.expected[:, :, unit], np.inf).argmin(axis=1), dtype=np.int64)
 
 
 def _fit(table: CalibrationTable, limits: Sequence[float]) -> tuple[JointThreshold, Floats]:

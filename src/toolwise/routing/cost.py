@@ -17,15 +17,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from toolwise.config.loader import Section, build_config
 from toolwise.config.router import RouterConfig
 from toolwise.errors import ConfigError
 from toolwise.messages import Message, ToolCall
 from toolwise.rollout.parsers import parse_auto, parse_rlla
-from toolwise.routing.families import Family, family_of_call
+from toolwise.routing.families import Family, family_of_call, parse_family
 from toolwise.routing.prompts import prompt_style
+from toolwise.routing.routes import COST_UNIT
 from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, StepData, Task
 
@@ -38,14 +39,16 @@ UsageSource = Literal["auto", "executed", "text"]
 @dataclass(frozen=True, slots=True)
 class RouteUsage:
     calls_by_tool: Mapping[str, int] = field(default_factory=dict)
-    families: Mapping[str, Family] = field(default_factory=dict)
+    families: Mapping[str, str] = field(default_factory=dict)
     """The family of each tool in `calls_by_tool`."""
 
     @property
-    def calls(self) -> dict[Family, int]:
-        counts = dict.fromkeys(Family, 0)
+    def calls(self) -> dict[str, int]:
+        """By family; the default families are always there."""
+        counts: dict[str, int] = dict.fromkeys(Family, 0)
         for tool, count in self.calls_by_tool.items():
-            counts[self.families.get(tool, Family.OTHER)] += count
+            family = self.families.get(tool, Family.OTHER)
+            counts[family] = counts.get(family, 0) + count
         return counts
 
     @property
@@ -53,7 +56,7 @@ class RouteUsage:
         return any(self.calls_by_tool.values())
 
     @classmethod
-    def of(cls, calls_by_tool: Mapping[str, int], families: Mapping[str, Family]) -> RouteUsage:
+    def of(cls, calls_by_tool: Mapping[str, int], families: Mapping[str, str]) -> RouteUsage:
         """A tool that is not in `families` is classified by its name."""
         calls = {tool: count for tool, count in calls_by_tool.items() if count}
         return cls(calls, {tool: family_of_call(tool, families) for tool in calls})
@@ -61,7 +64,7 @@ class RouteUsage:
 
 def usage_of(
     rollout: Rollout,
-    families: Mapping[str, Family],
+    families: Mapping[str, str],
     *,
     allowed: Collection[str] | None = None,
     source: UsageSource = "auto",
@@ -83,7 +86,7 @@ def counts_written_calls(task: Task, source: UsageSource) -> bool:
     return source == "text" or (source == "auto" and prompt_style(task.prompt) == "rlla")
 
 
-def written_usage(steps: Sequence[StepData], families: Mapping[str, Family]) -> RouteUsage:
+def written_usage(steps: Sequence[StepData], families: Mapping[str, str]) -> RouteUsage:
     """The calls in the policy's raw text of each step, including its thinking; without text, in its parsed action."""
     fields = [
         step.action_taken if step.raw_policy_output is None else {"content": step.raw_policy_output} for step in steps
@@ -93,7 +96,7 @@ def written_usage(steps: Sequence[StepData], families: Mapping[str, Family]) -> 
     )
 
 
-def usage_of_messages(messages: Sequence[Message], families: Mapping[str, Family]) -> RouteUsage:
+def usage_of_messages(messages: Sequence[Message], families: Mapping[str, str]) -> RouteUsage:
     """The calls that the assistant wrote, executed or not.
 
     A block that cannot be parsed counts as a call of an unknown tool: it was an attempt to use one.
@@ -113,7 +116,7 @@ def tool_calls_in(message: Message) -> list[ToolCall]:
     return (parse_rlla if "<tool_call>" in text.lower() else parse_auto)(text)[1]
 
 
-def merge_unknown_calls(calls: Mapping[str, int], families: Mapping[str, Family]) -> Counter[str]:
+def merge_unknown_calls(calls: Mapping[str, int], families: Mapping[str, str]) -> Counter[str]:
     """Calls by tool; those that name none of the task's tools are attempts and count as `UNREADABLE`, never free."""
     counts: Counter[str] = Counter()
     for tool, count in calls.items():
@@ -121,9 +124,7 @@ def merge_unknown_calls(calls: Mapping[str, int], families: Mapping[str, Family]
     return counts
 
 
-COST_UNIT = "cost"
-"""The default unit."""
-_FAMILY_UNITS = (COST_UNIT, *(family.value.lower() for family in Family))
+DEFAULT_FAMILIES: tuple[str, ...] = tuple(Family)
 Price = Annotated[float, Field(strict=True, ge=0.0)]
 
 
@@ -137,28 +138,39 @@ class AnyCost(Section):
         return {COST_UNIT: self.price * usage.used_any_tool}
 
 
-class FamilyCost(Section):
+class _FamiliesCost(Section):
+    """A cost with a part for each family."""
+
+    _families: tuple[str, ...] = PrivateAttr(default=DEFAULT_FAMILIES)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        return (COST_UNIT, *(family.lower() for family in self._families))
+
+
+class FamilyCost(_FamiliesCost):
     """`cost = "family"`: a flat price per family used."""
 
-    units: ClassVar[tuple[str, ...]] = _FAMILY_UNITS
     c_search: Price = 1.0
     c_calc: Price = 1.0
     c_other: Price = 1.0
     """Tools of neither family are available in both tool routes, so they are not free."""
+    families: dict[str, Price] = Field(default_factory=dict)
+    """Prices of other families; 1 for those that are not in it."""
 
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
-        prices = {Family.SEARCH: self.c_search, Family.CALCULATE: self.c_calc, Family.OTHER: self.c_other}
-        return _with_total({family: price * bool(usage.calls.get(family)) for family, price in prices.items()})
+        named = {name.upper(): price for name, price in self.families.items()}
+        prices = named | {Family.SEARCH: self.c_search, Family.CALCULATE: self.c_calc, Family.OTHER: self.c_other}
+        return _with_total({f: prices.get(f, 1.0) * bool(usage.calls.get(f)) for f in self._families})
 
 
-class CallsCost(Section):
+class CallsCost(_FamiliesCost):
     """`cost = "calls"`: every call costs the same."""
 
-    units: ClassVar[tuple[str, ...]] = _FAMILY_UNITS
     price: Price = 1.0
 
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
-        return _with_total({family: self.price * usage.calls.get(family, 0) for family in Family})
+        return _with_total({family: self.price * usage.calls.get(family, 0) for family in self._families})
 
 
 class PricesCost(Section):
@@ -183,11 +195,11 @@ class PricesCost(Section):
             for unit in self.prices
         }
 
-    def price_of(self, unit: str, tool: str, family: Family) -> float:
+    def price_of(self, unit: str, tool: str, family: str) -> float:
         table = self.prices[unit]
         if tool == UNREADABLE and UNREADABLE not in table:
             return max((price for key, price in table.items() if key != "*"), default=table.get("*", 0.0))
-        return next((table[key] for key in (tool, family.value, family.value.lower(), "*") if key in table), 0.0)
+        return next((table[key] for key in (tool, str(family), family.lower(), "*") if key in table), 0.0)
 
 
 Cost = AnyCost | FamilyCost | CallsCost | PricesCost
@@ -203,7 +215,10 @@ COSTS: dict[str, type[Cost]] = {
 def build_cost(router: RouterConfig, tools: Mapping[str, BaseTool]) -> Cost:
     """The cost that `router.cost` names, with the options in `router.cost_kwargs`."""
     if router.cost != "tools":
-        return build_config(COSTS[router.cost], router.cost_kwargs, source=f"router.cost_kwargs of {router.cost!r}")
+        cost = build_config(COSTS[router.cost], router.cost_kwargs, source=f"router.cost_kwargs of {router.cost!r}")
+        if isinstance(cost, _FamiliesCost) and router.own_routes:
+            cost._families = _families_of(router)
+        return cost
     if router.cost_kwargs:
         raise ConfigError('router.cost is "tools", which uses the prices of the tools: remove router.cost_kwargs')
     # Tools that a prompt only describes have the default price.
@@ -211,5 +226,11 @@ def build_cost(router: RouterConfig, tools: Mapping[str, BaseTool]) -> Cost:
     return build_config(PricesCost, {"prices": {COST_UNIT: prices}}, source="the prices of the tools")
 
 
-def _with_total(parts: Mapping[Family, float]) -> dict[str, float]:
-    return {COST_UNIT: float(sum(parts.values()))} | {family.value.lower(): float(c) for family, c in parts.items()}
+def _families_of(router: RouterConfig) -> tuple[str, ...]:
+    """The default families, then those that routes or `router.families` name."""
+    named = [*router.families.values(), *(family for route in router.routes for family in route.families or ())]
+    return tuple(dict.fromkeys([*DEFAULT_FAMILIES, *(parse_family(name, any_name=True) for name in named)]))
+
+
+def _with_total(parts: Mapping[str, float]) -> dict[str, float]:
+    return {COST_UNIT: float(sum(parts.values()))} | {family.lower(): float(c) for family, c in parts.items()}

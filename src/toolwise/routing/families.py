@@ -49,7 +49,8 @@ ROUTES: tuple[RouteAction, ...] = tuple(RouteAction)
 MIXED: Literal["MIXED"] = "MIXED"
 """The label of a row that no single route serves: it needs tools of both families, or of neither."""
 
-Target = RouteAction | Literal["MIXED"]
+Target = str
+"""The name of a route, or MIXED; of the default routes a `RouteAction`."""
 
 
 def parse_target(written: str | int) -> Target:
@@ -88,6 +89,17 @@ class Family(StrEnum):
             raise ConfigError(f"unknown family {written!r}; use one of {', '.join(cls)}") from None
 
 
+def parse_family(written: str, *, any_name: bool = False) -> str:
+    """A family's name, in upper case. `any_name`: also families that users have made up."""
+    name = str(written).strip().upper()
+    if not any_name or name in Family.__members__:
+        return Family.parse(written)
+    if not _FAMILY_NAME.fullmatch(name):
+        raise ConfigError(f"the family {written!r:.80} is not a name: use letters, digits, '-' and '_'")
+    return name
+
+
+_FAMILY_NAME = re.compile(r"[\w.-]{1,64}")
 ROUTE_FAMILIES: Mapping[RouteAction, Family] = {
     RouteAction.SEARCH_FAMILY: Family.SEARCH,
     RouteAction.CALCULATE_FAMILY: Family.CALCULATE,
@@ -144,31 +156,35 @@ def family_of(name: str, description: str = "") -> Family:
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 
 
-def declared_family(tool: BaseTool) -> Family | None:
+def declared_family(tool: BaseTool, *, any_name: bool = False) -> str | None:
     """The family set in the tool's configuration, decorator or class; None if it is set in none of them."""
     if "family" in tool.config:
-        return Family.parse(tool.config["family"])
+        return parse_family(tool.config["family"], any_name=any_name)
     declared = tool.family != BaseTool.family or any(
         "family" in vars(kind) for kind in type(tool).__mro__ if issubclass(kind, BaseTool) and kind is not BaseTool
     )
-    return Family.parse(tool.family) if declared else None
+    return parse_family(tool.family, any_name=any_name) if declared else None
 
 
 def families_of_task(
     task: Task,
     tools: Mapping[str, BaseTool] | None = None,
-    overrides: Mapping[str, Family | str] | None = None,
-    labels: Mapping[str, Family | str] | None = None,
-) -> dict[str, Family]:
+    overrides: Mapping[str, str] | None = None,
+    labels: Mapping[str, str] | None = None,
+    *,
+    any_name: bool = False,
+) -> dict[str, str]:
     """The family of every tool of a task, in order: real tools, then those that its prompt only describes.
 
-    Precedence: `overrides` (the configuration), the tool's declaration, `labels`, the rules.
+    Precedence: `overrides` (the configuration), the tool's declaration, `labels`, the rules. `any_name`: families may
+    have other names than the default three.
     """
-    declared = {name: declared_family(tool) for name, tool in offered_tools(task, tools or {}).items()}
+    offered = offered_tools(task, tools or {}).items()
+    declared = {name: declared_family(tool, any_name=any_name) for name, tool in offered}
     return {
-        name: _lookup_family(name, overrides)
+        name: _lookup_family(name, overrides, any_name)
         or declared.get(name)
-        or _lookup_family(name, labels)
+        or _lookup_family(name, labels, any_name)
         or family_of(name, description)
         for name, description in tool_descriptions(task, tools or {}).items()
     }
@@ -189,11 +205,11 @@ def tool_descriptions(task: Task, tools: Mapping[str, BaseTool]) -> dict[str, st
     return descriptions
 
 
-def _lookup_family(name: str, families: Mapping[str, Family | str] | None) -> Family | None:
-    return Family.parse(families[name]) if families and name in families else None
+def _lookup_family(name: str, families: Mapping[str, str] | None, any_name: bool) -> str | None:
+    return parse_family(families[name], any_name=any_name) if families and name in families else None
 
 
-def family_of_call(name: str, families: Mapping[str, Family]) -> Family:
+def family_of_call(name: str, families: Mapping[str, str]) -> str:
     """The family of a called tool. RLLA's gold calls cut names at a bracket, so a name matches up to its bracket; a
     tool that is not offered is classified by its name alone."""
     if name in families:
@@ -203,14 +219,13 @@ def family_of_call(name: str, families: Mapping[str, Family]) -> Family:
     return next(matches, None) or family_of(name) if short else Family.OTHER
 
 
-def heuristic_target(task: Task, families: Mapping[str, Family] | None = None) -> Target | None:
+def heuristic_target(task: Task, families: Mapping[str, str] | None = None) -> Target | None:
     """The route for a task's gold calls, by their families; None if neither its ground truth nor its plan has calls.
 
     No calls: ANSWER. Calls of one family, with or without OTHER ones: that family. Calls of both, or of OTHER alone
     (which both routes keep): MIXED.
     """
-    names = gold_call_names(task.ground_truth)
-    names = planned_call_names(task.extra_info.get("plan")) if names is None else names
+    names = needed_call_names(task)
     if names is None:
         return None
     if not names:
@@ -218,6 +233,12 @@ def heuristic_target(task: Task, families: Mapping[str, Family] | None = None) -
     known_families = families_of_task(task) if families is None else families
     called = {family_of_call(name, known_families) for name in names} - {Family.OTHER}
     return next((route for route, family in ROUTE_FAMILIES.items() if called == {family}), MIXED)
+
+
+def needed_call_names(task: Task) -> list[str] | None:
+    """Names of the tools that solve a task, by its ground truth or its plan; None if neither has calls."""
+    names = gold_call_names(task.ground_truth)
+    return planned_call_names(task.extra_info.get("plan")) if names is None else names
 
 
 def gold_call_names(ground_truth: Any) -> list[str] | None:

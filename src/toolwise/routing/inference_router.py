@@ -5,18 +5,19 @@ decide   original prompt ─► predict ─► route ─► conditioned prompt
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from random import Random
 from statistics import fmean
 from typing import Any
 
 from toolwise.config.router import RouterConfig
 from toolwise.envs.tool_env import tool_spec
-from toolwise.errors import ContextFullError
-from toolwise.protocols import Metrics, Router
+from toolwise.errors import ConfigError, ContextFullError
+from toolwise.protocols import AgentPolicy, Metrics, Router
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.routing.budget import Budgets, standard_error
 from toolwise.routing.calibration import KEY, BudgetCalibration, read_budget_calibration, spending
@@ -29,30 +30,52 @@ from toolwise.routing.cost import (
     usage_of,
     written_usage,
 )
-from toolwise.routing.families import ROUTES, Family, RouteAction, families_of_task, offered_tools
+from toolwise.routing.families import Family, families_of_task, offered_tools, parse_family
 from toolwise.routing.prompts import allowed_tools, condition, load_wording
+from toolwise.routing.routes import RouteSet, build_routes
 from toolwise.routing.samples import RoutePrediction, RoutePredictor
 from toolwise.tools.base import BaseTool
-from toolwise.types import CountUsage, Rollout, RouteDecision, ScoredRollout, StepData, Task
+from toolwise.types import CountUsage, Rollout, RouteDecision, RouterCredit, ScoredRollout, StepData, Task
 
 log = logging.getLogger("toolwise")
 
 PROMPT_BATCH_SIZE = 256
 """Prompts encoded together."""
-UNIFORM = RoutePrediction((-math.log(len(ROUTES)),) * len(ROUTES))
-"""For a prompt that does not fit the context."""
 
 
 class Conditioning:
-    """The prompt options of `[router]`, with the wording loaded. Its families override the tools' and the labels'."""
+    """The routes of `[router]` and how they change prompts, with the wording loaded. Its families override the tools'
+    and the labels'. `policies` answer the routes they are named after, instead of the policy being trained."""
 
-    def __init__(self, router: RouterConfig | None = None, tools: Mapping[str, BaseTool] | None = None) -> None:
-        self.router, self.tools = router or RouterConfig(), tools or {}
-        self.wording = load_wording(self.router.wording or None)
-        self.families = {name: Family.parse(family) for name, family in self.router.families.items()}
+    def __init__(
+        self,
+        router: RouterConfig | None = None,
+        tools: Mapping[str, BaseTool] | None = None,
+        *,
+        routes: RouteSet | None = None,
+        policies: Mapping[str, AgentPolicy] | None = None,
+    ) -> None:
+        self.router, self.tools, self.policies = router or RouterConfig(), tools or {}, policies or {}
+        self.routes = routes or build_routes(self.router, self.tools)
+        self.wording = load_wording(self.router.wording or None, self.routes)
+        own = self.routes.own
+        self.families = {name: parse_family(family, any_name=own) for name, family in self.router.families.items()}
 
-    def families_of(self, task: Task) -> dict[str, Family]:
-        return families_of_task(task, self.tools, self.families, task.extra_info.get("tool_families"))
+    def families_of(self, task: Task) -> dict[str, str]:
+        labels = task.extra_info.get("tool_families")
+        return families_of_task(task, self.tools, self.families, labels, any_name=self.routes.own)
+
+    def applicable(self, task: Task) -> tuple[bool, ...] | None:
+        """Which routes a task can take; None: all."""
+        return self.routes.applicable(self.families_of(task)) if self.routes.own else None
+
+    def routes_of(self, task: Task) -> list[str]:
+        """The names of the routes that a task can take."""
+        return list(itertools.compress(self.routes.names, self.applicable(task) or itertools.repeat(True)))
+
+    def prices(self, route: str | None) -> Mapping[str, float]:
+        """unit -> what a rollout on a route costs besides its calls"""
+        return {} if route is None else self.routes.find(route).price
 
     def original_prompt(self, chat: ChatTokenizer, task: Task) -> Sequence[int]:
         """The tokens of a task's prompt without routing: the router's input."""
@@ -64,18 +87,19 @@ class Conditioning:
     def decision(
         self,
         task: Task,
-        route: RouteAction,
+        route: str,
         *,
         group_id: str,
         n: int,
         seed: int,
         prompt_id: str,
-        log_prob: float | None = None,
+        prediction: RoutePrediction | None = None,
         count_usage: CountUsage | None = None,
     ) -> RouteDecision:
+        chosen = self.routes.find(route)
         conditioned = condition(
             task.prompt,
-            route,
+            chosen,
             self.families_of(task),
             style=self.router.style,
             mode=self.router.conditioning,
@@ -90,19 +114,30 @@ class Conditioning:
             seed=seed,
             prompt=conditioned.messages,
             tools=conditioned.tools,
-            route=route.value,
-            log_prob=log_prob,
+            route=str(chosen.name),
+            log_prob=None if prediction is None else prediction.logprobs[self.routes.index(chosen.name)],
+            logits=None if prediction is None else prediction.recorded_logits,
             prompt_id=prompt_id,
             forbidden=conditioned.forbidden,
             count_usage=count_usage,
+            policy=self.policies.get(chosen.name),
+            answered_by=chosen.options.policy,
+            price=next(iter(chosen.price.values()), 0.0),
         )
 
     def usage_of(self, rollout: Rollout, source: UsageSource | None = None) -> RouteUsage:
         """The tools a rollout used. With real tools, calls that its route refused are free."""
         families = self.families_of(rollout.task)
-        route = None if rollout.route is None else RouteAction.parse(rollout.route)
+        route = None if rollout.route is None else self.routes.find(rollout.route)
         allowed = families if route is None else allowed_tools(route, families, hard=self.router.hard)
         return usage_of(rollout, families, allowed=allowed, source=source or self.router.usage)
+
+    def costs_of(self, cost: Cost, rollout: Rollout, source: UsageSource | None = None) -> dict[str, float]:
+        """What a rollout's calls cost, and its route, by unit."""
+        costs = cost(self.usage_of(rollout, source))
+        for unit, price in (self.prices(rollout.route) if rollout.steps else {}).items():
+            costs[unit] += price
+        return costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +148,8 @@ class PredictedPrompt:
     prompt_id: str
     prediction: RoutePrediction
     rng: Random
+    fits: bool = True
+    """Whether the prompt fits the context; if not, the prediction is uniform and not learned from."""
 
 
 @dataclass(eq=False)
@@ -130,6 +167,11 @@ class InferenceRouter(Router):
 
     def __post_init__(self) -> None:
         self.budgets.check_units(self.cost.units)
+        check_prices(self.routes, self.cost.units)
+
+    @property
+    def routes(self) -> RouteSet:
+        return self.conditioning.routes
 
     @property
     def config(self) -> RouterConfig:
@@ -148,12 +190,12 @@ class InferenceRouter(Router):
 
     def _choose(self, prompt: PredictedPrompt) -> int:
         mode, prediction = self.config.eval_mode, prompt.prediction
-        if mode == "budget" and self.calibration is not None and prediction is not UNIFORM:
+        if mode == "budget" and self.calibration is not None and prompt.fits:
             return self.calibration.route(prediction, prompt.task.prompt)
         return prediction.argmax() if mode == "argmax" else prediction.sample(prompt.rng)
 
     def decide_all(self, tasks: Sequence[Task], step: int) -> list[RouteDecision]:
-        """Every task under every route, once; nothing is learned from it."""
+        """Every task under every route that applies to it, once; nothing is learned from it."""
         return [
             self.conditioning.decision(
                 task,
@@ -165,7 +207,7 @@ class InferenceRouter(Router):
                 count_usage=self._usage_counter(task),
             )
             for index, task in enumerate(tasks)
-            for route in ROUTES
+            for route in self.conditioning.routes_of(task)
         ]
 
     def predict_delivered(self, tasks: Sequence[Task]) -> list[RoutePrediction | None]:
@@ -176,14 +218,23 @@ class InferenceRouter(Router):
         parts = [distinct[start : start + PROMPT_BATCH_SIZE] for start in range(0, len(distinct), PROMPT_BATCH_SIZE)]
         predictions = [prediction for part in parts for prediction in self._predict(part, averaged=True)]
         by_prompt = dict(zip(distinct, predictions, strict=True))
-        return [by_prompt[prompt] for prompt in prompts]
+        return [
+            None if prediction is None else prediction.restricted(self.conditioning.applicable(task))
+            for task, prediction in zip(tasks, (by_prompt[prompt] for prompt in prompts), strict=True)
+        ]
 
     def _prompts(self, tasks: Sequence[Task], step: int, label: str, *, averaged: bool) -> Iterator[PredictedPrompt]:
         predictions = self._predict([self.prompt_of(task) for task in tasks], averaged=averaged)
         for index, (task, prediction) in enumerate(zip(tasks, predictions, strict=True)):
             prompt_id = f"{label}-{step}/{index}/{task.task_id}"
             rng = Random(f"route/{self.seed}/{prompt_id}")
-            yield PredictedPrompt(task, prompt_id, prediction or UNIFORM, rng)
+            known = (prediction or self._uniform).restricted(self.conditioning.applicable(task))
+            yield PredictedPrompt(task, prompt_id, known, rng, fits=prediction is not None)
+
+    @property
+    def _uniform(self) -> RoutePrediction:
+        """For a prompt that does not fit the context."""
+        return RoutePrediction((-math.log(len(self.routes)),) * len(self.routes))
 
     def _predict(self, prompts: Sequence[Sequence[int]], *, averaged: bool = False) -> list[RoutePrediction | None]:
         """None for prompts that do not fit the context; the others are still predicted."""
@@ -196,7 +247,7 @@ class InferenceRouter(Router):
             return [p for part in (prompts[:half], prompts[half:]) for p in self._predict(part, averaged=averaged)]
 
     def _decision(self, prompt: PredictedPrompt, route_index: int, n: int) -> RouteDecision:
-        route = ROUTES[route_index]
+        route = self.routes.names[route_index]
         return self.conditioning.decision(
             prompt.task,
             route,
@@ -204,7 +255,7 @@ class InferenceRouter(Router):
             n=n,
             seed=prompt.rng.getrandbits(48),
             prompt_id=prompt.prompt_id,
-            log_prob=prompt.prediction.logprobs[route_index],
+            prediction=prompt.prediction,
             count_usage=self._usage_counter(prompt.task),
         )
 
@@ -224,7 +275,16 @@ class InferenceRouter(Router):
 
     def costs_of(self, rollout: Rollout) -> dict[str, float]:
         """By unit."""
-        return self.cost(self.conditioning.usage_of(rollout))
+        return self.conditioning.costs_of(self.cost, rollout)
+
+    def annotate(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
+        """The rollouts with what each used, for the records; a router that learns adds its rewards and advantages."""
+        return [replace(s, router=self._used(s.rollout)) for s in scored]
+
+    def _used(self, rollout: Rollout) -> RouterCredit:
+        usage = self.conditioning.usage_of(rollout)
+        calls = usage.calls
+        return RouterCredit(usage.used_any_tool, calls[Family.SEARCH] > 0, calls[Family.CALCULATE] > 0)
 
     def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
         """How far rollouts routed by this router exceed its budgets; None without budgets or rollouts. If it is
@@ -270,6 +330,16 @@ class InferenceRouter(Router):
         self.calibration = read_budget_calibration(metadata, self.budgets.limits)
         if self.calibration is None and self.budgets.limits and self.config.eval_mode == "budget":
             log.warning("%s", uncalibrated(KEY in metadata))
+
+
+def check_prices(routes: RouteSet, units: Sequence[str]) -> None:
+    """Raises unless every price of a route is in one of `units`."""
+    for route in routes:
+        for unit in route.price:
+            if unit not in units:
+                raise ConfigError(
+                    f"route {route.name!r} has a price in {unit!r}, but costs are in {', '.join(units)}: use these"
+                )
 
 
 def uncalibrated(other_budgets: bool) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolwise.routing.threshold import OFFSET_MARGIN, Floats, Ints, find_threshold
+from toolwise.routing.threshold import OFFSET_MARGIN, Floats, Ints, find_threshold, mask_costs
 
 ROUNDS = 120
 """Most rounds of column generation; a round costs a few passes over the rows."""
@@ -53,6 +53,7 @@ class JointThreshold:
 
 def choose_joint(values: Floats, costs: Floats, charges: Sequence[float], bonuses: Sequence[float]) -> Ints:
     """The route of every row; the cheapest of equals. `costs` are [rows, routes, units]."""
+    costs = mask_costs(values, costs)
     net = values - costs @ np.asarray(charges, dtype=np.float64)
     if any(bonuses):
         net = net + (costs > costs.min(axis=1, keepdims=True)) @ np.asarray(bonuses, dtype=np.float64)
@@ -77,6 +78,7 @@ def fit_joint_threshold(
         return tight
     mixture = tight.probabilities(values, costs)
     left = [float((mixture * spent[:, :, u]).sum(axis=1).mean()) < limit - 1e-9 for u, limit in enumerate(limits)]
+    costs = mask_costs(values, costs)
     spends = costs > costs.min(axis=1, keepdims=True)
     bonuses = tuple(_largest_gap(values, spends[:, :, u]) if slack else 0.0 for u, slack in enumerate(left))
     return _Columns(values, costs, spent, bounds, bonuses).search() if any(bonuses) else tight
@@ -106,12 +108,13 @@ class _Columns:
     """The policies found so far, and the linear program over them."""
 
     def __init__(self, values: Floats, costs: Floats, spent: Floats, limits: Floats, bonuses: Offsets) -> None:
+        costs = mask_costs(values, costs)
         self.values, self.costs, self.spent, self.bonuses = values, costs, spent, bonuses
         self.net = values + (costs > costs.min(axis=1, keepdims=True)) @ np.asarray(bonuses)
         self.units = len(limits)
         self.scale = np.maximum(np.abs(spent).mean(axis=(0, 1)), 1e-12)
         self.limits = limits / self.scale
-        self.excess_price = 1e6 * (1.0 + float(np.ptp(self.net)))
+        self.excess_price = 1e6 * (1.0 + float(np.ptp(self.net[np.isfinite(self.net)])))
         self.charges: list[Offsets] = []
         self.columns: list[Floats] = []
         """Mean value, then mean costs in units of `scale`."""

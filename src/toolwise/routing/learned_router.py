@@ -14,22 +14,54 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from random import Random
 from typing import Any
 
+from toolwise.errors import ToolwiseError
 from toolwise.protocols import Metrics
 from toolwise.routing.calibration import KEY, read_budget_calibration
-from toolwise.routing.families import MIXED, ROUTES, RouteAction, Target, parse_target
-from toolwise.routing.inference_router import UNIFORM, InferenceRouter, PredictedPrompt
+from toolwise.routing.families import MIXED, Target
+from toolwise.routing.inference_router import InferenceRouter, PredictedPrompt
 from toolwise.routing.route_advantages import (
     KindStandardizer,
     RouteOutcome,
+    RouterAdvantages,
     RunningBaseline,
     credit_routes,
     policy_weights,
 )
+from toolwise.routing.routes import DEFAULT_ROUTES, RouteSet
 from toolwise.routing.samples import RoutePrediction, RouterExample, RouterModel, RouteSample
 from toolwise.types import RouteDecision, ScoredRollout, Task
 
 WARM_START_BATCH = 64
 """Prompts per supervised step of the warm start."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StepCredit:
+    """What a step's rollouts teach the router."""
+
+    given: list[str]
+    """Ids of all rollouts of the step."""
+    pending: Mapping[str, PredictedPrompt]
+    """prompt id -> prompt"""
+    rollout_ids: list[str]
+    """Those of the outcomes."""
+    outcomes: Sequence[RouteOutcome]
+    standardized: Sequence[RouteOutcome]
+    """With standardized rewards, if they are."""
+    lambdas: Mapping[str, float]
+    credit: RouterAdvantages
+
+    @property
+    def net_rewards(self) -> list[float]:
+        """r_task − Σ λ·cost of each outcome."""
+        return [c.reward - sum(lam * c.costs[unit] for unit, lam in self.lambdas.items()) for c in self.standardized]
+
+    @property
+    def advantages(self) -> list[float]:
+        """Of each outcome: its route's, where those of all routes were estimated."""
+        by_route = self.credit.route_advantages
+        pairs = zip(self.outcomes, self.credit.rollout_advantages, strict=True)
+        return [(by_route[c.prompt_id][c.route] or 0.0) if by_route else advantage for c, advantage in pairs]
 
 
 @dataclass(eq=False)
@@ -45,6 +77,8 @@ class LearnedRouter(InferenceRouter):
     _warm_started: bool = field(default=False, init=False)
     _pending: dict[str, PredictedPrompt] = field(default_factory=dict, init=False)
     """group id -> prompt whose rollouts are in progress"""
+    _step: _StepCredit | None = field(default=None, init=False)
+    """The credit of the step that `annotate` saw, until `learn` uses it."""
 
     def decide(
         self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step", explore: bool = True
@@ -59,46 +93,68 @@ class LearnedRouter(InferenceRouter):
         for prompt in self._prompts(tasks, step, label, averaged=False):
             counts = sorted(self._route_counts(prompt.prediction, n, prompt.rng).items())
             prompt_decisions = [self._decision(prompt, route, count) for route, count in counts]
-            if prompt.prediction is not UNIFORM:
+            if prompt.fits:
                 self._pending |= {decision.group_id: prompt for decision in prompt_decisions}
             decisions += prompt_decisions
         return decisions
 
+    @property
+    def sampling(self) -> str:
+        return self.config.sampling_of(len(self.routes))
+
     def _route_counts(self, prediction: RoutePrediction, n: int, rng: Random) -> Counter[int]:
         """route -> rollouts"""
-        if self.config.routes == "one":
+        if self.sampling == "one":
             return Counter({prediction.sample(rng): n})
-        if self.config.routes == "independent":
+        if self.sampling == "independent":
             return Counter(prediction.sample(rng) for _ in range(n))
         # A remainder goes to routes in random order, so that no route is always sampled less.
-        order = rng.sample(range(len(ROUTES)), len(ROUTES))
+        routes = [index for index in range(len(self.routes)) if prediction.applies(index)]
+        order = rng.sample(routes, len(routes))
         return Counter(order[i % len(order)] for i in range(n))
+
+    def annotate(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
+        """With the router's reward and advantage for each rollout that it will learn from."""
+        used = super().annotate(scored)
+        if not any(s.rollout.group_id in self._pending for s in scored):
+            return used
+        step = self._step = self._credit(scored)
+        learned = dict(zip(step.rollout_ids, zip(step.net_rewards, step.advantages, strict=True), strict=True))
+        annotated = []
+        for s in used:
+            reward, advantage = learned.get(s.rollout.rollout_id, (None, None))
+            credit = None if s.router is None else replace(s.router, reward=reward, advantage=advantage)
+            annotated.append(replace(s, router=credit))
+        return annotated
 
     def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
         """Learns from all finished rollouts, including groups of one, which the actor learns nothing from."""
-        groups, self._pending = self._pending, {}
-        pending = {prompt.prompt_id: prompt for prompt in groups.values()}
-        outcomes = [
-            RouteOutcome(
-                groups[s.rollout.group_id].prompt_id,
-                RouteAction.parse(s.rollout.route or "").index,
-                s.score,
-                self.cost(self.conditioning.usage_of(s.rollout)),
-            )
-            for s in scored
-            if s.rollout.group_id in groups and s.result.has_valid_score and s.rollout.trainable
-        ]
-        examples, metrics = self._examples(pending, outcomes)
-        metrics |= self._report(pending, outcomes, lost=len(scored) - len(outcomes))
+        step, self._step = self._step, None
+        if step is None or step.given != [s.rollout.rollout_id for s in scored]:
+            step = self._credit(scored)
+        self._pending = {}
+        examples, metrics = self._examples(step)
+        metrics |= self._report(step.pending, step.outcomes, lost=len(scored) - len(step.outcomes))
         metrics = self.model.learn(examples, self.multipliers) | metrics
         self.budgets.step()  # last: the examples use the λ that the routes were sampled with
         return metrics | self.budgets.metrics()
 
-    def _examples(
-        self, pending: Mapping[str, PredictedPrompt], outcomes: Sequence[RouteOutcome]
-    ) -> tuple[list[RouterExample], Metrics]:
-        """One example per prompt with a finished rollout; and the policy's mean reward and costs."""
-        lambdas = self.budgets.lambdas
+    def _credit(self, scored: Sequence[ScoredRollout]) -> _StepCredit:
+        """The advantages of a step's rollouts; updates the running means."""
+        groups = self._pending
+        usable = [
+            s for s in scored if s.rollout.group_id in groups and s.result.has_valid_score and s.rollout.trainable
+        ]
+        outcomes = [
+            RouteOutcome(
+                groups[s.rollout.group_id].prompt_id,
+                self.routes.index(s.rollout.route or ""),
+                s.score,
+                self.conditioning.costs_of(self.cost, s.rollout),
+            )
+            for s in usable
+        ]
+        pending = {prompt.prompt_id: prompt for prompt in groups.values()}
         probs = {c.prompt_id: pending[c.prompt_id].prediction.probs for c in outcomes}
         standardized = outcomes
         if self.config.standardize_by_kind:
@@ -106,39 +162,64 @@ class LearnedRouter(InferenceRouter):
             kinds = [str(task.extra_info.get("kind") or task.data_source) for task in tasks]
             rewards = self.scale([c.reward for c in outcomes], kinds).tolist()
             standardized = [replace(c, reward=reward) for c, reward in zip(outcomes, rewards, strict=True)]
-        credit = credit_routes(standardized, probs, lambdas, self.config, self.baseline, self.cost.units)
+        return _StepCredit(
+            given=[s.rollout.rollout_id for s in scored],
+            pending=pending,
+            rollout_ids=[s.rollout.rollout_id for s in usable],
+            outcomes=outcomes,
+            standardized=standardized,
+            lambdas=self.budgets.lambdas,
+            credit=credit_routes(
+                standardized, probs, self.budgets.lambdas, self.config, self.baseline, self.cost.units
+            ),
+        )
+
+    def _examples(self, step: _StepCredit) -> tuple[list[RouterExample], Metrics]:
+        """One example per prompt with a finished rollout; and the policy's mean reward and costs."""
+        pending, credit = step.pending, step.credit
+        probs = {c.prompt_id: pending[c.prompt_id].prediction.probs for c in step.outcomes}
         self.budgets.observe(credit.spent)
         members: dict[str, list[RouteSample]] = {prompt_id: [] for prompt_id in probs}
-        for c, advantage in zip(standardized, credit.rollout_advantages, strict=True):
+        for c, advantage in zip(step.standardized, credit.rollout_advantages, strict=True):
             members[c.prompt_id].append(
-                RouteSample(c.route, c.reward, tuple(c.costs[unit] for unit in lambdas), advantage)
+                RouteSample(c.route, c.reward, tuple(c.costs[unit] for unit in step.lambdas), advantage)
             )
         examples = [
             RouterExample(
-                pending[p].prediction, tuple(members[p]), credit.route_advantages.get(p), _label(pending[p].task)
+                pending[p].prediction, tuple(members[p]), credit.route_advantages.get(p), self._label(pending[p])
             )
             for p in probs
         ]
-        weights = policy_weights(outcomes, probs, self.config.routes)
-        r_task = sum(c.reward * w for c, w in zip(outcomes, weights, strict=True)) / sum(weights) if weights else 0.0
+        weights = policy_weights(step.outcomes, probs, self.sampling)
+        rewards = [c.reward for c in step.outcomes]
+        r_task = sum(r * w for r, w in zip(rewards, weights, strict=True)) / sum(weights) if weights else 0.0
         return examples, {"router/r_task": r_task} | {
             f"router/{unit}/mean": _mean(each) for unit, each in credit.spent.items()
         }
+
+    def _label(self, prompt: PredictedPrompt) -> int | None:
+        """The labelled route of a prompt, if it applies to it."""
+        label = label_index(prompt.task, self.routes)
+        return label if label is not None and prompt.prediction.applies(label) else None
 
     def _report(
         self, pending: Mapping[str, PredictedPrompt], outcomes: Sequence[RouteOutcome], *, lost: int
     ) -> Metrics:
         probs = [a.prediction.probs for a in pending.values()]
-        targets = [target_of(a.task) for a in pending.values()]
+        targets = [target_of(a.task, self.routes) for a in pending.values()]
         labelled = [target for target in targets if target is not None]
         metrics = {
-            **{f"router/share/{route}": _mean([p[i] for p in probs]) for i, route in enumerate(ROUTES)},
+            **{f"router/share/{route}": _mean([p[i] for p in probs]) for i, route in enumerate(self.routes.names)},
             "router/prompts": float(len(pending)),
             "router/rollouts_lost": float(lost),
-            **{f"router/rollouts/{r}": float(sum(c.route == i for c in outcomes)) for i, r in enumerate(ROUTES)},
+            **{
+                f"router/rollouts/{route}": float(sum(c.route == i for c in outcomes))
+                for i, route in enumerate(self.routes.names)
+            },
         }
         if labelled:
-            agreement = [p[t.index] for p, t in zip(probs, targets, strict=True) if isinstance(t, RouteAction)]
+            routed = [(p, t) for p, t in zip(probs, targets, strict=True) if t is not None and t != MIXED]
+            agreement = [p[self.routes.index(target)] for p, target in routed]
             metrics["router/mixed_share"] = _mean([float(target == MIXED) for target in labelled])
             metrics["router/label_agreement"] = _mean(agreement)
         return metrics
@@ -148,15 +229,14 @@ class LearnedRouter(InferenceRouter):
         if self._warm_started or not self.config.warm_start_epochs:
             return
         self._warm_started = True
-        labelled = [(task, label) for task in self.tasks if (label := _label(task)) is not None]
+        labelled = [(task, label) for task in self.tasks if (label := label_index(task, self.routes)) is not None]
         examples: list[tuple[RoutePrediction, int]] = []
         for part in _batches(labelled):  # one forward pass per prompt, for all epochs
             predictions = self._predict([self.prompt_of(task) for task, _ in part])
-            examples += [
-                (prediction, label)
-                for prediction, (_, label) in zip(predictions, part, strict=True)
-                if prediction is not None
-            ]
+            for prediction, (task, label) in zip(predictions, part, strict=True):
+                known = None if prediction is None else prediction.restricted(self.conditioning.applicable(task))
+                if known is not None and known.applies(label):
+                    examples.append((known, label))
         for epoch in range(self.config.warm_start_epochs):
             Random(f"warm start/{self.seed}/{epoch}").shuffle(examples)
             for batch in _batches(examples):
@@ -188,18 +268,27 @@ class LearnedRouter(InferenceRouter):
         self.scale.load_state_dict(state["scale"])
         self._warm_started = state["warmed"]
         self.calibration = read_budget_calibration(state, self.budgets.limits)
-        self._pending = {}
+        self._pending, self._step = {}, None
 
 
-def target_of(task: Task) -> Target | None:
-    """The label of a row, from its columns or from a joined label file; None if it has none."""
-    written = task.extra_info.get("router_target_action")
-    return None if written is None else parse_target(written)
+def target_of(task: Task, routes: RouteSet = DEFAULT_ROUTES, *, key: str = "router_target_action") -> Target | None:
+    """The label of a row, from its columns or from a joined label file; None if it has none, or one for other routes
+    than a user's."""
+    written = task.extra_info.get(key)
+    if written is None:
+        return None
+    try:
+        return routes.parse_target(written)
+    except ToolwiseError:
+        if routes.own:
+            return None
+        raise
 
 
-def _label(task: Task) -> int | None:
-    target = target_of(task)
-    return target.index if isinstance(target, RouteAction) else None
+def label_index(task: Task, routes: RouteSet) -> int | None:
+    """The index of the labelled route; None without a label, or if it is MIXED."""
+    target = target_of(task, routes)
+    return None if target is None or target == MIXED else routes.index(target)
 
 
 def _batches(items: Sequence[Any]) -> list[Any]:

@@ -15,13 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, create_model
 
 from toolwise.config.loader import Section, build_config, read_settings
 from toolwise.data.rlla_rows import TOOL_ENTRY
 from toolwise.errors import ConfigError
 from toolwise.messages import Message
-from toolwise.routing.families import ROUTE_FAMILIES, Family, RouteAction, family_of_call
+from toolwise.routing.families import RouteAction, family_of_call
+from toolwise.routing.routes import DEFAULT_ROUTES, Route, RouteSet
 
 WORDING_FILE = Path(__file__).with_name("wording.toml")
 
@@ -37,9 +38,9 @@ _SYSTEM = ("system", "developer")
 class Wording:
     """Templates by (style, route, part); a missing one renders to nothing."""
 
-    templates: Mapping[tuple[str, RouteAction, str], str]
+    templates: Mapping[tuple[str, str, str], str]
 
-    def render(self, style: Style, route: RouteAction, part: Part, values: Mapping[str, Any]) -> str:
+    def render(self, style: Style, route: str, part: Part, values: Mapping[str, Any]) -> str:
         text = self.templates.get((style, route, part), "")
         return _compile(text).render(**values) if text else ""
 
@@ -48,16 +49,29 @@ EMPTY_WORDING = Wording({})
 """Adds no text: tool blocks are removed and schemas hidden, nothing else."""
 
 
-def load_wording(path: str | Path | None = None) -> Wording:
-    """The shipped wording, overridden by the templates in `path`; "silent" is the empty wording."""
-    if path == "silent":
-        return EMPTY_WORDING
-    return Wording(_shipped_templates() | ({} if path is None else _read_templates(Path(path))))
+def load_wording(path: str | Path | None = None, routes: RouteSet = DEFAULT_ROUTES) -> Wording:
+    """The shipped wording, or the notes of a user's routes, overridden by the templates in `path`; "silent" is the
+    empty wording, with the notes."""
+    shipped = _notes(routes) if routes.own else {} if path == "silent" else _shipped_templates()
+    if path == "silent" or path is None:
+        return Wording(shipped) if shipped else EMPTY_WORDING
+    return Wording(shipped | _read_templates(Path(path), routes))
+
+
+def _notes(routes: RouteSet) -> dict[tuple[str, str, str], str]:
+    templates: dict[tuple[str, str, str], str] = {}
+    for route in routes:
+        if note := route.options.note:
+            _check_template("router.routes", f"the note of {route.name!r}", note)
+            for style in ("rlla", "chat"):
+                templates[style, route.name, "note"] = note
+                templates[style, route.name, "append"] = f"\n\n{note}"
+    return templates
 
 
 @cache
-def _shipped_templates() -> dict[tuple[str, RouteAction, str], str]:
-    return _read_templates(WORDING_FILE)
+def _shipped_templates() -> dict[tuple[str, str, str], str]:
+    return _read_templates(WORDING_FILE, DEFAULT_ROUTES)
 
 
 class _ChatTexts(Section):
@@ -69,25 +83,28 @@ class _RllaTexts(_ChatTexts):
     block: str = ""
 
 
-class _WordingFile(Section):
-    rlla: dict[RouteAction, _RllaTexts] = Field(default_factory=dict)
-    chat: dict[RouteAction, _ChatTexts] = Field(default_factory=dict)
+def _wording_file(routes: RouteSet) -> type[Section]:
+    """The format of a wording file for these routes."""
+    name: Any = Literal[routes.names] if routes.own else RouteAction
+    empty: Any = Field(default_factory=dict)
+    fields: dict[str, Any] = {"rlla": (dict[name, _RllaTexts], empty), "chat": (dict[name, _ChatTexts], empty)}
+    return create_model("WordingFile", __base__=Section, **fields)
 
 
-def _read_templates(path: Path) -> dict[tuple[str, RouteAction, str], str]:
-    file = build_config(_WordingFile, read_settings(path), source=str(path))
+def _read_templates(path: Path, routes: RouteSet) -> dict[tuple[str, str, str], str]:
+    file = build_config(_wording_file(routes), read_settings(path), source=str(path))
     templates = {
         (style, route, part): text
-        for style, routes in file
-        for route, texts in routes.items()
+        for style, by_route in file
+        for route, texts in by_route.items()
         for part, text in texts.model_dump(exclude_unset=True).items()
     }
     for (style, route, part), text in templates.items():
-        _check_template(path, f"{style}.{route}.{part}", text)
+        _check_template(str(path), f"{style}.{route}.{part}", text)
     return templates
 
 
-def _check_template(path: Path, where: str, text: str) -> None:
+def _check_template(path: str, where: str, text: str) -> None:
     from jinja2 import TemplateError
 
     try:
@@ -134,34 +151,43 @@ class ToolPartition:
     """Tool names, split by what a route does with them."""
 
     first: tuple[str, ...]
-    """Of the route's family."""
+    """The route's own."""
     others: tuple[str, ...]
-    """Of neither family."""
+    """Offered too, after them: the tools of neither family, on the default routes."""
     rest: tuple[str, ...]
-    """Of the other family; for ANSWER all tools."""
+    """Those of other routes; all tools if the route has none."""
 
     def offered(self, *, hard: bool) -> tuple[str, ...]:
         return (*self.first, *self.others) if hard else (*self.first, *self.others, *self.rest)
 
 
-def sort_tools(route: RouteAction, families: Mapping[str, Family]) -> ToolPartition:
-    """Splits tools into the route's family, neither family, and the other family."""
-    if route is RouteAction.ANSWER:
-        return ToolPartition((), (), tuple(families))
-    wanted = (ROUTE_FAMILIES[route], Family.OTHER)
-    first, others = (tuple(name for name, family in families.items() if family is each) for each in wanted)
-    return ToolPartition(first, others, tuple(name for name, family in families.items() if family not in wanted))
+def sort_tools(route: Route | str, families: Mapping[str, str]) -> ToolPartition:
+    """Splits tools into the route's own, those it shares with others, and the rest. A name is one of the default
+    routes'."""
+    if not isinstance(route, Route):
+        route = DEFAULT_ROUTES.find(route)
+    return _partition(route, [(name, name, family) for name, family in families.items()])
 
 
-def allowed_tools(route: RouteAction, families: Mapping[str, Family], *, hard: bool = True) -> tuple[str, ...]:
-    """Names of the tools that the model may call under a route. ANSWER allows none, hard or not."""
-    return sort_tools(route, families).offered(hard=hard or route is RouteAction.ANSWER)
+def _partition(route: Route, tools: Sequence[tuple[str, str, str]]) -> ToolPartition:
+    """`tools` are (key, name, family); the partition is of the keys."""
+    first = [key for key, name, family in tools if route.has(name, family)]
+    others = [key for key, name, family in tools if family in route.shared_families and not route.has(name, family)]
+    kept = {*first, *others}
+    return ToolPartition(tuple(first), tuple(others), tuple(key for key, _, _ in tools if key not in kept))
+
+
+def allowed_tools(route: Route | str, families: Mapping[str, str], *, hard: bool = True) -> tuple[str, ...]:
+    """Names of the tools that the model may call under a route. A route without tools allows none, hard or not."""
+    if not isinstance(route, Route):
+        route = DEFAULT_ROUTES.find(route)
+    return sort_tools(route, families).offered(hard=hard or not route.needs_tools)
 
 
 def condition(
     messages: Sequence[Message],
-    route: RouteAction | str,
-    families: Mapping[str, Family],
+    route: Route | str,
+    families: Mapping[str, str],
     *,
     style: Style | Literal["auto"] = "auto",
     mode: ConditioningMode = "rewrite",
@@ -169,14 +195,15 @@ def condition(
     templates: Wording | None = None,
 ) -> ConditionedPrompt:
     """Conditions `messages` on `route`. A prompt that is already conditioned is conditioned from its original."""
-    route = RouteAction.parse(route)
+    if not isinstance(route, Route):
+        route = DEFAULT_ROUTES.find(route)
     original = unconditioned(messages)
     wording = load_wording() if templates is None else templates
     kind = prompt_style(original) if style == "auto" else style
     tools = sort_tools(route, families)
-    hard = hard or route is RouteAction.ANSWER
+    hard = hard or not route.needs_tools
     if mode == "append":
-        text = wording.render(kind, route, "append", _template_values(tools, hard, named=True))
+        text = wording.render(kind, route.name, "append", _template_values(tools, hard, named=True))
         if text and original:  # everything before the text keeps its tokens
             *before, last = original
             original = [*before, RoutedMessage.replacing(last, f"{last.content or ''}{text}")]
@@ -184,7 +211,7 @@ def condition(
     if kind == "rlla":
         rewritten: Sequence[Message] = _rewrite_tool_blocks(original, route, families, hard, wording)
     else:
-        rewritten = _with_note(original, wording.render(kind, route, "note", _template_values(tools, hard)))
+        rewritten = _with_note(original, wording.render(kind, route.name, "note", _template_values(tools, hard)))
     return ConditionedPrompt(rewritten, tools.offered(hard=hard))
 
 
@@ -194,6 +221,19 @@ def unconditioned(messages: Sequence[Message]) -> Sequence[Message]:
         return messages
     originals = (m._original if isinstance(m, RoutedMessage) else m for m in messages)
     return [message for message in originals if message is not None]
+
+
+def route_changes(messages: Sequence[Message]) -> list[tuple[int, Message | None]]:
+    """(index, original) of the messages that a route has changed, None for one that it added; see `undo_changes`."""
+    return [(index, m._original) for index, m in enumerate(messages) if isinstance(m, RoutedMessage)]
+
+
+def undo_changes(messages: Sequence[Message], changes: Sequence[tuple[int, Message | None]]) -> list[Message]:
+    """What `unconditioned` returns, for messages that were stored and read again: they no longer know their
+    originals, so `changes` say them."""
+    originals = dict(changes)
+    restored = (originals.get(index, message) for index, message in enumerate(messages))
+    return [message for message in restored if message is not None]
 
 
 def prompt_style(messages: Sequence[Message]) -> Style:
@@ -215,7 +255,7 @@ def _template_values(
 
 
 def _rewrite_tool_blocks(
-    messages: Sequence[Message], route: RouteAction, families: Mapping[str, Family], hard: bool, wording: Wording
+    messages: Sequence[Message], route: Route, families: Mapping[str, str], hard: bool, wording: Wording
 ) -> list[Message]:
     out: list[Message] = []
     for message in messages:
@@ -228,28 +268,27 @@ def _rewrite_tool_blocks(
         first, end = entries[0].start(), entries[-1].end()
         heading = _HEADING.search(text[:first])
         begin = heading.start() if heading else first
-        block = wording.render("rlla", route, "block", values).strip("\n")
-        if ("rlla", route, "block") not in wording.templates and values["entries"] + values["avoided"]:
+        block = wording.render("rlla", route.name, "block", values).strip("\n")
+        if ("rlla", route.name, "block") not in wording.templates and values["entries"] + values["avoided"]:
             block = text[begin:first] + "\n".join(filter(None, (values["entries"], values["avoided"])))
         head, tail = text[:begin], text[end:]
         if not block:  # also drop the empty lines around it
             head, tail = f"{head.rstrip()}\n\n".lstrip(), tail.lstrip()
-        note = wording.render("rlla", route, "note", values).strip("\n")
+        note = wording.render("rlla", route.name, "note", values).strip("\n")
         body = head + block + tail
         out.append(RoutedMessage.replacing(message, f"{body.rstrip()}\n\n{note}" if note else body))
     return out
 
 
 def _block_values(
-    entries: Sequence[re.Match[str]], route: RouteAction, families: Mapping[str, Family], hard: bool
+    entries: Sequence[re.Match[str]], route: Route, families: Mapping[str, str], hard: bool
 ) -> dict[str, Any]:
     """Template variables of a block. Entries are sorted by index: a block may repeat a tool or name an unknown one."""
-    partition = sort_tools(
-        route, {str(index): family_of_call(entry[1].strip(), families) for index, entry in enumerate(entries)}
-    )
+    names = [entry[1].strip() for entry in entries]
+    partition = _partition(route, [(str(i), name, family_of_call(name, families)) for i, name in enumerate(names)])
     offered, parts = partition.offered(hard=True), (partition.first, partition.others, partition.rest)
     return _template_values(
-        ToolPartition(*(tuple(dict.fromkeys(entries[int(i)][1].strip() for i in part)) for part in parts)),
+        ToolPartition(*(tuple(dict.fromkeys(names[int(i)] for i in part)) for part in parts)),
         hard,
         entries=_renumbered(entries, offered, 1),
         avoided="" if hard else _renumbered(entries, partition.rest, 1 + len(offered)),

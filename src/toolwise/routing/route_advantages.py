@@ -75,7 +75,7 @@ def independent_advantages(
 
 @dataclass(frozen=True, slots=True)
 class RouteCredit:
-    """The value of each route of each prompt; prompts in order of first occurrence, routes in that of `ROUTES`."""
+    """The value of each route of each prompt; prompts in order of first occurrence, routes in that of the logits."""
 
     seen: NDArray[np.bool_]
     """[prompts, routes] whether any rollout took the route; others count nowhere."""
@@ -92,6 +92,7 @@ def stratified_credit(
     groups: Sequence[Hashable],
     probs: Any,
     *,
+    route_count: int = len(ROUTES),
     divide_by_std_as_a_control: bool = False,
 ) -> RouteCredit:
     """Credit of each route from rollouts (router reward, costs, route index, prompt) and π_r(a|x) [prompts, routes].
@@ -100,14 +101,14 @@ def stratified_credit(
     """
     r = finite_array(rewards, "router rewards", len(groups))
     route = np.asarray(routes, dtype=np.intp)
-    if len(route) != len(r) or (len(route) and not 0 <= route.min() <= route.max() < len(ROUTES)):
-        raise CreditError(f"give one route from 0 to {len(ROUTES) - 1} for each of {len(r)} rollouts")
     prompt = integer_codes(list(groups))
     first_rollouts = np.unique(prompt, return_index=True)[1]
     pi = np.asarray(probs, dtype=np.float64)
-    if pi.shape != (len(first_rollouts), len(ROUTES)):
-        raise CreditError(f"probs has shape {pi.shape}; expected {len(first_rollouts)} prompts × {len(ROUTES)} routes")
-    cell = prompt * len(ROUTES) + route
+    if len(route) != len(r) or (len(route) and not 0 <= route.min() <= route.max() < route_count):
+        raise CreditError(f"give one route from 0 to {route_count - 1} for each of {len(r)} rollouts")
+    if pi.shape != (len(first_rollouts), route_count):
+        raise CreditError(f"probs has shape {pi.shape}; expected {len(first_rollouts)} prompts × {route_count} routes")
+    cell = prompt * route_count + route
     counts = np.bincount(cell, minlength=pi.size).reshape(pi.shape)
     seen = counts > 0
 
@@ -171,10 +172,14 @@ def credit_routes(
     costs = {unit: [c.costs[unit] for c in outcomes] for unit in units}
     net_rewards = router_rewards(rewards, costs, lambdas)
     control = training.divide_by_std
-    if training.routes == "stratified":
+    count = len(next(iter(probs.values()), ()))
+    sampling = training.sampling_of(count)
+    if sampling == "stratified":
         prompt_ids = list(dict.fromkeys(groups))
-        table = np.array([probs[p] for p in prompt_ids], dtype=np.float64).reshape(len(prompt_ids), len(ROUTES))
-        credit = stratified_credit(net_rewards, costs, routes, groups, table, divide_by_std_as_a_control=control)
+        table = np.array([probs[p] for p in prompt_ids], dtype=np.float64).reshape(len(prompt_ids), count)
+        credit = stratified_credit(
+            net_rewards, costs, routes, groups, table, route_count=count, divide_by_std_as_a_control=control
+        )
         route_advantages = {
             prompt_id: tuple(float(a) if seen else None for a, seen in zip(row, seen_routes, strict=True))
             for prompt_id, row, seen_routes in zip(prompt_ids, credit.advantages, credit.seen, strict=True)
@@ -182,7 +187,7 @@ def credit_routes(
         policy_costs = {unit: c.tolist() for unit, c in credit.policy_costs.items()}
         result = RouterAdvantages(route_advantages, [0.0] * len(routes), policy_costs)
     else:
-        if training.routes == "one" or len(set(groups)) == len(groups):
+        if sampling == "one" or len(set(groups)) == len(groups):
             advantages = baseline.advantages(rewards, costs, lambdas)
         else:
             advantages = independent_advantages(net_rewards, groups, divide_by_std_as_a_control=control)
@@ -191,9 +196,9 @@ def credit_routes(
     return result
 
 
-def policy_weights(outcomes: Sequence[RouteOutcome], probs: RouteProbs, routes: str) -> list[float]:
+def policy_weights(outcomes: Sequence[RouteOutcome], probs: RouteProbs, sampling: str) -> list[float]:
     """The weight of each rollout in the mean under the policy: π for stratified routes, equal for sampled ones."""
-    if routes != "stratified":
+    if sampling != "stratified":
         return [1.0] * len(outcomes)
     counts = Counter((c.prompt_id, c.route) for c in outcomes)
     seen = dict.fromkeys(probs, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Protocol
 
@@ -23,6 +23,31 @@ class RoutePrediction:
     """value mode: predicted reward of each route"""
     costs: tuple[tuple[float, ...], ...] | None = None
     """value mode: predicted costs of each route, one per unit"""
+    logits: tuple[float, ...] | None = None
+    """As the head gave them, of routes that do not apply too."""
+    applicable: tuple[bool, ...] | None = None
+    """Which routes the task can take; the others have a log-prob of −∞. None: all."""
+
+    def restricted(self, applicable: tuple[bool, ...] | None) -> RoutePrediction:
+        """The prediction for a task that can take these routes only (None: all)."""
+        if applicable is None:
+            return self
+        known = [logprob if applies else -math.inf for logprob, applies in zip(self.logprobs, applicable, strict=True)]
+        highest = max(known)
+        if highest == -math.inf:  # the head ruled out all of them
+            known = [0.0 if applies else -math.inf for applies in applicable]
+            highest = 0.0
+        total = highest + math.log(math.fsum(math.exp(x - highest) for x in known))
+        return replace(self, logprobs=tuple(x - total for x in known), applicable=applicable)
+
+    def applies(self, route: int) -> bool:
+        return self.applicable is None or self.applicable[route]
+
+    @property
+    def recorded_logits(self) -> tuple[float | None, ...]:
+        """For records: the head's logits, or log-probs if it gave none; None for a route that does not apply."""
+        mask = self.applicable or (True,) * len(self.logprobs)
+        return tuple(x if applies else None for x, applies in zip(self.logits or self.logprobs, mask, strict=True))
 
     @property
     def probs(self) -> tuple[float, ...]:

@@ -37,6 +37,17 @@ class Moves:
     """The cheapest route of every row, where it starts."""
 
 
+def mask_costs(values: Floats, costs: Floats) -> Floats:
+    """`costs` in which a route that does not apply, with a value of −∞, is never the cheapest of its row. Both are
+    [rows, routes], or `costs` has units too."""
+    applies = np.isfinite(values)
+    if applies.all():
+        return costs
+    applies = applies[..., None] if costs.ndim > values.ndim else applies
+    highest = np.where(applies, costs, -np.inf).max(axis=1, keepdims=True)
+    return np.asarray(np.where(applies, costs, highest + 1.0))
+
+
 def hull_moves(values: Floats, costs: Floats) -> Moves:
     """The upper hull of each row's points (cost, value), from left to right; both inputs are [rows, routes]."""
     rows = np.arange(len(values))
@@ -61,6 +72,7 @@ def hull_moves(values: Floats, costs: Floats) -> Moves:
 
 def _all_moves(values: Floats, costs: Floats) -> Moves:
     """All moves as λ' falls from +∞ to −∞."""
+    costs = mask_costs(values, costs)
     hull = hull_moves(values, costs)
     gains = hull.slope > 0
     rows = np.arange(len(values))
@@ -81,6 +93,7 @@ def _all_moves(values: Floats, costs: Floats) -> Moves:
 
 def choose_routes(values: Floats, costs: Floats, offset: float) -> Ints:
     """The route of every row at an offset; the cheapest of equals."""
+    costs = mask_costs(values, costs)
     charged = costs if offset >= 0 else (costs > costs.min(axis=1, keepdims=True)).astype(float)
     net = values - offset * charged
     best = net == net.max(axis=1, keepdims=True)

@@ -13,20 +13,21 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.protocols import Metrics, Router
 from toolwise.routing.calibration import BudgetCalibration, CalibrationTable, calibrate_budgets, values_and_costs
 from toolwise.routing.cost import RouteUsage
-from toolwise.routing.families import ROUTES
 from toolwise.routing.inference_router import InferenceRouter
+from toolwise.routing.threshold import Floats
 from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_text
 from toolwise.training.checkpoint import OVERSPEND
 from toolwise.training.evaluate import score
 from toolwise.training.rollout_setup import RolloutSetup
-from toolwise.types import ScoredRollout, Task
+from toolwise.types import RouteDecision, ScoredRollout, Task
 
 log = logging.getLogger("toolwise")
 
@@ -77,7 +78,7 @@ def expected_errors(router: InferenceRouter, tasks: Sequence[Task]) -> dict[str,
     expensive tool."""
     errors = {}
     for unit, limit in router.budgets.limits.items():
-        prices = [limit]
+        prices = [limit, *(route.price.get(unit, 0.0) for route in router.routes)]
         for task in tasks[:MIN_ROWS]:
             families = router.conditioning.families_of(task)
             prices += [router.cost(RouteUsage.of({tool: 1}, families))[unit] for tool in families]
@@ -139,12 +140,7 @@ async def calibrate(
     finished = await setup.scheduler.roll_out(decisions, do_sample=setup.config.validation.do_sample)
     scored = await score(setup, finished, step=step)
     limits = router.budgets.limits
-    shape = (len(chosen), len(ROUTES))
-    spent = np.array([[router.costs_of(s.rollout)[unit] for unit in limits] for s in scored]).reshape(
-        *shape, len(limits)
-    )
-    usable = np.array([s.result.has_valid_score and s.rollout.trainable for s in scored], dtype=bool).reshape(shape)
-    scores = np.array([s.score if s.result.has_valid_score else 0.0 for s in scored]).reshape(shape)
+    spent, scores, usable = _outcomes(router, len(chosen), decisions, scored)
     complete = np.flatnonzero(usable.all(axis=1))
     if not len(complete):
         log.warning(
@@ -161,6 +157,23 @@ async def calibrate(
     )
     router.calibration = calibrate_budgets(table, limits, step=step)
     return router.calibration
+
+
+def _outcomes(
+    router: InferenceRouter, tasks: int, decisions: Sequence[RouteDecision], scored: Sequence[ScoredRollout]
+) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+    """Costs [tasks, routes, units], scores and whether there is a usable rollout [tasks, routes], of one rollout for
+    each decision. A route that does not apply counts as usable, at no cost."""
+    limits, shape = router.budgets.limits, (tasks, len(router.routes))
+    spent, scores, usable = np.zeros((*shape, len(limits))), np.zeros(shape), np.ones(shape, dtype=bool)
+    rows = {prompt_id: row for row, prompt_id in enumerate(dict.fromkeys(d.prompt_id for d in decisions))}
+    for decision, s in zip(decisions, scored, strict=True):
+        cell = rows[decision.prompt_id], router.routes.index(decision.route or "")
+        costs = router.costs_of(s.rollout)
+        spent[cell] = [costs[unit] for unit in limits]
+        scores[cell] = s.score if s.result.has_valid_score else 0.0
+        usable[cell] = s.result.has_valid_score and s.rollout.trainable
+    return spent, scores, usable
 
 
 def budget_metrics(router: Router, scored: Sequence[ScoredRollout]) -> Metrics:

@@ -118,6 +118,10 @@ _INSIDE_SETTING = re.compile(
 )
 
 
+_OTHER_SERVER = re.compile(r"router\.policies\..+\.(base_url|api_key_env|timeout_s|max_concurrent)")
+"""Where the other model of a route is served; which one it is stays the same."""
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """One setting with its old and new value; None if unset or empty."""
@@ -130,7 +134,8 @@ class Change:
     def allowed(self) -> bool:
         setting = re.sub(r"\[\d+\]", "[]", _INSIDE_SETTING.sub(r"\1", self.key))
         # The two kinds of run have no setting in common that may change in one and not in the other.
-        return setting in MUTABLE_SETTINGS | MUTABLE_SFT_SETTINGS or _is_moved_file(self.old, self.new)
+        listed = setting in MUTABLE_SETTINGS | MUTABLE_SFT_SETTINGS or _OTHER_SERVER.fullmatch(self.key)
+        return bool(listed) or _is_moved_file(self.old, self.new)
 
     def __str__(self) -> str:
         return f"{self.key}: {_display_value(self.old)} → {_display_value(self.new)}"

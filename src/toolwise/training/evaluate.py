@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from toolwise.config.moved_modules import current_module
 from toolwise.config.schema import RewardConfig, SandboxConfig
 from toolwise.errors import ConfigError, RewardError
+from toolwise.protocols import Router
 from toolwise.rewards.align import align_rollouts
 from toolwise.rewards.combine import CompositeReward, WeightedReward, part_names
 from toolwise.rewards.executor import EPISODE_REWARDS, episode_reward, task_kwargs
 from toolwise.rewards.function import Reward
 from toolwise.rewards.printed_output import PrintCallback
+from toolwise.routing.inference_router import InferenceRouter
 from toolwise.sandbox import RewardExecutor, Sandbox
 from toolwise.sandbox.targets import reference_of
 from toolwise.types import EvaluateResult, Rollout, ScoredRollout, Task
@@ -174,7 +176,12 @@ async def validate(setup: RolloutSetup, *, step: int = 0) -> list[ScoredRollout]
     """One rollout per held-out task, greedy unless `validation.do_sample` is set; samples depend on `step`."""
     decisions = setup.router.decide(setup.validation_tasks, 1, step, label="eval", explore=False)
     rollouts = await setup.scheduler.roll_out(decisions, do_sample=setup.config.validation.do_sample)
-    return await score(setup, rollouts, step=step)
+    return with_router_credit(setup.router, await score(setup, rollouts, step=step))
+
+
+def with_router_credit(router: Router, scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+    """The rollouts with what the router knows about each, for the records and the actor's batch: see `RouterCredit`."""
+    return list(router.annotate(scored) if isinstance(router, InferenceRouter) else scored)
 
 
 async def score(setup: RolloutSetup, rollouts: Sequence[Rollout], *, step: int = 0) -> list[ScoredRollout]:

@@ -18,7 +18,7 @@ from toolwise.concurrency.tasks import spawn
 from toolwise.protocols import Metrics
 from toolwise.rollout.watchdog import Watchdog
 from toolwise.tools import isolation
-from toolwise.training.evaluate import score
+from toolwise.training.evaluate import score, with_router_credit
 from toolwise.training.metrics import mean, summarize
 from toolwise.training.run import Run
 from toolwise.types import CreditedRollout, RewardSettings, Rollout, RouteDecision, ScoredRollout, ThinkingByRollout
@@ -43,6 +43,9 @@ async def train_step(run: Run, before_update: Callable[[], None] = lambda: None)
     rolled_out = time.perf_counter()
     thinking, thinking_metrics = await think(run, scored, usable)
     before_update()
+    scored = with_router_credit(run.router, scored)
+    by_id = {s.rollout.rollout_id: s for s in scored}
+    usable = [by_id[s.rollout.rollout_id] for s in usable]
     credited, actor_metrics, estimator_metrics = update_actor(run, usable, thinking)
     run.queue.advance()
     run.progress.step += 1  # before the router learns: if a user's fails, the updated weights count

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from toolwise.messages import Message, as_messages
 from toolwise.protocols import Callback
+from toolwise.routing.prompts import route_changes, undo_changes
 from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_line, json_text
 from toolwise.training.trackers.jsonl import read_metrics
@@ -71,11 +73,34 @@ class RolloutRecord:
     trained_on: bool | None = None
     """None if the record was not written by a run."""
     steps: Sequence[StepRecord] = field(default_factory=list)
+    router_log_prob: float | None = None
+    """The router's log-probability of the route; this and the next fields are None without a learned router."""
+    router_logits: Sequence[float | None] | None = None
+    """One per route, in the order of the head; None for a route that does not apply to the task."""
+    used_any_tool: bool | None = None
+    used_search: bool | None = None
+    used_calculate: bool | None = None
+    router_token_level_rewards: float | None = None
+    """r_task − Σ λ·cost, at the rollout's last token; the others have 0. None if nothing is learned from it."""
+    router_advantages: float | None = None
+    """The same for all tokens of the rollout."""
+    router_returns: float | None = None
+    """As in GRPO equal to the advantages."""
+    answered_by: str = ""
+    """The name of another model that wrote the rollout; empty: the one being trained."""
+    unrouted: Sequence[tuple[int, Mapping[str, Any] | None]] = field(default_factory=list)
+    """Index and original of the messages that the route has changed; None for one that it added."""
+
+    @property
+    def original_messages(self) -> list[Message]:
+        """`messages` as they were before the route changed the prompt."""
+        changes = [(index, None if m is None else Message.model_validate(m)) for index, m in self.unrouted]
+        return undo_changes(as_messages(self.messages), changes)
 
     @classmethod
     def of(cls, scored: ScoredRollout, credited: CreditedRollout | None = None) -> RolloutRecord:
         """The record of a rollout, with advantages if the update used it."""
-        rollout, result = scored.rollout, scored.result
+        rollout, result, router = scored.rollout, scored.result, scored.router
         steps = credited.steps if credited is not None else scored.steps
         return cls(
             rollout_id=rollout.rollout_id,
@@ -101,6 +126,16 @@ class RolloutRecord:
             failed_calls=dict(rollout.usage.failed_calls),
             trained_on=credited is not None,
             steps=[StepRecord(s.advantage, s.base_reward, len(s.tokens.token_ids)) for s in steps],
+            router_log_prob=rollout.router_log_prob,
+            router_logits=rollout.router_logits,
+            used_any_tool=None if router is None else router.used_any_tool,
+            used_search=None if router is None else router.used_search,
+            used_calculate=None if router is None else router.used_calculate,
+            router_token_level_rewards=None if router is None else router.reward,
+            router_advantages=None if router is None else router.advantage,
+            router_returns=None if router is None else router.advantage,
+            answered_by=rollout.answered_by,
+            unrouted=[(i, None if m is None else m.to_openai()) for i, m in route_changes(rollout.messages)],
         )
 
     @classmethod
@@ -141,10 +176,30 @@ class RolloutRecord:
                 )
                 for step in steps
             ],
+            router_log_prob=_number(row.get("router_log_prob")),
+            router_logits=[_number(logit) for logit in row["router_logits"]]
+            if isinstance(row.get("router_logits"), list)
+            else None,
+            used_any_tool=_typed(row, "used_any_tool", bool),
+            used_search=_typed(row, "used_search", bool),
+            used_calculate=_typed(row, "used_calculate", bool),
+            router_token_level_rewards=_number(row.get("router_token_level_rewards")),
+            router_advantages=_number(row.get("router_advantages")),
+            router_returns=_number(row.get("router_returns")),
+            answered_by=str(row.get("answered_by") or ""),
+            unrouted=[
+                (change[0], change[1])
+                for change in _typed(row, "unrouted", list) or []
+                if isinstance(change, list) and len(change) == 2 and isinstance(change[0], int)
+            ],
         )
 
     def to_json(self) -> dict[str, Any]:
-        return vars(self) | {"steps": [step._asdict() for step in self.steps]}
+        """Without the fields of a router if there was none."""
+        record = vars(self) | {"steps": [step._asdict() for step in self.steps]}
+        return {
+            name: value for name, value in record.items() if name not in _ROUTER_FIELDS or value not in (None, "", [])
+        }
 
     @property
     def correct(self) -> bool | None:
@@ -152,6 +207,9 @@ class RolloutRecord:
         if "correct" in self.metrics:
             return self.metrics["correct"] >= 0.5
         return None if self.score is None or 0 < self.score < 1 else self.score >= 1
+
+
+_ROUTER_FIELDS = frozenset(list(RolloutRecord.__dataclass_fields__)[-10:])
 
 
 def read_records(path: Path) -> list[RolloutRecord]:

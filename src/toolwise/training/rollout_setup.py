@@ -152,9 +152,11 @@ def _build_router(
     if not config.router.enable:
         return DirectRouter(config.seed), None
     from toolwise.routing.head.builder import build_head, build_inference_router
+    from toolwise.training.route_policies import build_conditioning
 
-    head = build_head(config, policy.model)
-    return build_inference_router(config, policy, head, tools), head
+    conditioning = build_conditioning(config, tools, policy)
+    head = build_head(config, policy.model, conditioning.routes)
+    return build_inference_router(config, policy, head, conditioning), head
 
 
 def load_options(config: RunConfig, path: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def attach_labels(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
         return tasks
     from toolwise.routing.labels.label_files import join_labels, read_labels
 
-    joined, description = join_labels(tasks, read_labels(config.router.labels))
+    joined, description = join_labels(tasks, read_labels(config.router.labels, any_name=config.router.own_routes))
     log.info("%s: %s", config.router.labels, description)
     return joined
 

@@ -184,6 +184,14 @@ class RouteDecision:
     count_usage: CountUsage | None = None
     """Counts the calls in a rollout's steps, by tool, and their cost, where none are executed; None: the environment
     counts them."""
+    policy: Any = None
+    """The `AgentPolicy` that acts; None: that of the run."""
+    answered_by: str = ""
+    """The name of another model that acts, whose tokens must not train the actor; empty: the model being trained."""
+    price: float = 0.0
+    """Cost of a rollout besides its calls."""
+    logits: tuple[float | None, ...] | None = None
+    """The router's logits, one per route; None for a route that does not apply to the task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +234,12 @@ class Rollout:
     """Error message, if `stop_reason` is a fault."""
     infrastructure_fault: bool = False
     """Whether something behind a tool failed (server down, worker dead) although the episode continued."""
+    router_log_prob: float | None = None
+    """The router's log-probability of `route`."""
+    router_logits: tuple[float | None, ...] | None = None
+    """As in `RouteDecision.logits`."""
+    answered_by: str = ""
+    """As in `RouteDecision`: another model wrote this rollout."""
 
     @property
     def trainable(self) -> bool:
@@ -246,6 +260,20 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterCredit:
+    """What a rollout used, and what its router learns from it; None where it learns nothing."""
+
+    used_any_tool: bool
+    used_search: bool
+    used_calculate: bool
+    """Whether a tool of the family was called, as the cost counts calls."""
+    reward: float | None = None
+    """r_task − Σ λ·cost, the router's reward; at the rollout's last token in `router_token_level_rewards`."""
+    advantage: float | None = None
+    """Of the rollout's route: `router_advantages`, and as in GRPO also `router_returns`."""
+
+
+@dataclass(frozen=True, slots=True)
 class ScoredRollout:
     """A rollout with its reward; `steps` carry their base rewards."""
 
@@ -254,6 +282,8 @@ class ScoredRollout:
     steps: tuple[StepData, ...]
     warnings: tuple[str, ...] = ()
     """Step rewards that match no step: "unmatched step_index 7: …"."""
+    router: RouterCredit | None = None
+    """None if it was not routed by a learned router."""
 
     @property
     def score(self) -> float:
@@ -267,6 +297,7 @@ class ScoredRollout:
         return (
             self.result.has_valid_score
             and self.rollout.trainable
+            and not self.rollout.answered_by
             and any(step.policy_logprobs is not None for step in self.steps)
         )
 

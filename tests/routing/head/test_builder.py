@@ -43,7 +43,7 @@ def test_the_defaults_are_the_settings_that_docs_results_reports() -> None:
     s = config(budgets=[{"limit": 0.2}]).router
     assert (s.lr, s.lr_schedule, s.min_lr_ratio, s.average_last) == (3e-3, "cosine", 0.1, 0.25)
     assert (s.entropy_coef, s.final_entropy_coef) == (0.3, 0.03)
-    assert (s.hidden, s.routes, s.hard) == (64, "stratified", True)
+    assert (s.hidden, s.sampling_of(3), s.hard) == (64, "stratified", True)
     assert (s.budgets[0].rate, s.budgets[0].proportional, s.budgets[0].every) == (0.1, 1.0, 1)
 
 

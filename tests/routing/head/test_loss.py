@@ -213,3 +213,26 @@ def test_parts_add_up_to_the_batch() -> None:
     assert first.actions.tolist() == [0, 2]
     assert second.actions.tolist() == [1]
     assert second.prompt_index.tolist() == [0]
+
+
+def test_a_route_that_does_not_apply_gets_no_gradient_and_no_probability() -> None:
+    mask = (True, False, True)
+    prediction = RoutePrediction((0.0, 0.0, 0.0)).restricted(mask)
+    example = RouterExample(prediction, (RouteSample(2, 1.0, (0.0,), 0.7),), (0.3, None, -0.2), label=2)
+    batch = RouterBatch([example], torch.zeros(1, dtype=torch.float64))
+    logits = torch.tensor([[0.1, 5.0, -0.4]], dtype=torch.float64, requires_grad=True)
+    masked = batch.masked(logits)
+    assert masked.softmax(-1)[0, 1] == 0
+    losses = [
+        expected_loss(masked, batch.advantages, batch.has_advantage, batch.old_logprobs, clip=None),
+        sampled_loss(masked, batch.prompt_index, batch.actions, batch.sampled_advantages, torch.zeros(1), clip=None),
+        label_loss(masked, batch.labels),
+        entropies(masked).sum(),
+    ]
+    for loss in losses:
+        (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        assert gradient.isfinite().all()
+        assert gradient[0, 1] == 0
+        assert gradient.abs().sum() > 0
+    two = torch.tensor([[0.1, -0.4]], dtype=torch.float64)
+    assert float(entropies(masked.detach())) == pytest.approx(float(entropies(two)))

@@ -227,3 +227,25 @@ def test_a_truncated_line_is_skipped_and_the_next_one_intact(tmp_path: Path) -> 
 def test_a_cache_that_is_a_folder_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="--cache"):
         AnswerCache(tmp_path)
+
+
+def test_a_label_says_who_really_made_it(serve: Serve, tasks: list[Task], tmp_path: Path) -> None:
+    """The model answers about tools and not about rows; then about rows and not about tools."""
+    for answers_tools in (True, False):
+
+        def behave(question: dict[str, Any], times: int, *, tools: bool = answers_tools) -> Any:
+            return sensible(question, times) if is_tool(question) == tools else said("I would rather not.")
+
+        found = ask(tasks[:2], serve(behave), tmp_path / f"cache-{answers_tools}.jsonl")
+        makers = {maker for label in found.labels for maker in label.families_by.values()}
+        assert makers == ({"a-model"} if answers_tools else {"rules"})
+        assert {label.labelled_by for label in found.labels} == ({""} if answers_tools else {"a-model"})
+
+
+def test_the_heuristic_says_what_was_declared_and_what_the_rules_found(tasks: list[Task]) -> None:
+    found = label_by_rules(tasks, build_tools(["calculator"]))
+    assert {label.labelled_by for label in found.labels} <= {"heuristic", ""}
+    for label in found.labels:
+        declared = {name for name, maker in label.families_by.items() if maker == "declared"}
+        assert declared == {"calculator"}
+        assert label.families_by.keys() == label.families.keys()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from toolwise.config.schema import RunConfig, inference_settings
@@ -11,17 +11,16 @@ from toolwise.learner.optimizer import Optimizer
 from toolwise.protocols import ModelPolicy
 from toolwise.routing.budget import Budgets
 from toolwise.routing.cost import build_cost
-from toolwise.routing.families import ROUTES
 from toolwise.routing.head.head import HeadSettings, RouterHead
 from toolwise.routing.head.learner import RouterLearner
 from toolwise.routing.head.predictor import HeadPredictor, engine_encoder, feature_width
 from toolwise.routing.inference_router import Conditioning, InferenceRouter
 from toolwise.routing.learned_router import LearnedRouter, target_of
-from toolwise.tools.base import BaseTool
+from toolwise.routing.routes import DEFAULT_ROUTES, RouteSet
 from toolwise.types import Task
 
 
-def build_head(config: RunConfig, model: Any) -> RouterHead:
+def build_head(config: RunConfig, model: Any, routes: RouteSet = DEFAULT_ROUTES) -> RouterHead:
     router = config.router
     depth = len(model.get_decoder().layers)
     for layer in router.layers:
@@ -32,20 +31,19 @@ def build_head(config: RunConfig, model: Any) -> RouterHead:
     return RouterHead(
         HeadSettings(
             width=feature_width(model, router.layers),
-            routes=tuple(str(route) for route in ROUTES),
+            routes=tuple(str(name) for name in routes.names),
             units=tuple(budget.unit for budget in router.budgets),
             seed=config.seed,
-            **router.model_dump(include={*HeadSettings.model_fields} - {"routes"}),  # router.routes: how they are drawn
+            **router.model_dump(include={*HeadSettings.model_fields} - {"routes"}),
         )
     )
 
 
 def build_inference_router(
-    config: RunConfig, policy: ModelPolicy, head: RouterHead, tools: Mapping[str, BaseTool]
+    config: RunConfig, policy: ModelPolicy, head: RouterHead, conditioning: Conditioning
 ) -> InferenceRouter:
     """A router that routes with `head` and does not learn."""
     router = config.router
-    conditioning = Conditioning(router, tools)
     return InferenceRouter(
         HeadPredictor(
             policy.model,
@@ -55,7 +53,7 @@ def build_inference_router(
         ),
         prompt_of=lambda task: conditioning.original_prompt(policy.chat, task),
         budgets=Budgets(router.budgets),
-        cost=build_cost(router, tools),
+        cost=build_cost(router, conditioning.tools),
         conditioning=conditioning,
         seed=config.seed,
     )
@@ -72,21 +70,25 @@ def build_learned_router(
     """`router` with a head that learns; `tasks` are the training tasks."""
     encode = engine_encoder(config.router, policy.engine)
     learner = RouterLearner(policy.model, head, config, actor_optimizer=actor_optimizer, encode=encode)
-    check_router(config, tasks)
-    metadata = {"router": config.router.model_dump(mode="json", exclude={"labels"}), **inference_settings(config)}
+    check_router(config, tasks, router.routes)
+    # A model folder must not choose which servers are asked, or which other models are loaded.
+    stored = config.router.model_dump(mode="json", exclude={"labels", "policies"})
+    metadata = {"router": stored, **inference_settings(config)}
     return LearnedRouter(**{**vars(router), "model": learner}, tasks=tasks, metadata=metadata)
 
 
-def check_router(config: RunConfig, tasks: Sequence[Task]) -> None:
+def check_router(config: RunConfig, tasks: Sequence[Task], routes: RouteSet = DEFAULT_ROUTES) -> None:
     """Raises if settings contradict each other, before any work is done."""
-    router, n = config.router, config.rollout.n
-    if router.routes == "stratified" and n < len(ROUTES):
-        raise ConfigError(f"router.routes is stratified over {len(ROUTES)} routes but rollout.n is {n}: use 6 or more")
+    router, n, count = config.router, config.rollout.n, len(routes)
+    if router.sampling_of(count) == "stratified" and n < count:
+        raise ConfigError(
+            f"router.sampling is stratified over {count} routes but rollout.n is {n}: use {2 * count} or more"
+        )
     if not router.train_actor and router.backbone != "frozen":
         raise ConfigError(
             f"router.train_actor is false but router.backbone is {router.backbone}: use frozen, or train the actor"
         )
     if router.mode == "value" and (router.label_coef or router.warm_start_epochs):
         raise ConfigError("router.mode is value, which does not use labels: set label_coef and warm_start_epochs to 0")
-    if (router.label_coef or router.warm_start_epochs) and not any(target_of(task) is not None for task in tasks):
+    if (router.label_coef or router.warm_start_epochs) and not any(target_of(t, routes) is not None for t in tasks):
         raise ConfigError("router.label_coef or warm_start_epochs is set but no task has a label: set router.labels")

@@ -81,16 +81,18 @@ class RouterHead(nn.Module):
 def predict_routes(head: RouterHead, features: Tensor, multipliers: Sequence[float] = ()) -> list[RoutePrediction]:
     """The head's prediction for each row of `features` [batch, width]."""
     outputs = head(features)
-    logprobs = head.logits(outputs, multipliers).log_softmax(-1).tolist()
+    logits = head.logits(outputs, multipliers)
+    rows = list(zip(logits.log_softmax(-1).tolist(), logits.tolist(), strict=True))
     if head.settings.mode == "policy":
-        return [RoutePrediction(tuple(row)) for row in logprobs]
+        return [RoutePrediction(tuple(logprobs), logits=tuple(raw)) for logprobs, raw in rows]
     return [
         RoutePrediction(
-            tuple(row),
+            tuple(logprobs),
             rewards=tuple(route[0] for route in values),
             costs=tuple(tuple(route[1:]) for route in values),
+            logits=tuple(raw),
         )
-        for row, values in zip(logprobs, outputs.tolist(), strict=True)
+        for (logprobs, raw), values in zip(rows, outputs.tolist(), strict=True)
     ]
 
 

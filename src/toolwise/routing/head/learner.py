@@ -118,9 +118,9 @@ class RouterLearner(HeadPredictor):
         prompts, rollouts = len(batch.examples), max(1, len(batch.actions))
         if self.head.settings.mode == "value" and not only_labels:
             loss = value_loss(outputs, part.prompt_index, part.actions, part.targets) / rollouts
-            entropy = entropies(self.head.logits(outputs.detach(), multipliers)).sum()
+            entropy = entropies(part.masked(self.head.logits(outputs.detach(), multipliers))).sum()
             return loss, {"loss": float(loss.detach()), "entropy": float(entropy) / prompts}
-        logits = self.head.logits(outputs, multipliers)
+        logits = part.masked(self.head.logits(outputs, multipliers))
         entropy = entropies(logits).sum() / prompts
         labelled = max(1, int((batch.labels != NO_LABEL).sum()))
         supervised = label_loss(logits, part.labels) / labelled

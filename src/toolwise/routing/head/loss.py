@@ -18,6 +18,8 @@ from torch import Tensor
 from toolwise.routing.samples import RouterExample
 
 NO_LABEL = -1
+MASKED = -1e9
+"""Logit of a route that does not apply: finite, so that its probability and its gradient are 0 and never NaN."""
 
 
 class RouterBatch:
@@ -36,6 +38,12 @@ class RouterBatch:
         # [B, routes], and [B] for the labels; advantages only for stratified routes.
         self.old_logprobs = floats([example.prediction.logprobs for example in examples])
         self.labels = integers([NO_LABEL if example.label is None else example.label for example in examples])
+        masks = [example.prediction.applicable for example in examples]
+        self.mask = None
+        """[B, routes] whether a route applies; None: all do."""
+        if any(mask is not None for mask in masks):
+            every = (True,) * self.old_logprobs.shape[1]
+            self.mask = torch.tensor([mask or every for mask in masks], device=like.device)
         stratified = bool(examples) and all(example.advantages is not None for example in examples)
         rows = [example.advantages or (None,) * self.old_logprobs.shape[1] for example in examples]
         self.advantages = floats([[0.0 if a is None else a for a in row] for row in rows]) if stratified else None
@@ -55,6 +63,10 @@ class RouterBatch:
             for prediction in (example.prediction for example in self.examples)
         ]
         return torch.tensor(rows, dtype=self.targets.dtype, device=self.targets.device)
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Logits [B, routes] with those of routes that do not apply at `MASKED`."""
+        return logits if self.mask is None else logits.masked_fill(~self.mask, MASKED)
 
     def parts(self, size: int) -> list[RouterBatch]:
         if size >= len(self.examples):

@@ -11,14 +11,18 @@ from pathlib import Path
 
 from toolwise.data.files import Row, read_rows, row_error, write_rows
 from toolwise.errors import DataError, ToolwiseError
-from toolwise.routing.families import Family, Target, parse_target
+from toolwise.routing.families import Target, parse_family, parse_target
 from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_text, load_json
 from toolwise.types import Task
 
 TARGET_KEY, FAMILIES_KEY = "router_target_action", "tool_families"
 """Keys of a task's labels in `extra_info` and in label files."""
-_COLUMNS = ("task_id", TARGET_KEY, FAMILIES_KEY, "labelled_by")
+LABELLED_BY_KEY, FAMILIES_BY_KEY = "labelled_by", "families_by"
+"""In label files: who made the target, and who the family of each tool."""
+MAKER_KEY = "router_labelled_by"
+"""The former in a task's `extra_info`, and among the columns of the data."""
+_COLUMNS = ("task_id", TARGET_KEY, FAMILIES_KEY, LABELLED_BY_KEY, FAMILIES_BY_KEY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +30,20 @@ class Label:
     task_id: str
     target: Target | None
     """None if it is unknown."""
-    families: Mapping[str, Family] = field(default_factory=dict)
+    families: Mapping[str, str] = field(default_factory=dict)
     """Tool name -> family, for the row's tools."""
     labelled_by: str = ""
-    """The model's name, or "heuristic"."""
+    """Who made the target: the model's name, or "heuristic"; empty if there is no target."""
+    families_by: Mapping[str, str] = field(default_factory=dict)
+    """Tool name -> who named its family: "declared" (the tool), "rules", or the model."""
 
     def row(self) -> Row:
-        return {
+        makers = {FAMILIES_BY_KEY: dict(self.families_by)} if self.families_by else {}
+        return makers | {
             "task_id": self.task_id,
             TARGET_KEY: None if self.target is None else str(self.target),
             FAMILIES_KEY: {name: str(family) for name, family in self.families.items()},
-            "labelled_by": self.labelled_by,
+            LABELLED_BY_KEY: self.labelled_by,
         }
 
 
@@ -55,6 +62,7 @@ def join_labels(tasks: Sequence[Task], labels: Iterable[Label]) -> tuple[list[Ta
 
 def _with_label(task: Task, label: Label) -> Task:
     labels = {key: value for key, value in label.row().items() if key in (TARGET_KEY, FAMILIES_KEY) and value}
+    labels |= {MAKER_KEY: label.labelled_by} if label.labelled_by else {}
     return task.model_copy(update={"extra_info": {**task.extra_info, **labels}})
 
 
@@ -63,20 +71,21 @@ def count_routes(labels: Iterable[Label]) -> dict[str, int]:
     return dict(Counter("none" if label.target is None else str(label.target) for label in labels).most_common())
 
 
-def read_labels(path: str | Path) -> list[Label]:
-    """Reads JSONL, JSON, Parquet or CSV; raises `DataError` at the first bad row."""
+def read_labels(path: str | Path, *, any_name: bool = False) -> list[Label]:
+    """Reads JSONL, JSON, Parquet or CSV; raises `DataError` at the first bad row. `any_name`: routes and families may
+    have any name, not only the default ones."""
     path = Path(path)
     rows = _read_csv(path) if path.suffix.lower() == ".csv" else read_rows(path)
     labels: dict[str, Label] = {}
     for number, row in enumerate(rows):
-        label = _parse_label(path, number, row)
+        label = _parse_label(path, number, row, any_name)
         if label.task_id in labels:
             raise row_error(path, number, "task_id", f"{label.task_id!r} already has a label; keep one of the two")
         labels[label.task_id] = label
     return list(labels.values())
 
 
-def _parse_label(path: Path, number: int, row: Row) -> Label:
+def _parse_label(path: Path, number: int, row: Row, any_name: bool) -> Label:
     name = row.get("task_id")
     if not isinstance(name, str) or not name:
         raise row_error(path, number, "task_id", f"{name!r} is not a row id; write the id of the task")
@@ -87,11 +96,18 @@ def _parse_label(path: Path, number: int, row: Row) -> Label:
             path, number, FAMILIES_KEY, f"{given_families!r:.60} is not a JSON object; write tool names with families"
         )
     try:
-        target = None if written in (None, "") else parse_target(written)
-        parsed_families = {str(tool): Family.parse(family) for tool, family in families.items() if family is not None}
+        target = None if written in (None, "") else str(written) if any_name else parse_target(written)
+        parsed_families = {
+            str(tool): parse_family(family, any_name=any_name)
+            for tool, family in families.items()
+            if family is not None
+        }
     except ToolwiseError as fault:
         raise row_error(path, number, TARGET_KEY if "action" in str(fault) else FAMILIES_KEY, str(fault)) from None
-    return Label(name, target, parsed_families, str(row.get("labelled_by") or ""))
+    makers = row.get(FAMILIES_BY_KEY) or {}
+    makers = load_json(makers) if isinstance(makers, str) else makers
+    families_by = {str(tool): str(maker) for tool, maker in makers.items()} if isinstance(makers, Mapping) else {}
+    return Label(name, target, parsed_families, str(row.get(LABELLED_BY_KEY) or ""), families_by)
 
 
 def _read_csv(path: Path) -> list[Row]:
@@ -114,13 +130,20 @@ def write_labels(labels: Sequence[Label], path: str | Path) -> None:
     out = io.StringIO()
     writer = csv.DictWriter(out, _COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(row | {FAMILIES_KEY: json_text(row[FAMILIES_KEY])} for row in map(Label.row, labels))
+    tables = (FAMILIES_KEY, FAMILIES_BY_KEY)
+    writer.writerows(row | {key: json_text(row.get(key, {})) for key in tables} for row in map(Label.row, labels))
     write_atomic(path, out.getvalue().encode())
 
 
 def write_columns(rows: Sequence[Row], labels: Sequence[Label], path: str | Path) -> None:
-    """Writes the data with two extra columns; families are JSON text, because tools differ from row to row."""
+    """Writes the data with the labels as extra columns; families are JSON text, because tools differ from row to
+    row."""
     columns = [
-        {TARGET_KEY: row[TARGET_KEY], FAMILIES_KEY: json_text(row[FAMILIES_KEY])} for row in map(Label.row, labels)
+        {
+            TARGET_KEY: row[TARGET_KEY],
+            FAMILIES_KEY: json_text(row[FAMILIES_KEY]),
+            MAKER_KEY: row[LABELLED_BY_KEY] or None,
+        }
+        for row in map(Label.row, labels)
     ]
     write_rows([{**row, **extra} for row, extra in zip(rows, columns, strict=True)], path)

@@ -86,9 +86,13 @@ class LabellingResult:
 
 def label_by_rules(tasks: Sequence[Task], tools: Mapping[str, BaseTool] | None = None) -> LabellingResult:
     """Offline labels from the family rules and the calls of the ground truth; None if that has no calls."""
-    families = [families_of_task(task, tools) for task in tasks]
-    pairs = zip(tasks, families, strict=True)
-    return LabellingResult([Label(t.task_id, heuristic_target(t, known), known, "heuristic") for t, known in pairs])
+    labels = []
+    for task in tasks:
+        families, undeclared = families_of_task(task, tools), _undeclared(task, tools or {})
+        makers = {name: "rules" if name in undeclared else "declared" for name in families}
+        target = heuristic_target(task, families)
+        labels.append(Label(task.task_id, target, families, "" if target is None else "heuristic", makers))
+    return LabellingResult(labels)
 
 
 async def label_by_model(
@@ -106,7 +110,7 @@ async def label_by_model(
     Answers received until then are in the cache.
     """
     client = _LabelClient(endpoint, cache, on_answer)
-    families = await _label_families(client, tasks, model, tools or {})
+    families, makers = await _label_families(client, tasks, model, tools or {})
     targets = await client.all(
         {task.task_id: row_question(model, task, families[task.task_id]) for task in tasks}, read_target
     )
@@ -115,7 +119,8 @@ async def label_by_model(
             task.task_id,
             parse_target(targets[task.task_id]) if task.task_id in targets else None,
             families[task.task_id],
-            model,
+            model if task.task_id in targets else "",
+            makers[task.task_id],
         )
         for task in tasks
     ]
@@ -124,20 +129,25 @@ async def label_by_model(
 
 async def _label_families(
     client: _LabelClient, tasks: Sequence[Task], model: str, tools: Mapping[str, BaseTool]
-) -> dict[str, dict[str, Family]]:
-    """task id -> families of its tools. Declared families are not asked for; without an answer the rules decide."""
-    by_rules = {task.task_id: families_of_task(task, tools) for task in tasks}
+) -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
+    """task id -> families of its tools, and who named each. Declared families are not asked for; without an answer the
+    rules decide."""
     descriptions = {task.task_id: _undeclared(task, tools) for task in tasks}
     tools_to_ask = {tool for described in descriptions.values() for tool in described.items()}
     questions = {f"tool {name}: {text}": tool_question(model, name, text) for name, text in sorted(tools_to_ask)}
     answers = await client.all(questions, read_family)
-    return {
-        task.task_id: {
-            name: Family.parse(answers.get(f"tool {name}: {descriptions[task.task_id].get(name, '')}", family))
-            for name, family in by_rules[task.task_id].items()
-        }
-        for task in tasks
-    }
+    families: dict[str, dict[str, str]] = {}
+    makers: dict[str, dict[str, str]] = {}
+    for task in tasks:
+        undeclared = descriptions[task.task_id]
+        families[task.task_id] = {}
+        makers[task.task_id] = {}
+        for name, family in families_of_task(task, tools).items():
+            answer = answers.get(f"tool {name}: {undeclared[name]}") if name in undeclared else None
+            families[task.task_id][name] = family if answer is None else Family.parse(answer)
+            maker = "declared" if name not in undeclared else "rules" if answer is None else model
+            makers[task.task_id][name] = maker
+    return families, makers
 
 
 def _undeclared(task: Task, tools: Mapping[str, BaseTool]) -> dict[str, str]:

@@ -37,7 +37,7 @@ def tool_question(model: str, name: str, description: str) -> dict[str, Any]:
     return _question(model, _TOOL_PROMPT, json.dumps({"name": name, "description": description}, ensure_ascii=False))
 
 
-def row_question(model: str, task: Task, families: Mapping[str, Family]) -> dict[str, Any]:
+def row_question(model: str, task: Task, families: Mapping[str, str]) -> dict[str, Any]:
     tools = "\n".join(f"- {name}: {family}" for name, family in families.items()) or "- none"
     prompt = "\n".join(json.dumps(m.to_openai(), ensure_ascii=False) for m in task.prompt)
     answer = _truncate_middle(as_text(task.ground_truth))

@@ -10,8 +10,10 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.rewards.combine import CompositeReward
 from toolwise.rewards.executor import EPISODE_REWARDS
+from toolwise.routing.cost import Cost, PricesCost, build_cost
 from toolwise.routing.families import Family
-from toolwise.routing.inference_router import Conditioning
+from toolwise.routing.inference_router import Conditioning, check_prices
+from toolwise.routing.routes import RouteSet, check_route_tools, least_cost
 from toolwise.tools.base import BaseTool
 from toolwise.training.diagnosis.symptoms import prompt_too_long
 from toolwise.types import ScoredRollout, Task
@@ -35,7 +37,7 @@ def startup_findings(
     """Findings about an assembled run before its first step."""
     findings = [
         _no_ground_truth(rewards, train, "training") or _no_ground_truth(rewards, held_out, "held-out"),
-        _one_family(config, tools, train) if config.router.enable else None,
+        _one_family(config, tools, train) if config.router.enable and not config.router.own_routes else None,
     ]
     return [finding for finding in findings if finding is not None]
 
@@ -49,8 +51,14 @@ def evaluation_findings(
 
 
 def check_routable(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> None:
-    """Reject a router if no task has a tool, neither one of the run nor one that its prompt describes."""
-    if not config.router.enable or not tasks or any(_families(config, tools, task) for task in tasks):
+    """Reject a router if no task has a tool, neither one of the run nor one that its prompt describes; and routes of a
+    user that name tools or families that no task has, or that cost more than a budget allows whatever is learned."""
+    if not config.router.enable or not tasks:
+        return
+    if config.router.routes:
+        _check_own_routes(config, tools, tasks)
+        return
+    if any(_families(config, tools, task) for task in tasks):
         return
     if tools and not config.multi_turn.enable:
         raise ConfigError(
@@ -64,13 +72,61 @@ def check_routable(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequ
     )
 
 
-def _families(config: RunConfig, tools: Mapping[str, BaseTool], task: Task) -> dict[str, Family]:
+def _check_own_routes(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> None:
+    conditioning = Conditioning(config.router, tools if config.multi_turn.enable else {})
+    routes = conditioning.routes
+    if config.multi_turn.enable and (missing := _unknown_tool(routes, tools, tasks, conditioning)) is not None:
+        raise ConfigError(missing)
+    families = [conditioning.families_of(task) for task in tasks]
+    check_route_tools(routes, families)
+    cost = build_cost(config.router, tools)
+    check_prices(routes, cost.units)
+    _check_table_of_prices(cost, routes, families)
+    for budget in config.router.budgets:
+        if budget.unit in cost.units and (least := least_cost(routes, families, budget.unit)) > budget.limit + 1e-9:
+            raise ConfigError(
+                f"the budget of {budget.limit:g} in {budget.unit!r} cannot be met: the cheapest routes cost "
+                f"{least:.3g} on average even without a call; raise the limit, or add a cheaper route"
+            )
+
+
+def _unknown_tool(
+    routes: RouteSet, tools: Mapping[str, BaseTool], tasks: Sequence[Task], conditioning: Conditioning
+) -> str | None:
+    """A route's tool that is neither one of the run nor described by a prompt."""
+    named = {tool: route.name for route in routes for tool in route.tools if tool not in tools}
+    described = {tool for task in tasks for tool in conditioning.families_of(task)} if named else set()
+    for tool, route in named.items():
+        if tool not in described:
+            return (
+                f"route {route!r} names the tool {tool!r}, but the run's tools are: {', '.join(tools) or 'none'}; add "
+                "it to `tools`, or correct the name"
+            )
+    return None
+
+
+def _check_table_of_prices(cost: Cost, routes: RouteSet, families: Sequence[Mapping[str, str]]) -> None:
+    """Raise if a tool of a route has a price in no unit of the table of prices."""
+    if not isinstance(cost, PricesCost):
+        return
+    known = {tool: family for tools in families for tool, family in tools.items()}
+    for route in routes:
+        for tool, family in known.items():
+            keys = {tool, str(family), family.lower(), "*"}
+            if route.has(tool, family) and all(keys.isdisjoint(table) for table in cost.prices.values()):
+                raise ConfigError(
+                    f"the tool {tool!r} of route {route.name!r} has no price: add it to router.cost_kwargs.prices (0 "
+                    "if it is free)"
+                )
+
+
+def _families(config: RunConfig, tools: Mapping[str, BaseTool], task: Task) -> dict[str, str]:
     offered = tools if config.multi_turn.enable else {}
     return Conditioning(config.router, offered).families_of(task)
 
 
 def _one_family(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> Finding | None:
-    names: dict[str, Family] = {}
+    names: dict[str, str] = {}
     for task in tasks:
         names |= _families(config, tools, task)
         if len(set(names.values())) > 1:
@@ -78,10 +134,10 @@ def _one_family(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequenc
     if not names:
         return None
     (family,) = set(names.values())
-    other = Family.CALCULATE if family is Family.SEARCH else Family.SEARCH
+    other = Family.CALCULATE if family == Family.SEARCH else Family.SEARCH
     same = (
         "the routes to search and to calculate offer the same tools"
-        if family is Family.OTHER
+        if family == Family.OTHER
         else f"the route to {other.value.lower()} offers no tool, so it is the same as answering"
     )
     fix = (
@@ -91,7 +147,7 @@ def _one_family(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequenc
         f'@toolwise.tool(family="{other.value}")'
     )
     shown = ", ".join([*list(names)[:5], *(["…"] if len(names) > 5 else [])])
-    says = f"All tools ({shown}) are of the family {family.value}: {same}"
+    says = f"All tools ({shown}) are of the family {family}: {same}"
     return Finding("one_family", "warning", says, cure=fix)
 
 

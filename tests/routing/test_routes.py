@@ -1,0 +1,139 @@
+"""Sets of routes: the default three, a user's own, one per tool; which apply to a task, and what they cost at least."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toolwise.config.router import RouterConfig
+from toolwise.errors import ConfigError, ToolwiseError
+from toolwise.messages import Message
+from toolwise.routing.cost import CallsCost, FamilyCost, RouteUsage, build_cost
+from toolwise.routing.families import MIXED, ROUTES
+from toolwise.routing.prompts import EMPTY_WORDING, condition, load_wording, sort_tools
+from toolwise.routing.routes import (
+    DEFAULT_ROUTES,
+    RouteSet,
+    build_routes,
+    check_route_tools,
+    heuristic_route,
+    least_cost,
+)
+from toolwise.types import Task
+
+FAMILIES = {"search": "SEARCH", "read": "FILES", "grep": "FILES", "calculator": "CALCULATE"}
+CONFIG = RouterConfig(
+    routes=[
+        {"name": "myself"},
+        {"name": "files", "families": ["files"], "price": 0.25},
+        {"name": "mixed_bag", "tools": ["search", "calculator"], "note": "Use {{ first | join(', ') }}."},
+    ],
+    families={"read": "Files", "grep": "FILES"},
+)
+OWN = build_routes(CONFIG)
+
+
+def task(**fields: Any) -> Task:
+    return Task(task_id="t", prompt=[Message(role="user", content="?")], **fields)
+
+
+def test_without_routes_of_ones_own_there_are_the_default_three() -> None:
+    assert build_routes(RouterConfig()) is DEFAULT_ROUTES
+    assert DEFAULT_ROUTES.names == ROUTES
+    assert DEFAULT_ROUTES.applicable({}) is None
+
+
+def test_a_route_offers_its_tools_and_those_of_its_families() -> None:
+    files, bag = sort_tools(OWN.find("files"), FAMILIES), sort_tools(OWN.find("mixed_bag"), FAMILIES)
+    assert (files.first, files.others, files.rest) == (("read", "grep"), (), ("search", "calculator"))
+    assert bag.first == ("search", "calculator")
+    assert sort_tools(OWN.find("myself"), FAMILIES).rest == tuple(FAMILIES)
+
+
+@pytest.mark.parametrize("written", ["mixed_bag", "Mixed-Bag", " MIXED_BAG ", 2])
+def test_a_route_is_found_in_any_spelling(written: str | int) -> None:
+    assert OWN.parse(written) == "mixed_bag"
+
+
+@pytest.mark.parametrize("written", ["search", "ANSWER", 3, -1, True])
+def test_an_unknown_route_is_named_with_the_known_ones(written: Any) -> None:
+    with pytest.raises(ToolwiseError, match="use one of myself, files, mixed_bag"):
+        OWN.parse(written)
+
+
+def test_a_route_applies_to_tasks_with_one_of_its_tools() -> None:
+    assert OWN.applicable(FAMILIES) is None
+    assert OWN.applicable({"calculator": "CALCULATE"}) == (True, False, True)
+    assert OWN.applicable({}) == (True, False, False)
+
+
+def test_a_task_without_any_route_is_an_error() -> None:
+    needy = RouteSet(OWN.routes[1:])
+    with pytest.raises(ConfigError, match="no route applies to a task with the tools none: add a route without tools"):
+        check_route_tools(needy, [FAMILIES, {}])
+
+
+def test_one_route_per_tool() -> None:
+    routes = build_routes(RouterConfig(per_tool=True), ["search", "calculator"])
+    assert routes.names == ("ANSWER", "search", "calculator")
+    assert routes.applicable({"search": "SEARCH"}) == (True, True, False)
+    assert (routes.direct, OWN.direct, DEFAULT_ROUTES.direct) == ("ANSWER", "myself", "ANSWER")
+
+
+def test_up_to_four_routes_are_tried_alike_and_more_are_sampled() -> None:
+    assert [RouterConfig().sampling_of(count) for count in (2, 3, 4, 5, 30)] == ["stratified"] * 3 + ["independent"] * 2
+    assert RouterConfig(sampling="stratified").sampling_of(9) == "stratified"
+
+
+def test_the_least_cost_is_that_of_the_cheapest_routes_that_apply() -> None:
+    priced = build_routes(
+        RouterConfig(routes=[{"name": "a", "tools": ["search"], "price": 0.1}, {"name": "b", "price": 0.5}])
+    )
+    assert least_cost(priced, [FAMILIES, {}], "cost") == pytest.approx(0.3)
+
+
+def test_notes_are_added_to_the_prompt_whatever_the_wording() -> None:
+    for path in (None, "silent"):
+        wording = load_wording(path, OWN)
+        bag = condition([Message(role="user", content="?")], OWN.find("mixed_bag"), FAMILIES, templates=wording)
+        assert [m.content for m in bag.messages] == ["Use search, calculator.", "?"]
+        assert bag.tools == ("search", "calculator")
+    assert load_wording(None, RouteSet(OWN.routes[:2])) is EMPTY_WORDING
+
+
+def test_a_wording_file_may_name_ones_own_routes(tmp_path: Any) -> None:
+    path = tmp_path / "words.toml"
+    path.write_text('[chat.files]\nnote = "Read."\n')
+    assert load_wording(path, OWN).templates["chat", "files", "note"] == "Read."
+    path.write_text('[chat.ANSWER]\nnote = "No."\n')
+    with pytest.raises(ConfigError, match="must be 'myself', 'files' or 'mixed_bag'"):
+        load_wording(path, OWN)
+
+
+def test_a_row_is_labelled_by_the_only_route_that_has_its_tools() -> None:
+    def label(*names: str) -> str | None:
+        return heuristic_route(task(ground_truth=[{"name": name, "arguments": {}} for name in names]), FAMILIES, OWN)
+
+    assert label() == "myself"
+    assert label("read", "grep") == "files"
+    assert label("search", "calculator") == "mixed_bag"
+    assert label("read", "search") == MIXED
+
+
+def test_families_of_ones_own_have_their_part_of_the_cost() -> None:
+    usage = RouteUsage.of({"read": 2, "search": 1}, FAMILIES)
+    calls = build_cost(CONFIG.model_copy(update={"cost": "calls"}), {})
+    assert isinstance(calls, CallsCost)
+    assert calls.units == ("cost", "search", "calculate", "other", "files")
+    assert calls(usage) == {"cost": 3.0, "search": 1.0, "calculate": 0.0, "other": 0.0, "files": 2.0}
+    changes = {"cost": "family", "cost_kwargs": {"families": {"files": 0.5}}}
+    family = build_cost(CONFIG.model_copy(update=changes), {})
+    assert isinstance(family, FamilyCost)
+    assert family(usage)["cost"] == 1.5
+
+
+def test_a_price_without_a_unit_is_in_the_first_unit_of_the_cost() -> None:
+    changes = {"cost": "prices", "cost_kwargs": {"prices": {"usd": {"*": 0.01}, "seconds": {"*": 1.0}}}}
+    assert build_routes(CONFIG.model_copy(update=changes)).find("files").price == {"usd": 0.25}
+    assert OWN.find("files").price == {"cost": 0.25}

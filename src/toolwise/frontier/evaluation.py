@@ -18,7 +18,7 @@ from toolwise.frontier.baselines import training_rows
 from toolwise.frontier.rollout_pool import ALL_TOOLS, OTC, OutcomeTable, PoolPlan, fill_pool, read_cells
 from toolwise.frontier.router_comparison import Frontier, RouteValues, calibrate, compute_frontier
 from toolwise.frontier.shards import count_cells, merge_shards, run_in_processes, shard_path, shard_paths
-from toolwise.frontier.tuning import TUNING_DRAWS, baseline_routers, tuning_tasks
+from toolwise.frontier.tuning import TUNING_DRAWS_SHARE, baseline_routers, tuning_tasks
 from toolwise.routing.families import ROUTES
 from toolwise.serialization.json_text import json_text
 from toolwise.training import checkpoint
@@ -134,7 +134,7 @@ class _PoolRequest(BaseModel):
         plan = PoolPlan(self.tasks, {**routes, ALL_TOOLS: unrouted}, self.draws, self.metric, self.seed, provenance)
         pools = {"pool": _PoolFile(plan, self.folder / "pool.jsonl", routing.config, lambda: routing.policy)}
         if self.tuning:
-            tuning = replace(plan, tasks=self.tuning, draws=min(self.draws, TUNING_DRAWS))
+            tuning = replace(plan, tasks=self.tuning, draws=max(1, self.draws // TUNING_DRAWS_SHARE))
             pools["tuning"] = replace(pools["pool"], plan=tuning, path=self.folder / "tuning.jsonl")
         if self.otc is not None:
             config, model = self.otc

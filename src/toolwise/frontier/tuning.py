@@ -26,8 +26,8 @@ from toolwise.types import Task
 
 MIN_TUNING_ROWS = 8
 """Fewer rows would choose at random."""
-TUNING_DRAWS = 4
-"""Rollouts per tuning row and route, if the evaluated rows have as many."""
+TUNING_DRAWS_SHARE = 4
+"""A tuning row has this many times fewer rollouts per route than an evaluated one; at least one."""
 
 
 def tuning_tasks(train: Sequence[Task], tasks: Sequence[Task], source: Path | None, count: int) -> list[Task]:

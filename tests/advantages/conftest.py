@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,12 +37,16 @@ def make_rollout(
     ref: Sequence[Sequence[float]] | None = None,
     old: Sequence[Sequence[float]] | None = None,
     stop: StopReason = StopReason.ANSWERED,
+    cost: float = 0.0,
+    metrics: Mapping[str, float] | None = None,
 ) -> AnnotatedRollout:
     task = Task(task_id=group, prompt=[Message(role="user", content="?")])
     made = tuple(steps)
-    rollout = Rollout("r", group, 0, 0, task, None, made, task.prompt, stop, Usage())
+    rollout = Rollout("r", group, 0, 0, task, None, made, task.prompt, stop, Usage(cost=cost))
     arrays = [None if part is None else tuple(np.array(a, np.float32) for a in part) for part in (old, ref, values)]
-    return AnnotatedRollout(ScoredRollout(rollout, EvaluateResult(score=score), made), *arrays)
+    return AnnotatedRollout(
+        ScoredRollout(rollout, EvaluateResult(score=score, metrics=dict(metrics or {})), made), *arrays
+    )
 
 
 @pytest.fixture(scope="session")

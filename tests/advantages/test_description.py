@@ -24,7 +24,7 @@ def test_estimators_over_steps_say_where_the_score_goes(name: str) -> None:
     assert "step rewards at each step only: the score is not part of the returns" in never
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "hdpo", "pareto"])
 def test_estimators_over_rollouts_say_that_steps_do_not_enter(name: str) -> None:
     assert "the score of each rollout; step rewards are not used" in describe_rewards(name, ESTIMATORS[name]())
     assert "score + step rewards of each rollout" in describe_rewards(name, ESTIMATORS[name](terminal_score="add"))

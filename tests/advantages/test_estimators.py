@@ -95,6 +95,8 @@ def test_building_takes_what_an_estimator_has_and_leaves_the_rest() -> None:
         ("hgpo", {"anchor_similarity": 0.0}, "anchor_similarity is 0.0"),
         ("hgpo", {"combine": "sum"}, "combine is 'sum'"),
         ("gae", {"lam": 2.0}, "lam is 2.0"),
+        ("hdpo", {"efficiency_w": -0.1}, "efficiency_w is -0.1"),
+        ("pareto", {"terminal_score": "maybe"}, "terminal_score is 'maybe'"),
         ("reinforce_plus_plus", {"terminal_score": "maybe"}, "terminal_score is 'maybe'"),
     ],
 )

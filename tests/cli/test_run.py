@@ -99,6 +99,9 @@ def test_a_frontier_is_shown_written_and_stored_and_then_budgets_can_be_kept(run
     told = json.loads((folder / "frontier.json").read_text())
     assert [point["budget"] for point in told["curves"]["router"]] == [0.0, 0.5, 1.0]
     assert set(told["fixed"]) >= {"always ANSWER", "ALL-TOOLS", "router, as trained", "classifier, as trained"}
+    assert list(told["gap_closed"]) == ["router", "classifier", "oracle labels", "confidence", "prompted"]
+    assert any(note.startswith("confidence: ") for note in told["notes"])
+    assert (folder / "tuning.jsonl").read_text().count("\n") == 1 + 30 * 4  # half of the training rows
     assert (folder / "frontier.png").stat().st_size > 10_000
     pool = (folder / "pool.jsonl").read_text()
     assert pool.count("\n") == 1 + 8 * 4
@@ -120,8 +123,9 @@ def test_two_processes_make_the_same_pool_as_one(run_folder: Path) -> None:
         told = ("--draws", "2", "--no-store", "--out", out, "--jobs", jobs, "--json", "--otc", run_folder)
         result = call("eval", run_folder, "--budgets", "0.5", *told)
         assert result.exit_code == 0, result.output
-        cells.append({name: sorted((out / name).read_text().splitlines()) for name in ("pool.jsonl", "otc.jsonl")})
-        assert {path.name for path in out.iterdir()} == {"pool.jsonl", "otc.jsonl", "frontier.json", "frontier.png"}
+        pools = {"pool.jsonl", "tuning.jsonl", "otc.jsonl"}
+        cells.append({name: sorted((out / name).read_text().splitlines()) for name in pools})
+        assert {path.name for path in out.iterdir()} == {*pools, "frontier.json", "frontier.png"}
     assert cells[0] == cells[1]
 
 

@@ -18,7 +18,7 @@ from toolwise.agent.loader import load_router
 from toolwise.cli import app
 from toolwise.config.schema import RunConfig, load_config
 from toolwise.data import load_tasks
-from toolwise.frontier.baselines import baseline_routers
+from toolwise.frontier.baselines import classifier_candidates, training_rows
 from toolwise.messages import Message
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.protocols import Router
@@ -106,8 +106,11 @@ def test_the_whole_way(folder: Path) -> None:
     assert all(line["actor/updates"] == 1 and line["router/updates"] == 1 for line in steps)
     check_evaluation(folder, result)
     routing = load_router(folder / "run")
-    words, _ = baseline_routers(routing, None, load_tasks(folder / "rlla/test.parquet"))  # the labels are the run's own
-    assert {name: word.values.shape for name, word in words.items()} == {"classifier": (4, 3)}
+    train, _ = training_rows(routing, None)  # the labels are the run's own
+    words, _ = classifier_candidates(routing, train, load_tasks(folder / "rlla/test.parquet"))
+    assert {name: [each.values.shape for each in word.values()] for name, word in words.items()} == {
+        "classifier": [(4, 3)]
+    }
 
 
 def check_labels(tasks: Sequence[Task], steps: Sequence[dict[str, Any]]) -> None:

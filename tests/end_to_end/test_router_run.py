@@ -248,6 +248,7 @@ def test_refills_count_prompts_and_not_groups(tmp_path: Path) -> None:
     "router",
     [
         {"routes": "one", "optimizer": "actor", "backbone": "top"},
+        {"budget_window": 5},
         pytest.param({}, marks=pytest.mark.long),
         pytest.param({"mode": "value"}, marks=pytest.mark.long),
     ],

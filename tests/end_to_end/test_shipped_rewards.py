@@ -241,7 +241,10 @@ def test_twenty_steps_do_not_unlearn_the_task(name: str, estimator: str, taught:
     metric = REWARDS[name].metric
     before, after = (summary[when][metric.removeprefix("-")] for when in ("before", "after"))
     print(f"{name}, {estimator}: {metric} {before:.3f} -> {after:.3f}")
+    cheaper = summary["after"]["cost"] < summary["before"]["cost"]
     if metric.startswith("-"):
         assert after <= 1.1 * before + 0.1
+    elif estimator == "pareto" and cheaper:  # it ranks a wrong answer for nothing no lower than a right one for a call
+        assert after >= 0.5 * before
     else:
         assert after >= before - 0.13  # one question of eight

@@ -53,7 +53,7 @@ def note_again() -> Iterator[None]:
 def test_the_default_is_the_remainder() -> None:
     config = RunConfig()
     assert config.algorithm.terminal_score == "remainder"
-    for name in ("grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus"):
+    for name in ("grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus", "hdpo", "pareto"):
         made: Any = build_estimator(name)
         assert made.terminal_score == "remainder"
 
@@ -75,7 +75,7 @@ def test_other_names_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_estimator_gets_the_setting() -> None:
-    for name in ("grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus"):
+    for name in ("grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus", "hdpo", "pareto"):
         config = RunConfig.model_validate({"algorithm": {"adv_estimator": name, "terminal_score": "add"}})
         made: Any = load_estimator(config)
         assert made.terminal_score == "add"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from trained_router import small_router
 
 from toolwise.agent.inference import TrainedRouter
-from toolwise.agent.loader import load_router
 from toolwise.data import load_tasks
 from toolwise.demo.tasks import write_rows
 from toolwise.errors import ConfigError
@@ -20,15 +17,15 @@ from toolwise.frontier.baselines import (
     CLASSIFIER,
     ORACLE_LABELS,
     Classifier,
-    baseline_routers,
+    classifier_candidates,
     classifier_log_probs,
     fit_classifier,
     targets_by_labels,
     targets_by_oracle,
+    training_rows,
 )
-from toolwise.models import locate
+from toolwise.frontier.router_comparison import RouteValues
 from toolwise.routing.families import ROUTES
-from toolwise.routing.head.head import HeadSettings, RouterHead, save_head
 from toolwise.types import Task
 
 KINDS = {"known": 0, "lookup": 1, "arithmetic": 2}
@@ -36,16 +33,18 @@ KINDS = {"known": 0, "lookup": 1, "arithmetic": 2}
 
 @pytest.fixture(scope="module")
 def routing(tmp_path_factory: pytest.TempPathFactory) -> TrainedRouter:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("m") / "routed"
-    shutil.copytree(locate("builtin:small"), folder)
-    width = int(json.loads((folder / "config.json").read_text())["hidden_size"])
-    save_head(RouterHead(HeadSettings(width=width, routes=tuple(map(str, ROUTES)))), folder, {"router": {}})
-    return load_router(folder, tools=["calculator", "search"])
+    return small_router(tmp_path_factory.mktemp("m"))
 
 
 def rows(tmp_path: Path, count: int, split: str) -> list[Task]:
     return load_tasks(write_rows(tmp_path / f"{split}.jsonl", count, seed=0, split=split))
+
+
+def classifiers(
+    routing: TrainedRouter, train: list[Task], tasks: list[Task]
+) -> tuple[dict[str, RouteValues], list[str]]:
+    found, notes = classifier_candidates(routing, train, tasks)
+    return {name: values for name, each in found.items() for values in each.values()}, notes
 
 
 def with_label(task: Task, label: str) -> Task:
@@ -54,7 +53,7 @@ def with_label(task: Task, label: str) -> Task:
 
 def test_oracle_labels_generalize_to_other_rows(routing: TrainedRouter, tmp_path: Path) -> None:
     held_out = rows(tmp_path, 200, "heldout")
-    found, notes = baseline_routers(routing, rows(tmp_path, 400, "train"), held_out)
+    found, notes = classifiers(routing, rows(tmp_path, 400, "train"), held_out)
     assert (list(found), notes) == ([CLASSIFIER, ORACLE_LABELS], [])
     values = found[ORACLE_LABELS].values
     assert np.allclose(np.exp(values).sum(axis=1), 1)
@@ -72,7 +71,7 @@ def test_labels_do_not_know_what_the_model_has_memorized(routing: TrainedRouter,
         "two_step": {"MIXED"},
     }
     held_out = [task for task in rows(tmp_path, 200, "heldout") if task.extra_info["kind"] in KINDS]
-    found, _ = baseline_routers(routing, train, held_out)
+    found, _ = classifiers(routing, train, held_out)
     best = found[CLASSIFIER].values.argmax(axis=1)
     assert set(best) == {1, 2}  # no label ever says ANSWER
     needed = [1 if task.extra_info["plan"][0][0] == "search" else 2 for task in held_out]
@@ -81,7 +80,7 @@ def test_labels_do_not_know_what_the_model_has_memorized(routing: TrainedRouter,
 
 def test_labels_of_rows_come_before_the_heuristic(routing: TrainedRouter, tmp_path: Path) -> None:
     train = [with_label(task, "SEARCH-FAMILY") for task in rows(tmp_path, 30, "train")]
-    found, _ = baseline_routers(routing, train, train[:5])
+    found, _ = classifiers(routing, train, train[:5])
     assert (found[CLASSIFIER].values.argmax(axis=1) == 1).all()
     # One labelled row turns the heuristic off for all the others: the two sources are never mixed.
     partly = [train[0], *rows(tmp_path, 3, "train")[1:]]
@@ -91,14 +90,14 @@ def test_labels_of_rows_come_before_the_heuristic(routing: TrainedRouter, tmp_pa
 def test_without_labels_and_calls_there_is_no_classifier(routing: TrainedRouter) -> None:
     task = Task(task_id="t", prompt=[{"role": "user", "content": "?"}])
     assert targets_by_labels([task]) == targets_by_oracle([task]) == [None]
-    found, notes = baseline_routers(routing, [task], [task])
+    found, notes = classifiers(routing, [task], [task])
     assert found == {}
     assert "toolwise data label" in notes[0]
 
 
 def test_without_oracle_routes_there_is_no_oracle_baseline(routing: TrainedRouter) -> None:
     task = with_label(Task(task_id="t", prompt=[{"role": "user", "content": "?"}]), "ANSWER")
-    found, notes = baseline_routers(routing, [task], [task])
+    found, notes = classifiers(routing, [task], [task])
     assert (list(found), notes) == ([CLASSIFIER], [])
 
 
@@ -107,6 +106,20 @@ def test_oracle_routes_are_read_from_any_rows() -> None:
     routes = ["search", "MIXED", None]
     rows = [row.model_copy(update={"extra_info": {"kind": "mine", "oracle_route": route}}) for route in routes]
     assert targets_by_oracle([row, *rows]) == [None, "SEARCH-FAMILY", "MIXED", None]
+
+
+def test_a_classifier_for_each_penalty(routing: TrainedRouter, tmp_path: Path) -> None:
+    train = rows(tmp_path, 60, "train")
+    found, _ = classifier_candidates(routing, train, train[:5], [1e-3, 1.0])
+    loose, tight = found[CLASSIFIER].values()
+    assert list(found[CLASSIFIER]) == ["l2 = 0.001", "l2 = 1"]
+    assert np.ptp(tight.values) < np.ptp(loose.values)
+
+
+def test_without_training_rows_there_is_a_note(routing: TrainedRouter) -> None:
+    train, notes = training_rows(routing, None)
+    assert (train, classifier_candidates(routing, train, [])) == ((), ({}, []))
+    assert notes[0].startswith("no classifier: ")
 
 
 def test_mixed_rows_are_left_out() -> None:

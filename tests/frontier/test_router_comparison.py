@@ -7,7 +7,7 @@ import pytest
 
 from toolwise.errors import ConfigError, DataError
 from toolwise.frontier.rollout_pool import ALL_TOOLS, OutcomeTable
-from toolwise.frontier.router_comparison import RouteValues, calibrate, compute_frontier
+from toolwise.frontier.router_comparison import RouteValues, calibrate, compute_frontier, mean_score_at_budgets
 
 ROUTES = ("ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY")
 NEEDED = np.repeat([0, 1, 2, 1], 100)
@@ -137,3 +137,23 @@ def test_bad_budgets_are_refused(budgets: list[float]) -> None:
 def test_non_finite_values_are_refused() -> None:
     with pytest.raises(ConfigError, match="router"):
         compute_frontier(world(), {"router": RouteValues(np.full((400, 3), np.nan))}, [0.5], routes=ROUTES)
+
+
+def test_a_router_may_choose_from_other_columns() -> None:
+    """It knows which rows need tools, and gives them all: right for 2 where the router pays 1."""
+    values = np.where(NEEDED[:, None] == 0, [-0.1, 0.0], [-5.0, 0.0])
+    other = RouteValues(values, samples=False, columns=("ANSWER", ALL_TOOLS))
+    routers = {"router": knowing(), "other": other}
+    found = compute_frontier(world(), routers, [0.75, 1.5], routes=ROUTES, replicates=50)
+    half, whole = found.curves["other"]
+    assert (half.cost.value, half.score.value) == pytest.approx((0.75, 0.25 + 0.375), abs=0.02)
+    assert (whole.cost.value, whole.score.value) == pytest.approx((1.5, 1.0), abs=0.02)
+    assert "other, as trained" not in found.fixed
+
+
+def test_the_mean_score_at_budgets_prefers_the_router_that_knows() -> None:
+    budgets = [0.2, 0.4, 0.6]
+    scores = [mean_score_at_budgets(world(), each, budgets, routes=ROUTES) for each in (knowing(), blind())]
+    curve = compute_frontier(world(), {"router": knowing()}, budgets, routes=ROUTES, replicates=1).curves["router"]
+    assert scores[0] == pytest.approx(np.mean([point.score.value for point in curve]))
+    assert scores[0] > scores[1] + 0.1

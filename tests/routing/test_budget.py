@@ -74,6 +74,28 @@ def test_proportional_and_derivative_terms_by_hand() -> None:
     assert multiplier.integral == pytest.approx(0.25)
 
 
+def test_it_starts_at_the_solved_lambda_and_moves_with_it() -> None:
+    # B 0.4, η 0.5, kp 1; the window's mean is 0.6, 0.4, 0.5, whatever the prompts of the step cost.
+    #   solved 1.0        1.2         none
+    #   I      1 + .1     + .2        + .05
+    #   λ      1.1 + .2   1.3         1.35 + .1
+    multiplier = Multiplier(budget(0.4, rate=0.5, proportional=1.0))
+    path = []
+    for mean, solved in ((0.6, 1.0), (0.4, 1.2), (0.5, None)):
+        multiplier.observe([9.0])
+        multiplier.step(mean, solved)
+        path.append(multiplier.value)
+    assert path == pytest.approx([1.3, 1.3, 1.45])
+    assert multiplier.metrics()["router/cost/mean"] == 9.0
+
+
+def test_a_solved_lambda_stays_within_the_cap() -> None:
+    multiplier = Multiplier(budget(0.4, cap=0.5))
+    multiplier.observe([0.4])
+    multiplier.step(0.4, 2.0)
+    assert multiplier.value == multiplier.integral == 0.5
+
+
 def test_the_integral_does_not_wind_up_at_the_cap() -> None:
     # cap 1, η 0.4, kp 1, e 0.5 throughout: I .2 λ .7 | I .4 λ .9 | I .6 λ 1 | held: I stays .6
     multiplier = Multiplier(budget(0.5, rate=0.4, proportional=1.0, cap=1.0))

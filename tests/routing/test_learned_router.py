@@ -61,6 +61,11 @@ class ToldModel:
         self.multipliers.append(multipliers)
         return {"router/loss": 0.0}
 
+    def dual_estimates(
+        self, limits: Sequence[float], multipliers: Sequence[float]
+    ) -> tuple[list[float], list[float | None]]:
+        return [limit + 0.25 for limit in limits], [0.6 for _ in limits]
+
     def supervised_step(self, predictions: Sequence[RoutePrediction], labels: Sequence[int]) -> dict[str, float]:
         self.imitated.append(list(labels))
         return {}
@@ -341,3 +346,22 @@ def test_resuming_is_identical() -> None:
     found = [made.learn(rolled_out(made.decide(tasks(4), 4, 3))) for made in (first, again)]
     assert found[0] == found[1]
     assert first.state_dict() == again.state_dict() | {"model": first.state_dict()["model"]}
+
+
+def test_with_a_window_lambda_follows_the_model_s_estimates() -> None:
+    made = router(budget_window=100)
+    metrics = made.learn(rolled_out(made.decide(tasks(4), 6, 0)))
+    assert metrics["router/cost/window_mean"] == 0.4 + 0.25
+    assert made.budgets.lambdas["cost"] == 0.6 + 0.5 * 0.25  # the solved λ, and η times the excess
+    assert metrics["router/cost/mean"] != metrics["router/cost/window_mean"]
+
+
+def test_without_budgets_a_window_does_nothing() -> None:
+    made = router(limit=None, budget_window=100)
+    assert "router/cost/window_mean" not in made.learn(rolled_out(made.decide(tasks(4), 6, 0)))
+
+
+@pytest.mark.parametrize("how", [{"routes": "one"}, {"routes": "independent"}, {"backbone": "top"}])
+def test_a_window_needs_every_route_and_features_that_stay(how: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="budget_window needs the outcome of every route"):
+        RouterConfig(budget_window=100, **how)

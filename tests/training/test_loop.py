@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,14 @@ def no_score(score: float) -> bool:
 
 def any_score(score: float) -> bool:
     return True
+
+
+def test_groups_of_equal_rewards_and_costs_teach_nothing_where_costs_are_compared() -> None:
+    group = [scored("a", 1.0), scored("a", 1.0)]
+    assert select_groups(group, keeps_equal=any_score, compare_costs=True) == ([], 1.0, 1)
+    dear = replace(group[1], rollout=replace(group[1].rollout, usage=Usage(cost=1.0)))
+    kept, _, dropped = select_groups([group[0], dear], keeps_equal=any_score, compare_costs=True)
+    assert (kept, dropped) == ([group[0], dear], 0)
 
 
 def test_groups_whose_rewards_differ_are_kept_in_order() -> None:

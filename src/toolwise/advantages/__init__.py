@@ -18,7 +18,9 @@ from toolwise.advantages.gigpo import (
     system_apply_gigpo_to_batch_steps,
 )
 from toolwise.advantages.grpo import Grpo, Rloo, compute_grpo_outcome_advantage
+from toolwise.advantages.hdpo import Hdpo
 from toolwise.advantages.hgpo import Hgpo
+from toolwise.advantages.pareto import Pareto
 from toolwise.advantages.reinforce import ReinforcePlusPlus, compute_reinforce_plus_plus_outcome_advantage
 from toolwise.advantages.rlvcr import MonitoredEstimator, Rlvcr
 from toolwise.advantages.rlvcr_tensors import compute_rlvcr_outcome_advantage
@@ -37,7 +39,11 @@ ESTIMATORS: dict[str, type[AdvantageEstimator]] = {
     "gae": Gae,
     "reinforce_plus_plus": ReinforcePlusPlus,
     "rlvcr": Rlvcr,
+    "hdpo": Hdpo,
+    "pareto": Pareto,
 }
+COMPARE_COSTS = frozenset({"hdpo", "pareto"})
+"""Those that also compare what rollouts cost, and so learn from equal rewards."""
 
 
 def build_estimator(kind: str | type[AdvantageEstimator], **settings: Any) -> AdvantageEstimator:
@@ -52,12 +58,15 @@ def build_estimator(kind: str | type[AdvantageEstimator], **settings: Any) -> Ad
 
 
 __all__ = [
+    "COMPARE_COSTS",
     "ESTIMATORS",
     "Gae",
     "Gigpo",
     "Grpo",
+    "Hdpo",
     "Hgpo",
     "MonitoredEstimator",
+    "Pareto",
     "ReinforcePlusPlus",
     "Rloo",
     "Rlvcr",

@@ -45,6 +45,12 @@ def check_fraction(name: str, value: float) -> None:
         raise CreditError(f"{name} is {value}; it must lie between 0 and 1")
 
 
+def check_finite(scores: Doubles) -> None:
+    if not np.isfinite(scores).all():
+        first = int(np.flatnonzero(~np.isfinite(scores))[0])
+        raise CreditError(f"score {first} is not a finite number; leave it out")
+
+
 def integer_codes(keys: Any) -> Ints:
     """Non-negative integer codes, equal for equal keys."""
     if isinstance(keys, np.ndarray) and keys.dtype.kind == "i":

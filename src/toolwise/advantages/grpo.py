@@ -31,6 +31,7 @@ from toolwise.advantages.arrays import (
     Ints,
     Normalization,
     TokenMask,
+    check_finite,
     copy_array,
     integer_codes,
     normalize,
@@ -52,8 +53,7 @@ def group_advantages(
     x = np.asarray(scores, dtype=np.float64)
     if len(x) != len(groups):
         raise CreditError(f"{len(x)} scores for {len(groups)} group ids; give one group id for each score")
-    if not np.isfinite(x).all():
-        raise CreditError(f"score {int(np.flatnonzero(~np.isfinite(x))[0])} is not a finite number; leave it out")
+    check_finite(x)
     mode: Normalization = "mean_std_norm" if norm_by_std else "mean_norm"
     return normalize(x, integer_codes(groups), "leave_one_out" if leave_one_out else mode, epsilon=epsilon)
 

@@ -208,6 +208,11 @@ def kl_cost(rollout: AnnotatedRollout) -> float:
     return rollout.kl_coef * float(sum(part.sum() for part in token_k1(rollout))) if rollout.kl_coef else 0.0
 
 
+def call_costs(rollouts: Sequence[AnnotatedRollout]) -> Doubles:
+    """What each rollout's calls cost, by the prices of the tools or, if nothing executes, by the router's cost."""
+    return np.array([r.scored.rollout.usage.cost for r in rollouts], dtype=np.float64)
+
+
 def cost_metrics(rollouts: Sequence[AnnotatedRollout]) -> Metrics:
     """The mean KL cost of a rollout, if it is part of the reward."""
     costs = [kl_cost(r) for r in rollouts if r.kl_coef is not None]

@@ -43,6 +43,12 @@ def evaluate(
     store: Annotated[
         bool, typer.Option(help="--budgets: store the routing thresholds for these budgets in the checkpoint.")
     ] = True,
+    tuning_rows: Annotated[
+        int,
+        typer.Option(
+            min=0, help="--budgets: training rows that the baselines are tuned on; 0: only classifiers, not tuned."
+        ),
+    ] = 256,
     jobs: Annotated[int, typer.Option(min=1, help="--budgets: number of rollout processes, one core each.")] = 1,
 ) -> None:
     """Score a model on held-out tasks, one rollout per task; with --budgets, measure accuracy against cost."""
@@ -55,6 +61,7 @@ def evaluate(
             draws=draws,
             metric=metric,
             otc=otc,
+            tuning_rows=tuning_rows,
             out=out,
             store=store,
             jobs=jobs,
@@ -131,6 +138,7 @@ def measure_frontier(
     draws: int,
     metric: str,
     otc: Path | None,
+    tuning_rows: int,
     out: Path | None,
     store: bool,
     jobs: int,
@@ -159,6 +167,7 @@ def measure_frontier(
                 levels,
                 folder,
                 otc=(otc_config, Path(otc_model)) if otc_config is not None else None,
+                tuning_rows=tuning_rows,
                 draws=draws,
                 metric=metric,
                 seed=config.seed,

@@ -136,11 +136,21 @@ class HgpoOptions:
     """hgpo: exponent α of the weight (d + 1)^α of depth d; 0 weighs all depths equally."""
 
 
-class AlgorithmConfig(Section, RewardSettings, GaeOptions, GigpoOptions, HgpoOptions):
+@dataclass(frozen=True, kw_only=True)
+class HdpoOptions:
+    """Options of `advantages.Hdpo`."""
+
+    efficiency_w: NonNegativeFloat = 0.15
+    """hdpo: weight w of the advantage for low cost among the correct rollouts of a group."""
+    correct_threshold: float = 1.0
+    """hdpo: a rollout is correct if the reward's "correct" metric, or else its score, is at least this."""
+
+
+class AlgorithmConfig(Section, RewardSettings, GaeOptions, GigpoOptions, HgpoOptions, HdpoOptions):
     adv_estimator: str = "grpo"
-    """Advantage estimator: "grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus", "rlvcr", or your own as
-    package.module:Name or path/to/file.py:Name (docs/algorithms.md). Many settings below apply to some estimators
-    only."""
+    """Advantage estimator: "grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus", "rlvcr", "hdpo", "pareto", or
+    your own as package.module:Name or path/to/file.py:Name (docs/algorithms.md). Many settings below apply to some
+    estimators only."""
     estimator_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of an estimator of your own."""
     norm_adv_by_std: bool = True

@@ -122,6 +122,10 @@ class RouterConfig(Section):
     """Which calls count: those executed, or those written in the text, for runs without tool execution."""
     budgets: list[BudgetConfig] = Field(default_factory=list)
     """[[router.budgets]] tables, one per unit; none: routes are chosen by reward alone."""
+    budget_window: int = Field(default=0, ge=0)
+    """Control budgets by the last prompts, this many: by what the head as it is now would have spent on them, and from
+    the λ that would meet the budgets on them. Needs stratified routes and a frozen backbone. 0: by the prompts of the
+    step alone, with λ from `initial`."""
     standardize_by_kind: bool = False
     """Normalize task rewards to mean 0 and standard deviation 1 within each kind of row; changes which rows lose out
     when the budget is tight."""
@@ -186,4 +190,14 @@ class RouterConfig(Section):
             raise ValueError("enable is true but name is another router than the learned one: leave one of them out")
         if self.kwargs and not self.name:
             raise ValueError("kwargs are those of a router of your own: set name")
+        return self
+
+    @model_validator(mode="after")
+    def _check_budget_window(self) -> RouterConfig:
+        stratified = self.sampling_of(len(self.routes) or 3) == "stratified"
+        if self.budget_window and not (stratified and self.backbone == "frozen"):
+            raise ValueError(
+                'budget_window needs the outcome of every route and features that stay: sampling = "stratified" and '
+                'backbone = "frozen"'
+            )
         return self

@@ -21,7 +21,8 @@ CALIBRATION_SHARE = 0.6
 """3,000 tasks. The demo learns from 24 tasks in each of 70 steps: 1,680 of the other 2,000."""
 BUDGETS = tuple(tenths / 10 for tenths in range(9))
 CLASSIFIER_TASKS = 600
-"""Training tasks that the baseline classifiers are fitted to."""
+"""Training tasks that the baseline routers are fitted to and tuned on."""
+TUNING_TASKS = 96
 ROUTABLE_KINDS = ("known", "lookup", "arithmetic")
 """Kinds that one route can solve. Two-step questions need both tool families, so no route fits them."""
 BUDGET = 0.5
@@ -95,9 +96,11 @@ async def evaluate_small_frontier(
         # Not the folder that `toolwise eval` uses for the same checkpoint: it makes more samples.
         out / "frontier" / f"{model.parent.name}-small",
         train_tasks=load_tasks(config.data.train, limit=CLASSIFIER_TASKS),
+        tuning_rows=TUNING_TASKS,
         draws=draws,
         replicates=replicates,
         seed=config.seed,
+        source=out,
         on_done=on_done,
     )
     frontier.write(out, config.name)

@@ -25,6 +25,8 @@ from toolwise.training.tasks import attach_labels, load_split
 from toolwise.types import Task
 
 CLASSIFIER, ORACLE_LABELS = "classifier", "oracle labels"
+DEFAULT_L2, PENALTIES = 1e-3, (1e-3, 1e-2, 1e-1)
+"""The l2 penalty of a classifier that is not tuned, and those that tuning chooses from."""
 ORACLE_ROUTE_KEY = "oracle_route"
 """In `extra_info`: the best route for the row (or MIXED), where the author of the rows knows it."""
 
@@ -45,25 +47,34 @@ def targets_by_oracle(tasks: Sequence[Task], routes: RouteSet = DEFAULT_ROUTES) 
 
 
 def classifier_log_probs(
-    train_features: Floats, targets: Sequence[Target | None], features: Floats, routes: RouteSet = DEFAULT_ROUTES
+    train_features: Floats,
+    targets: Sequence[Target | None],
+    features: Floats,
+    routes: RouteSet = DEFAULT_ROUTES,
+    *,
+    l2: float = DEFAULT_L2,
 ) -> Floats:
     """Route log-probs [rows, routes] for `features`, from a classifier fitted to `targets`. MIXED rows are left out."""
     labels = [None if target is None or target == MIXED else routes.index(target) for target in targets]
-    return fit_classifier(train_features, labels, len(routes)).log_probs(features)
+    return fit_classifier(train_features, labels, len(routes), l2=l2).log_probs(features)
 
 
-def baseline_routers(
-    routing: TrainedRouter, train: Sequence[Task] | None, tasks: Sequence[Task]
-) -> tuple[dict[str, RouteValues], list[str]]:
-    """Each baseline's route values for `tasks`, from the same features as the head's, and why a baseline is missing.
-
-    `train` are the rows they are fitted to; by default the run's training rows, with its labels.
-    """
+def training_rows(routing: TrainedRouter, train: Sequence[Task] | None) -> tuple[Sequence[Task], list[str]]:
+    """The rows that baselines are fitted to and tuned on, by default the run's training rows with its labels, and why
+    there are none."""
     try:
-        if train is None:
-            train = attach_labels(routing.config, load_split(routing.config, "train"))
+        return attach_labels(routing.config, load_split(routing.config, "train")) if train is None else train, []
     except ConfigError as error:
-        return {}, [f"no classifier: {error}"]
+        return (), [f"no classifier: {error}"]
+
+
+def classifier_candidates(
+    routing: TrainedRouter, train: Sequence[Task], tasks: Sequence[Task], penalties: Sequence[float] = (DEFAULT_L2,)
+) -> tuple[dict[str, dict[str, RouteValues]], list[str]]:
+    """Each classifier's route values for `tasks` by its l2 penalty, from the same features as the head's; and why a
+    classifier is missing. `train` are the rows they are fitted to."""
+    if not train:
+        return {}, []
     routes = routing.routes
     by_labels = targets_by_labels(train, routing.tools, routes)
     targets = {CLASSIFIER: by_labels, ORACLE_LABELS: targets_by_oracle(train, routes)}
@@ -77,7 +88,11 @@ def baseline_routers(
         return {}, notes
     train_features, features = routing.features(train), routing.features(tasks)
     return {
-        name: RouteValues(classifier_log_probs(train_features, each, features, routes)) for name, each in usable.items()
+        name: {
+            f"l2 = {l2:g}": RouteValues(classifier_log_probs(train_features, each, features, routes, l2=l2))
+            for l2 in penalties
+        }
+        for name, each in usable.items()
     }, notes
 
 
@@ -97,7 +112,7 @@ class Classifier:
 
 
 def fit_classifier(
-    features: Floats, labels: Sequence[int | None], routes: int, *, l2: float = 1e-3, iterations: int = 2000
+    features: Floats, labels: Sequence[int | None], routes: int, *, l2: float = DEFAULT_L2, iterations: int = 2000
 ) -> Classifier:
     """Minimizes mean cross-entropy + l2/2·|w|²; rows without a label (None) are left out.
 

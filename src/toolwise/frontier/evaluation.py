@@ -14,10 +14,11 @@ from pydantic import BaseModel
 from toolwise.agent.agent import RoutedAgent, TimeSaved, time_saved
 from toolwise.agent.inference import Calibration, TrainedRouter, values_of
 from toolwise.config.schema import RunConfig
-from toolwise.frontier.baselines import baseline_routers
+from toolwise.frontier.baselines import training_rows
 from toolwise.frontier.rollout_pool import ALL_TOOLS, OTC, OutcomeTable, PoolPlan, fill_pool, read_cells
 from toolwise.frontier.router_comparison import Frontier, RouteValues, calibrate, compute_frontier
 from toolwise.frontier.shards import count_cells, merge_shards, run_in_processes, shard_path, shard_paths
+from toolwise.frontier.tuning import TUNING_DRAWS_SHARE, baseline_routers, tuning_tasks
 from toolwise.serialization.json_text import json_text
 from toolwise.training import checkpoint
 from toolwise.training.evaluate import build_scoring
@@ -35,7 +36,7 @@ class FrontierEvaluation:
     calibration: Calibration
     time: TimeSaved | None
     notes: tuple[str, ...]
-    """Why something is missing from the comparison."""
+    """Why something is missing from the comparison, and how the baselines were tuned."""
 
     def write(self, folder: Path, title: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,6 +53,7 @@ async def evaluate_frontier(
     *,
     otc: tuple[RunConfig, Path] | None = None,
     train_tasks: Sequence[Task] | None = None,
+    tuning_rows: int = 0,
     draws: int = 16,
     metric: str = "auto",
     replicates: int = 1000,
@@ -63,17 +65,25 @@ async def evaluate_frontier(
     """Rolls out `tasks` under every route and compares the router with the baselines at each budget.
 
     `folder` holds the pools, so that an interrupted evaluation resumes. `otc` is the configuration and the model of an
-    actor trained with the OTC reward. `train_tasks` are what the classifiers are fitted to, by default the run's
-    training tasks. With `source`, where a process loads the router from, `jobs` processes fill the pools.
+    actor trained with the OTC reward. `train_tasks` are what the baselines are fitted to and, `tuning_rows` of them,
+    tuned on, by default the run's training tasks; without `tuning_rows` there are only the classifiers, not tuned.
+    With `source`, where a process loads the router from, `jobs` processes fill the pools.
     """
     levels, routes = sorted(set(budgets)), [str(name) for name in routing.routes.names]
-    request = _PoolRequest(tasks=list(tasks), folder=folder, otc=otc, draws=draws, metric=metric, seed=seed)
+    train, notes = training_rows(routing, train_tasks)
+    tuning = tuning_tasks(train, tasks, source, min(tuning_rows, len(train) // 2))
+    request = _PoolRequest(
+        tasks=list(tasks), tuning=tuning, folder=folder, otc=otc, draws=draws, metric=metric, seed=seed
+    )
     if source is not None and jobs > 1:
         await _fill_in_processes(routing, request, source, jobs, on_done)
-    first, *others = [await _fill(pool, routing, on_done) for pool in request.pools(routing)]
-    outcomes = first if not others else first.concat_routes(others[0])
+    pools = {name: await _fill(pool, routing, on_done) for name, pool in request.pools(routing).items()}
+    outcomes = pools["pool"] if otc is None else pools["pool"].concat_routes(pools["otc"])
     router_values = route_values(routing, tasks)
-    baselines, notes = baseline_routers(routing, train_tasks, tasks)
+    baselines, baseline_notes = await baseline_routers(
+        routing, train, tasks, tuning, pools.get("tuning"), levels, seed=seed
+    )
+    notes += baseline_notes
     if otc is None:
         notes.append("no OTC actor: give one with --otc")
     frontier = compute_frontier(
@@ -108,22 +118,27 @@ class _PoolRequest(BaseModel):
     """Everything a pool depends on except the router; sent as JSON to each worker process."""
 
     tasks: list[Task]
+    tuning: list[Task]
     folder: Path
     otc: tuple[RunConfig, Path] | None
     draws: int
     metric: str
     seed: int
 
-    def pools(self, routing: TrainedRouter) -> list[_PoolFile]:
-        """Every row under every route and unrouted; and unrouted with the OTC actor, scored and charged alike."""
+    def pools(self, routing: TrainedRouter) -> dict[str, _PoolFile]:
+        """Every row under every route and unrouted; tuning rows alike, with fewer draws; and every row unrouted with
+        the OTC actor, scored and charged alike."""
         routes = {str(route): partial(routing.decide, route=route) for route in routing.routes.names}
         unrouted, provenance = partial(routing.decide, route=None), _provenance(routing)
         plan = PoolPlan(self.tasks, {**routes, ALL_TOOLS: unrouted}, self.draws, self.metric, self.seed, provenance)
-        pools = [_PoolFile(plan, self.folder / "pool.jsonl", routing.config, lambda: routing.policy)]
+        pools = {"pool": _PoolFile(plan, self.folder / "pool.jsonl", routing.config, lambda: routing.policy)}
+        if self.tuning:
+            tuning = replace(plan, tasks=self.tuning, draws=max(1, self.draws // TUNING_DRAWS_SHARE))
+            pools["tuning"] = replace(pools["pool"], plan=tuning, path=self.folder / "tuning.jsonl")
         if self.otc is not None:
             config, model = self.otc
             plan = replace(plan, routes={OTC: unrouted}, of={**provenance, "model": str(model.resolve())})
-            pools.append(_PoolFile(plan, self.folder / "otc.jsonl", config, lambda: local_policy(config, str(model))))
+            pools["otc"] = _PoolFile(plan, self.folder / "otc.jsonl", config, lambda: local_policy(config, str(model)))
         return pools
 
 
@@ -152,7 +167,7 @@ async def _fill_in_processes(
     routing: TrainedRouter, request: _PoolRequest, source: Path, jobs: int, on_done: Any
 ) -> None:
     """Splits the missing tasks among the processes and merges the results into the pools."""
-    pools = request.pools(routing)
+    pools = list(request.pools(routing).values())
     cells = sum(len(pool.plan.tasks) * len(pool.plan.routes) for pool in pools)
 
     def report() -> None:
@@ -185,7 +200,7 @@ def fill_shard(payload: Mapping[str, Any], number: int, of: int) -> None:
     request = _PoolRequest.model_validate(payload["request"])
     routing = load_router(Path(payload["source"]), config=RunConfig.model_validate(payload["config"]))
     torch.set_num_threads(1)  # one process per core: more threads would compete
-    for pool in request.pools(routing):
+    for pool in request.pools(routing).values():
         shard = pool.shard(number, of)
         if shard.plan.tasks:
             asyncio.run(_fill(shard, routing))

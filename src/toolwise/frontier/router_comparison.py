@@ -38,6 +38,8 @@ class RouteValues:
     """[rows, routes] predicted costs; None: use the mean cost of each route on the rows thresholds are fitted on."""
     samples: bool = True
     """Whether `values` are log-probs, so that routes can be sampled from them without a threshold."""
+    columns: tuple[str, ...] | None = None
+    """The outcome columns it chooses from, the one without tools first; None: the routes."""
 
     def select_rows(self, chosen: NDArray[Any]) -> RouteValues:
         return replace(self, values=self.values[chosen], costs=None if self.costs is None else self.costs[chosen])
@@ -102,13 +104,15 @@ def compute_frontier(
             raise ConfigError(f"{name} gives a value that is not finite: is its head damaged?")
     kept = outcomes.complete_rows()
     complete = outcomes.select_rows(kept)
-    chosen = complete.select_routes(routes)
     weights = row_weights(len(complete.row_ids), replicates, seed)
-    rows = _RowMeans(chosen.mean_over_draws("scores"), chosen.mean_over_draws("costs"), weights, seed)
-    references = _reference_curves(chosen, rows)
     values = {name: router_values.select_rows(kept) for name, router_values in routers.items()}
-    at_budgets = {name: [rows.at_budget(each, budget) for budget in budgets] for name, each in values.items()}
-    trained = {name: rows.evaluate_mixture(_softmax(each.values)) for name, each in values.items() if each.samples}
+    rows = {name: _RowMeans.of(complete, each.columns or routes, weights, seed) for name, each in values.items()}
+    chosen = complete.select_routes(routes)
+    references = _reference_curves(chosen, _RowMeans.of(complete, routes, weights, seed))
+    at_budgets = {name: [rows[name].at_budget(each, budget) for budget in budgets] for name, each in values.items()}
+    trained = {
+        name: rows[name].evaluate_mixture(_softmax(each.values)) for name, each in values.items() if each.samples
+    }
     first, *others = at_budgets
     levels = [(budget, np.full(len(weights), budget)) for budget in budgets]
     return Frontier(
@@ -163,6 +167,11 @@ class _RowMeans:
     weights: Floats
     seed: int
 
+    @classmethod
+    def of(cls, outcomes: OutcomeTable, columns: Sequence[str], weights: Floats, seed: int) -> _RowMeans:
+        chosen = outcomes.select_routes(columns)
+        return cls(chosen.mean_over_draws("scores"), chosen.mean_over_draws("costs"), weights, seed)
+
     def evaluate_mixture(self, mixture: Floats) -> _MixtureResult:
         cost, score = ((mixture * values).sum(axis=1) for values in (self.costs, self.scores))
         return _MixtureResult(mixture, self.weights @ cost, self.weights @ score)
@@ -181,8 +190,24 @@ class _RowMeans:
         return self.evaluate_mixture(mixture)
 
 
+def mean_score_at_budgets(
+    outcomes: OutcomeTable,
+    router_values: RouteValues,
+    budgets: Sequence[float],
+    *,
+    routes: Sequence[str],
+    seed: int = 0,
+) -> float:
+    """A router's score on these rows, averaged over the budgets; each half is routed with the other's thresholds."""
+    kept = outcomes.complete_rows()
+    weights = row_weights(len(kept), 0, seed)
+    rows = _RowMeans.of(outcomes.select_rows(kept), router_values.columns or routes, weights, seed)
+    values = router_values.select_rows(kept)
+    return float(np.mean([rows.at_budget(values, budget).score[0] for budget in budgets]))
+
+
 def _as_trained(
-    rows: _RowMeans,
+    rows: Mapping[str, _RowMeans],
     values: Mapping[str, RouteValues],
     trained: Mapping[str, _MixtureResult],
     references: Mapping[str, Curve],
@@ -195,7 +220,7 @@ def _as_trained(
     estimates = {"gap_closed": estimate(_gap_closed(result, references))}
     estimates |= {name: estimate(curve.score_at(result.cost)) for name, curve in references.items()}
     for name in others:
-        other = rows.at_budget(values[name], float(result.cost[0]))
+        other = rows[name].at_budget(values[name], float(result.cost[0]))
         estimates |= {
             name: estimate(other.score),
             f"{name}, cost": estimate(other.cost),

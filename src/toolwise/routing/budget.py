@@ -49,6 +49,8 @@ class Multiplier:
         self._step_spent = 0.0
         self._step_weight = 0.0
         self._last_mean: float | None = None
+        self._solved: float | None = None
+        """The λ that solved the problem at the last dual step, if it was given."""
 
     def observe(self, costs: Iterable[float]) -> None:
         """Adds costs since the last dual step: of rollouts, or expected ones of prompts."""
@@ -63,19 +65,30 @@ class Multiplier:
         if self._step_weight:
             self._last_mean = self._step_spent / self._step_weight
 
-    def step(self) -> bool:
-        """Ends a training step. Every K-th is a dual step unless nothing was observed; returns whether it was one."""
+    def step(self, mean: float | None = None, solved: float | None = None) -> bool:
+        """Ends a training step. Every K-th is a dual step unless nothing was observed; returns whether it was one.
+
+        `mean` replaces the mean of what was observed. `solved` is the λ that would solve the problem as far as it is
+        known (`routing/head/budget_window.py`): the controller starts there and moves with it.
+        """
         self.steps += 1
         self._step_spent = self._step_weight = 0.0
         if self.steps % self.budget.every or not self._weight:
             return False
-        error = self._spent / self._weight - self.budget.limit
+        error = (self._spent / self._weight if mean is None else mean) - self.budget.limit
         self._spent = self._weight = 0.0
+        if solved is not None:
+            shifted = solved if self._solved is None else self.integral + solved - self._solved
+            self.integral, self._solved = min(max(shifted, 0.0), self._cap), solved
         self._update(error)
         return True
 
+    @property
+    def _cap(self) -> float:
+        return math.inf if self.budget.cap is None else self.budget.cap
+
     def _update(self, error: float) -> None:
-        budget, cap = self.budget, math.inf if self.budget.cap is None else self.budget.cap
+        budget, cap = self.budget, self._cap
         change = 0.0 if self.error is None else error - self.error
         response = budget.proportional * error + budget.derivative * change
         integral = min(max(self.integral + budget.rate * error, 0.0), cap)
@@ -116,12 +129,13 @@ class Multiplier:
             "spent": self._spent,
             "weight": self._weight,
             "last_mean": self._last_mean,
+            "solved": self._solved,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value, self.integral, self.error = state["value"], state["integral"], state["error"]
         self.steps, self.at_cap, self._last_mean = state["steps"], state["binds"], state["last_mean"]
-        self._spent, self._weight = state["spent"], state["weight"]
+        self._spent, self._weight, self._solved = state["spent"], state["weight"], state.get("solved")
 
 
 class Budgets:
@@ -156,9 +170,10 @@ class Budgets:
         for unit, multiplier in self.multipliers.items():
             multiplier.observe(costs[unit])
 
-    def step(self) -> None:
-        for multiplier in self.multipliers.values():
-            multiplier.step()
+    def step(self, means: Sequence[float] = (), solved: Sequence[float | None] = ()) -> None:
+        """`means` and `solved` are in the order of the budgets; see `Multiplier.step`."""
+        for index, multiplier in enumerate(self.multipliers.values()):
+            multiplier.step(means[index] if means else None, solved[index] if solved else None)
 
     @property
     def limits(self) -> dict[str, float]:

@@ -136,8 +136,18 @@ class LearnedRouter(InferenceRouter):
         examples, metrics = self._examples(step)
         metrics |= self._report(step.pending, step.outcomes, lost=len(scored) - len(step.outcomes))
         metrics = self.model.learn(examples, self.multipliers) | metrics
-        self.budgets.step()  # last: the examples use the λ that the routes were sampled with
+        # Last: the examples use the λ that the routes were sampled with.
+        metrics |= self._dual_step()
         return metrics | self.budgets.metrics()
+
+    def _dual_step(self) -> Metrics:
+        limits = self.budgets.limits
+        if not (self.config.budget_window and limits):
+            self.budgets.step()
+            return {}
+        means, solved = self.model.dual_estimates(list(limits.values()), self.multipliers)
+        self.budgets.step(means, solved)
+        return {f"router/{unit}/window_mean": mean for unit, mean in zip(limits, means, strict=False)}
 
     def _credit(self, scored: Sequence[ScoredRollout]) -> _StepCredit:
         """The advantages of a step's rollouts; updates the running means."""

@@ -104,6 +104,12 @@ class RouterModel(RoutePredictor, Stateful, Protocol):
 
     def learn(self, examples: Sequence[RouterExample], multipliers: Sequence[float]) -> Metrics: ...
 
+    def dual_estimates(
+        self, limits: Sequence[float], multipliers: Sequence[float]
+    ) -> tuple[Sequence[float], Sequence[float | None]]:
+        """What the policy spends on the last prompts, and the λ that would meet the budgets there (None: none would),
+        one per budget; both empty before the first prompt. Only asked with `router.budget_window`."""
+
     def supervised_step(self, predictions: Sequence[RoutePrediction], labels: Sequence[int]) -> Metrics:
         """One supervised step of the warm start."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-from toolwise.advantages import cost_metrics, credit
+from toolwise.advantages import COMPARE_COSTS, cost_metrics, credit
 from toolwise.advantages.assign import check_added_tokens, learns_from_equal
 from toolwise.advantages.step_rewards import totals_before_costs
 from toolwise.concurrency.deadlines import abandoned_counts
@@ -111,6 +111,7 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
             mask_truncated=algorithm.mask_truncated,
             min_group_size=run.estimator.min_group_size,
             rewards=run.estimator.rewards,
+            compare_costs=algorithm.adv_estimator in COMPARE_COSTS and algorithm.zero_std_groups != "keep",
         )
         scored += batch
         usable += selected
@@ -210,11 +211,13 @@ def select_groups(
     mask_truncated: bool = False,
     min_group_size: int = 2,
     rewards: RewardSettings | None = None,
+    compare_costs: bool = False,
 ) -> tuple[list[ScoredRollout], float, int]:
     """Select trainable rollouts in groups of at least `min_group_size` whose rewards differ.
 
     `keeps_equal(score)`: keep a group whose rewards all equal `score`? `rewards` says which rewards the estimator
-    compares. Also returns the share of groups without a difference to learn from (equal rewards, kept or not, and
+    compares; with `compare_costs` it compares costs too, so that a group of equal rewards and costs teaches nothing.
+    Also returns the share of groups without a difference to learn from (equal rewards, kept or not, and
     groups that are too small), and the number of dropped groups.
     """
     groups: dict[str, list[ScoredRollout]] = defaultdict(list)
@@ -225,7 +228,9 @@ def select_groups(
     for members in groups.values():
         valid = [s for s in members if s.trainable and not (mask_truncated and s.rollout.stop_reason.truncated)]
         all_equal = len(valid) >= 2 and len(set(totals_before_costs(valid, rewards))) == 1
-        drop = len(valid) < min_group_size or (all_equal and not keeps_equal(min(s.score for s in valid)))
+        same_cost = compare_costs and len({s.rollout.usage.cost for s in valid}) == 1
+        flat_group = all_equal and (same_cost or not keeps_equal(min(s.score for s in valid)))
+        drop = len(valid) < min_group_size or flat_group
         flat += all_equal or drop
         dropped += drop
         selected += [] if drop else valid

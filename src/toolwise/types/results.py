@@ -101,6 +101,12 @@ class EvaluateResult(BaseModel):
         return self
 
     @property
+    def correctness(self) -> float:
+        """The "correct" metric if there is one, else the score; 0 without either."""
+        metric = self.metrics.get("correct")
+        return metric.score if metric is not None else self.score or 0.0
+
+    @property
     def is_sum_of_steps(self) -> bool:
         """Whether `score` is a sum of step rewards because the function returned none. `rewards/align.py` then adds
         the environment's rewards for the other steps."""

@@ -199,8 +199,8 @@ def style_axes(axes: Any, palette: Palette) -> None:
     axes.grid(True, axis="y", color=palette.rule, linewidth=0.8)
 
 
-def draw_title(axes: Any, text: str, palette: Palette) -> None:
-    axes.set_title(text, loc="left", color=palette.ink, fontsize=11, pad=26)
+def draw_title(axes: Any, text: str, palette: Palette, *, legend_rows: int = 1) -> None:
+    axes.set_title(text, loc="left", color=palette.ink, fontsize=11, pad=11 + 15 * legend_rows)
 
 
 def label_step_axes(axes: Any, title: str, palette: Palette, *, share: bool = False) -> None:

@@ -28,12 +28,15 @@ _CURVE_STYLES = {
     "router": ("after", "-", "o"),
     "classifier": ("cost", "-", "o"),
     "oracle labels": ("cost", "-.", "o"),
+    "confidence": ("ink", "-", "s"),
+    "prompted": ("muted", "-", "s"),
     "random": ("before", "--", ""),
     "best fixed mixture": ("muted", "--", ""),
     "oracle": ("ink", "--", ""),
     "oracle, held-out draws": ("ink", ":", ""),
 }
 """Colour in the palette, line and marker."""
+_LEGEND_COLUMNS = 5
 _SIGNED, _PERCENT = ("+.3f", "+.2f"), (".0%", ".0%")
 
 
@@ -135,15 +138,16 @@ def _format_estimate(estimate: Mapping[str, Any], *forms: str) -> str:
 def render_frontier(frontier: FrontierRecord, palette: Palette = LIGHT, name: str = "") -> bytes:
     """Plot score against cost: curves for policies that follow a budget, dots for fixed ones."""
     figure = new_figure(palette, (1200, 620))
-    axes = figure.add_axes((0.06, 0.11, 0.91, 0.74))
+    axes = figure.add_axes((0.06, 0.11, 0.91, 0.72))
     style_axes(axes, palette)
     for curve, points in frontier["curves"].items():
         _draw_curve(axes, curve, sorted(points, key=lambda point: point["cost"]["value"]), palette)
     _draw_fixed(axes, frontier["fixed"], palette)
     axes.set_xlabel("mean cost per question", color=palette.muted, fontsize=9.5)
     title = f"score against cost, {frontier['rows']} held-out tasks × {frontier['draws']} samples"
-    draw_title(axes, f"{name}: {title}" if name else title, palette)
-    draw_legend(axes, palette, columns=len(frontier["curves"]))
+    rows = math.ceil(len(frontier["curves"]) / _LEGEND_COLUMNS)
+    draw_title(axes, f"{name}: {title}" if name else title, palette, legend_rows=rows)
+    draw_legend(axes, palette, columns=_LEGEND_COLUMNS)
     return to_png(figure)
 
 

@@ -134,6 +134,9 @@ PRICED = {"enable": True, "subtract_thinking_cost": True}
         ({"algorithm": {"rlvcr": {**PRICED, "budget": {"limit": 20}}}}, []),
         ({"algorithm": {"rlvcr": PRICED}}, ["constant_reward"]),
         ({"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {"enable": True}}}, []),
+        ({"algorithm": {"adv_estimator": "pareto"}}, []),
+        ({"algorithm": {"adv_estimator": "hdpo"}}, []),
+        ({"algorithm": {"adv_estimator": "hdpo", "efficiency_w": 0.0}}, ["constant_reward"]),
         ({"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {"enable": True, "gate": "signed"}}}, ["constant_reward"]),
     ],
 )

@@ -48,17 +48,12 @@ def otc_reward(
         raise ConfigError(f"otc: {correct} is a {judge.mode} reward; name a pointwise one")
     results = [read_result(judge(as_messages(messages), ground_truth, **judge.kwargs)) for messages in group_messages]
     calls = [sum(len(read_tool_calls(m)) for m in as_messages(ms) if m.role == "assistant") for ms in group_messages]
-    outcomes = [_correct_metric(result) >= threshold if result.has_valid_score else False for result in results]
+    outcomes = [result.correctness >= threshold if result.has_valid_score else False for result in results]
     fewest = min((count for count, is_correct in zip(calls, outcomes, strict=True) if is_correct), default=0)
     return [
         _otc_result(result, is_correct, count, fewest, smoothing)
         for result, is_correct, count in zip(results, outcomes, calls, strict=True)
     ]
-
-
-def _correct_metric(result: EvaluateResult) -> float:
-    metric = result.metrics.get("correct")
-    return metric.score if metric is not None else result.score or 0.0
 
 
 def _otc_result(result: EvaluateResult, is_correct: bool, calls: int, fewest: int, smoothing: float) -> EvaluateResult:

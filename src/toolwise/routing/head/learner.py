@@ -18,6 +18,7 @@ from torch import Tensor
 from toolwise.config.schema import RunConfig
 from toolwise.learner.optimizer import Optimizer
 from toolwise.protocols import Metrics
+from toolwise.routing.head.budget_window import BudgetWindow
 from toolwise.routing.head.head import RouterHead, save_head
 from toolwise.routing.head.loss import (
     NO_LABEL,
@@ -61,6 +62,7 @@ class RouterLearner(HeadPredictor):
             owner="router",
         )
         self.updates = 0
+        self.window = BudgetWindow(router.budget_window) if router.budget_window else None
 
     def learn(self, examples: Sequence[RouterExample], multipliers: Sequence[float] = ()) -> Metrics:
         """One update: `epochs` optimizer steps over all examples."""
@@ -78,7 +80,20 @@ class RouterLearner(HeadPredictor):
             self.average.add(self.head, multipliers)
         else:
             self.average.reset()  # the run was extended after it had ended
+        if self.window is not None:
+            self.window.add(examples)
         return metrics | {f"router/{name}": value for name, value in sums.items()}
+
+    def dual_estimates(
+        self, limits: Sequence[float], multipliers: Sequence[float]
+    ) -> tuple[list[float], list[float | None]]:
+        """What the policy spends on the window, and the λ that would meet the budgets there, per budget; both empty
+        without a window."""
+        if self.window is None or not len(self.window):
+            return [], []
+        value = self.head.settings.mode == "value"
+        temperature = self.head.settings.temperature if value else self.entropy_coef
+        return self.window.means(self.head, multipliers), self.window.solve(limits, temperature)
 
     def supervised_step(self, predictions: Sequence[RoutePrediction], labels: Sequence[int]) -> Metrics:
         """A cross-entropy step at the learning rate of the next update; it does not advance the schedule."""
@@ -183,6 +198,7 @@ class RouterLearner(HeadPredictor):
             "head": dict(self.head.named_parameters()),
             "updates": self.updates,
             "average": self.average.state_dict(),
+            **({} if self.window is None else {"window": self.window.state_dict()}),
             **({} if self.shares_optimizer else {"optimizer": self.optimizer.state_dict()}),
         }
 
@@ -192,6 +208,8 @@ class RouterLearner(HeadPredictor):
         if not self.shares_optimizer:
             self.optimizer.load_state_dict(state["optimizer"])
         self.average.load_state_dict(state.get("average") or {}, self.head)
+        if self.window is not None:
+            self.window.load_state_dict(state.get("window") or {}, self.head.out.weight.device)
         self.updates = state["updates"]
 
 

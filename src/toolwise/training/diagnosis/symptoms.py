@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from toolwise.advantages import ESTIMATORS
+from toolwise.advantages import COMPARE_COSTS, ESTIMATORS
 from toolwise.advantages.assign import learns_from_equal
 from toolwise.advantages.step_rewards import totals_before_costs
 from toolwise.config.schema import RunConfig
@@ -65,7 +65,8 @@ def _can_learn_from_equal_rewards(config: RunConfig, estimator: AdvantageEstimat
     router, algorithm, rlvcr = config.router, config.algorithm, config.algorithm.rlvcr
     if not router.train_actor:
         return bool(router.budgets) or router.label_coef > 0.0
-    if algorithm.adv_estimator not in ESTIMATORS and learns_from_equal(estimator, score):
+    own_or_compares_costs = algorithm.adv_estimator not in ESTIMATORS or algorithm.adv_estimator in COMPARE_COSTS
+    if own_or_compares_costs and learns_from_equal(estimator, score):
         return True
     if not rlvcr.enable:
         return False

@@ -1,0 +1,24 @@
+"""The model that ships with a router head that was never trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from toolwise.agent.inference import TrainedRouter
+from toolwise.agent.loader import load_router
+from toolwise.models import locate
+from toolwise.routing.families import ROUTES
+from toolwise.routing.head.head import HeadSettings, RouterHead, save_head
+
+
+def small_router(folder: Path) -> TrainedRouter:
+    torch.set_num_threads(1)
+    model = folder / "routed"
+    shutil.copytree(locate("builtin:small"), model)
+    width = int(json.loads((model / "config.json").read_text())["hidden_size"])
+    save_head(RouterHead(HeadSettings(width=width, routes=tuple(map(str, ROUTES)))), model, {"router": {}})
+    return load_router(model, tools=["calculator", "search"])

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -95,6 +96,9 @@ MakeConfig = Callable[..., Path]
 @pytest.fixture(scope="session")
 def cli() -> Cli:
     """`cli("train", path, …)`: what the real command line does with these arguments, without the wait for torch."""
+    import typer.main
+
+    build_once = cache(typer.main.get_command)  # all commands with all their options, for each command that is run
 
     def run(*arguments: object) -> Outcome:
         from toolwise.cli import main
@@ -106,6 +110,7 @@ def cli() -> Cli:
             stack.callback(gc.enable)
             # Without pytest's own handlers: what is logged belongs on stderr, where each line counts.
             stack.enter_context(patch.object(logging.getLogger(), "handlers", []))
+            stack.enter_context(patch.object(typer.main, "get_command", build_once))
             stack.enter_context(patch.object(sys, "argv", ["toolwise", *map(str, arguments)]))
             stack.enter_context(redirect_stdout(out))
             stack.enter_context(redirect_stderr(err))

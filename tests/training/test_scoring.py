@@ -41,6 +41,7 @@ def built() -> Iterator[list[Scoring]]:
 
 
 def scoring_of(built: list[Scoring], given: Any = None, **settings: Any) -> Scoring:
+    settings["sandbox"] = {"workers": 1} | settings.get("sandbox", {})
     built.append(build_scoring(RewardConfig.model_validate(settings), given))
     return built[-1]
 

@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -106,7 +105,14 @@ def cli() -> Cli:
     """`cli("train", path, …)`: what the real command line does with these arguments, without the wait for torch."""
     import typer.main
 
-    build_once = cache(typer.main.get_command)  # all commands with all their options, for each command that is run
+    build, built = typer.main.get_command, dict[tuple[object, ...], Any]()
+
+    def build_once(app: typer.Typer) -> Any:
+        """All commands with all their options are built for each command that is run."""
+        commands = (app, *app.registered_commands)
+        if commands not in built:
+            built[commands] = build(app)
+        return built[commands]
 
     def run(*arguments: object) -> Outcome:
         from toolwise.cli import main

@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 # Without a GPU the CPU build of torch saves gigabytes: CONSTRAINTS= takes whatever pip finds best.
 CONSTRAINTS ?= $(if $(shell command -v nvidia-smi),,constraints/cpu.txt)
 READY := $(VENV)/.ready
-# Many tests wait for processes of their own: one worker more than there are cores. Each computes with one thread.
+# Many tests wait, for a deadline or for a process: more workers than there are cores. Each computes with one thread.
 # They start hundreds of Python processes, which would each compile the package again if bytecode were not written.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-WORKERS ?= $(shell expr 1 + $(CORES))
+WORKERS ?= $(shell expr 2 + $(CORES))
+SANDBOX_WORKERS ?= $(shell expr 1 + $(CORES))
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: demo test test-docs test-namespaced test-long fuzz check format vllm-env bench-env clean help
@@ -19,10 +20,10 @@ help:  ## What there is
 demo: $(READY)  ## Train a small agent, live, and show what it learned
 	$(BIN)/toolwise demo
 
-# Those of the sandbox come last and one a core: they bomb, and they hold deadlines.
+# Those of the sandbox come last and by themselves: they bomb, and they hold deadlines.
 test: $(READY)  ## All tests but the long ones, those of the pages and those that need bubblewrap
 	$(TEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore=tests/sandbox --ignore=tests/docs -m 'not long and not namespaced'
-	$(TEST) -n $(CORES) --dist loadfile tests/sandbox -m 'not long and not namespaced'
+	$(TEST) -n $(SANDBOX_WORKERS) --dist loadfile tests/sandbox -m 'not long and not namespaced'
 
 test-docs: $(READY)  ## Every snippet in the README and in docs/ and a notebook's cells, run as they stand
 	$(TEST) -n $(WORKERS) --dist loadfile tests/docs

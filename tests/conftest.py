@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_disk_syncs() -> Iterator[None]:
+    """A sync waits for the disk, dozens of times a run. No test cuts the power: those of crashes simulate a disk."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 WITH_FIGURES = {"view", "frontier", "docs", "demo"}
@@ -95,6 +103,16 @@ MakeConfig = Callable[..., Path]
 @pytest.fixture(scope="session")
 def cli() -> Cli:
     """`cli("train", path, …)`: what the real command line does with these arguments, without the wait for torch."""
+    import typer.main
+
+    build, built = typer.main.get_command, dict[tuple[object, ...], Any]()
+
+    def build_once(app: typer.Typer) -> Any:
+        """All commands with all their options are built for each command that is run."""
+        commands = (app, *app.registered_commands)
+        if commands not in built:
+            built[commands] = build(app)
+        return built[commands]
 
     def run(*arguments: object) -> Outcome:
         from toolwise.cli import main
@@ -106,6 +124,7 @@ def cli() -> Cli:
             stack.callback(gc.enable)
             # Without pytest's own handlers: what is logged belongs on stderr, where each line counts.
             stack.enter_context(patch.object(logging.getLogger(), "handlers", []))
+            stack.enter_context(patch.object(typer.main, "get_command", build_once))
             stack.enter_context(patch.object(sys, "argv", ["toolwise", *map(str, arguments)]))
             stack.enter_context(redirect_stdout(out))
             stack.enter_context(redirect_stderr(err))

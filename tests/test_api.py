@@ -26,6 +26,7 @@ SMALL = {
     "data": {"batch_size": 2},
     "rollout": {"n": 2, "max_new_tokens": 32},
     "multi_turn": {"max_turns": 2},
+    "reward": {"sandbox": {"workers": 1}},
     "actor": {"lr": 1e-4},
     "trainer": {"total_steps": 1, "console": False},
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,17 @@ SMALL = [
     *("--set", "data.batch_size=4", "--set", "rollout.n=6", "--set", "data.val_limit=4"),
     *("--set", "rollout.temperature=1"),  # rollouts differ, so the actor learns; a run that never learns fails
     *("--set", "trainer.total_steps=1", "--set", "rollout.max_new_tokens=24", "--set", "multi_turn.max_turns=2"),
-    *("--set", "router.calibration=0.02", "--set", "router.calibration_rollouts=4"),
+    *("--set", "router.calibration=0.2", "--set", "router.calibration_rollouts=4"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_tasks() -> Iterator[None]:
+    """Thousands take seconds to write and to read."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("toolwise.demo.recipe.TRAIN_TASKS", 500)
+        patched.setattr("toolwise.demo.recipe.CLASSIFIER_TASKS", 60)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +67,7 @@ def test_the_router_learned_beside_the_actor(demo: Path) -> None:
 
 def test_the_delivered_cost_is_shown_against_the_budget(demo: Path, told: list[str]) -> None:
     assert (
-        "calibration: 100 of 5000 training tasks are set aside, 4 of them rolled out under every route at the end"
+        "calibration: 100 of 500 training tasks are set aside, 4 of them rolled out under every route at the end"
         in told[0]
     )
     page = (demo / "report.html").read_text(encoding="utf-8")

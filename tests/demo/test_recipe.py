@@ -69,6 +69,12 @@ def test_its_tasks_are_written_where_it_names_them(tmp_path: Path) -> None:
     assert all(str(path).startswith(str(tmp_path)) for path in (found.data.train, found.data.val))
 
 
+@pytest.fixture
+def few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolwise.demo.recipe.TRAIN_TASKS", 100)
+
+
+@pytest.mark.usefixtures("few_tasks")
 def test_another_seed_has_other_tasks(tmp_path: Path) -> None:
     texts = []
     for seed in (1, 2):
@@ -77,6 +83,7 @@ def test_another_seed_has_other_tasks(tmp_path: Path) -> None:
     assert texts[0] != texts[1]
 
 
+@pytest.mark.usefixtures("few_tasks")
 def test_a_run_can_be_put_together_from_it(tmp_path: Path) -> None:
     found = config(tmp_path)
     write_tasks(found)

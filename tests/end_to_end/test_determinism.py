@@ -15,21 +15,25 @@ from typing import Any
 import pytest
 
 JUDGE = """
-import os, time
+import os, signal, time
 from toolwise.demo.reward import small_world_reward
 
-marker = os.environ.pop("MARKER", None)
 calls = 0
 
 def judge(messages, ground_truth, step=0):
     global calls
-    calls += step == 2
-    if marker and step == 2 and calls == 5:
+    marker = os.environ.get("MARKER")
+    calls += marker is not None and step == 2
+    if marker is not None and step == 2 and calls == 5:
         open(marker, "w").close()
-        time.sleep(2)
+        if "INTERRUPT" in os.environ:
+            signal.raise_signal(signal.SIGINT)
+        else:
+            time.sleep(2)
     return small_world_reward(messages, ground_truth)
 """
-"""A reward that says when the third step has come, after the four tasks of a validation, and waits there."""
+"""A reward that knows when the third step has come, after the four tasks of a validation. It interrupts its own process
+there, or writes a file and waits."""
 
 STEPS = 4
 Cli = Callable[..., Any]
@@ -103,8 +107,16 @@ def test_a_run_that_ended_earlier_and_goes_on(straight: Path, config: Path, cli:
     assert_same(train(cli, config, out, "--resume"), straight)
 
 
-def test_a_run_that_is_interrupted_by_ctrl_c_and_goes_on(straight: Path, config: Path, cli: Cli) -> None:
-    out, marker = config.parent / "interrupted", config.parent / "third-step"
+def interrupt_this_process(config: Path, out: Path, cli: Cli) -> tuple[int, str, str]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("MARKER", str(out.with_suffix(".third-step")))
+        patched.setenv("INTERRUPT", "")
+        ended = cli("train", config, "--out", out)
+    return ended.status, ended.out, ended.err
+
+
+def interrupt_another(config: Path, out: Path, _: Cli) -> tuple[int, str, str]:
+    marker = out.with_suffix(".third-step")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MARKER": str(marker)}
     command = [sys.executable, "-m", "toolwise", "train", str(config), "--out", str(out)]
     child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -113,7 +125,16 @@ def test_a_run_that_is_interrupted_by_ctrl_c_and_goes_on(straight: Path, config:
         time.sleep(0.01)
     child.send_signal(signal.SIGINT)
     told, err = child.communicate(timeout=120)
-    assert child.returncode == 130, err
+    return child.returncode, told, err
+
+
+@pytest.mark.parametrize("interrupt", [interrupt_this_process, pytest.param(interrupt_another, marks=pytest.mark.long)])
+def test_a_run_that_is_interrupted_by_ctrl_c_and_goes_on(
+    interrupt: Callable[[Path, Path, Cli], tuple[int, str, str]], straight: Path, config: Path, cli: Cli
+) -> None:
+    out = config.parent / interrupt.__name__
+    status, told, err = interrupt(config, out, cli)
+    assert status == 130, err
     assert "SIGINT: finishing this step and saving" in err
     assert f"stopped after step 3; resume with: toolwise resume {out}" in told
     assert summary(out)["interrupted"] is True

@@ -18,6 +18,8 @@ ARCHIVE = Path(__file__).parents[1] / "fixtures" / "frozen_run.tar.gz"
 Cli = Callable[..., Any]
 ONE_WORKER = ("--set", "reward.sandbox.workers=1")
 """Two rewards take turns in the sandbox: with more workers, more processes start for each turn."""
+NO_SANDBOX = ("--set", "reward.sandbox.tier=off")
+"""Where another command has loaded the same rewards in the sandbox."""
 
 
 @pytest.fixture
@@ -48,11 +50,11 @@ def test_a_run_of_before_gives_the_same_figures_again(frozen: Path, cli: Cli) ->
 
 def test_a_run_of_before_is_resumed_evaluated_and_scored(frozen: Path, cli: Cli) -> None:
     run = frozen / "run"
-    evaluated = cli("eval", run, *ONE_WORKER)
+    evaluated = cli("eval", run, *NO_SANDBOX)
     assert evaluated.status == 0, evaluated.err
     scored = cli("score", run)
     assert scored.status == 0, scored.err
-    ended = cli("resume", run, "--set", "trainer.total_steps=3", *ONE_WORKER)
+    ended = cli("resume", run, "--set", "trainer.total_steps=3", *NO_SANDBOX)
     assert ended.status == 0, ended.err
     assert [line["step"] for line in metrics(run)][-2:] == [3, 3]
     assert json.loads((run / "summary.json").read_text("utf-8"))["steps"] == 3

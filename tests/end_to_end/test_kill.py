@@ -9,8 +9,9 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -19,34 +20,27 @@ from toolwise.training import checkpoint
 
 SAVE_EVERY, VALIDATE_EVERY, HELD_OUT, GROUP = 2, 3, 4, 6
 START, STEP, SAVING, SAVED = "", r"step-\d+\.jsonl", r"step-\d+\.tmp-.*", r"step-\d+"
+Cli = Callable[..., Any]
 Moment = tuple[str, float]
 """What has to appear among rollouts and checkpoints, and how many seconds after that to strike."""
 
 
 class Victim:
-    """A demo in a folder, and what must not change in it any more."""
+    """A run in a folder, and what must not change in it any more."""
 
-    def __init__(self, out: Path, steps: int) -> None:
-        self.out, self.steps = out, steps
+    def __init__(self, config: Path, steps: int, cli: Cli) -> None:
+        self.config, self.out, self.steps, self.cli = config, config.parent / "run", steps, cli
         self.kills = 0
         self.kept_step = -1
         self.kept: dict[str, bytes] = {}
 
+    def command(self) -> list[str]:
+        resumed = ["--resume"] if (self.out / "config.toml").exists() else []
+        return ["train", str(self.config), "--out", str(self.out), *resumed]
+
     def start(self) -> subprocess.Popen[bytes]:
-        settings = {
-            "trainer.total_steps": self.steps,
-            "trainer.save_every": SAVE_EVERY,
-            "validation.every": VALIDATE_EVERY,
-            "data.batch_size": 2,
-            "data.val_limit": HELD_OUT,
-            "rollout.n": GROUP,
-            "rollout.max_new_tokens": 24,
-            "multi_turn.max_turns": 2,
-        }
-        words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-        words += ["--resume"] if (self.out / "config.toml").exists() else []
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "toolwise", "demo", "--no-frontier", "--out", str(self.out), *words]
+        command = [sys.executable, "-m", "toolwise", *self.command()]
         with self.out.with_suffix(".stderr").open("ab") as err:
             return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=err)
 
@@ -63,7 +57,8 @@ class Victim:
                 return
             self.kills += 1
             self.check_kept()
-        assert self.start().wait() == 0, self.out.with_suffix(".stderr").read_text()
+        ended = self.cli(*self.command())
+        assert ended.status == 0, ended.err
 
     def signs(self) -> set[str]:
         return {path.name for path in (*self.out.glob("rollouts/*"), *self.out.glob("checkpoints/*"))}
@@ -118,8 +113,23 @@ class Victim:
         assert (self.out / "report.html").is_file()
 
 
-def test_a_run_survives_a_kill_while_it_writes_a_checkpoint(tmp_path: Path) -> None:
-    victim = Victim(tmp_path / "run", steps=4)
+@pytest.fixture
+def make_victim(tmp_path: Path, cli: Cli, make_config: Callable[..., Path]) -> Callable[[int], Victim]:
+    def make(steps: int) -> Victim:
+        changes = {
+            "rollout": {"n": GROUP, "max_new_tokens": 24},
+            "multi_turn": {"max_turns": 2},
+            "router": {"enable": True, "cost": "calls", "budgets": [{"limit": 0.5}], "calibration": 0.0},
+            "validation": {"every": VALIDATE_EVERY},
+            "trainer": {"total_steps": steps, "save_every": SAVE_EVERY},
+        }
+        return Victim(make_config(tmp_path, changes), steps, cli)
+
+    return make
+
+
+def test_a_run_survives_a_kill_while_it_writes_a_checkpoint(make_victim: Callable[[int], Victim]) -> None:
+    victim = make_victim(4)
     victim.live([(r"step-000002\.tmp-.*", random.Random(1).uniform(0, 0.05))])
     assert victim.kills == 1
     victim.check_whole()
@@ -127,7 +137,7 @@ def test_a_run_survives_a_kill_while_it_writes_a_checkpoint(tmp_path: Path) -> N
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_run_survives_ten_kills(seed: int, tmp_path: Path) -> None:
+def test_a_run_survives_ten_kills(seed: int, make_victim: Callable[[int], Victim]) -> None:
     """Spread over its life: while it starts, before its first checkpoint, in the middle of steps and of checkpoints."""
     rng = random.Random(seed)
     moments: list[Moment] = [(START, rng.uniform(0, 1)), (START, rng.uniform(4, 7))]
@@ -135,7 +145,7 @@ def test_a_run_survives_ten_kills(seed: int, tmp_path: Path) -> None:
     moments += [(STEP, rng.uniform(0, 0.4)) for _ in range(3)]
     moments += [(SAVED, rng.uniform(0, 0.1)) for _ in range(2)]
     rng.shuffle(moments)
-    victim = Victim(tmp_path / "run", steps=20)
+    victim = make_victim(20)
     victim.live(moments)
     assert victim.kills == 10
     victim.check_whole()

@@ -191,7 +191,7 @@ NEIGHBOURS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("reference", "step-level credit", "router and thinking levels")
+QUICK = ("reference", "router and thinking levels")
 
 
 @pytest.mark.parametrize("beside", quick_first(NEIGHBOURS, QUICK))

@@ -38,7 +38,6 @@ def config(tmp_path: Path, *, steps: int = 2, sections: dict[str, Any] | None = 
         write_rows(data, 12, seed=0, split="train")
     return RunConfig.model_validate(
         {
-            "deterministic": True,
             "data": {"train": str(data), "batch_size": 3},
             "tools": ["calculator", "search"],
             "rollout": {"n": 6, "max_new_tokens": 40},
@@ -171,7 +170,8 @@ def test_an_actors_advantage_does_not_depend_on_what_other_routes_earned(tmp_pat
                 for place, messages in enumerate(rollouts_messages)
             ]
 
-        run = assemble(config(tmp_path, wording="", sections={"reward": {"sandbox": {"tier": "off"}}}), reward=by_route)
+        sections = {"deterministic": True, "reward": {"sandbox": {"tier": "off"}}}
+        run = assemble(config(tmp_path, wording="", sections=sections), reward=by_route)
         made = turn(run)
         means = {c.rollout.rollout_id: float(sum(map(sum, c.advantages))) for c in made.credited}
         return means, made, run.router.model.head.out.weight.detach().clone()
@@ -238,7 +238,7 @@ def test_a_frozen_actor_is_bit_identical_afterwards(tmp_path: Path, routes: str)
 
 
 def test_refills_count_prompts_and_not_groups(tmp_path: Path) -> None:
-    sections = {"algorithm": {"zero_std_groups": "refill", "max_refills": 1}}
+    sections = {"deterministic": True, "algorithm": {"zero_std_groups": "refill", "max_refills": 1}}
     made = turn(assemble(config(tmp_path, sections=sections)), 2)
     assert made.metrics["groups/batches"] == 2  # three prompts of nine groups are not three usable prompts
     assert made.metrics["router/prompts"] == 6
@@ -254,7 +254,7 @@ def test_refills_count_prompts_and_not_groups(tmp_path: Path) -> None:
     ],
 )
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, router: dict[str, Any]) -> None:
-    given = config(tmp_path, **router)
+    given = config(tmp_path, sections={"deterministic": True}, **router)
     straight = assemble(given)
     turn(straight, 1)
     saved = checkpoint.save(

@@ -1,8 +1,12 @@
-"""One of several data-parallel processes, run by test_distributed.py as `gloo_worker.py RANK WORLD FOLDER`."""
+"""Data-parallel processes, run by test_distributed.py as `gloo_worker.py WORLD FOLDER`.
+
+The first one forks the others, so that torch is imported once.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 from dataclasses import replace
 from functools import cache
@@ -67,15 +71,28 @@ def learn(case: str, rank: int, world: int) -> tuple[dict[str, torch.Tensor], di
     return found, metrics
 
 
-def main() -> None:
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
+def learn_all(rank: int, world: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     for case in CASES:
         tensors, metrics = learn(case, rank, world)
         save_file(tensors, folder / f"{case}-{rank}.safetensors")
         (folder / f"{case}-{rank}.json").write_text(json.dumps(metrics), encoding="utf-8")
     dist.destroy_process_group()
+
+
+def main() -> None:
+    world, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    others = [
+        multiprocessing.get_context("fork").Process(target=learn_all, args=(rank, world, folder))
+        for rank in range(1, world)
+    ]
+    for other in others:
+        other.start()
+    learn_all(0, world, folder)
+    for other in others:
+        other.join()
+    sys.exit(any(other.exitcode for other in others))
 
 
 if __name__ == "__main__":

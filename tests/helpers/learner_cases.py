@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,6 +97,26 @@ def credit(
     )
 
 
+_generated: dict[tuple[object, ...], Any] = {}
+
+
+def generate_once(model: Any, weights: bytes, seen: list[int], sampling: Sampling) -> Any:
+    """What `model` samples; many tests sample the same from models of the same weights."""
+    key = (weights, tuple(seen), sampling)
+    if key not in _generated:
+        [_generated[key]] = generate_batch(model, [seen], [sampling], pad_id=PAD, policy_version=0)
+    return _generated[key]
+
+
+def fingerprint(model: Any) -> bytes:
+    """Of all that decides what a model samples."""
+    digest = hashlib.sha256(model.config.to_json_string().encode())
+    for name, value in model.state_dict().items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.digest()
+
+
 def sample(
     model: Any,
     advantages: Sequence[float],
@@ -109,6 +130,7 @@ def sample(
     """Episodes of different lengths sampled from `model`, with other tokens between the turns; a group shares its
     prompt."""
     rng = np.random.default_rng(seed)
+    weights = fingerprint(model)
     found = []
     for place, advantage in enumerate(advantages):
         group = place // (groups_of or 1)
@@ -117,7 +139,7 @@ def sample(
         said = []
         for turn in range(turns):
             sampling = Sampling(temperature, max_new_tokens=2 + place % 3, seed=100 * seed + 10 * place + turn)
-            [out] = generate_batch(model, [seen], [sampling], pad_id=PAD, policy_version=0)
+            out = generate_once(model, weights, seen, sampling)
             said.append((seen, list(out.token_ids), list(out.logprobs)))
             seen = [*seen, *out.token_ids, *rng.integers(2, 48, 4).tolist()]
         name = f"g{group}" if groups_of else "g"

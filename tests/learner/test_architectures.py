@@ -9,6 +9,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, LONG, build
 from learner_cases import pack
+from selection import quick_first
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -112,7 +113,8 @@ def test_in_float64_log_probs_and_gradients_are_those_of_plain_rows(name: str) -
             assert_same(by_us(model, rows, budget), expected, 1e-9)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+# That the formulas are the same is told by float64.
+@pytest.mark.parametrize("name", quick_first(TRAINED, ("llama", "gemma2", "gpt2", "qwen3, moe", "gpt-oss", "phi3")))
 def test_in_float32_log_probs_and_gradients_are_those_of_plain_rows(name: str) -> None:
     model, rows = build(name), forked_rows()
     assert_same(by_us(model, rows, 500), by_transformers(model, rows), 1e-5)

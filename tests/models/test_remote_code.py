@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
-import os
 import pickle
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,25 +65,22 @@ def own_model(folder: Path) -> None:
     change(folder / "config.json", model_type="own", auto_map=mapped)
 
 
-def test_a_yes_on_standard_input_allows_nothing(folder: Path, ran: Path, tmp_path: Path) -> None:
+def test_a_yes_on_standard_input_allows_nothing(
+    folder: Path, ran: Path, tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     own_model(folder)
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "a", "response": "b"}\n', encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "toolwise", "sft", data, "--model", folder, "--out", tmp_path / "out", "--steps", "1"],
-        input="y\n" * 20,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"HF_HOME": str(tmp_path / "hf")},
-        timeout=120,
-    )
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
+    done = cli("sft", data, "--model", folder, "--out", tmp_path / "out", "--steps", "1")
     assert not ran.exists()
     assert not (tmp_path / "out").exists()
-    assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("toolwise:")]
+    assert done.status == 2
+    (line,) = [line for line in done.err.splitlines() if line.startswith("toolwise:")]
     assert "needs to run its own Python code (configuration_own.py, modeling_own.py)" in line
     assert "model.trust_remote_code = true allows it" in line
-    assert "Do you wish" not in done.stdout + done.stderr
+    assert "Do you wish" not in done.out + done.err
 
 
 @pytest.mark.parametrize(

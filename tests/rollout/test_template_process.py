@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from selection import quick_first
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -154,9 +155,13 @@ def peak_memory() -> Iterator[list[int]]:
         watcher.join()
 
 
-@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
-def test_templates_without_end_are_refused_at_load(template: str) -> None:
-    model = tokenizer(CHATML + template)
+QUICK = {*list(ENDLESS)[::2], "too long", "a file", "deep brackets", "deep blocks"}
+"""Most of the others run into the same limits of the process, on CPU time and memory, by another filter or method."""
+
+
+@pytest.mark.parametrize("name", quick_first(ENDLESS, QUICK))
+def test_templates_without_end_are_refused_at_load(name: str) -> None:
+    model = tokenizer(CHATML + ENDLESS[name])
     template_process._process.close()  # so that the process of this template is counted once it has ended
     own_s, own_kb = used(resource.RUSAGE_SELF)
     child_s, _ = used(resource.RUSAGE_CHILDREN)

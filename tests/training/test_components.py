@@ -126,7 +126,6 @@ class Nameless(Centered):
 
 ROWS = [{"prompt": f"What is {a} + {b}?", "ground_truth": str(a + b)} for a, b in ((12, 45), (67, 8), (31, 27))]
 SMALL: dict[str, Any] = {
-    "deterministic": True,
     "model": {"device": "cpu"},
     "data": {"batch_size": 2},
     "rollout": {"n": 2, "max_new_tokens": 8, "temperature": 3.0},

@@ -31,7 +31,6 @@ def vowels(messages: Any, ground_truth: Any) -> float:
 
 def settings(**trainer: Any) -> dict[str, Any]:
     return {
-        "deterministic": True,
         "model": {"device": "cpu"},
         "data": {"batch_size": 2},
         "actor": {"lr": 1e-5},
@@ -57,9 +56,10 @@ class Watcher(toolwise.Callback):
         self.saved.append((event.step, checkpoint.load(event.path).step == event.step))
 
 
-def train(out: Path, watcher: Watcher | None = None, **trainer: Any) -> Any:
+def train(out: Path, watcher: Watcher | None = None, *, deterministic: bool = False, **trainer: Any) -> Any:
     callbacks = [watcher] if watcher else []
-    return toolwise.train(settings(**trainer), tasks=ROWS, val=ROWS[:1], out=out, reward=vowels, callbacks=callbacks)
+    config = {"deterministic": deterministic, **settings(**trainer)}
+    return toolwise.train(config, tasks=ROWS, val=ROWS[:1], out=out, reward=vowels, callbacks=callbacks)
 
 
 def slow_save(monkeypatch: pytest.MonkeyPatch, wait: Callable[[int], None]) -> list[threading.Thread]:
@@ -92,7 +92,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 def test_a_checkpoint_written_late_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights have changed twice by then. Both modes give the same files and figures."""
-    train(tmp_path / "sync", Watcher(), async_checkpoints=False)
+    train(tmp_path / "sync", Watcher(), deterministic=True, async_checkpoints=False)
     watcher = Watcher()
 
     def wait(step: int) -> None:  # until the next step has updated the weights
@@ -101,7 +101,7 @@ def test_a_checkpoint_written_late_holds_the_state_of_its_step(tmp_path: Path, m
             time.sleep(0.001)
 
     threads = slow_save(monkeypatch, wait)
-    train(tmp_path / "async", watcher)
+    train(tmp_path / "async", watcher, deterministic=True)
     assert len(set(threads)) == 3
     assert threading.main_thread() not in threads
     assert watcher.saved == [(1, True), (2, True), (3, True)]

@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import logging
 import os
-import subprocess
+import re
+import runpy
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,6 +41,7 @@ def built() -> Iterator[list[Scoring]]:
 
 
 def scoring_of(built: list[Scoring], given: Any = None, **settings: Any) -> Scoring:
+    settings["sandbox"] = {"workers": 1} | settings.get("sandbox", {})
     built.append(build_scoring(RewardConfig.model_validate(settings), given))
     return built[-1]
 
@@ -251,18 +253,18 @@ def test_the_configuration_must_name_one(built: list[Scoring]) -> None:
         ("len(held)", 'importing script.py would run it again: put what it runs under `if __name__ == "__main__":`'),
     ],
 )
-def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path, uses: str, told: str) -> None:
+def test_a_script_without_a_guard_is_not_run_again(
+    tmp_path: Path, uses: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import toolwise\nheld = iter([])\n"
         f"def score(messages, ground_truth):\n    return {uses}\n"
         "toolwise.train(tasks=[{'prompt': '?', 'ground_truth': 1}], reward=score, out='run')\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 1
-    assert told in done.stderr
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ToolwiseError, match=re.escape(told)):
+        runpy.run_path(str(script), run_name="__main__")
     assert not (tmp_path / "run").exists()
 
 

@@ -15,7 +15,7 @@ from toolwise.training.startup import announce, show_startup
 
 HEAVY = {"torch", "transformers", "numpy", "pyarrow", "matplotlib"}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-REPEATS = 5
+REPEATS = 3
 
 
 def seconds(*arguments: str) -> float:

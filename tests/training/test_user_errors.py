@@ -26,24 +26,24 @@ from toolwise.advantages import Grpo
 from toolwise.learner.losses import clipped_policy_loss
 from toolwise.routing.routers import DirectRouter
 
-FAILS = "decide"
+FAILS, CALL = "nothing", 1
 calls = 0
 
 
-def check(method, at):
+def check(method):
     global calls
     calls += method == FAILS
-    if method == FAILS and calls == at:
+    if method == FAILS and calls == CALL:
         raise ValueError("no such\\ncity")
 
 
 class Estimator(Grpo):
     def __call__(self, rollouts):
-        check("estimator", 2)
+        check("estimator")
         return super().__call__(rollouts)
 
     def learns_from_equal_scores(self, score):
-        check("equal", 3)
+        check("equal")
         return super().learns_from_equal_scores(score)
 
 
@@ -54,7 +54,7 @@ class Loss(PolicyLoss):
         self.clip = clip
 
     def __call__(self, logprobs, old_logprobs, advantages, sequences):
-        check("loss", 2)
+        check("loss")
         losses, clipped = clipped_policy_loss(
             logprobs, old_logprobs, advantages, clip_low=self.clip, clip_high=self.clip, dual_clip=3.0
         )
@@ -66,12 +66,12 @@ class Mine(Router):
         self.inner, self.weight, self.learned = DirectRouter(seed), weight, []
 
     def decide(self, tasks, n, step, *, label="step", explore=True):
-        check("decide" if explore else "validation", 2)
+        check("decide" if explore else "validation")
         return self.inner.decide(tasks, n, step, label=label, explore=explore)
 
     def learn(self, scored):
         self.learned.append(len(scored))
-        check("learn", 2)
+        check("learn")
         return {}
 
     def state_dict(self):
@@ -82,63 +82,71 @@ class Mine(Router):
 """
 
 
+def write_parts(file: Path, fails: str, call: int = 1, more: str = "") -> None:
+    file.write_text(PARTS.replace('"nothing", 1', f'"{fails}", {call}') + more)
+
+
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "engine/"))} for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("fails", "part", "steps"),
-    [
-        ("estimator", "algorithm.adv_estimator: Estimator failed: ", 1),
-        ("loss", "actor.policy_loss: Loss failed: ", 1),
-        ("decide", "router PATH:Mine: decide failed: ", 1),
-        ("learn", "router PATH:Mine: learn failed: ", 2),
-        ("validation", "router PATH:Mine: decide failed: ", 2),
-    ],
-)
+STOPS = [
+    ("decide", 2, "router PATH:Mine: decide failed: ", 1),
+    ("estimator", 1, "algorithm.adv_estimator: Estimator failed: ", 1),
+    ("loss", 1, "actor.policy_loss: Loss failed: ", 1),
+    ("learn", 1, "router PATH:Mine: learn failed: ", 2),
+    ("validation", 1, "router PATH:Mine: decide failed: ", 2),
+]
+"""What fails, at which of its calls in that process, how the message begins, and the steps that are finished then."""
+
+
 def test_it_ends_with_a_checkpoint_and_a_summary_and_the_mended_file_goes_on(
-    fails: str, part: str, steps: int, tmp_path: Path, cli: Cli, make_config: MakeConfig, tiny_run: Path
+    tmp_path: Path, cli: Cli, make_config: MakeConfig, tiny_run: Path
 ) -> None:
+    """One run, in which one part fails after another: it is started once, and goes on whenever the file is mended."""
     file, run = tmp_path / "mine.py", tmp_path / "run"
-    file.write_text(PARTS.replace('"decide"\ncalls', f'"{fails}"\ncalls'))
     changes = {
+        "deterministic": True,
         "algorithm": {"adv_estimator": "mine.py:Estimator"},
         "actor": {"policy_loss": "mine.py:Loss", "lr": 1e-4},
         "router": {"name": "mine.py:Mine"},
         "trainer": {"total_steps": 2, "save_every": 5},
     }
-    ended = cli("train", make_config(tmp_path, changes | {"deterministic": True}), "--out", run)
-    assert ended.status == 2
-    [line] = ended.err.splitlines()
-    assert f"{part.replace('PATH', str(file))}ValueError: no such city ({file}:18)" in line
-    assert line.endswith(f"; fix it, then continue from step {steps}: toolwise resume {run}")
-    summary = json.loads((run / "summary.json").read_bytes())
-    assert (summary["steps"], summary["interrupted"]) == (steps, False)
-    assert summary["stopped"] in line
-    [finding] = [entry for entry in summary["diagnosis"] if entry["kind"] == "stopped"]
-    assert finding["cure"] in line
-    assert (run / "report.html").exists()
-    assert sorted(path.name for path in (run / "checkpoints").iterdir())[-1] == f"step-{steps:06d}"
-    file.write_text(PARTS.replace('"decide"\ncalls', '"nothing"\ncalls'))
+    config = make_config(tmp_path, changes)
+    for fails, call, part, steps in STOPS:
+        write_parts(file, fails, call)
+        ended = cli("resume", run) if run.exists() else cli("train", config, "--out", run)
+        assert ended.status == 2, fails
+        [line] = ended.err.splitlines()
+        assert f"{part.replace('PATH', str(file))}ValueError: no such city ({file}:18)" in line
+        assert line.endswith(f"; fix it, then continue from step {steps}: toolwise resume {run}")
+        summary = json.loads((run / "summary.json").read_bytes())
+        assert (summary["steps"], summary["interrupted"]) == (steps, False), fails
+        assert summary["stopped"] in line
+        [finding] = [entry for entry in summary["diagnosis"] if entry["kind"] == "stopped"]
+        assert finding["cure"] in line
+        assert (run / "report.html").exists()
+        assert sorted(path.name for path in (run / "checkpoints").iterdir())[-1] == f"step-{steps:06d}"
+    write_parts(file, "nothing")
     ended = cli("resume", run)
     assert ended.status == 0, ended.err
-    same = metrics_of(tiny_run)
-    assert metrics_of(run) == [line for line in same if fails != "learn" or line["step"] != 2 or "eval/score" in line]
+    # The second step has no metrics: `learn` failed in it.
+    assert metrics_of(run) == [line for line in metrics_of(tiny_run) if line["step"] != 2 or "eval/score" in line]
     assert json.loads((run / "summary.json").read_bytes())["stopped"] is None
 
 
 def test_a_metric_whose_name_is_taken_gets_another(
     tmp_path: Path, cli: Cli, make_config: MakeConfig, tiny_run: Path
 ) -> None:
-    (tmp_path / "mine.py").write_text(
-        PARTS.replace('"decide"\ncalls', '"nothing"\ncalls')
-        + "\n\nclass Claims(Grpo):\n    def __call__(self, rollouts):\n"
+    more = (
+        "\n\nclass Claims(Grpo):\n    def __call__(self, rollouts):\n"
         "        names = ('actor/loss', 'score/mean', 'eval/score', 'step', 'mine/own')\n"
         "        return CreditedBatch(super().__call__(rollouts).rollouts, dict.fromkeys(names, 7.0))\n"
         "\n\nclass Router2(Mine):\n    def learn(self, scored):\n"
         "        return {'actor/entropy': 8.0, 'mine/own': 9.0}\n"
     )
+    write_parts(tmp_path / "mine.py", "nothing", more=more)
     parts = {"algorithm": {"adv_estimator": "mine.py:Claims"}, "router": {"name": "mine.py:Router2"}}
     ended = cli("train", make_config(tmp_path, parts | {"deterministic": True}), "--out", tmp_path / "run")
     assert ended.status == 0, ended.err
@@ -154,7 +162,7 @@ def test_a_metric_whose_name_is_taken_gets_another(
 def test_the_arguments_of_a_user_s_parts_may_change_on_the_way(
     tmp_path: Path, cli: Cli, make_config: MakeConfig
 ) -> None:
-    (tmp_path / "mine.py").write_text(PARTS.replace('"decide"\ncalls', '"nothing"\ncalls'))
+    write_parts(tmp_path / "mine.py", "nothing")
     parts = {
         "algorithm": {"adv_estimator": "mine.py:Estimator", "estimator_kwargs": {"norm_by_std": True}},
         "actor": {"policy_loss": "mine.py:Loss", "policy_loss_kwargs": {"clip": 0.2}},

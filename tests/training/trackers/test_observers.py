@@ -134,7 +134,6 @@ def test_a_missing_file_is_named_before_anything_is_loaded(tmp_path: Path, cli: 
 
 ROWS = [{"prompt": f"What is {a} + {b}?", "ground_truth": str(a + b)} for a, b in ((12, 45), (67, 8), (31, 27))]
 SMALL = {
-    "deterministic": True,
     "model": {"device": "cpu"},
     "data": {"batch_size": 2},
     "rollout": {"n": 2, "max_new_tokens": 16},

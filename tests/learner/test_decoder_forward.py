@@ -79,7 +79,7 @@ def test_it_recomputes_layers_where_activations_are_checkpointed() -> None:
     assert_same_as_stock(model)
 
 
-@pytest.mark.parametrize("targets", [None, ["q_proj", "down_proj"]])
+@pytest.mark.parametrize("targets", [None, ["q_proj", "down_proj"], ["v_proj", "up_proj"], ["o_proj"]])
 def test_adapters_get_their_gradients(targets: list[str] | None) -> None:
     model = tiny_model().double()
     Adapters(model, LoraConfig(rank=4, **({} if targets is None else {"target_modules": targets})), 0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from toolwise.models.decoder_layers import (
     longrope_limit,
     max_context,
 )
-from toolwise.models.merged_weights import merged_copy, trainable_layer
+from toolwise.models.merged_weights import AdaptedLinear, adapter_gradients, merged_copy, trainable_layer
 
 Projection = Callable[[Tensor], Tensor]
 _PROBLEMS: Any = WeakIdKeyDictionary()
@@ -212,16 +213,30 @@ def _norm_heads(qkv: Tensor, heads: int, key_heads: int, q_norm: Any, k_norm: An
 
 
 def joint_projection(parts: Sequence[Any]) -> Projection:
-    """The outputs of layers with the same input, concatenated: one product where they are plain linear layers."""
+    """The outputs of layers with the same input, concatenated: one product where their weights can be joined."""
     if len(parts) == 1:
         only: Projection = parts[0]
         return only
-    biased = {part.bias is not None for part in parts}
-    if any(type(part) is not nn.Linear for part in parts) or len(biased) > 1:
+    plain = all(type(part) is nn.Linear for part in parts)
+    if len({part.bias is None for part in parts}) > 1 or not (plain or all(map(_has_frozen_weight, parts))):
         return lambda x: torch.cat([part(x) for part in parts], -1)
     weights, biases = [part.weight for part in parts], [part.bias for part in parts if part.bias is not None]
     weight, bias = fuse_parameters(weights), fuse_parameters(biases) if biases else None
-    return lambda x: JointLinear.apply(x, weight, bias, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
+    if plain:
+        return lambda x: JointLinear.apply(x, weight, bias, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
+    ends = list(accumulate(map(len, weights), initial=0))
+    adapted = [
+        (part, slice(*span)) for part, span in zip(parts, pairwise(ends), strict=True) if hasattr(part, "lora_a")
+    ]
+    where = [(part.scaling, span) for part, span in adapted]
+    adapters = [tensor for part, _ in adapted for tensor in (part.lora_a, part.lora_b)]
+    return lambda x: JointMergedLinear.apply(x, weight, bias, where, *adapters)  # type: ignore[no-untyped-call]
+
+
+def _has_frozen_weight(part: Any) -> bool:
+    if isinstance(part, AdaptedLinear):
+        return not part.transposed
+    return type(part) is nn.Linear and not any(parameter.requires_grad for parameter in part.parameters())
 
 
 class JointLinear(torch.autograd.Function):
@@ -243,6 +258,28 @@ class JointLinear(torch.autograd.Function):
             weights = torch.split(grad.t() @ x, ctx.sizes)
             biases = torch.split(grad.sum(0), ctx.sizes) if ctx.biased else ()
         return grad @ weight if ctx.needs_input_grad[0] else None, None, None, None, *weights, *biases
+
+
+class JointMergedLinear(torch.autograd.Function):
+    """`MergedProduct` of several layers with one joint weight, which is frozen. `where`: scaling and rows of each
+    adapted layer, whose A and B follow."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, where: list[tuple[float, slice]], *adapters: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, *adapters)
+        ctx.where = where
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, *adapters = ctx.saved_tensors
+        grad = grads[0]
+        found: list[Tensor] = []
+        for (scaling, rows), lora_a, lora_b in zip(ctx.where, adapters[::2], adapters[1::2], strict=True):
+            found += adapter_gradients(grad[:, rows], x, lora_a, lora_b, scaling)
+        return grad @ weight if ctx.needs_input_grad[0] else None, None, None, None, *found
 
 
 class Norm(torch.autograd.Function):

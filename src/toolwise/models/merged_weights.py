@@ -230,7 +230,13 @@ class MergedProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, lora_a, lora_b, weight = ctx.saved_tensors
         grad, rows = grads[0].flatten(0, -2), x.flatten(0, -2)
-        grad_a = (grad @ lora_b.to(grad.dtype)).t() @ rows
-        grad_b = grad.t() @ (rows @ lora_a.to(rows.dtype).t())
+        grad_a, grad_b = adapter_gradients(grad, rows, lora_a, lora_b, ctx.scaling)
         grad_x = grads[0] @ weight if ctx.needs_input_grad[0] else None
-        return grad_x, grad_a.to(lora_a) * ctx.scaling, grad_b.to(lora_b) * ctx.scaling, None, None, None
+        return grad_x, grad_a, grad_b, None, None, None
+
+
+def adapter_gradients(grad: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """∂A and ∂B of a layer's product, from the gradient of its output and its input, [tokens, …]."""
+    grad_a = (grad @ lora_b.to(grad.dtype)).t() @ x
+    grad_b = grad.t() @ (x @ lora_a.to(x.dtype).t())
+    return grad_a.to(lora_a) * scaling, grad_b.to(lora_b) * scaling

@@ -2,8 +2,21 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+
+import pytest
 
 from toolwise.concurrency.garbage import THRESHOLD, frozen_heap, relaxed_gc
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    """The tests' own heap is frozen for speed (conftest.py)."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    if frozen:
+        gc.freeze()
 
 
 class Node:
@@ -30,11 +43,38 @@ def test_a_threshold_that_is_higher_or_off_stays() -> None:
 
 
 def test_what_a_run_began_with_is_not_scanned_and_what_it_adds_is_collected() -> None:
-    old = weakref.ref(Node())
+    kept = Node()
+    old = weakref.ref(kept)
     with frozen_heap():
+        del kept
         new = weakref.ref(Node())
         gc.collect()
         assert old() is not None
         assert new() is None
     gc.collect()
     assert old() is None
+
+
+def test_garbage_of_before_is_collected_first() -> None:
+    gc.disable()
+    try:
+        old = weakref.ref(Node())
+        with frozen_heap():
+            assert old() is None
+    finally:
+        gc.enable()
+
+
+def test_a_heap_that_is_frozen_already_stays_so() -> None:
+    gc.freeze()
+    try:
+        with frozen_heap():
+            pass
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+    with frozen_heap():
+        with frozen_heap():
+            pass
+        assert gc.get_freeze_count()
+    assert not gc.get_freeze_count()

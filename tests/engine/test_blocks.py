@@ -234,3 +234,19 @@ def apply(
         blocks.share_tail(lease, tokens, "state")
     elif what in ("close", "drop"):
         blocks.close(lease, tokens, keep=what == "close")
+
+
+def test_blocks_for_tokens_that_were_not_computed_are_given_back() -> None:
+    blocks = BlockManager(16, 4)
+    lease = blocks.open(list(range(6)), end=6)
+    assert blocks.extend(lease, 40)
+    assert blocks.available == 6
+    blocks.commit(lease, list(range(9)), 9)
+    blocks.trim(lease, 9)
+    assert len(lease.table) == 3
+    assert blocks.available == 13
+    check_blocks(blocks, [lease])
+    blocks.trim(lease, 9)
+    assert len(lease.table) == 3
+    blocks.close(lease, list(range(9)))
+    assert blocks.available == 16

@@ -155,3 +155,21 @@ def test_on_a_gpu_it_is_as_close_to_fp32_as_the_stock_modules(name: str, monkeyp
         return sum(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
 
     assert error(ours) < 1.25 * error(stock)
+
+
+def test_adapted_embeddings_keep_the_stock_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The merged copy's embedding is frozen: their adapters would get no gradient."""
+    monkeypatch.setattr("toolwise.learner.decoder_forward.available", lambda device: True)
+    model = tiny_model(tie_word_embeddings=False).bfloat16()
+    Adapters(model, LoraConfig(rank=4, target_modules=["embed_tokens", "q_proj"]), 0)
+    assert decoder_forward_problem(model) == "its embeddings are adapted"
+
+
+def test_weights_that_others_may_have_joined_are_not_moved() -> None:
+    """A reference shares unadapted weights with the engine's merged copy, which joins them with merged ones."""
+    model = tiny_model().double().requires_grad_(False)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    packed = packed_rows()
+    found = DecoderForward(model, PlainKernel())(packed.ids, packed.positions, attention_parts(packed.segments, "cpu"))
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
+    torch.testing.assert_close(found, hidden_states(model, packed), rtol=1e-5, atol=1e-5)

@@ -418,6 +418,8 @@ def test_equal_conversations_are_rendered_once(monkeypatch: pytest.MonkeyPatch) 
             process.render("{{ a }}", {"a": a}, now)
         assert len(process._texts) == template_process.KEPT_TEXTS
         process.render("{{ a | length }}", {"a": "x" * template_process.MAX_KEPT_BYTES}, now)
-        assert all(len(payload) <= template_process.MAX_KEPT_BYTES for payload in process._texts)
+        process.render("{{ 'x' * 300000 }}", {}, now)
+        kept = [*process._texts, *process._texts.values()]
+        assert all(len(text) <= template_process.MAX_KEPT_BYTES for text in kept)
     finally:
         process.close()

@@ -137,3 +137,32 @@ def test_a_price_without_a_unit_is_in_the_first_unit_of_the_cost() -> None:
     changes = {"cost": "prices", "cost_kwargs": {"prices": {"usd": {"*": 0.01}, "seconds": {"*": 1.0}}}}
     assert build_routes(CONFIG.model_copy(update=changes)).find("files").price == {"usd": 0.25}
     assert OWN.find("files").price == {"cost": 0.25}
+
+
+@pytest.mark.parametrize("tools", [["Search", "search"], ["web_search", "web-search"], ["answer"], ["otc"]])
+def test_tools_whose_routes_could_not_be_told_apart_are_refused(tools: list[str]) -> None:
+    with pytest.raises(ConfigError, match="per_tool makes a route of each tool, but"):
+        build_routes(RouterConfig(per_tool=True), tools)
+
+
+def test_the_recorded_price_is_in_the_first_unit_of_the_cost() -> None:
+    router = RouterConfig.model_validate(
+        {
+            "cost": "prices",
+            "cost_kwargs": {"prices": {"usd": {"*": 1.0}, "seconds": {"*": 2.0}}},
+            "routes": [{"name": "short"}, {"name": "long", "note": "Think.", "price": {"seconds": 5.0, "usd": 0.02}}],
+        }
+    )
+    short, long = build_routes(router)
+    assert (short.price.get(short.first_unit, 0.0), long.price.get(long.first_unit, 0.0)) == (0.0, 0.02)
+
+
+def test_an_old_name_gives_way_to_the_new_one() -> None:
+    assert RouterConfig.model_validate({"routes": "one", "sampling": "stratified"}).sampling == "stratified"
+    assert RouterConfig.model_validate({"routes": "one"}).sampling == "one"
+
+
+def test_a_budget_window_with_a_route_per_tool_says_how_to_sample() -> None:
+    with pytest.raises(ValueError, match="budget_window needs the outcome of every route"):
+        RouterConfig(budget_window=100, per_tool=True)
+    RouterConfig(budget_window=100, per_tool=True, sampling="stratified")

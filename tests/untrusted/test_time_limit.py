@@ -95,3 +95,20 @@ def test_what_it_changed_before_it_was_ended_is_restored() -> None:
     with pytest.raises(TimeLimitError):
         call_part_within(0.01, disables)
     assert torch.is_grad_enabled()
+
+
+def test_an_interrupt_while_the_limit_is_set_leaves_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, handler = signal.setitimer, signal.getsignal(signal.SIGALRM)
+
+    def interrupted(which: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
+        result = real(which, seconds, interval)
+        if seconds:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "setitimer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call_within(5.0, int)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) == handler

@@ -30,7 +30,12 @@ def relaxed_gc() -> Iterator[None]:
 @contextmanager
 def frozen_heap() -> Iterator[None]:
     """Leave out all objects that exist now, such as modules and the model: full collections then take as long as what
-    was added since."""
+    was added since. Garbage is collected first, such as the model of a run that failed. Does nothing if objects are
+    left out already: by a run around this one, or by the caller."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
     gc.freeze()
     try:
         yield

@@ -170,9 +170,9 @@ class RouterConfig(Section):
     @classmethod
     def _read_old_name(cls, values: Any) -> Any:
         """`routes` was the name of `sampling` before routes could be the user's own; all alike was its default."""
-        if isinstance(values, dict) and isinstance(values.get("routes"), str) and "sampling" not in values:
+        if isinstance(values, dict) and isinstance(values.get("routes"), str):
             rest = {name: value for name, value in values.items() if name != "routes"}
-            return rest | ({} if values["routes"] == "stratified" else {"sampling": values["routes"]})
+            return ({} if values["routes"] == "stratified" else {"sampling": values["routes"]}) | rest
         return values
 
     @model_validator(mode="after")
@@ -194,7 +194,9 @@ class RouterConfig(Section):
 
     @model_validator(mode="after")
     def _check_budget_window(self) -> RouterConfig:
-        stratified = self.sampling_of(len(self.routes) or 3) == "stratified"
+        stratified = self.sampling == "stratified" or (
+            not self.per_tool and self.sampling_of(len(self.routes) or 3) == "stratified"
+        )
         if self.budget_window and not (stratified and self.backbone == "frozen"):
             raise ValueError(
                 'budget_window needs the outcome of every route and features that stay: sampling = "stratified" and '

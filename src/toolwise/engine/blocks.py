@@ -127,6 +127,13 @@ class BlockManager:
             lease.table.append(block)
         return True
 
+    def trim(self, lease: Lease, length: int) -> None:
+        """Give back blocks beyond `length` tokens, which were allocated for tokens that are not computed."""
+        extra = len(lease.table) - self.needed(length)
+        if extra > 0:
+            self._free += lease.own[-extra:]
+            del lease.own[-extra:], lease.table[-extra:]
+
     def commit(self, lease: Lease, tokens: Sequence[int], held: int, *, share_up_to: int | None = None) -> None:
         """Record that `held` tokens are computed: blocks that became full join the tree."""
         lease.held = held

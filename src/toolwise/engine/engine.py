@@ -231,7 +231,10 @@ class Engine(GenerationEngine):
             return None
         self._prepare()
         tokens, logprobs = runner.decode_multi_step(list(plan), steps, lambda: bool(self._pending_actions))
-        return self.results.process_multi_step(list(plan), tokens, logprobs, self.version)
+        finished = self.results.process_multi_step(list(plan), tokens, logprobs, self.version)
+        for request in plan:  # if it was interrupted, others need the blocks that it has not used
+            self.blocks.trim(request.lease, len(request.tokens))
+        return finished
 
     def _reserve_steps(self, max_steps: Mapping[Request, int]) -> int:
         """Reserve blocks and return the number of steps they suffice for; 0 if hardly any. Evicts cached blocks for a

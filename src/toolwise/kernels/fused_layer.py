@@ -87,7 +87,7 @@ def _fused_projection(parts: Sequence[Any]) -> ProjectionFn:
     return partial(F.linear, weight=weight, bias=bias)
 
 
-def _common_storage(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def common_storage(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The tensor that these are consecutive slices of, or None."""
     address = tensors[0].data_ptr()
     for tensor in tensors:
@@ -104,7 +104,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def fuse_parameters(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """One tensor over all parameters, which become views of it unless they already are."""
-    fused = _common_storage(parameters)
+    fused = common_storage(parameters)
     if fused is not None:
         return fused
     # A parameter backed by an inference tensor could never be trained again.

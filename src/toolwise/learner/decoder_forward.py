@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from toolwise.kernels import available, kernel
-from toolwise.kernels.fused_layer import fuse_parameters
+from toolwise.kernels.fused_layer import common_storage, fuse_parameters
 from toolwise.learner.row_trees import Segment
 from toolwise.learner.tree_attention import (
     FlashKernel,
@@ -43,7 +43,13 @@ from toolwise.models.decoder_layers import (
     longrope_limit,
     max_context,
 )
-from toolwise.models.merged_weights import AdaptedLinear, adapter_gradients, merged_copy, trainable_layer
+from toolwise.models.merged_weights import (
+    AdaptedLinear,
+    adapter_gradients,
+    is_adapter,
+    merged_copy,
+    trainable_layer,
+)
 
 Projection = Callable[[Tensor], Tensor]
 _PROBLEMS: Any = WeakIdKeyDictionary()
@@ -57,8 +63,11 @@ def decoder_forward_problem(model: Any) -> str | None:
     first = next(model.parameters())
     if not available(first.device) or first.dtype.itemsize != 2:
         return "there are no kernels for its device and precision"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.get_decoder().modules()):
+    trunk = model.get_decoder()
+    if any(module._forward_hooks or module._forward_pre_hooks for module in trunk.modules()):
         return "some of its modules have hooks"
+    if is_adapter(trunk.get_input_embeddings()):
+        return "its embeddings are adapted"
     if first not in _PROBLEMS:
         plain = merged_copy(model)
         _PROBLEMS[first] = undescribed_reason(plain) or probe_difference(plain)
@@ -128,7 +137,8 @@ class _Layer:
 
 
 class DecoderForward:
-    """The decoder of a model, prepared for the micro-batches of one update: weights may change, modules may not."""
+    """The decoder of a model, prepared for the micro-batches of one update, during which neither its modules nor its
+    adapters change."""
 
     def __init__(self, model: Any, attention: FlashKernel | None = None) -> None:
         plain = merged_copy(model)
@@ -221,6 +231,10 @@ def joint_projection(parts: Sequence[Any]) -> Projection:
     if len({part.bias is None for part in parts}) > 1 or not (plain or all(map(_has_frozen_weight, parts))):
         return lambda x: torch.cat([part(x) for part in parts], -1)
     weights, biases = [part.weight for part in parts], [part.bias for part in parts if part.bias is not None]
+    owned = all(weight.requires_grad for weight in weights) or all(isinstance(part, AdaptedLinear) for part in parts)
+    if not owned and common_storage(weights) is None:
+        # Others may have joined these weights in another way, and would move them back.
+        return lambda x: torch.cat([part(x) for part in parts], -1)
     weight, bias = fuse_parameters(weights), fuse_parameters(biases) if biases else None
     if plain:
         return lambda x: JointLinear.apply(x, weight, bias, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
@@ -244,7 +258,7 @@ class JointLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, count: int, *parts: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[4:]) else None, weight)
         ctx.sizes, ctx.biased = [len(part) for part in parts[:count]], len(parts) > count
         return F.linear(x, weight, bias)
 

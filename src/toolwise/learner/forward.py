@@ -54,8 +54,8 @@ def hidden_states(model: Any, packed: Packed) -> Tensor:
 
 
 class TrunkForward:
-    """A model's decoder, prepared once for all micro-batches of an update. Weights may change in between; modules, such
-    as adapters, may not."""
+    """A model's decoder, prepared once for all micro-batches of an update, during which neither its modules nor its
+    adapters change."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -43,7 +43,7 @@ GROWTH = 64
 MAX_WAIT_S = 300.0
 """How long to wait for an answer on a machine that is too busy to run the process."""
 KEPT_TEXTS, MAX_KEPT_BYTES = 64, 1 << 18
-"""How many of the last texts are kept, and the largest conversation of which one is."""
+"""How many of the last texts are kept, and the largest conversation and text that are."""
 _BOOT = "import sys; sys.path += sys.argv[1:]; from toolwise.rollout.template_main import main; main()"
 
 
@@ -82,7 +82,7 @@ class TemplateProcess:
         raise TemplateFaultError(reason) if kind == b"e" else TemplateLimitError(reason)
 
     def _keep(self, payload: bytes, text: str) -> str:
-        if len(payload) <= MAX_KEPT_BYTES:
+        if max(len(payload), len(text)) <= MAX_KEPT_BYTES:
             self._texts[payload] = text
             if len(self._texts) > KEPT_TEXTS:
                 self._texts.popitem(last=False)

@@ -122,7 +122,7 @@ class Conditioning:
             count_usage=count_usage,
             policy=self.policies.get(chosen.name),
             answered_by=chosen.options.policy,
-            price=next(iter(chosen.price.values()), 0.0),
+            price=chosen.price.get(chosen.first_unit, 0.0),
         )
 
     def usage_of(self, rollout: Rollout, source: UsageSource | None = None) -> RouteUsage:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from toolwise.config.router import RouterConfig
-from toolwise.config.routes import RouteConfig
+from toolwise.config.routes import RouteConfig, check_routes
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.routing.families import (
     MIXED,
@@ -40,6 +40,8 @@ class Route:
     """Families that are offered too, after the route's own tools."""
     price: Mapping[str, float] = field(default_factory=dict)
     """unit -> cost of a rollout, in addition to that of its calls"""
+    first_unit: str = COST_UNIT
+    """The unit that a rollout's recorded cost is in."""
 
     @cached_property
     def families(self) -> tuple[str, ...]:
@@ -138,6 +140,10 @@ def build_routes(router: RouterConfig, tools: Collection[str] = ()) -> RouteSet:
     """The routes of a configuration; `tools` are those of the run, for `per_tool`."""
     if router.per_tool:
         each = [RouteConfig(name="ANSWER"), *(RouteConfig(name=name, tools=[name]) for name in tools)]
+        try:
+            check_routes(each, {})
+        except ValueError as problem:
+            raise ConfigError(f"router.per_tool makes a route of each tool, but {problem}") from None
         return RouteSet(tuple(Route(options.name, options) for options in each))
     if not router.routes:
         return DEFAULT_ROUTES
@@ -153,6 +159,7 @@ def build_routes(router: RouterConfig, tools: Collection[str] = ()) -> RouteSet:
                 else {unit: options.price}
                 if options.price
                 else {},
+                first_unit=unit,
             )
             for options in router.routes
         )

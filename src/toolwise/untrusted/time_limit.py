@@ -36,9 +36,10 @@ def call_within(limit_s: float, function: Callable[P, T], *args: P.args, **kwarg
         if waiting:
             raise TimeLimitExceeded(f"took longer than {limit_s:g} s")
 
-    handler = signal.signal(signal.SIGALRM, expire)
-    left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, limit_s, REPEAT_S)
-    try:
+    handler, left_s, interval_s = signal.getsignal(signal.SIGALRM), 0.0, 0.0
+    try:  # around the setup too: an interrupt from the keyboard may arrive at any call
+        signal.signal(signal.SIGALRM, expire)
+        left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, limit_s, REPEAT_S)
         return function(*args, **kwargs)
     finally:
         waiting = False  # first, and without a call: a signal can only arrive at calls

@@ -239,6 +239,8 @@ def run(
         print_json(_to_json(answer))
     else:
         _show_answer(answer)
+    if answer.rollout.fault and not answer.text:
+        raise typer.Exit(1)
 
 
 def _to_json(answer: AgentAnswer) -> dict[str, object]:

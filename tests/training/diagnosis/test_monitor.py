@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import pytest
 from diagnosis_cases import DROPPED, UPDATED, config, scored, too_long
 
+from toolwise.config.router import RouterConfig
 from toolwise.config.schema import RunConfig
 from toolwise.protocols import AdvantageEstimator
 from toolwise.training.components import load_estimator
@@ -135,7 +137,7 @@ PRICED = {"enable": True, "subtract_thinking_cost": True}
         ({"algorithm": {"rlvcr": PRICED}}, ["constant_reward"]),
         ({"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {"enable": True}}}, []),
         ({"algorithm": {"adv_estimator": "pareto"}}, []),
-        ({"algorithm": {"adv_estimator": "hdpo"}}, []),
+        ({"algorithm": {"adv_estimator": "hdpo", "correct_threshold": 0.5}}, []),
         ({"algorithm": {"adv_estimator": "hdpo", "efficiency_w": 0.0}}, ["constant_reward"]),
         ({"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {"enable": True, "gate": "signed"}}}, ["constant_reward"]),
     ],
@@ -349,3 +351,36 @@ def test_a_tool_that_fails_on_nearly_every_call_is_named(steps: Any, says: str |
 def test_a_tool_that_works_later_withdraws_it() -> None:
     _, changes = after([*[LATE] * 4, HEALTHY, [scored(0.0, calls={"search": 1}), scored()]])
     assert [[f.name for f in c.withdrawn] for c in changes] == [[], [], [], [], [], ["tool_failed"]]
+
+
+def on_route(route: str, s: ScoredRollout) -> ScoredRollout:
+    return replace(s, rollout=replace(s.rollout, route=route))
+
+
+def test_a_route_whose_server_is_down_is_named() -> None:
+    dead = on_route("ask", scored(0.0, stop=StopReason.POLICY_FAULT, fault="ServerError: refused"))
+    step = [on_route("myself", scored(1.0)), on_route("myself", scored(0.0)), dead, dead]
+    routes = [{"name": "myself"}, {"name": "ask", "policy": "expert", "price": 1.0}]
+    policies = {"expert": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}}
+    settings = SETTINGS.model_copy(
+        update={"router": RouterConfig.model_validate({"routes": routes, "policies": policies})}
+    )
+    (finding,) = after([step] * 3, settings=settings)[0].findings
+    assert finding.name == "route_failed"
+    assert finding.says.endswith("ask: ServerError: refused")
+    assert finding.cure == "Check that the server of [router.policies.expert] runs and that its address is right"
+    alive = [*step, on_route("ask", scored(1.0))]
+    assert kinds(after([step, step, alive], settings=settings)[0]) == []
+
+
+def test_if_every_route_fails_it_is_not_the_routes() -> None:
+    dead = scored(0.0, stop=StopReason.POLICY_FAULT, fault="ServerError: refused")
+    assert kinds(after([[on_route("a", dead), on_route("b", dead)]] * 3)[0]) == ["episodes_failed"]
+
+
+def test_hdpo_without_a_correct_rollout_says_so() -> None:
+    hdpo = RunConfig.model_validate({"algorithm": {"adv_estimator": "hdpo"}})
+    (finding,) = after([[scored(0.9), scored(0.1)]] * 3, settings=hdpo)[0].findings
+    assert finding.name == "none_correct"
+    assert "at most 0.9, and algorithm.correct_threshold = 1" in finding.says
+    assert kinds(after([HEALTHY] * 3, settings=hdpo)[0]) == []

@@ -5,7 +5,7 @@ A symptom becomes a finding only if all of the first steps show it; a single unl
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from toolwise.advantages.step_rewards import totals_before_costs
 from toolwise.config.schema import RunConfig
 from toolwise.protocols import AdvantageEstimator
 from toolwise.training.metrics import PARSER_FAULT, tool_faults
-from toolwise.types import ScoredRollout, StopReason
+from toolwise.types import Rollout, ScoredRollout, StopReason
 from toolwise.types.findings import Finding
 
 FIRST_STEPS = 3
@@ -145,8 +145,8 @@ def _failing_tools(scored: Sequence[ScoredRollout], *_: object) -> str | None:
     return "\n".join(lines) if lines or not faults else None
 
 
-def _combine_failing_tools(before: str, now: str) -> str | None:
-    """The tools that failed in both; a step without calls says nothing."""
+def _combine_lines(before: str, now: str) -> str | None:
+    """The tools or routes that failed in both; a step without any says nothing."""
     if not before or not now:
         return before or now
     earlier = {line.partition(":")[0] for line in before.splitlines()}
@@ -163,11 +163,60 @@ def _explain_failing_tools(evidence: str, _: int, config: RunConfig) -> tuple[st
     )
 
 
+def _failing_routes(scored: Sequence[ScoredRollout], *_: object) -> str | None:
+    """The routes of which nearly all rollouts ended with a fault, and which, a line for each."""
+    by_route: dict[str, list[Rollout]] = defaultdict(list)
+    for s in scored:
+        if s.rollout.route is not None:
+            by_route[s.rollout.route].append(s.rollout)
+    lines = []
+    for route, rollouts in sorted(by_route.items()):
+        failed = [r for r in rollouts if r.stop_reason in (StopReason.POLICY_FAULT, StopReason.ENV_FAULT)]
+        if len(failed) >= NEARLY_ALL * len(rollouts):
+            faults = Counter(" ".join((r.fault or r.stop_reason.value).split())[:300] for r in failed)
+            lines.append(f"{route}: {faults.most_common(1)[0][0]}")
+    return "\n".join(lines) if lines or not by_route else None
+
+
+def _explain_failing_routes(evidence: str, _: int, config: RunConfig) -> tuple[str, str]:
+    names = {line.partition(":")[0] for line in evidence.splitlines()}
+    policies = {route.policy for route in config.router.routes if route.name in names and route.policy}
+    tables = ", ".join(f"[router.policies.{name}]" for name in sorted(policies))
+    return (
+        f"Nearly all rollouts of the first {FIRST_STEPS} steps on a route ended with a fault, so that the router "
+        f"cannot learn when to take it, nor can budgets be calibrated: {'; '.join(evidence.splitlines())}",
+        f"Check that the server of {tables} runs and that its address is right"
+        if tables
+        else "See `fault` in rollouts/step-000001.jsonl and fix the cause, or leave the route out",
+    )
+
+
+def _none_correct(scored: Sequence[ScoredRollout], config: RunConfig, *_: object) -> str | None:
+    """With HDPO, the highest correctness, if no rollout counts as correct."""
+    if config.algorithm.adv_estimator != "hdpo" or not config.algorithm.efficiency_w:
+        return None
+    reached = [s.result.correctness for s in scored if s.trainable]
+    best = max(reached, default=config.algorithm.correct_threshold)
+    return f"{best:g}" if best < config.algorithm.correct_threshold else None
+
+
+def _explain_none_correct(best: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
+    return (
+        f"None of the {rollouts} rollouts of the first {FIRST_STEPS} steps counts as correct (at most {best}, and "
+        f"algorithm.correct_threshold = {config.algorithm.correct_threshold:g}): HDPO compares the costs of correct "
+        "rollouts only, so that it is plain GRPO here",
+        "Lower algorithm.correct_threshold to what your reward gives a right answer, or return "
+        'metrics={"correct": 1.0} with it; if the model does not solve these tasks yet, begin with easier ones',
+    )
+
+
 SYMPTOMS = (
     Symptom("constant_reward", _equal_rewards, _explain_equal_rewards),
     Symptom("replies_cut", _cut, _explain_cut),
-    Symptom("tool_failed", _failing_tools, _explain_failing_tools, _combine_failing_tools),
-    Symptom("episodes_failed", _faults, _explain_faults, _combine_faults, ("constant_reward",)),
+    Symptom("tool_failed", _failing_tools, _explain_failing_tools, _combine_lines),
+    Symptom("route_failed", _failing_routes, _explain_failing_routes, _combine_lines),
+    Symptom("none_correct", _none_correct, _explain_none_correct, lambda before, now: max(before, now, key=float)),
+    Symptom("episodes_failed", _faults, _explain_faults, _combine_faults, ("constant_reward", "route_failed")),
 )
 
 

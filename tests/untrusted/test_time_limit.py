@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +97,13 @@ def test_what_it_changed_before_it_was_ended_is_restored() -> None:
     with pytest.raises(TimeLimitError):
         call_part_within(0.01, disables)
     assert torch.is_grad_enabled()
+
+
+def test_the_working_folder_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's folder may be given relative to it."""
+    monkeypatch.chdir(tmp_path)
+    call_part_within(5.0, os.chdir, "/")
+    assert Path.cwd() == tmp_path
 
 
 def test_an_interrupt_while_the_limit_is_set_leaves_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,13 +94,16 @@ def call_part_within(limit_s: float, function: Callable[P, T], *args: P.args, **
 
 
 def call_part(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`call_user_code` for a part of the run itself, such as a loss, which may change torch's settings for the whole
-    process: they are restored."""
+    """`call_user_code` for a part of the run itself, such as a loss, which may change torch's settings or the working
+    folder of the whole process: they are restored."""
     torch: Any = sys.modules.get("torch")  # not imported here: if nobody has, there is nothing to restore
     before = {name: getattr(torch, name)() for name in _TORCH_STATE if torch is not None}
+    folder = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))  # a name could be removed or changed meanwhile
     try:
         return call_user_code(function, *args, **kwargs)
     finally:
+        os.fchdir(folder)  # relative paths, such as the run's, would name other files
+        os.close(folder)
         for name, value in before.items():
             if getattr(torch, name)() != value:
                 getattr(torch, _TORCH_STATE[name])(value)

@@ -41,6 +41,7 @@ def test_another_model_can_be_named(tiny_run: Path, summary: dict[str, Any], cli
     assert figures(cli, tiny_run, "--model", "builtin:small") == summary["before"]
 
 
+@pytest.mark.long
 def test_any_checkpoint_can_be_named(tiny_run: Path, summary: dict[str, Any], cli: Cli) -> None:
     assert figures(cli, tiny_run / "checkpoints" / "step-000002") == summary["after"]
     earlier = figures(cli, tiny_run / "checkpoints" / "step-000001")

@@ -90,6 +90,7 @@ def test_documents_are_searched(run_folder: Path, tmp_path: Path) -> None:
     assert json.loads(result.stdout)["route"] == "SEARCH-FAMILY"
 
 
+@pytest.mark.long
 def test_a_frontier_is_shown_written_and_stored_and_then_budgets_can_be_kept(run_folder: Path) -> None:
     before = call("run", run_folder, SUM, "--budget", "0.3")
     assert isinstance(before.exception, CheckpointError)

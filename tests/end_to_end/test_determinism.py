@@ -128,6 +128,7 @@ def interrupt_another(config: Path, out: Path, _: Cli) -> tuple[int, str, str]:
     return child.returncode, told, err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("interrupt", [interrupt_this_process, pytest.param(interrupt_another, marks=pytest.mark.long)])
 def test_a_run_that_is_interrupted_by_ctrl_c_and_goes_on(
     interrupt: Callable[[Path, Path, Cli], tuple[int, str, str]], straight: Path, config: Path, cli: Cli

@@ -251,6 +251,7 @@ def test_questions_are_answered_at_once_along_all_routes(trained: Path) -> None:
     assert all(answer.text for answer in answers)
 
 
+@pytest.mark.long
 def test_a_frontier_has_a_point_for_every_route(trained: Path, tmp_path: Path, cli: Cli) -> None:
     ended = cli("eval", trained, "--budgets", "0,0.5,1", "--draws", 1, "--out", tmp_path / "frontier")
     assert ended.status == 0, ended.err

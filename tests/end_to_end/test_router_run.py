@@ -247,8 +247,8 @@ def test_refills_count_prompts_and_not_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "router",
     [
-        {"routes": "one", "optimizer": "actor", "backbone": "top"},
         {"budget_window": 5},
+        pytest.param({"routes": "one", "optimizer": "actor", "backbone": "top"}, marks=pytest.mark.long),
         pytest.param({}, marks=pytest.mark.long),
         pytest.param({"mode": "value"}, marks=pytest.mark.long),
     ],

@@ -217,6 +217,7 @@ def sampled_rows() -> list[tuple[Tokens, list[float]]]:
     ]
 
 
+@pytest.mark.long
 @settings(max_examples=2, deadline=None)
 @given(cuts=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 23)), max_size=6), budget=st.integers(1, 500))
 def test_in_single_precision_gradients_of_the_shipped_model_are_near_those_in_double_precision(

@@ -100,6 +100,7 @@ def test_a_tool_that_sleeps_in_c_is_killed_at_its_deadline(tmp_path: Path) -> No
     assert took_s < 20
 
 
+@pytest.mark.long
 def test_a_tool_that_sleeps_in_c_is_killed_at_the_deadline_of_its_episode(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     policy = script(call("sleep_in_c", note=str(note)))

@@ -217,6 +217,7 @@ def test_the_same_question_gets_the_same_route_from_every_agent_and_seed(
     assert set(asked) == {routes[0][0].value}
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_same_split_and_calibration(tmp_path: Path) -> None:
     sections = {"trainer": {"total_steps": 2, "save_every": 1, "console": False}}
     sections["validation"] = {"before": False, "every": 1}

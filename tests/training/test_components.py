@@ -59,6 +59,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "engine/", *own))} for line in lines]
 
 
+@pytest.mark.long
 def test_both_come_from_a_file_and_a_resumed_run_gives_the_same_numbers(
     tmp_path: Path, cli: Cli, make_config: MakeConfig, tiny_run: Path
 ) -> None:

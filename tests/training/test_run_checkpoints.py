@@ -138,6 +138,7 @@ def test_a_save_that_outlasts_its_interval_is_waited_for_and_counted(
     assert lines[2]["time/checkpoint_wait_s"] > 0.0
 
 
+@pytest.mark.long
 def test_an_error_of_the_disk_ends_the_run_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watcher = Watcher()
 

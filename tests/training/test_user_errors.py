@@ -136,6 +136,7 @@ def test_it_ends_with_a_checkpoint_and_a_summary_and_the_mended_file_goes_on(
     assert json.loads((run / "summary.json").read_bytes())["stopped"] is None
 
 
+@pytest.mark.long
 def test_a_metric_whose_name_is_taken_gets_another(
     tmp_path: Path, cli: Cli, make_config: MakeConfig, tiny_run: Path
 ) -> None:
@@ -159,6 +160,7 @@ def test_a_metric_whose_name_is_taken_gets_another(
     assert [{k: v for k, v in line.items() if k not in own} for line in lines] == metrics_of(tiny_run)
 
 
+@pytest.mark.long
 def test_the_arguments_of_a_user_s_parts_may_change_on_the_way(
     tmp_path: Path, cli: Cli, make_config: MakeConfig
 ) -> None:

@@ -21,6 +21,7 @@ def config(**vllm: Any) -> RunConfig:
     return RunConfig.model_validate({"rollout": {"engine": "vllm", "vllm": vllm}})
 
 
+@pytest.mark.long
 def test_two_steps_of_training_pass_the_canary(
     tmp_path: Path, cli: Cli, make_config: MakeConfig, stand_in: Any
 ) -> None:

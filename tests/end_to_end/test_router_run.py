@@ -268,7 +268,8 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, router: dict[str, Any]) -> No
     resumed.learner.load_weights(saved.path / "model")
     resumed.policy.version = resumed.learner.version
     ends = [turn(run, 2) for run in (straight, resumed)]
-    same = [name for name in ends[0].metrics if not name.startswith("time/")]
+    # The number of passes depends on when requests arrive.
+    same = [name for name in ends[0].metrics if not name.startswith("time/") and name != "engine/steps"]
     assert {n: ends[0].metrics[n] for n in same} == {n: ends[1].metrics[n] for n in same}
     for a, b in zip(weights(straight), weights(resumed), strict=True):
         assert torch.equal(a, b)

@@ -23,10 +23,10 @@ import torch
 from shapes import GROUPED_1_6B, SHAPES
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from toolwise.concurrency.garbage import relaxed_gc
 from toolwise.engine import Engine, cuda_graphs
 from toolwise.engine.cuda_runner import CudaRunner
 from toolwise.protocols import Sampling
-from toolwise.rollout.scheduler import relaxed_gc
 
 MODELS = {"135m": SHAPES["135m"], "1.6b": GROUPED_1_6B}
 REQUESTS, PROMPT, NEW = 256, 512, 128

@@ -3,10 +3,10 @@
     x ← x + out(attention(rope(qkv(norm x))))
     x ← x + down(silu(gate)·up)          gate, up from norm x
 
-A GPU computes a layer of a small model faster than a CPU launches the some 60 kernels that transformers' modules and
-autograd take for it, forward and backward. Here they are about 25: projections of the same input are one product,
-norms come with the residual sum, queries and keys are rotated in place. The modules keep their parameters; with
-adapters, each projection is the trainable layer in its place.
+A GPU computes a layer of a small model faster than a CPU launches the kernels that transformers' modules and autograd
+take for it, forward and backward. Here they are fewer: projections of the same input are one product, norms come with
+the residual sum, queries and keys are rotated in place. The modules keep their parameters; with adapters, each
+projection is the trainable layer in its place.
 """
 
 from __future__ import annotations

@@ -53,6 +53,22 @@ def test_requests_of_many_lengths_outgrow_their_windows(family: str) -> None:
     assert engine.metrics()["engine/blocks_in_use"] == 0
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_prompts_are_read_as_by_the_stock_forward(family: str) -> None:
+    model = tiny(family)
+    ours, stock = windows(model, blocks=400), counted(model, blocks=400, fused=False)
+    assert not isinstance(stock.runner, CpuRunner)
+    for ids in PROMPTS:
+        found, expected = (run(engine.encode(ids)) for engine in (ours, stock))
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_single_prompt_need_not_wait_for_others() -> None:
+    engine = windows(tiny(), blocks=400)
+    engine.batch_wait_s = 60.0
+    assert run(engine.encode(PROMPTS[1], wait=False)).shape == (engine.model.config.hidden_size,)
+
+
 def test_draws_are_those_of_the_stock_way() -> None:
     model = tiny()
     samplings = [Sampling(max_new_tokens=20 + i, temperature=0.7 + 0.1 * i, seed=i) for i in range(len(PROMPTS))]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from block_checks import check_engine
-from engine_cases import assert_forced, counted, generate_all, random_ids, run, tiny
+from engine_cases import assert_forced, before_forward, counted, generate_all, random_ids, run, tiny
 
 from toolwise.errors import PolicyError
 from toolwise.protocols import Generation, Sampling
@@ -177,25 +177,17 @@ def test_a_request_that_gives_nan_ends_alone_and_spoils_no_block() -> None:
 def test_a_model_that_fails_is_told_to_those_in_it_and_the_engine_recovers() -> None:
     model = tiny("llama")
     engine = counted(model)
-    broken = threading.Event()
-    broken.set()
 
-    def fail(module: Any, args: Any, kwargs: Any) -> None:
-        if broken.is_set():
-            raise RuntimeError("out of memory")
-
-    handle = model.get_decoder().register_forward_pre_hook(fail, with_kwargs=True)
+    def fail(ids: Any) -> None:
+        raise RuntimeError("out of memory")
 
     async def ask() -> list[Any]:
         work = [engine.generate(random_ids(9, i), Sampling(max_new_tokens=4)) for i in range(4)]
         return list(await asyncio.gather(*work, return_exceptions=True))
 
-    try:
+    with before_forward(model, fail):
         failed = run(ask())
-        broken.clear()
-        well = run(ask())
-    finally:
-        handle.remove()
+    well = run(ask())
     assert {str(f) for f in failed} == {"generation failed: RuntimeError: out of memory"}
     assert all(isinstance(w, Generation) for w in well)
     check_engine(engine)

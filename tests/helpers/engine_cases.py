@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from block_checks import check_engine
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from toolwise.engine import Engine
+from toolwise.engine.cpu_forward import CpuForward
 from toolwise.models import load_model
 from toolwise.protocols import Generation, Sampling
 
@@ -37,6 +40,26 @@ FAMILIES = ["builtin", "llama", "llama-rope", "qwen2", "qwen3"]
 @cache
 def shipped() -> tuple[Any, Any]:
     return load_model("builtin:small", device="cpu")
+
+
+@contextmanager
+def before_forward(model: Any, look: Callable[[Any], None]) -> Iterator[None]:
+    """`look` receives the token ids [rows, tokens] before every forward pass: of the model's own modules, and of the
+    lean pass that calls their parameters."""
+    lean = CpuForward.forward
+
+    def looked(self: CpuForward, ids: Any, *args: Any) -> Any:
+        look(ids[None])
+        return lean(self, ids, *args)
+
+    handle = model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: look(kwargs["input_ids"]), with_kwargs=True
+    )
+    try:
+        with mock.patch.object(CpuForward, "forward", looked):
+            yield
+    finally:
+        handle.remove()
 
 
 def tiny(family: str = "llama", seed: int = 0, **more: Any) -> Any:

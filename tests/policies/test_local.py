@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import pytest
 import torch
+from engine_cases import before_forward
 
 from toolwise.errors import ConfigError, ContextFullError, PolicyError
 from toolwise.messages import Message
@@ -52,13 +53,8 @@ def prompt(i: int = 0) -> list[int]:
     return ids
 
 
-@contextmanager
-def watched(look: Any) -> Iterator[None]:
-    handle = loaded()[0].get_decoder().register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+def watched(look: Any) -> AbstractContextManager[None]:
+    return before_forward(loaded()[0], look)
 
 
 @contextmanager
@@ -67,9 +63,9 @@ def prefills_seen() -> Iterator[list[int]]:
     check_cache(StockForward(loaded()[0]))  # once per model: before its first batch
     rows: list[int] = []
 
-    def look(module: Any, args: Any, kwargs: Any) -> None:
-        if kwargs["input_ids"].shape[1] > 1:
-            rows.append(kwargs["input_ids"].shape[0])
+    def look(ids: Any) -> None:
+        if ids.shape[1] > 1:
+            rows.append(ids.shape[0])
 
     with watched(look):
         yield rows
@@ -142,7 +138,7 @@ def test_no_batch_is_larger_than_allowed_and_everyone_is_served() -> None:
 def test_no_more_run_in_the_engine_than_allowed_and_everyone_is_served() -> None:
     policy = local(max_batch=16)
     running: list[int] = []
-    with watched(lambda module, args, kwargs: running.append(len(policy.engine.scheduler.running))):  # type: ignore[union-attr]
+    with watched(lambda ids: running.append(len(policy.engine.scheduler.running))):  # type: ignore[union-attr]
         results = run(ask_many(policy, 40, 3))
     assert max(running) == 16
     assert len(results) == 40
@@ -168,7 +164,7 @@ def test_everyone_gets_their_own_answer(engine: str) -> None:
 def test_a_failing_model_is_told_to_every_requester_and_the_policy_recovers(engine: str) -> None:
     policy = local(engine=engine)
 
-    def fail(module: Any, args: Any, kwargs: Any) -> None:
+    def fail(ids: Any) -> None:
         raise RuntimeError("out of memory")
 
     async def ask(n: int) -> list[Any]:
@@ -203,7 +199,7 @@ def test_one_who_leaves_does_not_hurt_those_who_wait(engine: str) -> None:
 def test_one_who_leaves_while_the_model_works_does_not_hurt_the_others(engine: str) -> None:
     working = threading.Event()
 
-    def look(module: Any, args: Any, kwargs: Any) -> None:
+    def look(ids: Any) -> None:
         working.set()
 
     async def ask(policy: LocalPolicy) -> list[Any]:

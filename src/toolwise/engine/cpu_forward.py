@@ -1,4 +1,5 @@
-"""A lean forward pass of a described decoder (`models/decoder_layers.py`), one token per row.
+"""A lean forward pass of a described decoder (`models/decoder_layers.py`), one token per row: of several requests when
+they decode, of one when its prompt is read.
 
 For a small model, the overhead of the stock forward takes several times as long as the computation.
 `cpu_forward_problem` tells which models are supported; all others use the stock forward.
@@ -82,8 +83,7 @@ def _difference(decoder: Decoder, first: int) -> str | None:
 
     positions = positions[None] + first
     with torch.autocast(device.type, enabled=False):
-        ropes = {name: _signed(cos[0], sin[0]) for name, (cos, sin) in decoder.ropes(positions).items()}
-        found = CpuForward(decoder).forward(ids, ropes, attend)
+        found = CpuForward(decoder).forward(ids, ropes_at(decoder, positions), attend)
         expected = trunk(input_ids=ids[None], position_ids=positions, use_cache=False).last_hidden_state[0]
     return state_difference(found, expected)
 
@@ -93,6 +93,11 @@ def _signed(cos: Tensor, sin: Tensor) -> Rope:
     sin = sin.clone()
     sin[..., : sin.shape[-1] // 2].neg_()
     return cos.unsqueeze(-2), sin.unsqueeze(-2)
+
+
+def ropes_at(decoder: Decoder, positions: Tensor) -> Ropes:
+    """Ropes of one token per row, at `positions` [1, rows]."""
+    return {name: _signed(cos[0], sin[0]) for name, (cos, sin) in decoder.ropes(positions).items()}
 
 
 def ropes_per_step(decoder: Decoder, starts: np.ndarray[Any, Any], steps: int) -> list[Ropes]:

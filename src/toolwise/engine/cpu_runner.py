@@ -1,9 +1,9 @@
 """Decoding on a CPU: each request keeps its keys and values in a contiguous window from step to step.
 
-Small models are so fast that overhead dominates. So the parameters of a described decoder are called directly, many
-steps at a time, and keys and values are not gathered from blocks for each step: a window is filled once and grows by
-one token per step, and the new tokens are copied to their blocks when the steps are done. Prompts use the stock
-forward.
+Small models are so fast that overhead dominates. So the parameters of a described decoder are called directly, for
+prompts over the paged cache, and to decode many steps at a time. Then keys and values are not gathered from blocks for
+each step: a window is filled once and grows by one token per step, and the new tokens are copied to their blocks when
+the steps are done.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from toolwise.engine import sampler
 from toolwise.engine.blocks import Lease
-from toolwise.engine.cpu_forward import AttentionFn, CpuForward, ropes_per_step
+from toolwise.engine.cpu_forward import AttentionFn, CpuForward, ropes_at, ropes_per_step
+from toolwise.engine.paged_attention import Formula, attend_in_groups
 from toolwise.engine.request import Request
-from toolwise.engine.runner import Runner
+from toolwise.engine.runner import Inputs, Runner
 from toolwise.models.decoder_layers import Decoder, UndescribedError, describe_decoder
 from toolwise.models.dense_attention import dense_attention
 
@@ -142,6 +143,20 @@ class CpuRunner(Runner):
         return sum(_bucket_width(request.held + SPARE_TOKENS) for request in requests) * token_bytes <= min(
             MAX_WINDOW_BYTES, free
         )
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """For a short prompt of a small model, the modules of the stock forward take longer than their computation."""
+        decoder, context = self.decoder, inputs.context
+        if decoder is None:
+            return super().forward(inputs)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+            formula = Formula(scale, self.windows[layer], self.softcaps[layer])
+            cache = self.keys[layer], self.values[layer]
+            return attend_in_groups(query, key, value, *cache, context, formula).flatten(1)
+
+        states = CpuForward(decoder).forward(inputs.ids[0], ropes_at(decoder, inputs.positions), attend)
+        return states[inputs.output_rows]
 
     @torch.inference_mode()
     def decode_multi_step(

@@ -23,7 +23,7 @@ from toolwise.engine.blocks import BlockManager
 from toolwise.engine.cpu_runner import CpuRunner
 from toolwise.engine.cuda_runner import CudaRunner, supports_fused_kernels
 from toolwise.engine.paths import FAST, TRANSFORMERS, engine_path
-from toolwise.engine.request import ContinuationScores, LogitsMask, Request, deliver
+from toolwise.engine.request import ContinuationScores, LogitsMask, OnTokens, Request, deliver, report_tokens
 from toolwise.engine.results import Decode, OutputProcessor
 from toolwise.engine.runner import Runner, batch_tokens
 from toolwise.engine.sampler import NaNLogitsError
@@ -38,6 +38,8 @@ from toolwise.untrusted.user_code import describe
 log = logging.getLogger(__name__)
 MAX_STEPS_WHILE_QUEUED = 8
 """Decode steps per scheduling round while other requests wait for a slot, so that finished ones make room soon."""
+MAX_STEPS_WHILE_STREAMED = 4
+"""Decode steps per round if someone reads along."""
 MAX_EVICTING_STEPS = 32
 MANY_ARRIVALS = 8
 FIXED_ROWS = 64
@@ -127,14 +129,16 @@ class Engine(GenerationEngine):
         *,
         stop_strings: Sequence[str] = (),
         logits_mask: LogitsMask | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Generation:
-        """Continue a prompt until a stop token or stop string, which is included, or the length limit."""
+        """Continue a prompt until a stop token or stop string, which is included, or the length limit. `on_tokens`
+        receives the tokens while they are sampled, a few at a time."""
         if sampling.max_new_tokens < 1 or not sampling.temperature > 0:
             raise PolicyError("max_new_tokens must be at least 1 and temperature above 0 (do_sample=False is greedy)")
         if stop_strings and self.results.decode is None:
             raise PolicyError("stop strings need a decode function: pass Engine(decode=tokenizer.decode)")
         request = self._request("generate", prompt_ids, sampling, new_tokens=sampling.max_new_tokens)
-        request.stop_strings, request.logits_mask = tuple(stop_strings), logits_mask
+        request.stop_strings, request.logits_mask, request.on_tokens = tuple(stop_strings), logits_mask, on_tokens
         generation: Generation = await self._submit(request)
         return generation
 
@@ -151,12 +155,15 @@ class Engine(GenerationEngine):
         scores: list[ContinuationScores] = await asyncio.gather(*map(self._submit, requests))
         return scores
 
-    async def encode(self, prompt_ids: Sequence[int], *, pool: Literal["last", "mean"] = "last") -> Tensor:
+    async def encode(
+        self, prompt_ids: Sequence[int], *, pool: Literal["last", "mean"] = "last", wait: bool = True
+    ) -> Tensor:
         """The hidden state of a prompt, [d] in fp32. Generating from the same prompt later reuses the computation;
-        "mean" recomputes every token."""
+        "mean" recomputes every token. With `wait=False` an idle engine starts at once: requests that arrive in the next
+        millisecond share its second pass instead of the first."""
         request = self._request("read", prompt_ids, Sampling())
         request.mean = pool == "mean"
-        hidden: Tensor = await self._submit(request)
+        hidden: Tensor = await self._submit(request, wait=wait)
         return hidden
 
     def weights_changed(self, version: int, *, keep_cache: bool = False) -> None:
@@ -210,6 +217,7 @@ class Engine(GenerationEngine):
             finished = self.results.process_step(plan, states, rows, self.version, self._admit_followers)
         self.steps += 1
         self.most_blocks = max(self.most_blocks, self.blocks.in_use)
+        report_tokens(plan)
         self._finish(finished)
 
     def _admit_followers(self) -> Plan:
@@ -226,6 +234,8 @@ class Engine(GenerationEngine):
             return None
         others = bool(self.scheduler.waiting) or len(plan) < len(self.scheduler.running)
         max_steps = MAX_STEPS_WHILE_QUEUED if others else runner.max_decode_steps
+        if any(request.on_tokens is not None for request in plan):
+            max_steps = min(max_steps, MAX_STEPS_WHILE_STREAMED)
         steps = self._reserve_steps({r: min(max_steps, r.sampling.max_new_tokens - r.sampled) for r in plan})
         if not steps:
             return None
@@ -285,8 +295,10 @@ class Engine(GenerationEngine):
         versions = [0 if p.is_inference() else p._version for p in self._parameters]
         return len(versions), sum(versions)
 
-    def _work(self) -> None:
-        self._wait_for_arrivals()
+    def _work(self, wait: bool) -> None:
+        """Run until nothing is left to do; `wait` for more requests first."""
+        if wait:
+            self._wait_for_arrivals()
         self._parameters = list(self.model.parameters())  # once: walking through the modules takes as long as a step
         self.runner.begin()
         while True:
@@ -331,12 +343,12 @@ class Engine(GenerationEngine):
             else:
                 action()
 
-    async def _submit(self, request: Request) -> Any:
+    async def _submit(self, request: Request, *, wait: bool = True) -> Any:
         with self._lock:
             self._pending_actions.append(lambda: None if request.cancelled else self.scheduler.add(request))
             start, self._working = not self._working, True
         if start:
-            self._thread.submit(self._work)
+            self._thread.submit(self._work, wait)
         try:
             return await request.future
         except asyncio.CancelledError:

@@ -119,6 +119,13 @@ def attend(
     formula = Formula(scale, context.windows[index] if context.windows else None, softcap or None, s_aux)
     if context.block_tables is not None:
         return _attend_with_kernels(query, key, value, keys, values, context, formula)[None], None
+    return attend_in_groups(query, key, value, keys, values, context, formula)[None], None
+
+
+def attend_in_groups(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, context: PagedContext, formula: Formula
+) -> Tensor:
+    """[T, heads, size] in and out; `keys` and `values` are the layer's cache."""
     real = len(context.slots)
     keys.flatten(0, 1).index_copy_(0, context.slots, key[:real])
     values.flatten(0, 1).index_copy_(0, context.slots, value[:real])
@@ -127,7 +134,7 @@ def attend(
     ]
     if real < len(query):
         outs.append(query.new_zeros(len(query) - real, query.shape[1], value.shape[2]))
-    return (outs[0] if len(outs) == 1 else torch.cat(outs))[None], None
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _attend_with_kernels(

@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,6 +15,8 @@ from toolwise.protocols import Generation, Sampling
 
 LogitsMask = Callable[[Sequence[int]], Any]
 """Maps the tokens sampled so far to a bool tensor over the vocabulary, true for allowed ones; None allows all."""
+OnTokens = Callable[[Sequence[int]], None]
+"""Receives newly sampled tokens, in the event loop of the request."""
 Kind = Literal["generate", "score", "read"]
 
 
@@ -40,6 +43,9 @@ class Request:
     """score: the tokens from position `prompt_length` on; the last one need not be computed and is not in `tokens`."""
     stop_strings: tuple[str, ...] = ()
     logits_mask: LogitsMask | None = None
+    on_tokens: OnTokens | None = None
+    reported: int = 0
+    """Number of sampled tokens that `on_tokens` has received."""
     mean: bool = False
     """read: the mean of all hidden states instead of the last one; computes every token, cached or not."""
 
@@ -110,6 +116,16 @@ class Request:
             min(self.versions, default=0),
             self.versions if len(set(self.versions)) > 1 else None,
         )
+
+
+def report_tokens(requests: Iterable[Request]) -> None:
+    """Tell each request that streams its new tokens."""
+    for request in requests:
+        if request.on_tokens is not None and request.sampled > request.reported:
+            new = request.tokens[request.prompt_length + request.reported :]
+            request.reported = request.sampled
+            with suppress(RuntimeError):  # the loop is closed, so no caller waits there
+                request.loop.call_soon_threadsafe(request.on_tokens, new)
 
 
 def deliver(finished: Iterable[Request]) -> None:

@@ -35,16 +35,15 @@ TARGET_PROGRAMS = 528
 MAX_SPLITS = 32
 
 
-@triton.jit(do_not_specialize=["slot_at", "slots_in_all"])
-def _decode(
-    q, k_cache, v_cache, tables, lengths, out, lse, new_k, new_v, cos, sin, slots, q_weight, k_weight,
-    q_stride, kv_stride, table_stride, scale, eps, slot_at, slots_in_all,
+@triton.jit
+def decode_one(
+    kv_head, split, request, q, k_cache, v_cache, tables, lengths, out, lse, new_k, new_v, cos, sin, slots, q_weight,
+    k_weight, q_stride, kv_stride, table_stride, scale, eps, slot_at, slots_in_all,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     PARTIAL: tl.constexpr, NEW: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Program (kv head, split, request). NEW: also rotate q and the new key, and write the token to the cache."""
-    kv_head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One split of one request's keys. NEW: also rotate q and the new key, and write the token to the cache."""
     request = request.to(tl.int64)
     row, d = tl.arange(0, ROWS), tl.arange(0, WIDE)
     heads = kv_head * GROUP + row
@@ -96,6 +95,23 @@ def _decode(
     )  # fmt: skip
     rows = (request * slots_in_all + slot_at + split) * (KV_HEADS * GROUP) + heads
     store_output(acc, top, total, out, lse, rows, real, DIM, WIDE, PARTIAL)
+
+
+@triton.jit(do_not_specialize=["slot_at", "slots_in_all"])
+def _decode(
+    q, k_cache, v_cache, tables, lengths, out, lse, new_k, new_v, cos, sin, slots, q_weight, k_weight,
+    q_stride, kv_stride, table_stride, scale, eps, slot_at, slots_in_all,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    PARTIAL: tl.constexpr, NEW: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
+):  # fmt: skip
+    """Program (kv head, split, request)."""
+    decode_one(
+        tl.program_id(0), tl.program_id(1), tl.program_id(2), q, k_cache, v_cache, tables, lengths, out, lse, new_k,
+        new_v, cos, sin, slots, q_weight, k_weight, q_stride, kv_stride, table_stride, scale, eps, slot_at,
+        slots_in_all, KV_HEADS, GROUP, ROWS, DIM, WIDE, BLOCK, KEYS, SPLITS, WINDOW, CAP, PARTIAL, NEW, ROTARY, NORM,
+        PLUS_ONE,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -23,29 +23,27 @@ from toolwise.kernels.attention_parts import (
     default_tiles,
     load_rotated,
     padded_dim,
+    row_bytes,
     score_constants,
     store_output,
 )
-from toolwise.kernels.decode_attention import decode_into, merge_splits, splits_for
+from toolwise.kernels.decode_attention import decode_one, merge_splits, splits_for
 from toolwise.kernels.new_tokens import NewTokens
 
 MAX_ROWS = 64
-PREFIX_PROGRAMS = 264
-"""Half of TARGET_PROGRAMS: each program has more to compute, and every split is one more to merge."""
+MANY_TAILS = 1024
+"""Tails × key-value heads from which small programs fill the GPU best. Fewer must each have more loads in flight."""
 
 
-@triton.jit(do_not_specialize=["slots_in_all"])
-def _prefix(
-    q, k_cache, v_cache, tables, lengths, tail_lengths, starts, members, out, lse, cos, sin, q_weight,
-    q_stride, table_stride, scale, eps, slots_in_all,
+@triton.jit
+def _prefix_one(
+    kv_head, tile, split, group, q, k_cache, v_cache, tables, lengths, tail_lengths, starts, members, out, lse, cos,
+    sin, q_weight, q_stride, table_stride, scale, eps, slots_in_all,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     NEW: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Program (kv head, row tile × split, group): ROWS of the group's members × heads over one part of the prefix. NEW:
-    also rotate the queries."""
-    kv_head, group = tl.program_id(0), tl.program_id(2)
-    tile, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
+    """ROWS of the group's members × heads over one part of the prefix. NEW: also rotate the queries."""
     start = tl.load(starts + group)
     count = (tl.load(starts + group + 1) - start) * GROUP
     if tile * ROWS < count:
@@ -78,6 +76,47 @@ def _prefix(
         store_output(acc, top, total, out, lse, rows, real, DIM, WIDE, True)
 
 
+@triton.jit(do_not_specialize=["slots_in_all", "prefix_programs"])
+def _prefixes_and_tails(
+    q, k_cache, v_cache, prefix_tables, prefix_lengths, tail_tables, tail_lengths, starts, members, out, lse,
+    new_k, new_v, cos, sin, slots, q_weight, k_weight,
+    q_stride, kv_stride, prefix_table_stride, tail_table_stride, scale, eps, slots_in_all, prefix_programs,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PREFIX_ROWS: tl.constexpr, ROW_TILES: tl.constexpr,
+    TAIL_ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    SPLITS: tl.constexpr, TAIL_SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    NEW: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
+):  # fmt: skip
+    """The first `prefix_programs` programs take (kv head, row tile, split) of a group, the others (kv head, split) of a
+    request's tail. In one launch they fill the GPU together; one after the other, each leaves a part of it idle."""
+    program = tl.program_id(0)
+    if program < prefix_programs:
+        kv_head, rest = program % KV_HEADS, program // KV_HEADS
+        split, rest = rest % SPLITS, rest // SPLITS
+        _prefix_one(
+            kv_head, rest % ROW_TILES, split, rest // ROW_TILES, q, k_cache, v_cache, prefix_tables, prefix_lengths,
+            tail_lengths, starts, members, out, lse, cos, sin, q_weight, q_stride, prefix_table_stride, scale, eps,
+            slots_in_all, KV_HEADS, GROUP, PREFIX_ROWS, DIM, WIDE, BLOCK, KEYS, SPLITS, WINDOW, CAP, NEW, ROTARY, NORM,
+            PLUS_ONE,
+        )  # fmt: skip
+    else:
+        program -= prefix_programs
+        kv_head, rest = program % KV_HEADS, program // KV_HEADS
+        decode_one(
+            kv_head, rest % TAIL_SPLITS, rest // TAIL_SPLITS, q, k_cache, v_cache, tail_tables, tail_lengths, out, lse,
+            new_k, new_v, cos, sin, slots, q_weight, k_weight, q_stride, kv_stride, tail_table_stride, scale, eps,
+            SPLITS, slots_in_all, KV_HEADS, GROUP, TAIL_ROWS, DIM, WIDE, BLOCK, KEYS, TAIL_SPLITS, WINDOW, CAP, True,
+            NEW, ROTARY, NORM, PLUS_ONE,
+        )  # fmt: skip
+
+
+def _programs(q: torch.Tensor, tails: int) -> tuple[Tiles, int]:
+    """Tiles, and the number of programs that the prefixes are split into at least: few, since each of them has more to
+    compute than a tail's, and every split is one more to merge. Measured on an H200 with heads of 64 in bf16."""
+    if row_bytes(q) > 256:
+        return default_tiles(q, 2, 8), 264
+    return (Tiles(keys=32, warps=1), 264) if tails >= MANY_TAILS else (Tiles(keys=128, warps=4), 132)
+
+
 def shared_prefix_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -106,31 +145,33 @@ def shared_prefix_decode(
     group with prefix length 0. Unused groups at the end have equal starts. `max_members` bounds a group's size (grid).
     """
     q = contiguous_heads(q)
-    prefix_tiles, tiles = tiles or default_tiles(q, 2, 8), tiles or default_tiles(q, 2, 4)
     batch, heads, dim = q.shape
     _, block, kv_heads, _ = k_cache.shape
+    default, prefix_programs = _programs(q, batch * kv_heads)
+    tiles = tiles or default
     groups, group = prefix_lengths.shape[0], heads // kv_heads
     rows = min(default_rows(q, MAX_ROWS), max(16, triton.next_power_of_2(max_members * group)))
     row_tiles = triton.cdiv(max_members * group, rows)
     most_keys, most_tail_keys = (
         min(tables.shape[1] * block, window or tables.shape[1] * block) for tables in (prefix_tables, tail_tables)
     )
-    splits = splits_for(groups * kv_heads * row_tiles, most_keys, tiles, PREFIX_PROGRAMS)
+    splits = splits_for(groups * kv_heads * row_tiles, most_keys, tiles, prefix_programs)
     tails = tail_splits or splits_for(batch * kv_heads, most_tail_keys, tiles)
     parts = torch.empty(batch, splits + tails, heads, dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, splits + tails, heads, dtype=torch.float32, device=q.device)
     n = new or NewTokens(q, q, q, q, tail_lengths)
     factor, cap = score_constants(scale, softcap)
-    _prefix[(kv_heads, row_tiles * splits, groups)](
-        q, k_cache, v_cache, prefix_tables, prefix_lengths, tail_lengths, member_starts, members, parts, lse,
-        n.cos, n.sin, q if n.q_weight is None else n.q_weight,
-        q.stride(0), prefix_tables.stride(0), factor, n.eps, splits + tails,
-        kv_heads, group, rows, dim, padded_dim(dim), block, tiles.keys, splits, window or 0, cap,
-        new is not None, n.cos.shape[-1], n.q_weight is not None, n.plus_one,
-        num_warps=prefix_tiles.warps, num_stages=prefix_tiles.stages,
+    prefix_programs = kv_heads * row_tiles * splits * groups
+    _prefixes_and_tails[(prefix_programs + kv_heads * tails * batch,)](
+        q, k_cache, v_cache, prefix_tables, prefix_lengths, tail_tables, tail_lengths, member_starts, members, parts,
+        lse, n.k, n.v, n.cos, n.sin, n.slots, q if n.q_weight is None else n.q_weight,
+        q if n.k_weight is None else n.k_weight,
+        q.stride(0), n.k.stride(0), prefix_tables.stride(0), tail_tables.stride(0), factor, n.eps, splits + tails,
+        prefix_programs,
+        kv_heads, group, rows, row_tiles, max(16, triton.next_power_of_2(group)), dim, padded_dim(dim), block,
+        tiles.keys, splits, tails, window or 0, cap, new is not None, n.cos.shape[-1], n.q_weight is not None,
+        n.plus_one,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    decode_into(
-        q, k_cache, v_cache, tail_tables, tail_lengths, scale, parts, lse, splits, tails, tiles, new, window, softcap
-    )
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device) if out is None else out
     return merge_splits(parts, lse, out)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from toolwise.engine import Engine, engine_path
 from toolwise.engine.grammar import Constraint, Grammar, Vocabulary
+from toolwise.engine.request import OnTokens
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.messages import Message
 from toolwise.policies.call_grammar import calls_grammar
@@ -74,8 +75,14 @@ class LocalPolicy:
         self.engine.weights_changed(version)
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, constraint: Constraint | None = None
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        constraint: Constraint | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Generation:
+        """`on_tokens` receives new tokens while they are sampled, if the engine can tell."""
         token_ids = list(token_ids)  # iterated several times below, which is slow on a buffer prefix
         self._check(token_ids, sampling)
         if len(token_ids) + sampling.max_new_tokens > self.max_context:
@@ -83,10 +90,11 @@ class LocalPolicy:
                 f"a prompt of {len(token_ids)} tokens and {sampling.max_new_tokens} new ones do not fit the model's "
                 f"context of {self.max_context}: shorten the prompt or lower rollout.max_new_tokens"
             )
-        if constraint is None:
+        if not isinstance(self.engine, Engine):
+            assert constraint is None
             return await self.engine.generate(token_ids, sampling)
-        assert isinstance(self.engine, Engine)
-        return await self.engine.generate(token_ids, sampling, logits_mask=constraint.mask(sampling))
+        mask = None if constraint is None else constraint.mask(sampling)
+        return await self.engine.generate(token_ids, sampling, logits_mask=mask, on_tokens=on_tokens)
 
     def constraint(self, tools: Sequence[dict[str, Any]] | None = None) -> Constraint | None:
         """The constraint on a turn with these tools, if any."""
@@ -183,6 +191,7 @@ class LocalSession:
         self.policy = policy
         self.sampling = sampling
         self.tokens = TokenBuffer(policy.chat, prompt_ids=prompt_ids, on_change=policy.on_change)
+        self.on_tokens: OnTokens | None = None
         self._turn = 0
 
     async def get_action(
@@ -192,7 +201,9 @@ class LocalSession:
         # One seed per turn: positions restart at 0 with each generation.
         sampling = replace(self.sampling, seed=(self.sampling.seed * 1_000_003 + self._turn) & 0x7FFF_FFFF_FFFF_FFFF)
         constraint = self.policy.constraint(available_tools_specs)
-        extra = {} if constraint is None else {"constraint": constraint}
+        extra: dict[str, Any] = {} if constraint is None else {"constraint": constraint}
+        if self.on_tokens is not None:
+            extra["on_tokens"] = self.on_tokens
         result = await self.policy.generate(prompt, sampling, **extra)
         stops = sampling.stop_token_ids
         alignment = self.tokens.add(result.token_ids, closed=bool(result.token_ids) and result.token_ids[-1] in stops)

@@ -27,7 +27,7 @@ def build_vllm(config: RunConfig, model: Any, folder: str) -> VllmEngine:
                 settings.command,
                 weights.write(model),
                 tokenizer=folder,
-                dtype=config.model.dtype,
+                dtype=str(model.dtype).removeprefix("torch."),
                 start_s=settings.start_s,
             )
             cleanup.callback(server.close)

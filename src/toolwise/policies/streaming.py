@@ -1,0 +1,73 @@
+"""A local policy whose replies are reported as text while they are sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolwise.messages import Message
+from toolwise.policies.local import LimitedPolicy, LocalPolicy, LocalSession
+from toolwise.protocols import AgentPolicy
+
+OnText = Callable[[str], None]
+Reply = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
+
+
+def stream_text(policy: AgentPolicy, on_text: OnText) -> AgentPolicy:
+    """`policy` with `on_text` called for each new piece of a reply; other policies than local ones are unchanged."""
+    return StreamedPolicy(policy, on_text) if isinstance(policy, LocalPolicy | LimitedPolicy) else policy
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedPolicy:
+    policy: LocalPolicy | LimitedPolicy
+    on_text: OnText
+
+    def session(self, *, seed: int, do_sample: bool, prompt_ids: Sequence[int] | None = None) -> StreamedSession:
+        return StreamedSession(self.policy.session(seed=seed, do_sample=do_sample, prompt_ids=prompt_ids), self.on_text)
+
+    async def get_action(
+        self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None
+    ) -> Reply:
+        return await self.policy.get_action(observation, available_tools_specs)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedSession:
+    session: LocalSession
+    on_text: OnText
+
+    async def get_action(
+        self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None
+    ) -> Reply:
+        chat, stops = self.session.policy.chat, self.session.sampling.stop_token_ids
+        stream = TextStream(lambda ids: chat.decode(ids, stops), self.on_text)
+        self.session.on_tokens = stream.add
+        reply = await self.session.get_action(observation, available_tools_specs)
+        stream.finish(reply[1] or "")
+        return reply
+
+
+class TextStream:
+    """Turns tokens into text piece by piece. Holds back what the next token may still change."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], on_text: OnText) -> None:
+        self.decode, self.on_text = decode, on_text
+        self._ids: list[int] = []
+        self._written = ""
+
+    def add(self, ids: Sequence[int]) -> None:
+        self._ids += ids
+        text = self.decode(self._ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the first bytes of a character
+            self._write(text)
+
+    def finish(self, text: str) -> None:
+        """Write what is left of the complete `text`."""
+        self._write(text)
+
+    def _write(self, text: str) -> None:
+        if len(text) > len(self._written) and text.startswith(self._written):
+            piece, self._written = text[len(self._written) :], text
+            self.on_text(piece)

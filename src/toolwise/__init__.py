@@ -59,8 +59,8 @@ _NAMES_BY_MODULE = {
     "toolwise.rewards.function": ["reward_function"],
     "toolwise.rollout.worker": ["RLRolloutWorker"],
     "toolwise.config.schema": ["RunConfig", "load_config"],
-    "toolwise.api": ["evaluate", "resume", "sft", "train"],
-    "toolwise.agent.agent": ["RoutedAgent"],
+    "toolwise.api": ["evaluate", "load", "resume", "sft", "train"],
+    "toolwise.agent.agent": ["Agent", "RoutedAgent"],
 }
 
 __all__ = sorted(["__version__", *(name for names in _NAMES_BY_MODULE.values() for name in names)])
@@ -73,7 +73,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:  # shows type checkers and editors what __getattr__ returns; `as` marks a re-export
-    from toolwise.api import evaluate as evaluate, resume as resume, sft as sft, train as train  # noqa: I001
+    from toolwise.api import evaluate as evaluate, load as load, resume as resume, sft as sft, train as train  # noqa: I001
     from toolwise.config.schema import RunConfig as RunConfig, load_config as load_config
     from toolwise.envs.base import BaseEnv as BaseEnv
     from toolwise.errors import ToolwiseError as ToolwiseError
@@ -94,7 +94,7 @@ if TYPE_CHECKING:  # shows type checkers and editors what __getattr__ returns; `
     from toolwise.rewards.executor import Executor as Executor
     from toolwise.rewards.function import reward_function as reward_function
     from toolwise.rollout.worker import RLRolloutWorker as RLRolloutWorker
-    from toolwise.agent.agent import RoutedAgent as RoutedAgent
+    from toolwise.agent.agent import Agent as Agent, RoutedAgent as RoutedAgent
     from toolwise.tools.base import BaseTool as BaseTool, OpenAIFunctionToolSchema as OpenAIFunctionToolSchema
     from toolwise.tools.function import tool as tool
     from toolwise.types import (

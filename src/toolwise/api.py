@@ -1,4 +1,4 @@
-"""The Python API: `toolwise.train`, `toolwise.resume`, `toolwise.evaluate` and `toolwise.sft`."""
+"""The Python API: `toolwise.train`, `resume`, `evaluate`, `sft` and `load`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from toolwise.training.startup import show_startup
 from toolwise.types import Task
 
 if TYPE_CHECKING:
+    from toolwise.agent.agent import Agent
     from toolwise.envs.catalog import EnvSpec
     from toolwise.rollout.call_format import ParserSpec
     from toolwise.routing.routers import RouterSpec
@@ -268,6 +269,24 @@ def sft(
     summary = result.summary
     figures = {"first_loss": summary["first_loss"], **{n: summary["last_step"][n] for n in SFT_FIGURES}}
     return figures if summary["after"] is None else {**figures, "val_loss": summary["after"]["loss"]}
+
+
+def load(
+    source: str | Path,
+    *,
+    tools: Sequence[Any] | None = None,
+    documents: Sequence[Any] | None = None,
+    overrides: Sequence[str] = (),
+    trust_code: bool = False,
+) -> Agent:
+    """The agent in an agent folder, a run, a checkpoint or a plain model folder, to `ask` questions: docs/agents.md.
+
+    `tools` and `documents` replace its own. Code that an agent folder brings runs only with `trust_code`.
+    """
+    _refuse_in_worker("load")
+    from toolwise.agent.agent import Agent
+
+    return Agent.load(source, tools=tools, documents=documents, overrides=overrides, trust_code=trust_code)
 
 
 def _refuse_in_worker(name: str) -> None:

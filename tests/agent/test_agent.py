@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from toolwise.agent.agent import BUDGET_SPENT_MESSAGE, OVER_BUDGET, CappedEnv, RoutedAgent, time_saved
+from toolwise.agent.agent import RoutedAgent
+from toolwise.agent.cost_cap import BUDGET_SPENT_MESSAGE, OVER_BUDGET, CappedEnv
 from toolwise.agent.inference import Calibration, store_calibration
+from toolwise.agent.time_saved import time_saved
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
 from toolwise.messages import Message, ToolCall

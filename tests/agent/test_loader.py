@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from toolwise.agent.agent import RoutedAgent
+from toolwise.agent.documents import read_documents
 from toolwise.agent.export import export_model
-from toolwise.agent.loader import find_router, load_router, read_documents
+from toolwise.agent.loader import find_router, load_router
 from toolwise.config.schema import INFERENCE_FIELDS, RunConfig, inference_settings, load_config
 from toolwise.errors import CheckpointError, ConfigError, DataError
 from toolwise.tools.builtin.search.tool import SearchTool

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from toolwise.agent.manifest import AGENT_FILE, update_file
 from toolwise.concurrency.deadlines import gather_all
 from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError
@@ -104,6 +105,8 @@ def store_calibration(model: Path, calibration: Calibration) -> None:
     data = (json_text(metadata | {_KEY: asdict(calibration)}, indent=2) + "\n").encode()
     if (model.parent / checkpoint.MANIFEST).is_file():
         amend(model.parent, {f"{model.name}/{ROUTER_METADATA_FILE}": data})
+    elif (model / AGENT_FILE).is_file():
+        update_file(model, ROUTER_METADATA_FILE, data)
     else:
         write_atomic(path, data)
 
@@ -158,7 +161,8 @@ class TrainedRouter:
         engine, head = self.policy.engine, self.predictor.head
         if not isinstance(engine, Engine) or head.settings.layers != (-1,):
             return self.predict(tasks)
-        features = await gather_all(engine.encode(p, pool=head.settings.pool) for p in self._prompts(tasks))
+        prompts, pool, wait = self._prompts(tasks), head.settings.pool, len(tasks) > 1
+        features = await gather_all(engine.encode(prompt, pool=pool, wait=wait) for prompt in prompts)
         return self._restricted(tasks, predict_routes(head, torch.stack(features), self.multipliers))
 
     def _restricted(self, tasks: Sequence[Task], predictions: Sequence[RoutePrediction]) -> list[RoutePrediction]:

@@ -1,17 +1,22 @@
-"""Finds the run and the checkpoint that a path refers to, and loads a trained router from them or from an export."""
+"""Finds what a path refers to (an agent folder, a run, a checkpoint, a plain model) and loads the agent's parts."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolwise.agent.bundle import read_bundle
+from toolwise.agent.documents import with_documents
 from toolwise.agent.inference import TrainedRouter, calibration_of
+from toolwise.agent.manifest import AGENT_FILE, verify_agent
 from toolwise.config.loader import apply_overrides, build_config
 from toolwise.config.schema import INFERENCE_FIELDS, RunConfig, load_config
-from toolwise.data.files import read_rows
-from toolwise.errors import CheckpointError, ConfigError, DataError
+from toolwise.errors import CheckpointError, ConfigError
+from toolwise.models import locate
 from toolwise.routing.calibration import read_budget_calibration
 from toolwise.routing.cost import build_cost
 from toolwise.routing.head import ROUTER_METADATA_FILE
@@ -26,44 +31,82 @@ from toolwise.training.route_policies import build_conditioning
 if TYPE_CHECKING:
     from toolwise.policies.local import LocalPolicy
 
+log = logging.getLogger("toolwise")
+
 MISSING_TOOLS_HINT = (
     "give each with --tools NAME or FILE.py:NAME (eval: --set 'tools=[\"NAME\"]'; Python: tools=[…]), or --tools none "
     "(tools=[]) to answer without tools on purpose"
 )
 
 
-def load_router(
+@dataclass(frozen=True, slots=True)
+class AgentParts:
+    """What an agent consists of."""
+
+    config: RunConfig
+    policy: LocalPolicy
+    tools: Mapping[str, BaseTool]
+    routing: TrainedRouter | None = None
+    """None: every question goes to the model with all its tools."""
+
+
+def load_parts(
     source: str | Path,
     *,
     config: RunConfig | None = None,
     tools: Sequence[Any] | None = None,
     documents: Sequence[Any] | None = None,
     overrides: Sequence[str] = (),
-) -> TrainedRouter:
-    """Loads the router of a run (its latest checkpoint), a checkpoint or an exported folder.
+    trust_code: bool = False,
+) -> AgentParts:
+    """Loads an agent folder, a run (its latest checkpoint), a checkpoint or a plain model.
 
-    `tools` replace the run's tools, `documents` are what its search tool searches. An exported folder has neither, only
-    the names of the tools it was trained with, and cannot be loaded without them unless `tools` is explicitly empty.
-    `config` replaces the stored configuration.
+    `tools` replace its own tools, `documents` are what its search tool searches. A folder whose tools are not part of
+    it cannot be loaded without them unless `tools` is explicitly empty. `config` replaces the stored configuration.
+    `trust_code` allows an agent folder to bring code.
     """
-    stored, model = find_router(Path(source), overrides)
+    stored, model = find_agent(source, overrides, trust_code=trust_code, use_tools=tools is None)
     config = stored if config is None else config
     entries = list(tools) if tools is not None else list(config.tools)
-    built = build_tools(_with_documents(entries, documents) if documents is not None else entries)
+    built = build_tools(with_documents(entries, documents) if documents is not None else entries)
     if config.multi_turn.enable and (tools is None or entries):
-        check_recorded_tools(model, built, MISSING_TOOLS_HINT)
+        check_recorded_tools(Path(locate(model)), built, MISSING_TOOLS_HINT)
+    policy, offered = local_policy(config, model), built if config.multi_turn.enable else {}
+    if not has_router(model):
+        if config.router.name:
+            log.warning("%s is not used: questions go to the model with all its tools", config.router.name)
+        return AgentParts(config, policy, offered)
+    return AgentParts(config, policy, offered, _build_routing(config, policy, built, Path(model)))
+
+
+def load_router(source: str | Path, **options: Any) -> TrainedRouter:
+    """The router of what `load_parts` loads; raises if it has none."""
+    _, model = find_router(Path(source))
+    if not has_router(model):
+        from toolwise.routing.head.head import load_head
+
+        load_head(model)  # which says what is missing
+    routing = load_parts(source, **options).routing
+    assert routing is not None
+    return routing
+
+
+def has_router(model: str | Path) -> bool:
+    return (Path(model) / ROUTER_METADATA_FILE).is_file()
+
+
+def _build_routing(config: RunConfig, policy: LocalPolicy, tools: dict[str, BaseTool], model: Path) -> TrainedRouter:
     from toolwise.routing.head.head import load_head
     from toolwise.routing.head.predictor import HeadPredictor
 
     head, metadata = load_head(model)
-    policy = local_policy(config, str(model))
     multipliers = metadata.get("multipliers") or {}
     return TrainedRouter(
         config=config,
         policy=policy,
         predictor=HeadPredictor(policy.model, head),
-        conditioning=_conditioning(config, built if config.multi_turn.enable else {}, policy, head.settings.routes),
-        cost=build_cost(config.router, built),
+        conditioning=_conditioning(config, tools if config.multi_turn.enable else {}, policy, head.settings.routes),
+        cost=build_cost(config.router, tools),
         multipliers=tuple(float(multipliers.get(unit, 0.0)) for unit in head.settings.units),
         calibration=calibration_of(metadata),
         trained=read_budget_calibration(metadata, {budget.unit: budget.limit for budget in config.router.budgets}),
@@ -82,12 +125,68 @@ def _conditioning(
     return conditioning
 
 
+def find_agent(
+    source: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    trust_code: bool = False,
+    use_tools: bool = True,
+    use_reward: bool = False,
+) -> tuple[RunConfig, str]:
+    """The configuration of an agent, and the folder or name of its model."""
+    path = Path(source)
+    if (path / AGENT_FILE).is_file():
+        manifest = verify_agent(path)
+        _refuse_adapters(path)
+        settings = read_bundle(
+            manifest.settings, path, overrides, trust_code=trust_code, use_tools=use_tools, use_reward=use_reward
+        )
+        if has_router(path):
+            settings["router"] = apply_overrides(_stored_router(path), _of_router(overrides))["router"]
+            _require_policies(path, settings["router"])
+        return build_config(RunConfig, settings, source=str(path / AGENT_FILE)), str(path)
+    if _is_checkpoint(path) or _is_checkpoint(path.parent) or has_router(path) or _is_run(path):
+        config, model = find_router(path, overrides)
+        return config, str(model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        _refuse_adapters(path)
+        raise CheckpointError(f"{path} is not an agent, a run, a checkpoint or a model folder: give one")
+    name = str(source)
+    locate(name)
+    settings = apply_overrides({"model": {"path": name}}, overrides)
+    return build_config(RunConfig, settings, source=name), name
+
+
+def is_agent_folder(path: str | Path) -> bool:
+    return (Path(path) / AGENT_FILE).is_file()
+
+
+def is_model(path: Path) -> bool:
+    """Whether it is an agent folder, a plain model folder or the name of one that ships."""
+    is_folder = (path / "config.json").is_file() and not (path / "config.toml").is_file()
+    is_folder = is_folder and not _is_checkpoint(path.parent)
+    return is_agent_folder(path) or is_folder or str(path).startswith("builtin:")
+
+
+def _is_run(path: Path) -> bool:
+    """An SFT run's folder is a plain model folder in the end, a training run's is not."""
+    return (path / "config.toml").is_file() and not (path / "config.json").is_file()
+
+
+def _refuse_adapters(path: Path) -> None:
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise CheckpointError(f"{path} holds only LoRA adapters: export the agent without --adapters to use it here")
+
+
 def find_router(source: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path]:
     """The configuration and the folder with the model and its head."""
+    if is_agent_folder(source) and has_router(source):
+        config, model = find_agent(source, overrides, use_tools=False)
+        return config, Path(model)
     # The router.json of a checkpoint is the router's training state, that of its model folder describes the head.
-    if (source / ROUTER_METADATA_FILE).is_file() and not (source / checkpoint.MANIFEST).is_file():
-        if not (source.parent / checkpoint.MANIFEST).is_file():
-            return _exported_config(source, overrides), source
+    if has_router(source) and not _is_checkpoint(source) and not _is_checkpoint(source.parent):
+        return _exported_config(source, overrides), source
+    if (source / "config.json").is_file() and _is_checkpoint(source.parent):
         source = source.parent  # from the model's folder to its checkpoint
     problem = f"is not a run, a checkpoint or an exported model with a router ({ROUTER_METADATA_FILE}): give one"
     return load_config(find_run(source, problem) / "config.toml", overrides), find_checkpoint(source).path / "model"
@@ -135,22 +234,36 @@ def _is_checkpoint(source: Path) -> bool:
     return (source / checkpoint.MANIFEST).is_file()
 
 
-def _exported_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
+def _stored_router(folder: Path) -> dict[str, Any]:
+    """`router` as router.json has it. A model folder must not choose which code runs, or which server is asked."""
+    router = _read_metadata(folder).get("router") or {}
+    chosen_by_user = ("name", "kwargs", "policies")
+    return {"router": {name: value for name, value in router.items() if name not in chosen_by_user}}
+
+
+def _of_router(overrides: Sequence[str]) -> list[str]:
+    return [override for override in overrides if override.startswith("router.")]
+
+
+def _read_metadata(folder: Path) -> dict[str, Any]:
+    file = folder / ROUTER_METADATA_FILE
     try:
-        metadata = json.loads((folder / ROUTER_METADATA_FILE).read_text(encoding="utf-8"))
-        # A model folder must not choose which code runs: no router or parser of its own. Older exports have no more.
-        router = metadata.get("router") or {}
-        chosen_by_user = ("name", "kwargs", "policies")
-        settings = {"router": {name: value for name, value in router.items() if name not in chosen_by_user}}
-        # Only known inference fields: a model folder must not choose, for example, which program is started.
-        settings |= {
-            section: {name: value for name, value in (metadata.get(section) or {}).items() if name in known}
-            for section, known in INFERENCE_FIELDS.items()
-        }
-    except (OSError, ValueError, AttributeError) as fault:
-        raise CheckpointError(
-            f"{folder / ROUTER_METADATA_FILE} cannot be read ({fault}): export the model again"
-        ) from None
+        metadata: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if not all(isinstance(metadata.get(name) or {}, dict) for name in ("router", *INFERENCE_FIELDS)):
+            raise ValueError("a section is not a table")
+    except (OSError, ValueError, AttributeError, RecursionError) as fault:
+        raise CheckpointError(f"{file} cannot be read ({fault}): export the model again") from None
+    return metadata
+
+
+def _exported_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
+    """Of an export without agent.json, as earlier versions wrote it."""
+    metadata = _read_metadata(folder)
+    # Only known inference fields: a model folder must not choose, for example, which program is started.
+    settings = _stored_router(folder) | {
+        section: {name: value for name, value in (metadata.get(section) or {}).items() if name in known}
+        for section, known in INFERENCE_FIELDS.items()
+    }
     parser = settings.get("rollout", {}).get("tool_parser", "")
     settings = apply_overrides(settings, overrides)
     _require_policies(folder, settings["router"])
@@ -173,36 +286,3 @@ def _require_policies(folder: Path, router: Mapping[str, Any]) -> None:
                 f"choose: give --set router.policies.{name}.base_url=URL and --set router.policies.{name}.model=NAME, "
                 f"or --set router.policies.{name}.path=FOLDER"
             )
-
-
-def _with_documents(entries: Sequence[Any], documents: Sequence[Any]) -> list[Any]:
-    if not any(_tool_name(entry) == "search" for entry in entries):
-        raise ConfigError("documents need the search tool, which is not among the tools: add --tools search")
-    return [
-        {**(entry if isinstance(entry, Mapping) else {"name": entry}), "documents": list(documents)}
-        if _tool_name(entry) == "search"
-        else entry
-        for entry in entries
-    ]
-
-
-def _tool_name(entry: Any) -> Any:
-    return entry.get("name") if isinstance(entry, Mapping) else entry
-
-
-def read_documents(path: str | Path) -> list[Any]:
-    """Documents to search: the lines of a text file, or rows with `text` (and optionally `title`)."""
-    path = Path(path)
-    if path.suffix.lower() in (".txt", ".md"):
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as fault:
-            raise DataError(f"{path}: cannot be read ({fault}); give a text file, .jsonl, .json or .parquet") from fault
-        documents: list[Any] = [line.strip() for line in lines if line.strip()]
-    else:
-        documents = [{key: row[key] for key in ("title", "text") if key in row} for row in read_rows(path)]
-        if any("text" not in row for row in documents):
-            raise DataError(f"{path}: a row has no `text`; write objects with `text` and optionally `title`")
-    if not documents:
-        raise DataError(f"{path}: contains no documents; write one per line")
-    return documents

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolwise.cli.tables import print_table
-from toolwise.cli.train import USER_FILES, OverridesOption
+from toolwise.cli.train import USER_FILES, OverridesOption, TrustOption
 from toolwise.errors import ConfigError
 from toolwise.terminal import print_json, print_line
 
@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    source: Annotated[Path, typer.Argument(help="Run folder, checkpoint, or configuration file.", show_default=False)],
+    source: Annotated[
+        Path,
+        typer.Argument(help="Agent or run folder, checkpoint, model, or configuration file.", show_default=False),
+    ],
     model: Annotated[str | None, typer.Option(help="Model to use instead of the run's latest checkpoint.")] = None,
     data: Annotated[Path | None, typer.Option(help="Task file to use instead of data.val.")] = None,
     overrides: OverridesOption = None,
+    trust_code: TrustOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
     budgets: Annotated[
         str,
@@ -67,11 +71,12 @@ def evaluate(
             jobs=jobs,
             as_json=as_json,
         )
+    from toolwise.agent.loader import is_agent_folder
     from toolwise.api import evaluate as evaluate_model
     from toolwise.training.changes import check_files
 
-    config, model_path = resolve_model(source, model, overrides or [])
-    if source.is_dir():
+    config, model_path = resolve_model(source, model, overrides or [], trust_code=trust_code)
+    if source.is_dir() and not is_agent_folder(source):
         check_files(config, source, *(() if data else ("data.val",)), *USER_FILES)
     tasks = held_out_tasks(config, source, data)
     warn_about_calibration_tasks(source, tasks)
@@ -101,14 +106,20 @@ def warn_about_calibration_tasks(source: Path, tasks: Sequence[Task]) -> None:
         print_line(f"WARNING the router was calibrated on {shared} of these {len(tasks)} tasks", err=True)
 
 
-def resolve_model(source: Path, model: str | None, overrides: list[str]) -> tuple[RunConfig, str]:
-    """Return the configuration and model path of a run, of one of its checkpoints, or of a configuration file.
+def resolve_model(
+    source: Path, model: str | None, overrides: list[str], *, trust_code: bool = False
+) -> tuple[RunConfig, str]:
+    """Return the configuration and model path of an agent, a run, one of its checkpoints, a configuration file, or a
+    model.
 
     `model` overrides the model; a run folder means its latest checkpoint.
     """
-    from toolwise.agent.loader import find_checkpoint, find_run
+    from toolwise.agent.loader import find_agent, find_checkpoint, find_run, is_model
     from toolwise.config.schema import load_config
 
+    if is_model(source):
+        config, found = find_agent(source, overrides, trust_code=trust_code, use_reward=True)
+        return config, model or found
     if not source.is_dir():
         config = load_config(source, overrides)
         return config, model or config.model.path

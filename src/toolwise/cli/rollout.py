@@ -1,10 +1,11 @@
 """A model at work, without training: `toolwise rollout` rolls out tasks and writes the rollouts to a file, and
-`toolwise run` asks a trained, routed agent one question."""
+`toolwise run` asks a trained agent one question."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,13 @@ import typer
 
 from toolwise.cli.evaluate import resolve_model
 from toolwise.cli.tables import print_table
-from toolwise.cli.train import OverridesOption
+from toolwise.cli.train import OverridesOption, TrustOption
 from toolwise.errors import ConfigError
 from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
-    from toolwise.agent.agent import AgentAnswer
+    from toolwise.agent.agent import Agent
+    from toolwise.agent.events import AgentAnswer
     from toolwise.config.schema import RunConfig
     from toolwise.protocols import AgentPolicy
     from toolwise.rollout.request import AsyncRolloutRequest
@@ -40,7 +42,7 @@ PolicyKind = Literal["local", "openai", "scripted"]
 def rollout(
     source: Annotated[
         Path,
-        typer.Argument(metavar="CONFIG", help="TOML or YAML configuration file, or a run folder.", show_default=False),
+        typer.Argument(metavar="SOURCE", help="Configuration file, agent or run folder, or model.", show_default=False),
     ],
     count: Annotated[
         int, typer.Option("-n", "--tasks", min=1, help="Number of tasks, taken from the start of the file.")
@@ -57,6 +59,7 @@ def rollout(
     out: Annotated[Path | None, typer.Option(help="Output folder (default: runs/rollouts-TIME).")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Decode greedily instead of sampling.")] = False,
     overrides: OverridesOption = None,
+    trust_code: TrustOption = False,
 ) -> None:
     """Roll out tasks without training, show the rollouts as they finish, and save them as JSONL."""
     from toolwise.api import new_run_folder
@@ -65,7 +68,7 @@ def rollout(
     from toolwise.training.records import write_records
 
     if source.is_dir() and policy == "local":
-        config, model = resolve_model(source, model or None, overrides or [])
+        config, model = resolve_model(source, model or None, overrides or [], trust_code=trust_code)
     else:
         config = load_config(source / "config.toml" if source.is_dir() else source, overrides or [])
     if (file := data or config.data.val or config.data.train) is None:
@@ -198,7 +201,7 @@ def _summarize(scored: list[ScoredRollout]) -> None:
 
 
 def run(
-    source: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Run folder, checkpoint, or exported model.")],
+    source: Annotated[Path, typer.Argument(metavar="AGENT", help="Agent folder, run folder, checkpoint, or model.")],
     question: Annotated[str, typer.Argument(help="Question to ask.")],
     budget: Annotated[
         float | None, typer.Option(min=0, help="Average cost allowed per question; the router keeps to it.")
@@ -222,18 +225,11 @@ def run(
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     do_sample: Annotated[bool, typer.Option("--sample", help="Sample tokens instead of decoding greedily.")] = False,
     overrides: OverridesOption = None,
+    trust_code: TrustOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Ask a trained agent one question: the router picks a route, the model answers with the tools it allows."""
-    from toolwise.agent.agent import RoutedAgent
-    from toolwise.agent.loader import read_documents
-
-    agent = RoutedAgent.load(
-        source,
-        tools=[] if tools == ["none"] else tools,
-        documents=None if documents is None else read_documents(documents),
-        overrides=overrides or [],
-    )
+    """Ask a trained agent one question: it answers with its tools; its router, if it has one, picks a route."""
+    agent = load_agent(source, tools, documents, overrides, trust_code)
     answer = agent.ask(question, budget=budget, route=route, cap=cap, seed=seed, do_sample=do_sample)
     if as_json:
         print_json(_to_json(answer))
@@ -241,6 +237,21 @@ def run(
         _show_answer(answer)
     if answer.rollout.fault and not answer.text:
         raise typer.Exit(1)
+
+
+def load_agent(
+    source: Path, tools: list[str] | None, documents: Path | None, overrides: list[str] | None, trust_code: bool
+) -> Agent:
+    from toolwise.agent.agent import Agent
+    from toolwise.agent.documents import read_documents
+
+    return Agent.load(
+        source,
+        tools=[] if tools == ["none"] else tools,
+        documents=None if documents is None else read_documents(documents),
+        overrides=overrides or [],
+        trust_code=trust_code,
+    )
 
 
 def _to_json(answer: AgentAnswer) -> dict[str, object]:
@@ -259,9 +270,14 @@ def _to_json(answer: AgentAnswer) -> dict[str, object]:
     }
 
 
+def describe_route(route: str, route_probs: Mapping[str, float]) -> str:
+    odds = ", ".join(f"{name} {share:.2f}" for name, share in route_probs.items())
+    return f"route: {route}  ({odds})"
+
+
 def _show_answer(answer: AgentAnswer) -> None:
-    route_probs = ", ".join(f"{name} {share:.2f}" for name, share in answer.route_probs.items())
-    print_line(f"route: {answer.route}  ({route_probs})")
+    if answer.route:
+        print_line(describe_route(answer.route, answer.route_probs))
     for message in answer.rollout.messages:
         for call in message.tool_calls or ():
             print_line(f"  {call.name}({json.dumps(call.arguments, ensure_ascii=False)})")

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from toolwise.config.schema import RunConfig
     from toolwise.training.run_folder import RunResult
 
+TrustOption = Annotated[
+    bool,
+    typer.Option("--trust-code", help="Run the code that an agent folder brings, with your permissions."),
+]
 OverridesOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a configuration setting; repeatable.")
 ]

@@ -10,7 +10,8 @@ from toolwise.terminal.streams import (
     print_error,
     print_json,
     print_line,
+    print_text,
     write_line,
 )
 
-__all__ = ["escape_controls", "guard_streams", "print_error", "print_json", "print_line", "write_line"]
+__all__ = ["escape_controls", "guard_streams", "print_error", "print_json", "print_line", "print_text", "write_line"]

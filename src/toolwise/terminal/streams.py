@@ -59,6 +59,12 @@ def print_line(text: object = "", *, err: bool = False) -> None:
     _write(sys.stderr if err else sys.stdout, f"{escape_controls(text)}\n")
 
 
+def print_text(text: object) -> None:
+    """Print a part of a line, at once."""
+    _write(sys.stdout, escape_controls(text))
+    sys.stdout.flush()
+
+
 def write_line(file: IO[str], text: str) -> None:
     """Write a line to a stream that may be closed: a closed pipe must not end a run."""
     with suppress(OSError, ValueError):

@@ -68,6 +68,7 @@ def test_all_files_are_present_and_readable(trained: Path, tmp_path: Path) -> No
     out = export_model(trained, tmp_path / "out", dtype="float16").out
     assert sorted(path.name for path in out.iterdir()) == [
         "README.md",
+        "agent.json",
         "chat_template.jinja",
         "config.json",
         "generation_config.json",

@@ -29,9 +29,11 @@ def model_card(
     saved_in: str,
     tool_prompt: ToolPrompt | None = None,
     adapters: bool = False,
+    routed: bool = False,
+    code: bool = False,
 ) -> str:
     """README.md of an exported model, or of its `adapters`; `tool_prompt` is how prompts describe its tools, None for a
-    model without any."""
+    model without any. `routed`: it has a router; `code`: it brings code."""
     from jinja2 import Environment, StrictUndefined
 
     version = source.facts.get("toolwise", __version__)
@@ -51,6 +53,8 @@ def model_card(
         tools_in=tools_in,
         description=tool_prompt.describe() if tools_in and tool_prompt is not None else "",
         tool_text=TOOL_TEXT,
+        routed=routed,
+        code=code,
         adapters_of=json.dumps(public_name(config.model.path)) if adapters else "",
         **_results(run, source.step),
     )

@@ -1,5 +1,5 @@
-"""Exports a checkpoint to a folder that plain `transformers` loads; its weights keep their dtype or are converted. With
-LoRA, the adapters alone can be exported, as a folder that plain `peft` loads.
+"""Exports a checkpoint to an agent folder, whose model plain `transformers` loads; its weights keep their dtype or are
+converted. With LoRA, the adapters alone can be exported, as a folder that plain `peft` loads.
 
 The folder is written atomically and test-loaded first.
 """
@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolwise.agent.bundle import brings_code, write_bundle
 from toolwise.agent.export.card import TOOL_TEXT, model_card, public_name
 from toolwise.agent.loader import find_checkpoint, find_run
+from toolwise.agent.manifest import write_manifest
 from toolwise.config.schema import RunConfig, inference_settings, load_config
 from toolwise.errors import CheckpointError, ConfigError, ModelError
 from toolwise.learner.lora import write_adapters
@@ -91,6 +93,7 @@ def _write_export(
         elif path not in left_out:
             shutil.copyfile(path, target)
     _record_settings(folder, config)
+    settings = write_bundle(config, folder)
     if adapters:
         write_adapters(folder, config.actor.lora, source.part("actor")["adapters"], public_name(config.model.path))
     saved_in = saved_dtype(folder)
@@ -108,10 +111,19 @@ def _write_export(
             (folder / TOOL_TEXT).write_text(describe_tools(tools, prompt.form), encoding="utf-8")
     (folder / "README.md").write_text(
         model_card(
-            config, source, run, dtype=dtype or saved_in, saved_in=saved_in, tool_prompt=prompt, adapters=adapters
+            config,
+            source,
+            run,
+            dtype=dtype or saved_in,
+            saved_in=saved_in,
+            tool_prompt=prompt,
+            adapters=adapters,
+            routed=(folder / ROUTER_METADATA_FILE).is_file(),
+            code=brings_code(settings),
         ),
         encoding="utf-8",
     )
+    write_manifest(folder, config.name, source.step, settings)
     return saved_in
 
 

@@ -1,0 +1,243 @@
+"""The settings of an agent folder: collected from a run with the code and documents they refer to, and read again.
+
+A folder may come from anyone, so it does not decide which code runs: `read_bundle` refuses references to code, commands
+and programs until the caller trusts the folder.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolwise.config.imports import GIVEN_IN_PYTHON
+from toolwise.config.loader import apply_overrides
+from toolwise.config.paths import resolve_paths
+from toolwise.config.schema import INFERENCE_FIELDS, RunConfig
+from toolwise.config.secret_names import find_secret, is_secret
+from toolwise.config.sibling_imports import imported_siblings
+from toolwise.errors import CheckpointError, ConfigError
+
+log = logging.getLogger("toolwise")
+
+AGENT_FIELDS: dict[str, Any] = {
+    **INFERENCE_FIELDS,
+    "rollout": {**INFERENCE_FIELDS["rollout"], "do_sample": True, "deadline_s": True},
+    "tools": True,
+    "env": True,
+    "reward": {"function", "kwargs", "parts", "combine"},
+}
+"""What an agent folder records; the router is described beside its head."""
+DATA_TOOLS = ("calculator", "search", "calc_gsm8k_reward")
+"""Built-in tools that run no code and start no program."""
+MAX_DATA_BYTES = 256 << 20
+"""Larger documents of a search tool are not copied."""
+_MACHINE_OPTIONS = {"search": ("cache",), "mcp": ("cwd",)}
+"""Options of tools that name folders of one machine."""
+_VARIABLE = re.compile(r"\$\{\w+\}")
+
+
+def write_bundle(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """Copy the code and documents that an agent needs into `folder`; return its settings, which refer to the copies."""
+    settings = config.model_dump(mode="json", include=AGENT_FIELDS, exclude_none=True)
+    copies = _Copies(folder)
+    settings["tools"] = [copies.tool(entry) for entry in settings["tools"]]
+    for table, key in _reference_places(settings):
+        table[key] = copies.reference(table[key])
+    return _without_secrets(settings)  # type: ignore[no-any-return]
+
+
+def read_bundle(
+    settings: Mapping[str, Any],
+    folder: Path,
+    overrides: Sequence[str],
+    *,
+    trust_code: bool,
+    use_tools: bool = True,
+    use_reward: bool = False,
+) -> dict[str, Any]:
+    """The settings as sections of a configuration, with `overrides`. Raises if they name code that the caller neither
+    trusts nor replaces. Tools and reward are left out if they are not used."""
+    stored = {name: value for name, value in copy.deepcopy(dict(settings)).items() if name in AGENT_FIELDS}
+    try:
+        if not use_reward:
+            stored.pop("reward", None)
+        entries = (stored.get("tools") or []) if use_tools else []
+        stored["tools"] = [entry for entry in entries if not _name_of(entry).startswith(GIVEN_IN_PYTHON)]
+        _check_inside(stored, folder)
+        resolved = resolve_paths(stored, folder)
+        own = dict(zip(_code_places(resolved), _code_places(stored).values(), strict=True))
+    except (AttributeError, TypeError, KeyError, ValueError) as fault:
+        raise CheckpointError(f"{folder}: agent.json cannot be read ({fault}): export the agent again") from None
+    merged = apply_overrides(resolved, overrides)
+    if (merged.get("multi_turn") or {}).get("enable") is False:
+        merged["tools"] = []
+    for table, key in _reference_places(merged):
+        if table[key].startswith(GIVEN_IN_PYTHON):
+            what = table[key].removeprefix(GIVEN_IN_PYTHON)
+            raise ConfigError(f"{folder} was exported without {what}, its {key}: give it with --set")
+    names = [name for place, name in own.items() if place in _code_places(merged)]
+    if names and not trust_code:
+        raise ConfigError(
+            f"{folder} brings code that would run with your permissions: {', '.join(names)}; read it, then give "
+            "--trust-code (trust_code=True), or use other tools: --tools (tools=[…])"
+        )
+    if names:
+        log.warning("trust_code is set: code of %s runs with your permissions: %s", folder, ", ".join(names))
+    return merged
+
+
+def brings_code(settings: Mapping[str, Any]) -> bool:
+    """Whether asking the agent runs code that its folder names."""
+    return bool(_code_places({name: value for name, value in settings.items() if name != "reward"}))
+
+
+def _code_places(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Identity -> description of everything that runs code or starts programs."""
+    places: dict[str, str] = {}
+    for entry in settings.get("tools") or ():
+        table = entry if isinstance(entry, Mapping) else {"name": entry}
+        if table["name"] == "mcp":
+            target = " ".join(map(str, _as_list(table.get("command")))) or table.get("url")
+            places[f"tool {entry!r}"] = f"the MCP server {target!r}"
+        elif table["name"] not in DATA_TOOLS:
+            places[f"tool {entry!r}"] = f"the tool {table['name']}"
+    for table, key in _reference_places(settings):
+        if _runs_code(key, str(table[key])):
+            places[f"{key} {table[key]}"] = str(table[key])
+    return places
+
+
+def _runs_code(key: str, reference: str) -> bool:
+    if key == "function":  # a reward: those of the library run in the sandbox, but the judge sends text to a server
+        return reference not in ("env", "tools") and (not reference.startswith("toolwise.") or "judge" in reference)
+    return ":" in reference or reference.endswith(".py")
+
+
+def _reference_places(settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the settings hold references, besides the tools."""
+    env, reward = settings.get("env") or {}, settings.get("reward") or {}
+    kwargs = env.get("kwargs") or {}
+    tables: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        (settings.get("rollout") or {}, ("tool_parser",)),
+        (env, ("name", "interaction")),
+        (kwargs, ("format_observation", "parse_action", "state_of")),
+        (reward, ("function",)),
+        *((part, ("function",)) for part in reward.get("parts") or ()),
+    ]
+    for table, keys in tables:
+        yield from ((table, key) for key in keys if isinstance(table.get(key), str) and table[key])
+
+
+def _check_inside(stored: Mapping[str, Any], folder: Path) -> None:
+    """Raise if the settings name a file elsewhere: a folder must not choose which of the user's files are read."""
+    paths = [str(table[key]).rpartition(":")[0] for table, key in _reference_places(stored)]
+    for entry in stored["tools"]:
+        table = entry if isinstance(entry, Mapping) else {"name": entry}
+        paths.append(str(table["name"]).rpartition(":")[0])
+        if table["name"] == "search":
+            paths += [table[key] for key in ("file", "folder", "cache", "wordnet") if isinstance(table.get(key), str)]
+    for path in paths:
+        looks_like_path = path.endswith(".py") or "/" in path or path.startswith("~")
+        if looks_like_path and (path.startswith("~") or not (folder / path).resolve().is_relative_to(folder.resolve())):
+            raise ConfigError(f"{folder} names {path}, which is not in the folder: export the agent again")
+
+
+class _Copies:
+    """Copies sources and documents into an agent folder: those of each original folder into a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._numbers: dict[Path, int] = {}
+
+    def tool(self, entry: str | dict[str, Any]) -> str | dict[str, Any]:
+        if isinstance(entry, str):
+            return self.reference(entry)
+        name = str(entry.get("name", ""))
+        table = {key: value for key, value in entry.items() if key not in _MACHINE_OPTIONS.get(name, ())}
+        if name == "search":
+            for key in ("file", "folder", "wordnet"):
+                if isinstance(table.get(key), str):
+                    self._documents(table, key)
+        return {**table, "name": self.reference(name)}
+
+    def reference(self, reference: str) -> str:
+        """A reference to the copy of its file; without its folder if there is no file to copy."""
+        file, colon, name = (reference, "", "") if reference.endswith(".py") else reference.rpartition(":")
+        if not file.endswith(".py") or reference.startswith(GIVEN_IN_PYTHON):
+            return reference
+        source = Path(file)
+        sources = [source, *imported_siblings(source)] if source.is_file() else []
+        if problem := _why_not_copied(source, sources):
+            log.warning("%s is not part of the export: %s; whoever uses the agent must give it", source.name, problem)
+            return f"{GIVEN_IN_PYTHON}{source.name}{colon}{name}"
+        target = self._place("code", source.parent)
+        for path in sources:
+            self._copy(path, target / path.relative_to(source.parent))
+        return f"{(target / source.name).relative_to(self.folder).as_posix()}{colon}{name}"
+
+    def _documents(self, table: dict[str, Any], key: str) -> None:
+        source = Path(table[key])
+        files = [path for path in source.rglob("*") if path.is_file()] if source.is_dir() else [source]
+        files = [path for path in files if path.is_file()]
+        size = sum(path.stat().st_size for path in files)
+        if not files or size > MAX_DATA_BYTES:
+            why = f"{size / 1e6:.0f} MB" if files else "not found"
+            log.warning("search: %s is not part of the export (%s): give the documents when asking", source.name, why)
+            del table[key]
+            return
+        target = self._place("documents", source if source.is_dir() else source.parent)
+        for path in files:
+            self._copy(path, target / (path.relative_to(source) if source.is_dir() else path.name))
+        copied = target if source.is_dir() else target / source.name
+        table[key] = copied.relative_to(self.folder).as_posix()
+
+    def _place(self, kind: str, source: Path) -> Path:
+        number = self._numbers.setdefault(source.resolve() / f".{kind}", len(self._numbers))
+        return self.folder / kind / str(number)
+
+    @staticmethod
+    def _copy(source: Path, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+
+
+def _why_not_copied(source: Path, sources: Sequence[Path]) -> str:
+    if not sources:
+        return "the file is not there"
+    for path in sources:
+        try:
+            secret = find_secret(path.read_text(encoding="utf-8"))
+        except (OSError, SyntaxError, ValueError) as fault:
+            return f"{path.name} cannot be read ({type(fault).__name__})"
+        if secret is not None:
+            return f"{path.name} seems to contain a secret ({secret}); read it from an environment variable instead"
+    return ""
+
+
+def _without_secrets(value: Any, key: str = "") -> Any:
+    """A copy without values that look like secrets; `${NAME}`, an environment variable, stays."""
+    if isinstance(value, Mapping):
+        return {k: _without_secrets(item, str(k)) for k, item in value.items() if _is_public(str(k), item)}
+    if isinstance(value, list):
+        return [_without_secrets(item, key) for item in value if _is_public(key, item)]
+    return value
+
+
+def _is_public(name: str, value: Any) -> bool:
+    if not is_secret(name, value) or _VARIABLE.search(value):
+        return True
+    log.warning("%s is not part of the export, since it looks like a secret: use ${VARIABLE}", name)
+    return False
+
+
+def _name_of(entry: Any) -> str:
+    return str(entry["name"] if isinstance(entry, Mapping) else entry)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else list(value or ())

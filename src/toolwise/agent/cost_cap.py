@@ -1,0 +1,64 @@
+"""A hard cap on the cost of one question: calls beyond it are refused with an error that the model reads."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from toolwise.envs.base import BaseEnv, Observation
+from toolwise.messages import Message, ToolCall
+from toolwise.routing.cost import UNREADABLE
+
+BUDGET_SPENT_MESSAGE = "error: the budget for tools is spent; answer with what you know"
+OVER_BUDGET = "over_budget"
+"""The key under which refused calls are counted in `failed_calls`."""
+
+Price = Callable[[Mapping[str, int]], float]
+"""Total cost of calls, given as tool name -> number of calls."""
+
+
+class CappedEnv:
+    """Wraps `inner` and refuses calls that would bring the cost above `cap`.
+
+    Calls of one turn are checked in order, each with the accepted ones before it. A call that adds no cost, as the
+    second one does if any number of calls costs the same, is always accepted. All but `step` is that of `inner`; tools
+    stay in the prompt after the cap is reached, because changing it would invalidate the KV cache.
+    """
+
+    def __init__(self, inner: BaseEnv, cap: float, price: Price) -> None:
+        self.inner, self.cap, self.price = inner, cap, price
+        self._calls_made: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def step(self, action: Any) -> tuple[Observation, float | None, bool, dict[str, Any]]:
+        calls = list(action.get("tool_calls") or ()) if isinstance(action, Mapping) else []
+        accepted = [self._admit(call) for call in calls]
+        if all(accepted):
+            return await self.inner.step(action)
+        observation: Observation = []
+        reward, done, info = None, False, dict[str, Any]()
+        if any(accepted):
+            action = {**action, "tool_calls": list(itertools.compress(calls, accepted))}
+            observation, reward, done, info = await self.inner.step(action)
+        results = iter([] if isinstance(observation, str) else observation)
+        messages = [
+            next(results)
+            if good
+            else Message.unchecked("tool", BUDGET_SPENT_MESSAGE, tool_call_id=call.id, name=call.name or None)
+            for call, good in zip(calls, accepted, strict=True)
+        ]
+        # Refused calls count as failed only: `calls` are those that were executed and paid for.
+        failed = Counter(info.get("failed_calls") or {}) + Counter({OVER_BUDGET: accepted.count(False)})
+        info = {**info, "is_action_valid": False, "failed_calls": dict(failed)}
+        return [*messages, *results], reward, done, info
+
+    def _admit(self, call: ToolCall) -> bool:
+        calls = self._calls_made + Counter({call.name or UNREADABLE: 1})
+        if self.price(calls) > max(self.cap, self.price(self._calls_made)) + 1e-9:
+            return False
+        self._calls_made = calls
+        return True

@@ -1,0 +1,91 @@
+"""`agent.json`: what an agent folder holds besides its model, and a checksum of every file in it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, JsonValue, ValidationError
+
+from toolwise import __version__
+from toolwise.errors import CheckpointError
+from toolwise.serialization.files import write_atomic
+from toolwise.training.checkpoint.loader import FileEntry, file_sha256, list_files
+
+AGENT_FILE = "agent.json"
+AGENT_FORMAT = 1
+
+
+class AgentManifest(BaseModel):
+    """`seal` is a digest of all other fields."""
+
+    format: int = AGENT_FORMAT
+    toolwise: str = __version__
+    name: str = ""
+    step: int = 0
+    settings: dict[str, JsonValue] = {}
+    """Sections of a configuration: sampling, limits, tools, environment and reward. References are relative to the
+    folder."""
+    files: dict[str, FileEntry] = {}
+    seal: str = ""
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.model_dump_json(exclude={"seal"}).encode()).hexdigest()
+
+
+def write_manifest(folder: Path, name: str, step: int, settings: dict[str, Any]) -> None:
+    """Write agent.json; call it last."""
+    manifest = AgentManifest(name=name, step=step, settings=settings)
+    manifest.files = {path: _entry(folder / path) for path in sorted(list_files(folder)) if _is_sealed(path)}
+    _write(folder, manifest)
+
+
+def verify_agent(folder: Path) -> AgentManifest:
+    """Return the manifest; raise if a file is missing, changed, or was added."""
+    manifest = _read(folder)
+    for name, entry in manifest.files.items():
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing: copy or export the agent again")
+        if file.stat().st_size != entry.size or file_sha256(file) != entry.sha256:
+            raise CheckpointError(f"{file} is not what was exported (sha256): copy or export the agent again")
+    for name in list_files(folder):
+        if _is_sealed(name) and name not in manifest.files:  # loading a model folder may use any file in it
+            raise CheckpointError(f"{folder / name} was added after the agent was exported: move it elsewhere")
+    return manifest
+
+
+def update_file(folder: Path, name: str, data: bytes) -> None:
+    """Replace one file of an agent folder and its checksum."""
+    manifest = verify_agent(folder)
+    write_atomic(folder / name, data)
+    manifest.files[name] = _entry(folder / name)
+    _write(folder, manifest)
+
+
+def _read(folder: Path) -> AgentManifest:
+    file = folder / AGENT_FILE
+    try:
+        manifest = AgentManifest.model_validate_json(file.read_bytes())
+    except (ValidationError, OSError):
+        raise CheckpointError(f"{file} cannot be read: copy or export the agent again") from None
+    if manifest.format != AGENT_FORMAT:
+        raise CheckpointError(f"{file} has format {manifest.format}, this version of toolwise reads {AGENT_FORMAT}")
+    if manifest.seal != manifest.digest():
+        raise CheckpointError(f"{file} was changed after it was written: copy or export the agent again")
+    return manifest
+
+
+def _write(folder: Path, manifest: AgentManifest) -> None:
+    manifest.seal = manifest.digest()
+    write_atomic(folder / AGENT_FILE, (manifest.model_dump_json(indent=1) + "\n").encode())
+
+
+def _entry(file: Path) -> FileEntry:
+    return FileEntry(size=file.stat().st_size, sha256=file_sha256(file))
+
+
+def _is_sealed(name: str) -> bool:
+    """Not the manifest itself, nor what a publisher writes: the model card and the licence."""
+    return name != AGENT_FILE and not name.endswith(".md") and not name.upper().startswith(("LICENSE", "NOTICE"))

@@ -1,0 +1,125 @@
+"""`toolwise chat` in a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SUM = "What is 4321 - 1234?"
+
+
+class Terminal:
+    """A process in a pseudo-terminal, its controlling terminal, so that Ctrl-C is a signal."""
+
+    def __init__(self, *arguments: object, folder: Path) -> None:
+        self.controller, terminal = pty.openpty()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+        code = "import fcntl, termios, sys; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from toolwise.cli import main; main()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(terminal)
+        self.text = ""
+
+    def expect(self, *words: str, within_s: float = 90) -> str:
+        """What it wrote until all of `words` came, in this order."""
+        end = time.monotonic() + within_s
+        while True:
+            position = 0
+            for word in words:
+                position = self.text.find(word, position)
+                if position < 0:
+                    break
+                position += len(word)
+            else:
+                seen, self.text = self.text[:position], self.text[position:]
+                return seen
+            ready, _, _ = select.select([self.controller], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"{words} did not come: {self.text!r}"
+            try:
+                self.text += os.read(self.controller, 65536).decode("utf-8", "replace").replace("\r\n", "\n")
+            except OSError:
+                raise AssertionError(f"it ended before {words} came: {self.text!r}") from None
+
+    def type(self, text: str) -> None:
+        os.write(self.controller, text.encode())
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        os.close(self.controller)
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Iterator[Terminal]:
+    options = ("--tools", "calculator", "--max-cost", "3", "--set", "rollout.max_new_tokens=48")
+    terminal = Terminal("chat", "builtin:small", *options, folder=tmp_path)
+    yield terminal
+    terminal.close()
+
+
+def test_a_conversation(chat: Terminal, tmp_path: Path) -> None:
+    chat.expect("/help lists the commands", "> ")
+    chat.type(f"{SUM}\n")
+    chat.expect("calculator(", "3087", "Answer: 3087", "[cost 1,", "1 so far, 2 left]", "> ")
+    chat.type("/tools\n")
+    chat.expect("calculator (costs 1): ", "> ")
+    chat.type("/budget 0\n")
+    chat.expect("1 so far, 0 left", "> ")
+    chat.type("What is 77 * 31?\n")
+    chat.expect("[cost 0", "1 so far, 0 left]", "> ")
+    mistakes = {"/budget much": "is not a cost", "/dance": "there is no command /dance", "/save": "needs the name"}
+    for wrong, said in mistakes.items():
+        chat.type(f"{wrong}\n")
+        chat.expect(said, "> ")
+    chat.type("/route answer\n")
+    chat.expect("has no router", "> ")
+    chat.type("/save talk.json\n")
+    chat.expect("wrote talk.json", "> ")
+    roles = [message["role"] for message in json.loads((tmp_path / "talk.json").read_text())]
+    assert roles.count("user") == 2
+    chat.type("/save talk.json\n")
+    chat.expect("already exists", "> ")
+    chat.type("/help\n")
+    chat.expect("/budget", "/quit", "> ")
+    chat.type("/quit\n")
+    assert chat.process.wait(30) == 0
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_chat(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\n\ndef calculator(expression: str) -> str:\n"
+        '    """Evaluate an arithmetic expression."""\n    time.sleep(600)\n    return "never"\n'
+    )
+    chat = Terminal("chat", "builtin:small", "--tools", "slow.py:calculator", folder=tmp_path)
+    try:
+        chat.expect("> ")
+        chat.type("\x03")
+        chat.expect("/quit leaves", "> ")
+        chat.type(f"{SUM}\n")
+        chat.expect("calculator(")
+        chat.type("\x03")
+        chat.expect("stopped; the question is left out", "> ", within_s=40)
+        chat.type("/budget\n")
+        chat.expect("0 so far, no limit", "> ")
+        chat.type("\x04")  # end of input
+        assert chat.process.wait(30) == 0
+    finally:
+        chat.close()

@@ -22,6 +22,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 70
 PUBLIC = {
     "Action",
     "AdvantageEstimator",
+    "Agent",
     "AgentPolicy",
     "AnnotatedRollout",
     "BaseEnv",
@@ -66,6 +67,7 @@ PUBLIC = {
     "ValidationEvent",
     "__version__",
     "evaluate",
+    "load",
     "load_config",
     "resume",
     "reward_function",

@@ -104,7 +104,11 @@ class SilentError(Exception):
         raise RuntimeError("no words")
 
 
-@pytest.mark.parametrize("fault", [SilentError(), ValueError("x" * 3_000_000), ValueError("\ud800\x1b[2J")], ids=repr)
+@pytest.mark.parametrize(
+    "fault",
+    [SilentError(), ValueError("x" * 3_000_000), ValueError("\ud800\x1b[2J")],
+    ids=["no message", "3 million characters", "control characters"],
+)
 def test_whatever_a_reward_raises_here_is_a_bounded_fault(fault: Exception, tmp_path: Path) -> None:
     @reward_function
     def raising(messages: Any, ground_truth: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import toolwise
 from toolwise.agent.agent import RoutedAgent
+from toolwise.agent.manifest import AGENT_FILE
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.tools.catalog import TOOLS_FILE, build_tools, check_recorded_tools, read_tools, write_tools
 
@@ -78,9 +80,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory, cli: Cli, make_config: Mak
     }
     ended = cli("train", make_config(folder, settings), "--out", folder / "run")
     assert ended.status == 0, ended.err
-    ended = cli("export", folder / "run", "--out", folder / "exported")
+    ended = cli("export", folder / "run", "--out", folder / "agent")
     assert ended.status == 0, ended.err
+    shutil.copytree(folder / "agent", folder / "exported")  # as earlier versions exported it: without its settings
+    (folder / "exported" / AGENT_FILE).unlink()
     return folder
+
+
+def test_an_export_has_its_tools(trained: Path) -> None:
+    assert list(RoutedAgent.load(trained / "agent").routing.tools) == ["calculator", "search"]
 
 
 @pytest.mark.long
@@ -135,8 +143,6 @@ def test_an_export_is_not_evaluated_without_its_tools(trained: Path, cli: Cli, t
 
 
 def test_an_export_of_an_older_version_still_loads(trained: Path, tmp_path: Path) -> None:
-    import shutil
-
     old = shutil.copytree(trained / "exported", tmp_path / "old")
     (old / TOOLS_FILE).unlink()
     assert not RoutedAgent.load(old).routing.tools

@@ -374,6 +374,7 @@ DOCUMENTED = {
     "time/blocked_s",
     "time/blocks",
     "time/rollout_s",
+    "time/router_s",
     "time/step_s",
     "time/tokens_per_s",
     "time/update_s",

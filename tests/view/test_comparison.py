@@ -83,7 +83,7 @@ def test_what_was_delivered_is_shown_with_its_interval_and_its_calibration() -> 
     }
     assert describe_budgets({"after": after, "calibration": calibration}) == [
         "delivered cost 0.520 [0.461 0.579] against a budget of 0.5",
-        "calibrated at step 70: cost 0.500 ± 0.040 on 400 calibration tasks, 128 rolled out",
+        "calibrated at step 70: cost 0.500 ± 0.020 (standard error) on 400 calibration tasks, 128 rolled out",
     ]
     assert describe_budgets({"after": {"score": 0.8}, "calibration": None}) == []
     assert describe_budgets({"after": None, "calibration": {"tasks": 64}}) == ["64 calibration tasks, not used yet"]

@@ -29,8 +29,9 @@ class ModelConfig(Section):
     {date_string = "1 January 2026"}."""
     device: str = "auto"
     """"auto": a GPU if there is one, else the CPU."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the weights, also in checkpoints; "auto": bfloat16 on a GPU, float32 on a CPU. The optimizer works on
+    float32 copies of them."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder, in this process and with all its permissions; read it first."""
     threads: PositiveInt | None = None

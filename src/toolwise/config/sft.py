@@ -17,12 +17,6 @@ from toolwise.config.trainer import ObserverSettings
 from toolwise.errors import ConfigError
 
 
-class SftModelConfig(ModelConfig):
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # type: ignore[assignment]
-    """Dtype of the weights, also in the saved model; "auto": bfloat16 on a GPU, float32 on a CPU. The optimizer works
-    on float32 copies of them."""
-
-
 class SftDataConfig(Section):
     train: Path | None = None
     """Conversations: a JSONL, JSON or Parquet file with a column `messages`, or `prompt` and `response` (or
@@ -94,7 +88,7 @@ class SftConfig(Section):
     """Recompute activations in the backward pass instead of storing them."""
     val_every: int = Field(default=0, ge=0)
     """Compute the validation loss every `val_every` steps; 0: only before and after training."""
-    model: SftModelConfig = SftModelConfig()
+    model: ModelConfig = ModelConfig()
     data: SftDataConfig = SftDataConfig()
     rollout: ChatConfig = ChatConfig()
     lora: LoraConfig = LoraConfig()

@@ -45,6 +45,9 @@ def demo_config(out: Path, seed: int) -> dict[str, object]:
         "multi_turn": {"max_turns": 6},
         # The reward is correctness alone: the budget accounts for the cost of calls.
         "reward": {"function": "toolwise.demo.reward:small_world_reward", "kwargs": {"price_per_call": 0.0}},
+        # Every rollout of a question that a route without tools cannot answer scores 0: without a price, nothing keeps
+        # the actor from calling tools there that it learned to use on other routes. Malformed calls count as spent.
+        "algorithm": {"invalid_action_penalty": 0.1},
         "actor": {"lr": 1e-4, "warmup_steps": 3, "mini_batches": 2, "micro_batch_tokens": 4096},
         "router": {
             "enable": True,

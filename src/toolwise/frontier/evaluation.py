@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from toolwise.agent.agent import RoutedAgent, TimeSaved, time_saved
+from toolwise.agent.agent import Agent
 from toolwise.agent.inference import Calibration, TrainedRouter, values_of
+from toolwise.agent.time_saved import TimeSaved, time_saved
 from toolwise.config.schema import RunConfig
 from toolwise.frontier.baselines import training_rows
 from toolwise.frontier.rollout_pool import ALL_TOOLS, OTC, OutcomeTable, PoolPlan, fill_pool, read_cells
@@ -89,7 +90,7 @@ async def evaluate_frontier(
     frontier = compute_frontier(
         outcomes, {"router": router_values} | baselines, levels, routes=routes, replicates=replicates, seed=seed
     )
-    saved = await time_saved(RoutedAgent(routing), tasks)
+    saved = await time_saved(Agent(routing), tasks)
     if saved is None:
         notes.append("no time saved: the router prefers the direct answer for no prompt")
     routed = outcomes.select_routes(routes)

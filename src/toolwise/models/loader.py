@@ -33,7 +33,7 @@ def load_model(
     chat_template: Path | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, ChatTokenizer]:
-    """Load a model, ready for generation and training, and its tokenizer.
+    """Load a model, ready for generation and training, and its tokenizer; `resolve_dtype` says what "auto" is.
 
     Python code in the folder runs only with `trust_remote_code`, in this process and with all its permissions.
     """
@@ -46,8 +46,8 @@ def load_model(
         warn_remote_code(path, location)
     else:
         check_hub_kernels(path, location)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = resolve_device(device)
+    dtype = resolve_dtype(dtype, device)
     with explained(path, location):
         model, tokenizer, report = _load(location, getattr(torch, dtype), trust_remote_code)
         model = model.to(device)
@@ -57,6 +57,22 @@ def load_model(
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"the model {path!r} lacks the weights {missing[0]}{more}: its folder is damaged")
     return model.eval(), _chat(tokenizer, location, chat_template, template_kwargs)
+
+
+def resolve_device(device: str) -> str:
+    """ "auto" is a GPU if there is one."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def resolve_dtype(dtype: str, device: str) -> str:
+    """ "auto" is bfloat16 on a GPU, where float32 is many times slower, and float32 on a CPU, where bfloat16 is."""
+    if dtype == "auto":
+        return "float32" if resolve_device(device).startswith("cpu") else "bfloat16"
+    return dtype
 
 
 def prepare_attention(model: Any) -> None:

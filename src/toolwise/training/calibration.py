@@ -93,12 +93,14 @@ def begin_calibration(setup: RolloutSetup, split: TaskSplit, out: Path) -> str:
         return split.note
     write_atomic(out / CALIBRATION_FILE, json_text({"task_ids": [task.task_id for task in tasks]}, indent=1).encode())
     errors = expected_errors(router, tasks).items()
-    shown = ", ".join(f"{unit} {router.budgets.limits[unit]:g} ± {error:.3f}" for unit, error in errors)
+    shown = ", ".join(
+        f"{unit} {router.budgets.limits[unit]:g} ± {error:.3f} (standard error)" for unit, error in errors
+    )
     rollouts = min(setup.config.router.calibration_rollouts, len(tasks))
     return (
         f"calibration: {len(tasks)} of {len(split.train) + len(tasks)} training tasks are set aside, {rollouts} of "
-        "them rolled out under every route at the end, a third before; budget ± standard error, if a prompt makes one "
-        f"call or none: {shown}"
+        "them rolled out under every route at the end, a third before; expected if a prompt makes one call or none: "
+        f"{shown}"
     )
 
 

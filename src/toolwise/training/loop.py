@@ -43,20 +43,25 @@ async def train_step(run: Run, before_update: Callable[[], None] = lambda: None)
     rolled_out = time.perf_counter()
     thinking, thinking_metrics = await think(run, scored, usable)
     before_update()
+    router_started = time.perf_counter()
     scored = with_router_credit(run.router, scored)
+    router_s = time.perf_counter() - router_started
     by_id = {s.rollout.rollout_id: s for s in scored}
     usable = [by_id[s.rollout.rollout_id] for s in usable]
     credited, actor_metrics, estimator_metrics = update_actor(run, usable, thinking)
     run.queue.advance()
     run.progress.step += 1  # before the router learns: if a user's fails, the updated weights count
+    router_started = time.perf_counter()
     router_metrics = run.router.learn(scored)
     run.policy.version = run.learner.version
     finished = time.perf_counter()
+    router_s += finished - router_started
     rollout_metrics = summarize(scored)
     times = {
         "time/rollout_s": rolled_out - started,
         "time/update_s": finished - rolled_out,
         "time/step_s": finished - started,
+        "time/router_s": counts.pop("time/router_s") + router_s,
         "time/tokens_per_s": rollout_metrics.get("tokens/sampled", 0.0) / max(rolled_out - started, 1e-9),
     }
     counters = {name: count - counted.get(name, 0.0) for name, count in _counters(run).items()}
@@ -91,17 +96,20 @@ def _counters(run: Run) -> Metrics:
 
 
 async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], Metrics]:
-    """Collect a step's rollouts; return all of them, those to train on, and counts of dropped groups."""
+    """Collect a step's rollouts; return all of them, those to train on, and counts of dropped groups with the
+    seconds that the router took."""
     algorithm, batch_size = run.config.algorithm, run.config.data.batch_size
     scored: list[ScoredRollout] = []
     usable: list[ScoredRollout] = []
     shares: list[float] = []
     prompt_of: dict[str, str] = {}
-    dropped = 0
+    dropped, router_s = 0, 0.0
     refills = algorithm.max_refills if algorithm.zero_std_groups == "refill" else 0
     for attempt in range(1 + refills):
         tasks, step = next(run.batches), run.progress.step
+        router_started = time.perf_counter()
         decisions = run.router.decide(tasks, run.config.rollout.n, step, label=f"step{'-more' * attempt}")
+        router_s += time.perf_counter() - router_started
         if attempt:
             run.queue.return_unused(len(tasks))
         batch = await score(run, await roll_out(run, decisions), step=step)
@@ -121,6 +129,7 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
         if len({prompt_of[s.rollout.group_id] for s in usable}) >= batch_size:
             break
     counts = {"frac_zero_std": mean(shares), "groups/dropped": float(dropped), "groups/batches": float(len(shares))}
+    counts["time/router_s"] = router_s
     return scored, usable, counts
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolwise.concurrency.threads import configure_threads
 from toolwise.config.rollout import GrammarConfig
 from toolwise.config.schema import RunConfig
+from toolwise.config.sft import SftConfig
 from toolwise.errors import ConfigError
 from toolwise.rollout.call_format import CallFormat, ParserSpec
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("toolwise.training")
 
 FP32 = 4
+_PROBED: dict[tuple[Any, ...], tuple[str, str, str | None]] = {}
 ABOUT_TOOLS = ("parser", "tools", "tool names", "round trip", "turns")
 """Findings that do not matter to a run without tools."""
 
@@ -39,11 +41,15 @@ def check_model(
     chat and the format of its calls."""
     found = chat_findings(chat, config, form, tools)
     configure_threads(config)  # before torch is imported
+    from toolwise.models.loader import resolve_dtype
     from toolwise.models.skeleton import load_skeleton
 
     model, device = config.model, _device(config)
     skeleton = load_skeleton(
-        model.path, dtype=model.dtype, trust_remote_code=model.trust_remote_code, revision=model.revision
+        model.path,
+        dtype=resolve_dtype(model.dtype, device),
+        trust_remote_code=model.trust_remote_code,
+        revision=model.revision,
     )
     sizes = _sizes(skeleton, chat, device, config.rollout.max_new_tokens)
     own = [*_forward(skeleton, config, device), _memory(skeleton, config, device)]
@@ -77,17 +83,17 @@ def report(findings: Sequence[Finding]) -> None:
 def _device(config: RunConfig) -> str:
     import torch
 
-    device = config.model.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    from toolwise.models.loader import resolve_device
+
+    device = resolve_device(config.model.device)
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f'model.device is "{device}", but PyTorch finds no GPU: use "auto" or "cpu"')
     check_dtype(config, device)
     return device
 
 
-def check_dtype(config: RunConfig, device: str) -> None:
-    if device == "cpu" and config.model.dtype == "bfloat16":
+def check_dtype(config: RunConfig | SftConfig, device: str) -> None:
+    if device.startswith("cpu") and config.model.dtype == "bfloat16":
         raise ConfigError("model.dtype is bfloat16 on a CPU: many do not support it and some crash; use float32")
 
 
@@ -131,21 +137,32 @@ def _sizes(model: Any, chat: ChatTokenizer, device: str, new_tokens: int = 0) ->
 
 def _forward(skeleton: Any, config: RunConfig, device: str) -> list[Finding]:
     """The engine path that a small copy of the model takes, and whether the learner computes its logits."""
-    from toolwise.engine import engine_path
-    from toolwise.models.attention_layers import head_problem
-    from toolwise.models.skeleton import small_copy
-
     own = config.rollout.engine == "toolwise"
     try:
-        small = small_copy(skeleton, device)
-        path, reason = engine_path(small) if own else (config.rollout.engine, "")
-        exact = copy.deepcopy(small).float()  # a soft cap may be less than the rounding of bfloat16
-        difference = head_problem(exact) if config.router.train_actor else None
+        path, reason, difference = _probe(skeleton, device)
     except Exception as fault:  # model code that expects other sizes
         line = (str(fault).splitlines() or [""])[0]
         says = f"not known before the weights are loaded: a small copy fails ({type(fault).__name__}: {line:.200})"
         return [Finding("engine" if own else "learner", "skipped", says)]
-    return [_engine(config, path, reason), *_learner(skeleton, difference)]
+    if not own:
+        path, reason = config.rollout.engine, ""
+    return [_engine(config, path, reason), *_learner(skeleton, difference if config.router.train_actor else None)]
+
+
+def _probe(skeleton: Any, device: str) -> tuple[str, str, str | None]:
+    """The engine path of a small copy and why, and how its logits differ from those of its head. They depend on the
+    class, its configuration and where it runs, so that another run in this process need not look again."""
+    from toolwise.engine import engine_path
+    from toolwise.models.attention_layers import head_problem
+    from toolwise.models.skeleton import small_copy
+
+    key = type(skeleton), skeleton.config.to_json_string(use_diff=False), skeleton.dtype, device
+    if key not in _PROBED:
+        small = small_copy(skeleton, device)
+        path, reason = engine_path(small)
+        exact = copy.deepcopy(small).float()  # a soft cap may be less than the rounding of bfloat16
+        _PROBED[key] = path, reason, head_problem(exact)
+    return _PROBED[key]
 
 
 def _engine(config: RunConfig, path: str, reason: str) -> Finding:

@@ -29,7 +29,7 @@ from toolwise.training.components import (
     load_loss,
     with_rlvcr,
 )
-from toolwise.training.diagnosis import Diagnosis, Finding, check_routable, startup_findings
+from toolwise.training.diagnosis import Diagnosis, Finding, check_family_names, check_routable, startup_findings
 from toolwise.training.evaluate import RewardSources
 from toolwise.training.metrics import FaultRates
 from toolwise.training.model_check import require_model
@@ -148,6 +148,7 @@ def assemble(
         train = attach_labels(config, load_split(config, "train") if tasks is None else tasks)
         held_out = attach_labels(config, load_split(config, "val") if validation_tasks is None else validation_tasks)
         check_tasks(config, [*train, *held_out], tool_objects)
+        check_family_names(config, tool_objects, train)
         check_routable(config, tool_objects, train)
         scoring.check([*train, *held_out])
         split = split_tasks(config, without_held_out_tools(train, tool_objects, config.multi_turn.held_out_tools))

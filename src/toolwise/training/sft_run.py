@@ -13,6 +13,7 @@ from toolwise.config.sft import SftConfig
 from toolwise.errors import CheckpointError, ConfigError, ModelError
 from toolwise.training.changes import Change
 from toolwise.training.checkpoint import Checkpoint, RngState, StateRegistry
+from toolwise.training.model_check import check_dtype
 from toolwise.training.sft_data import Conversation, Rows, TokenizedSplit, fingerprint, read_conversations, tokenize
 from toolwise.training.startup import announce
 
@@ -123,17 +124,14 @@ def _load(config: SftConfig) -> tuple[Any, ChatTokenizer]:
     locate(settings.path, settings.revision)  # a missing model is reported without importing torch
     announce("importing PyTorch")
     configure_threads(config)
-    import torch
+    from toolwise.models.loader import resolve_device
 
-    on_gpu = torch.cuda.is_available() if settings.device == "auto" else not settings.device.startswith("cpu")
-    dtype = ("bfloat16" if on_gpu else "float32") if settings.dtype == "auto" else settings.dtype
-    if not on_gpu and dtype == "bfloat16":
-        raise ConfigError("model.dtype is bfloat16 on a CPU: many do not support it and some crash; use float32")
+    check_dtype(config, resolve_device(settings.device))
     announce(f"loading the model {settings.path}")
     model, chat = load_model(
         settings.path,
         device=settings.device,
-        dtype=dtype,
+        dtype=settings.dtype,
         trust_remote_code=settings.trust_remote_code,
         revision=settings.revision,
         chat_template=settings.chat_template,

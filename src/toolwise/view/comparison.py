@@ -113,7 +113,8 @@ def describe_budgets(summary: Mapping[str, Any]) -> list[str]:
         cost, error = _number(_table(figures).get("cost")), _number(_table(figures).get("standard_error"))
         if cost is not None and error is not None:
             rows = f"{calibration.get('tasks')} calibration tasks, {calibration.get('rolled_out')} rolled out"
-            lines.append(f"calibrated at step {calibration.get('step')}: {unit} {cost:.3f} ± {2 * error:.3f} on {rows}")
+            reached = f"{unit} {cost:.3f} ± {error:.3f} (standard error)"
+            lines.append(f"calibrated at step {calibration.get('step')}: {reached} on {rows}")
     if calibration and not calibration.get("units"):
         lines.append(f"{calibration.get('tasks')} calibration tasks, not used yet")
     return lines

@@ -75,10 +75,16 @@ def budget_rows(frontier: FrontierRecord, gap_forms: Sequence[str] = (".0%",)) -
     ]
 
 
+def fixed_name(name: str) -> str:
+    """What a policy without a budget is called: a router "as trained" is its head without any threshold, and not what
+    is delivered."""
+    return clean_text(name.replace(", as trained", ", sampled, not calibrated"))
+
+
 def fixed_rows(frontier: FrontierRecord) -> list[list[str]]:
     """Policies without a budget: name, cost, score."""
     return [
-        [clean_text(name), _format_estimate(point["cost"]), _format_estimate(point["score"])]
+        [fixed_name(name), _format_estimate(point["cost"]), _format_estimate(point["score"])]
         for name, point in frontier["fixed"].items()
     ]
 
@@ -105,7 +111,8 @@ def frontier_tables(frontier: FrontierRecord, title: str) -> list[Table]:
         tables.append(_table(["budget", "cost", name, "gap closed", f"{router} ahead by"], rows))
     caption = None
     if trained := frontier["as_trained"]:
-        gap = f"{router}, as trained: {_format_estimate(trained['gap_closed'], *_PERCENT)} of the gap closed"
+        closes = f"{_format_estimate(trained['gap_closed'], *_PERCENT)} of the gap closed"
+        gap = f"{router}, routes sampled from its head and not calibrated: {closes}"
         leads = (f"{_format_estimate(trained[f'ahead of {name}'], *_SIGNED)} ahead of {name}" for name in others)
         caption = "; ".join([gap, *leads])
     return [*tables, _table(["no budget", "cost", "score"], fixed_rows(frontier), caption=caption)]
@@ -171,7 +178,7 @@ def _draw_fixed(axes: Any, fixed: Mapping[str, Mapping[str, Any]], palette: Pale
         points.append(at)
         axes.plot(*at, "o", color=palette.ink, markersize=6, zorder=5)
         axes.annotate(
-            name.lower(),
+            fixed_name(name).lower(),
             at,
             xytext=(9, 6 if close else -12),
             textcoords="offset points",

@@ -8,13 +8,14 @@ import pytest
 from diagnosis_cases import config, scored, task, too_long
 
 from toolwise.errors import ConfigError
+from toolwise.messages import Message
 from toolwise.rewards.combine import CompositeReward, WeightedReward
 from toolwise.rewards.executor import episode_reward
 from toolwise.rewards.function import Reward
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import build_tools
 from toolwise.tools.function import tool
-from toolwise.training.diagnosis import check_routable, evaluation_findings, startup_findings
+from toolwise.training.diagnosis import check_family_names, check_routable, evaluation_findings, startup_findings
 from toolwise.types import Task
 
 
@@ -165,9 +166,23 @@ def test_a_router_with_tools_is_not() -> None:
     check_routable(config(), {}, [task()])
 
 
-def test_tools_that_a_prompt_describes_are_tools() -> None:
-    from toolwise.messages import Message
+def test_families_name_tools_that_exist() -> None:
+    tools, system = build_tools(["search"]), "**Available Tools**\n1. Name: find\nDescription: Finds.\nParameters: {}"
+    described = Task(task_id="r", prompt=[Message(role="system", content=system), Message(role="user", content="?")])
+    families = {"search": "SEARCH", "find": "SEARCH"}
+    check_family_names(config(router={"enable": True, "families": families}), tools, [task(), described])
+    check_family_names(config(router={"families": {"serach": "SEARCH"}}), tools, [task()])  # no router is trained
+    for name, hint in (("serach", "did you mean 'search'?"), ("xyz", "correct the name")):
+        misspelt = config(router={"enable": True, "families": {name: "SEARCH"}})
+        with pytest.raises(
+            ConfigError, match=rf"router\.families names the tool '{name}'.*\(tools: search\)"
+        ) as caught:
+            check_family_names(misspelt, tools, [task()])
+        assert hint in str(caught.value)
+        assert "\n" not in str(caught.value)
 
+
+def test_tools_that_a_prompt_describes_are_tools() -> None:
     system = "**Available Tools**\n1. Name: find\nDescription: Finds things.\nParameters: {}"
     described = Task(task_id="r", prompt=[Message(role="system", content=system), Message(role="user", content="?")])
     check_routable(config(router={"enable": True}, multi_turn={"enable": False}), {}, [described])

@@ -61,7 +61,7 @@ def seal(folder: Path, manifest: Manifest) -> None:
         sync(path)
         if path.is_file():
             name = path.relative_to(folder).as_posix()
-            manifest.files[name] = FileEntry(size=path.stat().st_size, sha256=_sha256(path))
+            manifest.files[name] = FileEntry(size=path.stat().st_size, sha256=file_sha256(path))
     manifest.seal = manifest.digest()
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
     sync(folder / MANIFEST)
@@ -77,9 +77,9 @@ def verify(path: Path, *, hashes: bool) -> Manifest:
             raise CheckpointError(f"{file} is missing: use an earlier checkpoint")
         if (size := file.stat().st_size) != entry.size:
             raise CheckpointError(f"{file} has {size} bytes, not {entry.size}: use an earlier checkpoint")
-        if hashes and _sha256(file) != entry.sha256:
+        if hashes and file_sha256(file) != entry.sha256:
             raise CheckpointError(f"{file} is not what was saved (sha256): use an earlier checkpoint")
-    for name in _list_files(path):
+    for name in list_files(path):
         if name not in manifest.files:  # loading a model folder may use any file in it
             raise CheckpointError(f"{path / name} was added after the checkpoint was written: move it elsewhere")
     return manifest
@@ -113,7 +113,7 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _list_files(folder: Path) -> Iterator[str]:
+def list_files(folder: Path) -> Iterator[str]:
     """Names of all files except the manifest and hidden files, which desktops and network drives leave behind."""
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
@@ -121,7 +121,7 @@ def _list_files(folder: Path) -> Iterator[str]:
             yield name.as_posix()
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,13 +1,19 @@
 """Detects runs that cannot learn, before and during the first steps; each finding has a cause and a fix."""
 
 from toolwise.training.diagnosis.monitor import Diagnosis, FindingChanges, finding_to_json
-from toolwise.training.diagnosis.preflight import check_routable, evaluation_findings, startup_findings
+from toolwise.training.diagnosis.preflight import (
+    check_family_names,
+    check_routable,
+    evaluation_findings,
+    startup_findings,
+)
 from toolwise.types.findings import Finding
 
 __all__ = [
     "Diagnosis",
     "Finding",
     "FindingChanges",
+    "check_family_names",
     "check_routable",
     "evaluation_findings",
     "finding_to_json",

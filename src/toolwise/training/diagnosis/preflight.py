@@ -6,12 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 
+from toolwise.config.imports import did_you_mean
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.rewards.combine import CompositeReward
 from toolwise.rewards.executor import EPISODE_REWARDS
 from toolwise.routing.cost import Cost, PricesCost, build_cost
-from toolwise.routing.families import Family
+from toolwise.routing.families import Family, tool_descriptions
 from toolwise.routing.inference_router import Conditioning, check_prices
 from toolwise.routing.routes import RouteSet, check_route_tools, least_cost
 from toolwise.tools.base import BaseTool
@@ -24,6 +25,8 @@ ANSWER_WORDS = frozenset(
     | {"solution", "solutions", "target", "targets", "truth"}
 )
 """Words in the names of columns that probably hold the ground truth."""
+MAX_NAMED_TOOLS = 8
+"""Tools that an error message names."""
 
 
 def startup_findings(
@@ -48,6 +51,22 @@ def evaluation_findings(
     """Findings about an evaluation without training."""
     findings = (_no_ground_truth(rewards, tasks, "evaluated"), prompt_too_long(scored, "this evaluation", 0))
     return [finding for finding in findings if finding is not None]
+
+
+def check_family_names(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> None:
+    """Raise if `router.families` names a tool that is neither one of the run nor described by a prompt. Not for an
+    evaluation, where tools may be left out on purpose."""
+    unknown = [name for name in config.router.families if name not in tools] if config.router.enable else []
+    if not unknown:
+        return
+    known = {*tools, *(tool for task in tasks for tool in tool_descriptions(task, tools))}
+    for name in unknown:
+        if name not in known:
+            some = ", ".join([*sorted(known)[:MAX_NAMED_TOOLS], *(["…"] if len(known) > MAX_NAMED_TOOLS else [])])
+            raise ConfigError(
+                f"router.families names the tool {name!r}, which neither the run nor a prompt has (tools: "
+                f"{some or 'none'}){did_you_mean(name, known) or ': correct the name, or leave it out'}"
+            )
 
 
 def check_routable(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> None:

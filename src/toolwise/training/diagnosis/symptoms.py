@@ -268,11 +268,17 @@ def explain_unchanged(
         ),
         (
             True,
-            f"updates of norm {update_norm:.1e} are rounded away in {config.model.dtype} weights",
+            f"updates of norm {update_norm:.1e} are rounded away in {_dtype(config)} weights",
             f"Raise actor.lr (now {config.actor.lr:g})",
         ),
     )
     return next((cause, cure) for applies, cause, cure in reasons if applies)
+
+
+def _dtype(config: RunConfig) -> str:
+    from toolwise.models.loader import resolve_dtype
+
+    return resolve_dtype(config.model.dtype, config.model.device)
 
 
 def _nothing_usable(config: RunConfig, scored: Sequence[ScoredRollout]) -> tuple[str, str]:

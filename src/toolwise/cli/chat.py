@@ -79,8 +79,7 @@ class Conversation:
         print_line("ask a question; /help lists the commands")
         while True:
             try:
-                print_text("> ")
-                line = input().strip()
+                line = input("> ").strip()  # readline must know the prompt to redraw a line that is edited
             except EOFError:
                 return print_line()
             except KeyboardInterrupt:

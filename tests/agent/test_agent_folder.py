@@ -68,13 +68,13 @@ def test_an_agent_without_a_router_has_no_routes_and_no_budget(agent: Agent) -> 
 
 
 def test_overlapping_questions_are_answered_as_one_at_a_time(agent: Agent) -> None:
-    questions = [f"What is {1200 + n} - {(n * 37) % 900}?" for n in range(40)]
+    questions = [f"What is {1200 + n} - {(n * 37) % 900}?" for n in range(16)]
 
     async def together() -> list[str]:
         return [answered.text for answered in await asyncio.gather(*map(agent.aask, questions))]
 
     alone = [agent.ask(question).text for question in questions]
-    assert len(set(alone)) > 20
+    assert len(set(alone)) > 8
     assert asyncio.run(together()) == alone
 
 

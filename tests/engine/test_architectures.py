@@ -59,6 +59,10 @@ def test_the_path_is_that_of_the_table(name: str) -> None:
 
 
 FAST_NAMES = [name for name in PAGED if ARCHITECTURES[name].engine == FAST]
+FEATURES = ("llama", "llama, biases", "qwen3", "gemma2", "gemma3", "phi3, longrope", "granite", "olmo2", "smollm3")
+"""Between them, all that a described layer may have: norms, windows, soft caps, scales, ropes by layer, biases."""
+FORMS = ("llama", "gemma2", "gpt2", "glm4", "cohere2", "gpt-neox", "qwen3, moe", "gpt-oss", "deepseek-v3")
+"""Between them, all forms of attention that a stock forward may ask for."""
 SHARED = [[*random_ids(20, 200), member] for member in range(4)]
 
 
@@ -70,7 +74,7 @@ def assert_as_in_transformers(model: Any, engine: Engine, prompts: list[list[int
 
 
 @pytest.mark.parametrize("way", quick_first(["all together", "in chunks", "short of memory"], ("all together",)))
-@pytest.mark.parametrize("name", FAST_NAMES)
+@pytest.mark.parametrize("name", quick_first(FAST_NAMES, FEATURES))
 def test_the_kernels_of_a_gpu_compute_these_too(name: str, way: str) -> None:
     """The runner of a GPU with its kernels in plain torch: prefill, decoding many steps ahead, shared prefixes."""
     model = build(name)
@@ -83,7 +87,7 @@ def test_the_kernels_of_a_gpu_compute_these_too(name: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", quick_first(["in chunks", "nothing shared"], ("in chunks",)))
-@pytest.mark.parametrize("name", [name for name in PAGED if name not in ("gpt-oss", "deepseek-v3")])
+@pytest.mark.parametrize("name", quick_first([n for n in PAGED if n not in ("gpt-oss", "deepseek-v3")], FORMS))
 def test_stock_forwards_attend_with_the_kernels_of_a_gpu(name: str, way: str) -> None:
     """All but attention sinks, and values of another size than the keys."""
     model = build(name)
@@ -136,7 +140,7 @@ def test_the_reason_for_the_general_path_is_logged_once(caplog: pytest.LogCaptur
     assert engine_path(build("gpt2"))[1] in caplog.text
 
 
-@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize("name", quick_first(PAGED, FORMS))
 def test_scores_share_a_prefix(name: str) -> None:
     model = build(name)
     prefix = random_ids(13, 3)

@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", quick_first(FAMILIES, ("llama", "qwen3")))
+@pytest.mark.parametrize("family", quick_first(FAMILIES, ("qwen3",)))
 def test_greedy_is_what_transformers_generates(family: str, way: str) -> None:
     model = tiny(family)
     engine = counted(model, **WAYS[way])

@@ -28,6 +28,7 @@ from learner_cases import (
     weights,
 )
 from precision import assert_fp32_close
+from selection import quick_first
 from transformers import LlamaForCausalLM
 
 from toolwise.advantages import Grpo
@@ -123,7 +124,7 @@ def test_forward_agrees_with_a_plain_pass_through_the_whole_model() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["token", "step", "rollout", "constant"])
-@pytest.mark.parametrize("micro_batch_tokens", [1, 60, 100_000])
+@pytest.mark.parametrize("micro_batch_tokens", quick_first([1, 60, 100_000], [60]))
 @pytest.mark.parametrize("share_prefixes", [False, True])
 def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
     micro_batch_tokens: int, aggregation: Any, share_prefixes: bool

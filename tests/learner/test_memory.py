@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import LR, changed, gradients, same, sample, tiny_model, weights
+from selection import quick_first
 
 from toolwise.learner import actor as actor_module
 from toolwise.learner import critic as critic_module
@@ -55,7 +56,7 @@ def run_out(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("failing", [1, 2, 3])
+@pytest.mark.parametrize("failing", quick_first([1, 2, 3], [2]))
 def test_the_gradients_are_those_of_an_undisturbed_update(
     failing: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

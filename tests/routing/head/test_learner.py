@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from learner_cases import LR, changed, same, sample, tiny_model, weights
+from selection import quick_first
 
 from toolwise.config.schema import RouterConfig, RunConfig
 from toolwise.errors import CheckpointError
@@ -51,7 +52,7 @@ def best_routes(router: RouterLearner, multipliers: Sequence[float] = ()) -> lis
 
 
 @pytest.mark.parametrize("hidden", [0, 16])
-@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("epochs", quick_first([1, 3], [3]))
 def test_it_learns_which_route_each_prompt_wants(hidden: int, epochs: int) -> None:
     router, best = learner(config=router_options(epochs=epochs), hidden=hidden), [0, 1, 2, 1]
     for _ in range(100):

@@ -12,7 +12,7 @@ WORKERS ?= $(shell expr 2 + $(CORES))
 SANDBOX_WORKERS ?= $(shell expr 1 + $(CORES))
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-docs test-namespaced test-long fuzz check format vllm-env bench-env clean help
+.PHONY: demo test test-docs test-namespaced test-long fuzz check format vllm-env bench-env agents-env clean help
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -73,6 +73,21 @@ $(VENV)-bench/.ready: constraints/bench.txt
 	$(VENV)-bench/bin/python -m pip install --quiet -c $< codetiming hydra-core ray tensordict
 	$(VENV)-bench/bin/python -m pip install --quiet -c $< --no-deps verl
 	$(VENV)-bench/bin/python -c 'import trl, verl.trainer.ppo.core_algos'
+	touch $@
+
+# What each environment has, by its name. Their pins contradict each other's and ours.
+AGENTS := openai agents-sdk langgraph verifiers
+AGENT_PACKAGES_openai := openai
+AGENT_PACKAGES_agents-sdk := openai-agents
+AGENT_PACKAGES_langgraph := langgraph langchain-openai
+AGENT_PACKAGES_verifiers := verifiers
+
+agents-env: $(foreach name,$(AGENTS),$(VENV)-agents/$(name)/.ready)  ## Agent frameworks in .venv-agents, one environment each, for the agents in examples/agents
+
+$(VENV)-agents/%/.ready: constraints/agents.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet -c $< $(AGENT_PACKAGES_$*)
 	touch $@
 
 clean:

@@ -202,6 +202,7 @@ TERMINAL = ROOT / "src" / "toolwise" / "terminal"
 PIPES = {
     "cli/doctor.py": "a child process of its own answers on a pipe",
     "tools/isolation/tool_worker_main.py": "a worker's output is a pipe of the trainer's",
+    "rollout/agents/agent_worker.py": "so is that of an agent's process",
 }
 """Who else may print, and why it reaches no terminal."""
 

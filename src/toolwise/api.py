@@ -43,6 +43,8 @@ MISSING_TOOLS_HINT = (
 SFT_FIGURES = ("loss", "grad_norm", "tokens")
 Tasks = str | Path | Sequence[Task | Mapping[str, Any]]
 Config = RunConfig | Mapping[str, Any] | str | Path
+AgentSpec = str | Callable[[dict[str, Any], str, str], Any]
+"""An agent of the user's own: a function run(task, base_url, api_key), or a reference to one."""
 
 
 def train(
@@ -54,6 +56,7 @@ def train(
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: RewardSources | None = None,
     env: EnvSpec | None = None,
+    agent: AgentSpec | None = None,
     router: RouterSpec | None = None,
     parser: ParserSpec | None = None,
     estimator: EstimatorSpec | None = None,
@@ -69,14 +72,14 @@ def train(
     `config` is a file, a nested mapping or a `RunConfig`; the other arguments override it. `tasks` and `val` are files,
     `Task`s, or rows such as {"prompt": "…", "ground_truth": "…"}. `tools` are typed functions, tool objects or names,
     as a list or a single one. `reward` is a function, or a list of functions or (function, weight) pairs whose scores
-    are added. `env` is a class, a function or a name; `router` a `Router` or its class; `parser` a function of the text
-    or a `ToolCallParser`; `estimator` an `AdvantageEstimator` and `loss` a `PolicyLoss`, or a class. `trackers` receive
+    are added. `env` is a class, a function or a name; `agent` a function run(task, base_url, api_key), which rolls out
+    in its own way: docs/own-agents.md; `router` a `Router` or its class; `parser` a function of the text or a
+    `ToolCallParser`; `estimator` an `AdvantageEstimator` and `loss` a `PolicyLoss`, or a class. `trackers` receive
     the metrics; `callbacks` follow the run and may stop it. `overrides` are strings such as "actor.lr=1e-5".
 
     Everything is recorded in the run folder, so that `toolwise eval`, `resume`, `score` and `export` work on it.
     """
     _refuse_in_worker("train")
-    from toolwise.training.components import load_estimator, load_loss
     from toolwise.training.inputs import gather_inputs
     from toolwise.training.run import assemble, check_learnable
     from toolwise.training.run_folder import check_folder, finished_result
@@ -88,10 +91,10 @@ def train(
     folder = Path(out) if out is not None else new_run_folder(run_config.name)
     rows, held_out = read_tasks(tasks, "tasks"), read_tasks(val, "val")
     parts: dict[str, Any] = {"tools": tools, "reward": reward, "env": env, "router": router, "parser": parser}
-    parts |= {"estimator": estimator, "loss": loss}
+    parts |= {"estimator": estimator, "loss": loss, "agent": agent}
     observed: dict[str, Any] = {"trackers": trackers, "callbacks": callbacks}
     inputs = gather_inputs(run_config, folder, tasks=(tasks, rows), val=(val, held_out), **parts, **observed)
-    parts |= {"estimator": load_estimator(inputs.config, estimator), "loss": load_loss(inputs.config, loss)}
+    parts |= _load_parts(inputs.config, estimator, loss)
     check_learnable(inputs.config, parts["estimator"])
     check_folder(folder, inputs.recorded, resume=resume)
     if resume:
@@ -116,12 +119,22 @@ def train(
     return run_async(training.run_training())
 
 
+def _load_parts(config: RunConfig, estimator: EstimatorSpec | None, loss: LossSpec | None) -> dict[str, Any]:
+    """Parts whose errors are reported before anything is written."""
+    from toolwise.serve.gateway import build_outside_agent
+    from toolwise.training.components import load_estimator, load_loss
+
+    parts = {"estimator": load_estimator(config, estimator), "loss": load_loss(config, loss)}
+    return {**parts, "agent": build_outside_agent(config)}
+
+
 def resume(
     run: str | Path,
     *,
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: RewardSources | None = None,
     env: EnvSpec | None = None,
+    agent: AgentSpec | None = None,
     router: RouterSpec | None = None,
     parser: ParserSpec | None = None,
     estimator: EstimatorSpec | None = None,
@@ -149,6 +162,7 @@ def resume(
         tools=tools,
         reward=reward,
         env=env,
+        agent=agent,
         router=router,
         parser=parser,
         estimator=estimator,
@@ -182,6 +196,7 @@ def evaluate(
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: RewardSources | None = None,
     env: EnvSpec | None = None,
+    agent: AgentSpec | None = None,
     router: RouterSpec | None = None,
     parser: ParserSpec | None = None,
     overrides: Sequence[str] = (),
@@ -193,6 +208,7 @@ def evaluate(
     _refuse_in_worker("evaluate")
     from toolwise.models import locate
     from toolwise.routing.head import ROUTER_METADATA_FILE
+    from toolwise.serve.gateway import build_outside_agent
     from toolwise.tools.catalog import check_recorded_tools
     from toolwise.training.calibration import budget_metrics
     from toolwise.training.diagnosis import evaluation_findings
@@ -206,10 +222,10 @@ def evaluate(
     parts: dict[str, Any] = {"tools": tools, "reward": reward, "env": env, "router": router, "parser": parser}
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="toolwise-"))  # holds the source of notebook cells
-        inputs = gather_inputs(run_config, Path(folder), **parts)
+        inputs = gather_inputs(run_config, Path(folder), agent=agent, **parts)
         stack.callback(inputs.discard)
         inputs.write()
-        setup = setup_evaluation(inputs.config, held_out, **parts)
+        setup = setup_evaluation(inputs.config, held_out, agent=build_outside_agent(inputs.config), **parts)
         stack.callback(setup.close)
         saved = Path(locate(str(model)))
         if setup.config.multi_turn.enable and (tools is None or tools):

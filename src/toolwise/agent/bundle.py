@@ -114,7 +114,9 @@ def _code_places(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _runs_code(key: str, reference: str) -> bool:
     if key == "function":  # a reward: those of the library run in the sandbox, but the judge sends text to a server
-        return reference not in ("env", "tools") and (not reference.startswith("toolwise.") or "judge" in reference)
+        return reference not in ("env", "tools", "agent") and (
+            not reference.startswith("toolwise.") or "judge" in reference
+        )
     return ":" in reference or reference.endswith(".py")
 
 

@@ -24,7 +24,7 @@ TrustOption = Annotated[
 OverridesOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a configuration setting; repeatable.")
 ]
-USER_FILES = ("reward", "tools", "env", "router.name", "rollout.tool_parser")
+USER_FILES = ("reward", "tools", "env", "agent", "router.name", "rollout.tool_parser")
 """Settings that may name a file of the user's, which may have changed since the run."""
 
 

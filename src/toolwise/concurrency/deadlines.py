@@ -32,7 +32,8 @@ def abandoned_counts() -> dict[str, int]:
     return dict(_abandoned)
 
 
-def _abandon(name: str, why: str) -> None:
+def count_abandoned(name: str, why: str) -> None:
+    """Count work that outlives its caller, in `abandoned_counts`, and log it."""
     _abandoned[name] += 1
     log.warning("%s %s and is abandoned (%d so far)", name, why, _abandoned[name])
 
@@ -192,7 +193,7 @@ async def _cancel_and_wait(task: asyncio.Task[Any], work: Coroutine[Any, Any, An
             work.close()  # in case it never started: avoids the "never awaited" warning
         else:
             unhide_task(task)  # no longer managed here
-            _abandon(getattr(work, "__qualname__", str(work)), "ignores its cancellation")
+            count_abandoned(getattr(work, "__qualname__", str(work)), "ignores its cancellation")
 
 
 async def call_in_thread(work: Callable[[], T], *, name: str = "blocking work") -> T:
@@ -207,7 +208,7 @@ async def call_in_thread(work: Callable[[], T], *, name: str = "blocking work") 
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
         if not future.done():
-            _abandon(name, "cannot be stopped in its thread")
+            count_abandoned(name, "cannot be stopped in its thread")
         raise
 
 
@@ -305,7 +306,7 @@ async def _cancel_all_tasks() -> None:
         await asyncio.wait(tasks, timeout=GRACE_S)
     await asyncio.wait({spawn(loop.shutdown_asyncgens())}, timeout=GRACE_S)
     for task in all_tasks() - {me}:
-        _abandon(getattr(task.get_coro(), "__qualname__", repr(task)), "ignores its cancellation")
+        count_abandoned(getattr(task.get_coro(), "__qualname__", repr(task)), "ignores its cancellation")
         unregister_task(task)
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         _abandoned_tasks.append(task)

@@ -63,6 +63,12 @@ def _reference(value: Any, folder: Path) -> Any:
     return f"{folder / Path(file).expanduser()}{colon}{name}" if file.endswith(".py") else value
 
 
+def _program(value: Any, folder: Path) -> Any:
+    """Resolve existing files only: anything else is a program on PATH, or an argument."""
+    resolved = _path(value, folder)
+    return resolved if isinstance(value, str) and value and Path(resolved).is_file() else value
+
+
 def _relative(value: Any, folder: Path) -> Any:
     if isinstance(value, dict) and "name" in value:  # a tool, tracker or callback with its options
         return value | {"name": _relative(value["name"], folder)}
@@ -99,6 +105,9 @@ _PATH_RULES: dict[str, PathRule] = {
     "router.policies.*.path": _existing_folder,
     "env.name": _reference,
     "env.interaction": _reference,
+    "agent.run": _reference,
+    "agent.python": _program,
+    "agent.command.*": _program,
     "env.kwargs.format_observation": _reference,
     "env.kwargs.parse_action": _reference,
     "env.kwargs.state_of": _reference,

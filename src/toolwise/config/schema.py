@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from toolwise.config.agent import AgentConfig
 from toolwise.config.algorithm import AlgorithmConfig
 from toolwise.config.loader import Section, apply_overrides, build_config, read_settings
 from toolwise.config.paths import resolve_paths
@@ -127,7 +128,8 @@ class SandboxConfig(Section):
 class RewardConfig(Section):
     function: str = ""
     """package.module:function, path/to/file.py:function, or a module or file with a single function marked as a reward;
-    "env" and "tools" use the rewards of the environment's steps and of the tools' calc_reward."""
+    "env" and "tools" use the rewards of the environment's steps and of the tools' calc_reward, "agent" what an agent of
+    your own returned."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     parts: list[RewardPart] = Field(default_factory=list)
@@ -315,6 +317,7 @@ class RunConfig(Section):
     tools: list[str | dict[str, Any]] = Field(default_factory=list)
     """Tools: built-in names, references, or tables {name = …, price = …, …}."""
     env: EnvConfig = EnvConfig()
+    agent: AgentConfig = AgentConfig()
     rollout: RolloutConfig = RolloutConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     reward: RewardConfig = RewardConfig()

@@ -157,7 +157,21 @@ def _env_result(rollout: Rollout) -> EvaluateResult:
     return EvaluateResult(score=sum(step.base_reward or 0.0 for step in rollout.steps))
 
 
-EPISODE_REWARDS: dict[str, Callable[[Rollout], EvaluateResult]] = {"tools": _tools_result, "env": _env_result}
+def _agent_result(rollout: Rollout) -> EvaluateResult:
+    """What an outside agent returned. A rollout that met a fault gets no score."""
+    if not rollout.trainable:
+        return fault_result("env_fault", rollout.fault or f"the agent ended with {rollout.stop_reason.value}")
+    if rollout.result is None and rollout.stop_reason.truncated:
+        return EvaluateResult(score=0.0, reason=f"the agent was stopped: {rollout.stop_reason.value}")
+    text = "the agent returned no reward: return a number or an EvaluateResult, or set reward.function"
+    return rollout.result or fault_result("bad_type", text)
+
+
+EPISODE_REWARDS: dict[str, Callable[[Rollout], EvaluateResult]] = {
+    "tools": _tools_result,
+    "env": _env_result,
+    "agent": _agent_result,
+}
 
 
 def episode_reward(name: str) -> Reward:

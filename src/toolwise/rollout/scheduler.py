@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from toolwise.concurrency.deadlines import gather_all
 from toolwise.concurrency.garbage import relaxed_gc
@@ -20,6 +20,16 @@ from toolwise.rollout.worker import build_termination
 from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, RouteDecision
 from toolwise.untrusted.user_code import call_user_code, describe
+
+
+class Episode(Protocol):
+    """One rollout to run: `AsyncRolloutRequest`, or a sibling of it."""
+
+    batch_data_id: int
+
+    async def run(self) -> None: ...
+
+    def to_rollout(self) -> Rollout: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +75,8 @@ class RolloutScheduler:
         on_done: Callable[[Rollout], None] = lambda rollout: None,
     ) -> AsyncIterator[list[Rollout]]:
         """Yield the rollouts of each decision as groups become complete. Closing the iterator cancels the rest."""
-        requests = self.requests(decisions, do_sample=do_sample)
         if self.lock_step:
+            requests = self.requests(decisions, do_sample=do_sample)
             for rollouts in await self._run_lock_step(requests, len(decisions)):
                 for rollout in rollouts:
                     call_user_code(on_done, rollout)
@@ -80,21 +90,21 @@ class RolloutScheduler:
             if n == 0:  # no request will ever complete it
                 completed.put_nowait([])
 
-        async def run(request: AsyncRolloutRequest) -> None:
+        async def run(episode: Episode) -> None:
             async with gate:
-                await request.run()
-            rollout = request.to_rollout()
+                await episode.run()
+            rollout = episode.to_rollout()
             call_user_code(on_done, rollout)
-            group = finished[request.batch_data_id]
+            group = finished[episode.batch_data_id]
             group.append(rollout)
-            if len(group) == group_sizes[request.batch_data_id]:
-                completed.put_nowait(sorted(finished.pop(request.batch_data_id), key=lambda r: r.rollout_offset))
+            if len(group) == group_sizes[episode.batch_data_id]:
+                completed.put_nowait(sorted(finished.pop(episode.batch_data_id), key=lambda r: r.rollout_offset))
 
         def report_failure(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and task.exception() is not None:
                 completed.put_nowait(task.exception() or RuntimeError())
 
-        tasks = [spawn(run(request)) for request in requests]
+        tasks = [spawn(run(episode)) for episode in self.episodes(decisions, do_sample=do_sample)]
         for task in tasks:
             task.add_done_callback(report_failure)
         try:
@@ -108,6 +118,10 @@ class RolloutScheduler:
             for task in tasks:
                 task.cancel()
             await wait_all(tasks)  # each releases its tools before the error or cancellation propagates
+
+    def episodes(self, decisions: Sequence[RouteDecision], *, do_sample: bool = True) -> Sequence[Episode]:
+        """What `groups` runs: `requests`, unless a subclass has others."""
+        return self.requests(decisions, do_sample=do_sample)
 
     def requests(self, decisions: Sequence[RouteDecision], *, do_sample: bool = True) -> list[AsyncRolloutRequest]:
         """`n` requests per decision, ready to run; all requests of a decision see the same environment."""

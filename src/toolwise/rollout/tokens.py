@@ -82,6 +82,14 @@ class TokenBuffer:
             self._prompt_ids = None  # from here on the row starts with rendered text
         return self._last_turn.alignment
 
+    def fork(self, *, share: bool) -> TokenBuffer:
+        """Another buffer that continues after the last reply. `share`: in the same memory, which one fork may do."""
+        other = TokenBuffer(self.chat, prompt_ids=self._prompt_ids, on_change=self.on_change)
+        other._ids = self._ids if share else self._ids[: self._committed_length]
+        other._committed_length = self._committed_length
+        other._sampled, other._closed, other._last_turn = self._sampled, self._closed, self._last_turn
+        return other
+
     def _first(self, messages: Sequence[Message], tools: Tools) -> _TurnPrompt:
         if self._prompt_ids is not None:
             return _TurnPrompt(array("i", self._prompt_ids), None, len(messages), tools, "first")

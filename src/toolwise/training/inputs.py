@@ -39,6 +39,7 @@ from toolwise.types import Task
 
 COMPONENTS = {
     "env": ("env", "name", ""),
+    "agent": ("agent", "run", ""),
     "router": ("router", "name", "kwargs"),
     "parser": ("rollout", "tool_parser", ""),
     "estimator": ("algorithm", "adv_estimator", "estimator_kwargs"),
@@ -121,7 +122,7 @@ class RunInputs:
         keeps_kwargs = not kwargs_key or (kind != "router" and isinstance(source, str | type))
         update = {key: name, **({} if keeps_kwargs else {kwargs_key: kwargs})}
         self._record(section, getattr(self.recorded, section).model_copy(update=update))
-        if kind in ("env", "estimator", "loss"):
+        if kind in ("env", "agent", "estimator", "loss"):
             self.config = self.config.model_copy(update={section: getattr(self.recorded, section)})
 
     def check_files(self) -> None:
@@ -206,8 +207,8 @@ class RunInputs:
             kwargs = _field_values(entry) if by_fields else {}
             reference = self._reference(type(entry) if by_fields else entry, kind)
         except ToolwiseError as fault:
-            if kind == "env" and not callable(entry):
-                raise ConfigError(f"env: {fault}") from None
+            if kind == "agent" or (kind == "env" and not callable(entry)):
+                raise ConfigError(f"{kind}: {fault}") from None
             name = _name_of(entry) if kind == "env" else qualified_name(entry)
             return self._note_unnameable(f"the {kind} {name}", str(fault))
         return ObserverEntry(name=reference, kwargs=kwargs) if kwargs else reference
@@ -265,6 +266,7 @@ def gather_inputs(
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: Any = None,
     env: Any = None,
+    agent: Any = None,
     router: Any = None,
     parser: Any = None,
     estimator: Any = None,
@@ -278,7 +280,7 @@ def gather_inputs(
     inputs.add_tasks("val", *val)
     inputs.add_tools(tools)
     inputs.add_reward(reward)
-    sources = {"env": env, "router": router, "parser": parser, "estimator": estimator, "loss": loss}
+    sources = {"env": env, "agent": agent, "router": router, "parser": parser, "estimator": estimator, "loss": loss}
     for kind, source in sources.items():
         inputs.add_component(kind, source)
     inputs.add_observers("tracker", trackers)

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from toolwise.concurrency.limits import Gate, Limits
 from toolwise.concurrency.threads import configure_threads, set_thread_count
+from toolwise.config.rollout import GrammarConfig
 from toolwise.config.schema import RunConfig
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.catalog import EnvSpec, build_env_factory
 from toolwise.errors import ConfigError
 from toolwise.protocols import AgentPolicy, ModelPolicy, Router, Sampling
+from toolwise.rollout.agents.agent_request import AgentScheduler, OutsideAgent
 from toolwise.rollout.call_format import ParserSpec, find_format
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.routing.routers import DirectRouter, RouterSpec, build_user_router
@@ -50,13 +52,17 @@ class RolloutSetup:
     scheduler: RolloutScheduler
     policy: ModelPolicy
     scoring: Scoring
+    agent: OutsideAgent | None
+    """The agent that rolls out instead of our own loop."""
 
     @property
     def chat(self) -> ChatTokenizer:
         return cast("ChatTokenizer", self.policy.chat)
 
     def close(self) -> None:
-        """Stop the worker processes of rewards and tools, and the generation server if we started one."""
+        """Stop the worker processes of rewards, tools and agents, and the generation server if we started one."""
+        if self.agent is not None:
+            self.agent.close()
         self.policy.close()
         self.scoring.close()
         isolation.close()
@@ -71,6 +77,7 @@ def setup_evaluation(
     env: EnvSpec | None = None,
     router: RouterSpec | None = None,
     parser: ParserSpec | None = None,
+    agent: OutsideAgent | None = None,
 ) -> RolloutSetup:
     """Build what evaluating `tasks` needs; Python arguments override what the configuration names."""
     with tools_and_scoring(config, tools, reward) as (tool_objects, scoring):
@@ -79,7 +86,7 @@ def setup_evaluation(
         check_routable(config, tool_objects, tasks)
         scoring.check(tasks)
         check_held_out_tools(tool_objects, config.multi_turn.held_out_tools)
-        return setup_rollouts(config, tasks, tool_objects, scoring, env=env, router=router, parser=parser)
+        return setup_rollouts(config, tasks, tool_objects, scoring, env=env, router=router, parser=parser, agent=agent)
 
 
 @contextmanager
@@ -87,8 +94,11 @@ def tools_and_scoring(
     config: RunConfig, tools: Sequence[Any] | Callable[..., Any] | None, reward: RewardSources | None
 ) -> Iterator[tuple[dict[str, BaseTool], Scoring]]:
     """Start the tools and the rewards; if the block raises, stop the rewards' worker processes."""
+    check_agent(config)
     announce("starting the tools")
     tool_objects = build_tools([*config.tools, *as_entries(tools)])
+    if config.agent.enabled and reward is None and not config.reward.function and not config.reward.parts:
+        reward = "agent"
     announce("starting the reward sandbox")
     scoring = build_scoring(config.reward, reward)
     try:
@@ -98,8 +108,26 @@ def tools_and_scoring(
         raise
 
 
+def check_agent(config: RunConfig) -> None:
+    """Raise for settings that mean nothing where an outside agent rolls out."""
+    if not config.agent.enabled:
+        return
+    unused = {
+        "tools": bool(config.tools),
+        "env.name": config.env.name != "tools",
+        "env.interaction": bool(config.env.interaction),
+        "router.enable": config.router.enable,
+        "router.name": bool(config.router.name),
+        "rollout.grammar": config.rollout.grammar != GrammarConfig(),
+        "algorithm.rlvcr.enable": config.algorithm.rlvcr.enable,
+        "deterministic": config.deterministic,
+    }
+    for name in (name for name, is_set in unused.items() if is_set):
+        raise ConfigError(f"{name} does not apply to an agent of your own (agent.run, agent.command): remove it")
+
+
 def check_tasks(config: RunConfig, tasks: Sequence[Task], tools: dict[str, BaseTool]) -> None:
-    for task in tasks:
+    for task in () if config.agent.enabled else tasks:  # the tools are the agent's
         check_task_tools(task, tools, env=config.env.name)
 
 
@@ -112,8 +140,11 @@ def setup_rollouts(
     env: EnvSpec | None = None,
     router: RouterSpec | None = None,
     parser: ParserSpec | None = None,
+    agent: OutsideAgent | None = None,
 ) -> RolloutSetup:
     """Load the model and build the policy, the router and the scheduler."""
+    if config.agent.enabled and agent is None:
+        raise ConfigError("this command cannot run an agent of your own (agent.run, agent.command)")
     policy = local_policy(config, config.model.path, parser)
     check_weights(policy)
     prompt = policy.chat.tool_prompt
@@ -127,9 +158,12 @@ def setup_rollouts(
         validation_tasks=validation_tasks,
         router=built_router,
         head=head,
-        scheduler=build_scheduler(config, policy, tools, env),
+        scheduler=build_scheduler(config, policy, tools, env)
+        if agent is None
+        else build_agent_scheduler(config, policy, agent),
         policy=policy,
         scoring=scoring,
+        agent=agent,
     )
 
 
@@ -252,6 +286,20 @@ def build_scheduler(
         limits=limits,
         make_env=_env_factory(config, tools, limits, env),
         lock_step=config.deterministic,
+    )
+
+
+def build_agent_scheduler(config: RunConfig, policy: LocalPolicy, agent: OutsideAgent) -> AgentScheduler:
+    rollout = config.rollout
+    return AgentScheduler(
+        policy,
+        {},
+        max_concurrent=min(rollout.max_concurrent, config.agent.max_concurrent),
+        deadline_s=rollout.deadline_s,
+        max_tokens=rollout.max_episode_tokens,
+        agent=agent,
+        session_policy=policy,
+        max_calls=config.agent.max_calls,
     )
 
 

@@ -13,6 +13,7 @@ from toolwise.data import Batches
 from toolwise.envs.catalog import EnvSpec
 from toolwise.errors import ConfigError
 from toolwise.protocols import AdvantageEstimator, Learner, PolicyLoss, Stateful
+from toolwise.rollout.agents.agent_request import OutsideAgent
 from toolwise.rollout.call_format import ParserSpec
 from toolwise.rollout.queue import RolloutQueue
 from toolwise.routing.inference_router import InferenceRouter
@@ -136,6 +137,7 @@ def assemble(
     parser: ParserSpec | None = None,
     estimator: EstimatorSpec | None = None,
     loss: LossSpec | None = None,
+    agent: OutsideAgent | None = None,
 ) -> Run:
     """Build a training run from its configuration; Python arguments override what the file names.
 
@@ -159,7 +161,8 @@ def assemble(
             shuffle=config.data.shuffle,
             drop_last=config.data.drop_last,
         )
-        setup = setup_rollouts(config, held_out, tool_objects, scoring, env=env, router=router, parser=parser)
+        parts: dict[str, Any] = {"env": env, "router": router, "parser": parser, "agent": agent}
+        setup = setup_rollouts(config, held_out, tool_objects, scoring, **parts)
         return add_training(setup, batches, load_estimator(config, estimator), load_loss(config, loss), split)
 
 
@@ -196,6 +199,7 @@ def add_training(
         scheduler=setup.scheduler,
         policy=policy,
         scoring=setup.scoring,
+        agent=setup.agent,
         batches=batches,
         calibration=split or TaskSplit(batches.tasks, ()),
         learner=learner,

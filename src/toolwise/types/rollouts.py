@@ -240,6 +240,8 @@ class Rollout:
     """As in `RouteDecision.logits`."""
     answered_by: str = ""
     """As in `RouteDecision`: another model wrote this rollout."""
+    result: EvaluateResult | None = None
+    """The reward that an outside agent reported for itself."""
 
     @property
     def trainable(self) -> bool:

@@ -21,6 +21,7 @@ from toolwise.checks.dry_run.trial import (
 from toolwise.concurrency import deadlines
 from toolwise.config.loader import to_toml
 from toolwise.config.schema import RunConfig
+from toolwise.serve.gateway import build_outside_agent
 from toolwise.training.model_check import device_bytes
 from toolwise.training.records import RolloutRecord
 from toolwise.training.run import Run, assemble
@@ -55,7 +56,7 @@ def dry_run(config: RunConfig, show: Show) -> DryRunReport:
     Writes nothing and changes no weights. The configuration is bad if `DryRunReport.problems` is not empty.
     """
     with show_startup():
-        run = assemble(config)
+        run = assemble(config, agent=build_outside_agent(config))
         try:
             return deadlines.run(_run_trial(run, show))
         finally:

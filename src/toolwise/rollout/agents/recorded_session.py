@@ -1,0 +1,329 @@
+"""One session of an outside agent: every model call is recorded with its exact tokens, until it is closed.
+
+Closing yields a `Rollout` of the same type as our own episodes. What may be asked of the model is limited: the number
+of calls, the tokens of all replies, and the sampling, which is that of the run (a client's temperature would make the
+recorded log-probs those of another policy).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from toolwise.errors import ContextFullError, ToolwiseError
+from toolwise.messages import Message, Prefix, ToolCall
+from toolwise.protocols import Generation, Sampling
+from toolwise.rollout.agents.message_graph import GraphTurn, MessageGraph, Origin
+from toolwise.rollout.call_counts import CallCounts
+from toolwise.rollout.call_format import CallFormat
+from toolwise.rollout.chat_tokenizer import ChatTokenizer, Tools
+from toolwise.rollout.parsers import reasoning_of, to_action
+from toolwise.rollout.tokens import OnChange
+from toolwise.types import EvaluateResult, Rollout, RouteDecision, SampledTokens, StepData, StopReason
+from toolwise.types.tokens import Alignment
+from toolwise.untrusted.bounds import MAX_FAULT_CHARS, truncate_text
+
+
+class SessionPolicy(Protocol):
+    """What a session needs of the run's policy."""
+
+    chat: ChatTokenizer
+    sampling: Sampling
+    call_format: CallFormat
+    on_change: OnChange
+    max_context: int
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation: ...
+
+
+class SessionEndedError(ToolwiseError):
+    """A call came after the end of its session."""
+
+
+class SessionLimitError(ToolwiseError):
+    """A session has used what it may use; `reason` says what."""
+
+    def __init__(self, text: str, reason: StopReason) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """What a client may choose for one call."""
+
+    max_new_tokens: int | None = None
+    """At most this many tokens, and at most those of the run."""
+    stop: tuple[str, ...] = ()
+    """The text ends before the first of these."""
+    stop_token_ids: tuple[int, ...] = ()
+    reads_calls: bool = True
+    """False: calls in the reply stay text."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One call of the model: what it saw, what it sampled, and what the client was told."""
+
+    history: Sequence[Message]
+    """What the model saw."""
+    reply: Message
+    text: str
+    tokens: SampledTokens
+    origin: Origin
+    valid: bool
+    """Whether all calls in the reply could be read and name a tool that was offered."""
+    public_ids: tuple[str, ...]
+    """The ids under which the client knows the calls in the reply: unlike those of a parser, unique."""
+
+
+@dataclass(slots=True)
+class RecordedSession:
+    """A session. Calls may overlap; each is recorded when it is complete."""
+
+    decision: RouteDecision
+    policy: SessionPolicy
+    batch_data_id: int = 0
+    rollout_offset: int = 0
+    do_sample: bool = True
+    max_calls: int = 64
+    max_tokens: int | None = None
+    """Sampled tokens of the whole session."""
+    session_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    api_key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    calls: list[RecordedCall] = field(default_factory=list)
+    closed: bool = False
+    limit_reached: SessionLimitError | None = None
+    policy_fault: str | None = None
+    """The last call of the model failed for a reason that is not the agent's."""
+    _graph: MessageGraph = field(init=False)
+    _started_calls: int = field(default=0, init=False)
+    _started_at: float = field(default=0.0, init=False)
+    _working: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self._graph = MessageGraph(self.policy.chat, on_change=self.policy.on_change)
+
+    def begin(self) -> None:
+        """Start the clock of `Usage.seconds`."""
+        self._started_at = asyncio.get_running_loop().time()
+
+    async def complete(
+        self, messages: Sequence[Message], tools: Tools = None, options: CallOptions | None = None
+    ) -> RecordedCall:
+        """Continue the conversation `messages`. Raises what the client did wrong as a `ToolwiseError`."""
+        options = options or CallOptions()
+        sampling = self._begin_call(options)
+        turn = self._graph.prompt(messages, tools)
+        try:
+            result = await self._generate(turn.prompt_ids, sampling)
+            result = _cut_at(result, options.stop, self.policy.chat)
+            text = self._text(result, sampling, options.stop)
+            reply = self._read(text, tools if options.reads_calls else None, cut=result.finish_reason == "length")
+        except BaseException:
+            self._graph.discard(turn)
+            raise
+        history = Prefix(turn.history)
+        alignment = self._add(turn, result, reply, sampling)
+        call = RecordedCall(
+            history,
+            reply,
+            text,
+            _sampled_tokens(result, turn.prompt_ids, alignment, bool(reply.tool_calls)),
+            turn.origin,
+            _is_valid(reply, tools),
+            tuple(f"call_{secrets.token_hex(6)}" for _ in reply.tool_calls or ()),
+        )
+        self.calls.append(call)
+        return call
+
+    async def generate(self, token_ids: Sequence[int], options: CallOptions) -> RecordedCall:
+        """Continue tokens that the client made itself: the call has no messages but their text."""
+        sampling = self._begin_call(options)
+        result = await self._generate(token_ids, sampling)
+        chat = self.policy.chat
+        text = chat.decode(result.token_ids, sampling.stop_token_ids)
+        seen = Message.unchecked("user", chat.decode(token_ids))
+        tokens = _sampled_tokens(result, token_ids, "first" if not self.calls else "clean", False)
+        reply = Message.unchecked("assistant", text)
+        call = RecordedCall([seen], reply, text, tokens, "first" if not self.calls else "continued", True, ())
+        self.calls.append(call)
+        return call
+
+    def close(
+        self,
+        reward: EvaluateResult | float | None = None,
+        *,
+        stop_reason: StopReason = StopReason.ANSWERED,
+        fault: str | None = None,
+        infrastructure_fault: bool = False,
+    ) -> Rollout:
+        """End the session, and any call still in progress; return what was recorded as a rollout."""
+        self.closed = True
+        for task in self._working:
+            task.cancel()
+        steps = tuple(self._step(index, call) for index, call in enumerate(self.calls))
+        counts, decision = CallCounts(self.decision.count_usage, price=self.decision.price), self.decision
+        for step in steps:
+            counts.add(step.step_info)
+        problem = counts.recount(steps)
+        last = self.calls[-1] if self.calls else None
+        return Rollout(
+            rollout_id=f"{decision.group_id}/{self.rollout_offset}",
+            group_id=decision.group_id,
+            batch_data_id=self.batch_data_id,
+            rollout_offset=self.rollout_offset,
+            task=decision.task,
+            route=decision.route,
+            steps=steps,
+            messages=tuple(decision.prompt) if last is None else (*last.history, last.reply),
+            stop_reason=StopReason.ENV_FAULT if problem else stop_reason,
+            usage=counts.usage(steps, asyncio.get_running_loop().time() - self._started_at),
+            fault=(fault or problem) and truncate_text(fault or problem or "", MAX_FAULT_CHARS),
+            infrastructure_fault=infrastructure_fault,
+            result=EvaluateResult(score=float(reward)) if isinstance(reward, int | float) else reward,
+        )
+
+    @property
+    def branches(self) -> int:
+        """Number of calls that did not continue the latest reply of a conversation."""
+        return sum(call.origin not in ("first", "continued") for call in self.calls)
+
+    def _begin_call(self, options: CallOptions) -> Sampling:
+        """The sampling of the next call; raises if there must not be one."""
+        if self.closed:
+            raise SessionEndedError("this session has ended")
+        sampled = sum(len(call.tokens.token_ids) for call in self.calls)
+        if self._started_calls >= self.max_calls:
+            text = f"this session has made {self.max_calls} calls, as many as agent.max_calls allows"
+            self.limit_reached = SessionLimitError(text, StopReason.MAX_STEPS)
+        elif self.max_tokens is not None and sampled >= self.max_tokens:
+            text = f"this session has sampled {sampled} tokens, as many as rollout.max_episode_tokens allows"
+            self.limit_reached = SessionLimitError(text, StopReason.MAX_TOKENS)
+        if self.limit_reached is not None:
+            raise self.limit_reached
+        number, self._started_calls = self._started_calls, self._started_calls + 1
+        base, seed = self.policy.sampling, self.decision.seed * 4099 + self.rollout_offset
+        return replace(
+            base,
+            max_new_tokens=min(base.max_new_tokens, options.max_new_tokens or base.max_new_tokens),
+            do_sample=self.do_sample,
+            seed=(seed * 1_000_003 + number) & 0x7FFF_FFFF_FFFF_FFFF,
+            stop_token_ids=(*base.stop_token_ids, *options.stop_token_ids),
+        )
+
+    async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+        task = asyncio.current_task()
+        assert task is not None
+        self._working.add(task)
+        try:
+            result = await self.policy.generate(prompt_ids, sampling)
+        except ContextFullError as full:
+            reason = StopReason.MAX_TOKENS if self.calls else StopReason.PROMPT_TOO_LONG
+            self.limit_reached = SessionLimitError(str(full), reason)
+            raise self.limit_reached from full
+        except Exception as fault:
+            self.policy_fault = f"{type(fault).__name__}: {fault}"
+            raise
+        finally:
+            self._working.discard(task)
+        if self.closed:
+            raise SessionEndedError("this session has ended")
+        self.policy_fault = None
+        return result
+
+    def _text(self, result: Generation, sampling: Sampling, stop: Sequence[str]) -> str:
+        text = self.policy.chat.decode(result.token_ids, sampling.stop_token_ids)
+        return text[: min((at for word in stop if (at := text.find(word)) >= 0), default=len(text))]
+
+    def _read(self, text: str, tools: Tools, *, cut: bool) -> Message:
+        """The reply as a message. Calls in a reply that was cut off were not made: they stay text."""
+        if not tools or cut:
+            return Message.unchecked("assistant", text)
+        parsed = self.policy.call_format.parse_for(text, tools)
+        content, calls = parsed
+        return Message.unchecked(
+            "assistant", content, tool_calls=calls or None, reasoning_content=reasoning_of(parsed) or None
+        )
+
+    def _add(self, turn: GraphTurn, result: Generation, reply: Message, sampling: Sampling) -> Alignment:
+        ids = result.token_ids
+        return self._graph.add(turn, ids, reply, closed=bool(ids) and ids[-1] in sampling.stop_token_ids)
+
+    def _step(self, index: int, call: RecordedCall) -> StepData:
+        calls = list(call.reply.tool_calls or ())
+        return StepData.unchecked(
+            system_step_index=index,
+            observation_data=call.history,
+            action_taken=to_action(call.reply.content or "", calls, call.reply.reasoning_content or ""),
+            raw_policy_output=call.text,
+            resulting_messages_history=[*call.history, call.reply],
+            policy_logprobs=call.tokens,
+            policy_value_estimate=None,
+            is_done=index == len(self.calls) - 1,
+            step_info={
+                "assistant_turn_index": index,
+                "origin": call.origin,
+                "is_action_valid": call.valid,
+                **_call_info(calls),
+            },
+            base_reward=None,
+            advantage=None,
+            return_to_go=None,
+        )
+
+
+def _sampled_tokens(
+    result: Generation, prompt_ids: Sequence[int], alignment: Alignment, has_calls: bool
+) -> SampledTokens:
+    return SampledTokens.from_dict(
+        {
+            "token_ids": result.token_ids,
+            "logprobs": result.logprobs,
+            "prompt_ids": prompt_ids,
+            "finish_reason": "tool_calls" if has_calls and result.finish_reason == "stop" else result.finish_reason,
+            "policy_version": result.policy_version,
+            "alignment": alignment,
+        }
+    )
+
+
+def _cut_at(result: Generation, stop: Sequence[str], chat: ChatTokenizer) -> Generation:
+    """`result` without the tokens after the first that completes one of `stop`: they might as well not have been
+    sampled, as no later token changes an earlier one."""
+    ids = list(result.token_ids)
+
+    def stops(count: int) -> bool:
+        text = chat.decode(ids[:count])
+        return any(word in text for word in stop)
+
+    if not stop or not stops(len(ids)):
+        return result
+    count = bisect_left(range(len(ids) + 1), True, key=stops)
+    versions = result.token_versions
+    return replace(
+        result,
+        token_ids=ids[:count],
+        logprobs=list(result.logprobs)[:count],
+        finish_reason="stop",
+        token_versions=None if versions is None else versions[:count],
+    )
+
+
+def _is_valid(reply: Message, tools: Tools) -> bool:
+    offered = {str(tool.get("function", {}).get("name")) for tool in tools or ()}
+    return all(isinstance(call.arguments, dict) and call.name in offered for call in reply.tool_calls or ())
+
+
+def _call_info(calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """The calls that the reply asks for, by tool, in the form in which environments report them."""
+    info: dict[str, Any] = {"calls": {}, "failed_calls": {}, "cost": 0.0}
+    for call in calls:
+        info["calls"][call.name] = info["calls"].get(call.name, 0) + 1
+        if not isinstance(call.arguments, dict):
+            info["failed_calls"]["bad_json"] = info["failed_calls"].get("bad_json", 0) + 1
+    return info

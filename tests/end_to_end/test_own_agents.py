@@ -1,0 +1,132 @@
+"""Agents that are not ours are trained: recorded over HTTP, scored, credited, resumed and evaluated like our own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolwise
+from toolwise.demo.recipe import ROUTABLE_KINDS
+from toolwise.demo.tasks import make_rows
+from toolwise.errors import ConfigError
+from toolwise.training.run_folder import RunResult
+
+Cli = Callable[..., Any]
+MakeConfig = Callable[..., Path]
+ROOT = Path(__file__).parents[2]
+AGENTS = ROOT / "examples" / "agents"
+ENVIRONMENTS = ROOT / ".venv-agents"
+SETTINGS: dict[str, Any] = {
+    "model": {"path": "builtin:small", "device": "cpu"},
+    "data": {"batch_size": 16},
+    "rollout": {"n": 8, "max_new_tokens": 48},
+    "reward": {
+        "function": "toolwise.demo.reward:small_world_reward",
+        "kwargs": {"price_per_call": 0.0},
+        "sandbox": {"trusted": ["toolwise.demo.reward"]},
+    },
+    "agent": {"max_concurrent": 6},
+    "actor": {"lr": 2e-4, "warmup_steps": 2},
+    "trainer": {"total_steps": 12, "console": False},
+}
+GRADED = """
+import sys
+sys.path.insert(0, {folder!r})
+from plain_http import chat
+from plain_http import run as answer
+
+def run(task, base_url, api_key):
+    answer(task, base_url, api_key)
+    note = chat(base_url, api_key, [{{"role": "user", "content": "Say something."}}])
+    return (len(note["content"] or "") % 7) / 7
+"""
+
+
+def test_a_run_of_an_agent_updates_the_actor_resumes_and_is_evaluated(
+    tmp_path: Path, cli: Cli, make_config: MakeConfig
+) -> None:
+    (tmp_path / "mine.py").write_text(GRADED.format(folder=str(AGENTS)))
+    config = make_config(
+        tmp_path,
+        {
+            "tools": [],
+            "reward": {"function": "agent"},
+            "agent": {"run": "mine.py:run", "max_concurrent": 2},
+            "rollout": {"n": 4},
+            "data": {"val_limit": 1},
+            "algorithm": {"adv_estimator": "gigpo"},
+            "trainer": {"total_steps": 1},
+            "validation": {"before": False},
+        },
+    )
+    out = tmp_path / "run"
+    trained = cli("train", config, "--out", out)
+    assert trained.status == 0, trained.err
+    resumed = cli("resume", out, "--set", "trainer.total_steps=2", "--set", "agent.max_concurrent=1")
+    assert resumed.status == 0, resumed.err
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["steps"], summary["updated"]) == (2, True)
+    assert summary["faults"] == dict.fromkeys(summary["faults"], 0) | {
+        name: summary["faults"][name] for name in ("rollouts", "calls", "parse")
+    }
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert max(line.get("canary/logprob_gap_max", 0.0) for line in metrics) < 1e-3
+    assert max(line.get("tokens/forked", 0.0) for line in metrics) >= 8  # the second question is another conversation
+    evaluated = cli("eval", out, "--json")
+    assert evaluated.status == 0, evaluated.err
+    assert json.loads(evaluated.out)["n"] == 1
+
+
+def train(name: str, environment: str, out: Path, **changes: Any) -> RunResult:
+    python = str(ENVIRONMENTS / environment / "bin" / "python") if environment else ""
+    settings = SETTINGS | {"agent": {**SETTINGS["agent"], "run": f"{AGENTS / name}.py:run", "python": python}}
+    return toolwise.train(
+        settings | changes,
+        tasks=list(make_rows(2000, seed=0, split="train", kinds=ROUTABLE_KINDS)),
+        val=list(make_rows(100, seed=0, split="heldout", kinds=ROUTABLE_KINDS)),
+        out=out,
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "environment"),
+    [("plain_http", ""), ("openai_loop", "openai"), ("agents_sdk", "agents-sdk"), ("langgraph_agent", "langgraph")],
+)
+def test_agents_of_real_frameworks_learn(name: str, environment: str, tmp_path: Path) -> None:
+    if environment and not (ENVIRONMENTS / environment / ".ready").exists():
+        pytest.skip("make agents-env")
+    summary = train(name, environment, tmp_path / "run").summary
+    assert summary["after"]["score"] - summary["before"]["score"] >= 0.2
+    assert summary["faults"]["env"] == summary["faults"]["infrastructure"] == 0
+
+
+@pytest.mark.long
+def test_an_agent_learns_with_step_level_credit(tmp_path: Path) -> None:
+    summary = train("plain_http", "", tmp_path / "run", algorithm={"adv_estimator": "gigpo"}).summary
+    assert summary["after"]["score"] - summary["before"]["score"] >= 0.2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tools": ["calculator"]}, "tools does not apply to an agent of your own"),
+        ({"router": {"enable": True}}, "router.enable does not apply"),
+        ({"env": {"name": "gsm8k"}}, "env.name does not apply"),
+        ({"agent": {"run": "agent"}}, "is not a reference"),
+        ({"agent": {"run": "a.py:run", "command": ["x"]}}, "set run or command, not both"),
+    ],
+)
+def test_settings_that_mean_nothing_to_an_agent_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    settings = {"agent": {"run": "a.py:run"}, "trainer": {"console": False}} | changes
+    with pytest.raises(ConfigError, match=said):
+        toolwise.train(settings, tasks=[{"prompt": "a", "ground_truth": "b"}], out=tmp_path / "run")
+
+
+def test_an_agent_must_be_loadable_by_another_process(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="agent: a lambda cannot be loaded by another process"):
+        toolwise.train({}, tasks=[{"prompt": "a"}], agent=lambda task, url, key: 1.0, out=tmp_path / "run")

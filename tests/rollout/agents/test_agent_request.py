@@ -1,0 +1,213 @@
+"""Rollouts of outside agents in real processes: what they return, raise, leave behind, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_sessions import DECISION, PreparedPolicy
+
+from toolwise.config.agent import AgentConfig
+from toolwise.errors import PolicyError
+from toolwise.rollout.agents.agent_pool import AgentPool
+from toolwise.rollout.agents.agent_request import AgentScheduler, OutsideAgent
+from toolwise.serve.gateway.gateway_server import Gateway
+from toolwise.types import Rollout, StopReason
+
+CODE = """
+import asyncio, json, os, sys, threading, time, urllib.request
+import sibling
+
+def ask(base_url, api_key, messages):
+    headers = {"content-type": "application/json", "authorization": f"Bearer {api_key}"}
+    body = json.dumps({"messages": messages}).encode()
+    request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request, timeout=20))["choices"][0]["message"]
+
+def answers(task, base_url, api_key):
+    print("working on", task["task_id"])
+    messages = task["prompt"] + [ask(base_url, api_key, task["prompt"]), {"role": "user", "content": "Sure?"}]
+    ask(base_url, api_key, messages)
+    return {"score": 0.5, "metrics": {"pid": os.getpid(), "helped": sibling.HELP}}
+
+async def is_async(task, base_url, api_key):
+    await asyncio.to_thread(ask, base_url, api_key, task["prompt"])
+    return 1
+
+def raises(task, base_url, api_key):
+    ask(base_url, api_key, task["prompt"])
+    raise ValueError("no such city")
+
+def exits(task, base_url, api_key):
+    sys.exit(3)
+
+def dies(task, base_url, api_key):
+    os._exit(7)
+
+def hangs(task, base_url, api_key):
+    ask(base_url, api_key, task["prompt"])
+    time.sleep(600)
+
+def silent(task, base_url, api_key):
+    return 1.0
+
+def wrong(task, base_url, api_key):
+    ask(base_url, api_key, task["prompt"])
+    return {"score": "high"}
+
+def unsendable(task, base_url, api_key):
+    ask(base_url, api_key, task["prompt"])
+    return {"score": 1, "reason": object()}
+
+def endless(task, base_url, api_key):
+    while True:
+        ask(base_url, api_key, task["prompt"])
+
+def leaks(task, base_url, api_key):
+    ask(base_url, api_key, task["prompt"])
+    threading.Thread(target=lambda: (time.sleep(0.1), ask(base_url, api_key, task["prompt"])), daemon=True).start()
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("agents")
+    (folder / "mine.py").write_text(CODE)
+    (folder / "sibling.py").write_text("HELP = 1")
+    (folder / "once.py").write_text(
+        textwrap.dedent(
+            """
+            import json, os, sys
+            sys.path.insert(0, os.path.dirname(__file__))
+            import mine
+            task = json.load(sys.stdin)
+            mine.ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], task["prompt"])
+            print("debug output")
+            if len(sys.argv) > 1:
+                sys.exit(int(sys.argv[1]))
+            print(json.dumps({"score": 0.25}))
+            """
+        )
+    )
+    return folder
+
+
+RollOut = Callable[..., list[Rollout]]
+
+
+@pytest.fixture
+def roll_out(folder: Path) -> Iterator[RollOut]:
+    agents: list[OutsideAgent] = []
+
+    def run(name: str, *replies: Any, n: int = 1, wait_s: float = 0.0, **options: Any) -> list[Rollout]:
+        settings = options.pop("agent", {"run": f"{folder}/mine.py:{name}"})
+        agent = OutsideAgent(AgentPool(AgentConfig(**settings)), Gateway())
+        agents.append(agent)
+        policy: Any = PreparedPolicy(*replies)
+        options = {"max_concurrent": 1, "deadline_s": 20.0, **options}
+        scheduler = AgentScheduler(policy, {}, agent=agent, session_policy=policy, **options)
+
+        async def work() -> list[Rollout]:
+            rollouts = await scheduler.roll_out([replace(DECISION, n=n)])
+            await asyncio.sleep(wait_s)
+            return rollouts
+
+        return asyncio.run(work())
+
+    yield run
+    for agent in agents:
+        agent.close()
+        assert not any(map(is_running, agent.pool.pids()))
+
+
+def is_running(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+def test_an_agent_is_a_rollout_and_its_process_stays_warm(roll_out: RollOut) -> None:
+    rollouts = roll_out("answers", "a", "b", "c", "d", n=2)
+    assert [r.rollout_id for r in rollouts] == ["g/0", "g/1"]
+    assert all(r.stop_reason is StopReason.ANSWERED and r.trainable for r in rollouts)
+    results = [r.result for r in rollouts]
+    assert [result.score for result in results if result] == [0.5, 0.5]
+    pids = {result.metrics["pid"].score for result in results if result}
+    assert len(pids) == 1
+    assert [m.content for m in rollouts[0].messages[1:]] == ["a", "Sure?", "b"]
+
+
+def test_an_async_function(roll_out: RollOut) -> None:
+    (rollout,) = roll_out("is_async", "a")
+    assert rollout.result is not None
+    assert rollout.result.score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "fault"),
+    [
+        ("raises", StopReason.ENV_FAULT, "run: ValueError: no such city"),
+        ("exits", StopReason.ENV_FAULT, "run: SystemExit: 3"),
+        ("silent", StopReason.ENV_FAULT, "the agent made no call of the model"),
+        ("wrong", StopReason.ENV_FAULT, "run returned no reward: "),
+        ("unsendable", StopReason.ENV_FAULT, "run: TypeError: Object of type object is not JSON serializable"),
+        ("nothing", StopReason.ENV_FAULT, "does not load: AttributeError"),
+    ],
+)
+def test_faults_of_an_agent_are_typed(roll_out: RollOut, name: str, reason: StopReason, fault: str) -> None:
+    (rollout,) = roll_out(name, "a")
+    assert rollout.stop_reason is reason
+    assert not rollout.trainable
+    assert fault in (rollout.fault or "")
+
+
+def test_an_agent_that_dies_is_replaced(roll_out: RollOut) -> None:
+    rollouts = roll_out("dies", n=2)
+    assert [r.infrastructure_fault for r in rollouts] == [True, True]
+    assert rollouts[0].fault == "the agent's process exited with status 7"
+
+
+def test_an_agent_that_hangs_is_killed_at_its_deadline(roll_out: RollOut) -> None:
+    (rollout,) = roll_out("hangs", "a", deadline_s=1.0)
+    assert rollout.stop_reason is StopReason.DEADLINE
+    assert len(rollout.steps) == 1
+
+
+def test_limits_and_faults_of_the_model_are_no_fault_of_the_agent(roll_out: RollOut) -> None:
+    (rollout,) = roll_out("endless", "a", "b", max_calls=2)
+    assert (rollout.stop_reason, len(rollout.steps)) == (StopReason.MAX_STEPS, 2)
+    assert rollout.trainable
+    (rollout,) = roll_out("raises", PolicyError("the engine is down"))
+    assert rollout.stop_reason is StopReason.POLICY_FAULT
+    assert "the engine is down" in (rollout.fault or "")
+
+
+def test_a_call_after_the_end_is_refused_and_counted(roll_out: RollOut) -> None:
+    from toolwise.concurrency.deadlines import abandoned_counts
+
+    before = abandoned_counts().get("a call of an agent", 0)
+    (rollout,) = roll_out("leaks", "a", "b", wait_s=0.6)
+    assert len(rollout.steps) == 1
+    assert abandoned_counts()["a call of an agent"] == before + 1
+
+
+def test_a_command_runs_once_for_each_task(roll_out: RollOut, folder: Path) -> None:
+    command = {"command": [sys.executable, f"{folder}/once.py"]}
+    rollouts = roll_out("", "a", "b", n=2, agent=command)
+    assert [r.result.score for r in rollouts if r.result] == [0.25, 0.25]
+    (failed,) = roll_out("", "a", agent={"command": [sys.executable, f"{folder}/once.py", "5"]})
+    assert failed.fault == "run: the agent's command exited with status 5"
+    (missing,) = roll_out("", "a", agent={"command": ["no-such-program"]})
+    assert missing.fault == "run: the agent's command exited with status 127"
+
+
+def test_another_interpreter_needs_nothing_of_ours(roll_out: RollOut, folder: Path) -> None:
+    base = os.path.join(sys.base_prefix, "bin", f"python{sys.version_info.major}")
+    (rollout,) = roll_out("", "a", "b", agent={"run": f"{folder}/mine.py:answers", "python": base})
+    assert rollout.stop_reason is StopReason.ANSWERED

@@ -61,6 +61,8 @@ class Generation:
     """Version of the weights; the oldest one if they changed during generation."""
     token_versions: Sequence[int] | None = None
     """Weight version per token; None if all are the same."""
+    top_logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
+    """The likeliest tokens at each position with their log-probs, best first, if they were asked for."""
 
 
 @runtime_checkable

@@ -10,8 +10,8 @@ import pytest
 import torch
 from engine_cases import VOCABULARY, random_ids, tiny
 
-from toolwise.engine.request import Request
-from toolwise.engine.sampler import NaNLogitsError, draw, sample, score
+from toolwise.engine.request import Request, ServingOptions
+from toolwise.engine.sampler import NUCLEUS_CANDIDATES, NaNLogitsError, draw, sample, score
 from toolwise.errors import PolicyError
 from toolwise.models.logits import logits_head
 from toolwise.protocols import Sampling
@@ -135,3 +135,51 @@ def test_seeds_of_any_size_and_random_ids() -> None:
     tokens, _ = draw(torch.zeros(2, 8), [Sampling(seed=-1), Sampling(seed=2**70)], [0, 10**6])
     assert set(tokens.tolist()) <= set(range(8))
     assert np.array(random_ids(5, 0)).max() < VOCABULARY
+
+
+def kept(logits: torch.Tensor, **options: Any) -> set[int]:
+    """The tokens that can be drawn."""
+    rows, sampling = 400, [Sampling(seed=seed) for seed in range(400)]
+    tokens, _ = draw(logits.expand(rows, -1), sampling, [0] * rows, options=[ServingOptions(**options)] * rows)
+    return set(tokens.tolist())
+
+
+def test_top_k_keeps_the_likeliest_and_top_p_their_share_of_it() -> None:
+    logits = torch.tensor([0.4, 0.05, 0.3, 0.05, 0.2]).log()[None]
+    assert kept(logits) == {0, 1, 2, 3, 4}
+    assert kept(logits, top_k=1) == {0}
+    assert kept(logits, top_k=3) == {0, 2, 4}
+    assert kept(logits, top_p=0.39) == {0}
+    assert kept(logits, top_p=0.41) == {0, 2}
+    assert kept(logits, top_p=0.89) == {0, 2, 4}
+    assert kept(logits, top_k=2, top_p=0.5) == {0}  # 0.4 / 0.7 of what top_k leaves
+
+
+def test_a_flat_distribution_needs_more_than_the_first_candidates() -> None:
+    logits = torch.zeros(1, 4 * NUCLEUS_CANDIDATES)
+    drawn = kept(logits, top_p=0.5)
+    assert len(drawn) > 300  # nearly all of 400 draws differ
+
+
+def test_truncation_leaves_log_probs_and_other_rows_alone() -> None:
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    samplings, positions = [Sampling(seed=n) for n in range(3)], [4, 5, 6]
+    plain = draw(logits, samplings, positions)
+    options = [ServingOptions(), ServingOptions(top_k=2), ServingOptions()]
+    tokens, logprobs = draw(logits, samplings, positions, options=options)
+    assert [int(tokens[row]) for row in (0, 2)] == [int(plain[0][row]) for row in (0, 2)]
+    assert int(tokens[1]) in logits[1].topk(2).indices.tolist()
+    torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).gather(1, tokens[:, None]).squeeze(1))
+
+
+def test_truncation_stays_within_a_mask() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    allowed = torch.tensor([[False, True, False, True]])
+    tokens, _ = draw(logits, [Sampling(seed=1)], [0], allowed, [ServingOptions(top_k=1)])
+    assert tokens.tolist() == [1]
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"top_logprobs": 21}])
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError, match="top_p must be"):
+        ServingOptions(**options)

@@ -68,7 +68,8 @@ def test_a_stream_says_the_same(root: str) -> None:
     [
         ({}, 400, None),
         (HELLO | {"n": 0}, 400, None),
-        (HELLO | {"top_p": 0.5}, 400, "unsupported_parameter"),
+        (HELLO | {"min_p": 0.5}, 400, "unsupported_parameter"),
+        (HELLO | {"budget": 1}, 400, "unsupported_parameter"),
         (HELLO | {"model": "large"}, 404, "model_not_found"),
         (HELLO | {"max_tokens": 5_000}, 400, "context_length_exceeded"),
     ],

@@ -61,16 +61,11 @@ def test_arguments_mean_what_the_model_wrote(sent: str, meant: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("top_p", 0.9),
-        ("top_k", 40),
         ("min_p", 0.05),
         ("frequency_penalty", 1),
         ("presence_penalty", -1),
         ("repetition_penalty", 1.1),
         ("logit_bias", {"5": 1}),
-        ("stop", ["\n"]),
-        ("response_format", {"type": "json_object"}),
-        ("top_logprobs", 5),
     ],
 )
 def test_what_would_reshape_the_answer_is_refused_by_name(name: str, value: Any) -> None:
@@ -98,7 +93,19 @@ def test_what_would_reshape_it_may_be_given_its_neutral_value() -> None:
         ({"seed": 2**70}, "seed"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "always"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format"),
+        ({"budget": -1}, "budget"),
+        ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
     ],
 )
 def test_a_wrong_field_is_named(change: dict[str, Any], param: str) -> None:
@@ -110,3 +117,16 @@ def test_a_wrong_field_is_named(change: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"model": "\\ud800"}'])
 def test_a_body_that_is_no_request(raw: bytes) -> None:
     assert refused(raw).status == 400
+
+
+def test_options_of_a_reply() -> None:
+    request = read(stop="\n", response_format={"type": "json_object"}, top_k=-1, tool_choice="auto")
+    assert (request.stop, request.response_format) == (["\n"], {"type": "object"})
+    assert request.changed_options() == ["stop", "response_format"]
+    assert read(stop=[""], response_format={"type": "text"}, top_p=1, top_k=0).changed_options() == []
+
+
+def test_a_tool_may_be_named() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    choice = read(tools=tools, tool_choice={"type": "function", "function": {"name": "f"}}).tool_choice
+    assert choice.name == "f"

@@ -98,6 +98,7 @@ class Agent:
         do_sample: bool = False,
         seed: int = 0,
         emit: Emit | None = None,
+        sampling: Mapping[str, Any] | None = None,
     ) -> AgentAnswer:
         """Answers one question: text, a conversation, or a task. Safe to call concurrently, from any event loop or
         thread.
@@ -106,7 +107,8 @@ class Agent:
         was trained for, and gives a question the same route whenever it is asked. `cap` is the most this
         question may cost: calls beyond it are refused with an error that the model reads. `route` overrides the
         router. A question that does not fit the context is not answered: the rollout's `stop_reason` is then
-        `prompt_too_long`. `emit` receives what happens, as in `stream`.
+        `prompt_too_long`. `emit` receives what happens, as in `stream`. `sampling` (`temperature`, `max_new_tokens`,
+        `options`) replaces the agent's own, except where a route is answered by a server.
         """
         start = time.perf_counter()
         task = self._task(question)
@@ -115,6 +117,10 @@ class Agent:
             raise ConfigError(f"cap is {cap}: give a number of at least 0")
         choice = await self._choose(task, budget, route, cap, seed)
         request = self._request(task, choice, cap, do_sample)
+        if sampling is not None:
+            from toolwise.policies.local import with_sampling
+
+            request.policy = with_sampling(request.policy, **sampling)
         if emit is not None:
             self._report(request, choice, emit)
         if choice.too_long is None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolwise.cli import chat, check, data, doctor, evaluate, fine_tune, reward, rollout, train
+from toolwise.cli import chat, check, data, doctor, evaluate, fine_tune, reward, rollout, serve, train
 from toolwise.errors import ToolwiseError
 from toolwise.terminal import guard_streams, print_error, print_line
 from toolwise.terminal.streams import print_traceback
@@ -67,6 +67,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate.evaluate,
     "run": rollout.run,
     "chat": chat.chat,
+    "serve": serve.serve,
     "sft": fine_tune.sft,
     "export": train.export,
     "score": reward.score,

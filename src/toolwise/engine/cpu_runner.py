@@ -170,13 +170,15 @@ class CpuRunner(Runner):
         logprobs: list[list[float]] = []
         ids = [request.tokens[-1] for request in batch_order]
         samplings, sampled = [request.sampling for request in batch_order], [request.sampled for request in batch_order]
+        options = [request.options for request in batch_order]
         steps = min(steps, *(s.max_new_tokens - count for s, count in zip(samplings, sampled, strict=True)))
         assert self.decoder is not None
         ropes = ropes_per_step(self.decoder, np.concatenate([batch.held for batch in batches]), steps)
         model = CpuForward(self.decoder)
         for step in range(steps):
             states = model.forward(torch.tensor(ids), ropes[step], self._attend(batches, step))
-            sampled_ids, step_logprobs = sampler.draw(self.head(states), samplings, [count + step for count in sampled])
+            positions = [count + step for count in sampled]
+            sampled_ids, step_logprobs = sampler.draw(self.head(states), samplings, positions, options=options)
             ids = sampled_ids.tolist()
             tokens.append(ids)
             logprobs.append(step_logprobs.tolist())

@@ -95,7 +95,8 @@ class MultiStepDecoder:
 
     @staticmethod
     def supports(request: Request) -> bool:
-        return request.decodes_freely and len(request.sampling.stop_token_ids) <= MAX_STOP_TOKENS
+        few_stops = len(request.sampling.stop_token_ids) <= MAX_STOP_TOKENS
+        return request.decodes_freely and few_stops and not request.options.truncates
 
     @torch.inference_mode()
     def run(

@@ -8,13 +8,11 @@ weights that sampled it.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any, Literal
 
 from torch import Tensor
@@ -22,8 +20,9 @@ from torch import Tensor
 from toolwise.engine.blocks import BlockManager
 from toolwise.engine.cpu_runner import CpuRunner
 from toolwise.engine.cuda_runner import CudaRunner, supports_fused_kernels
-from toolwise.engine.paths import FAST, TRANSFORMERS, engine_path
-from toolwise.engine.request import ContinuationScores, LogitsMask, OnTokens, Request, deliver, report_tokens
+from toolwise.engine.delivery import deliver, report_tokens
+from toolwise.engine.paths import FAST, TRANSFORMERS, engine_path, log_general_path
+from toolwise.engine.request import NO_OPTIONS, ContinuationScores, LogitsMask, OnTokens, Request, ServingOptions
 from toolwise.engine.results import Decode, OutputProcessor
 from toolwise.engine.runner import Runner, batch_tokens
 from toolwise.engine.sampler import NaNLogitsError
@@ -35,11 +34,10 @@ from toolwise.models.merged_weights import merged_copy
 from toolwise.protocols import Generation, GenerationEngine, Metrics, Sampling
 from toolwise.untrusted.user_code import describe
 
-log = logging.getLogger(__name__)
 MAX_STEPS_WHILE_QUEUED = 8
 """Decode steps per scheduling round while other requests wait for a slot, so that finished ones make room soon."""
-MAX_STEPS_WHILE_STREAMED = 4
-"""Decode steps per round if someone reads along."""
+MAX_STEPS_WHILE_STREAMED, MAX_STREAM_DELAY_S = 4, 0.05
+"""Decode steps per round if someone reads along: as many as take this long, at most four, at least one."""
 MAX_EVICTING_STEPS = 32
 MANY_ARRIVALS = 8
 FIXED_ROWS = 64
@@ -92,7 +90,7 @@ class Engine(GenerationEngine):
         elif path == FAST:
             self.runner = CpuRunner(model, block_size, head)
         else:
-            _log_general_path(type(model).__name__, reason)
+            log_general_path(type(model).__name__, reason)
             self.runner = Runner(model, block_size)
         count = blocks or min(
             max(1, self.runner.blocks_for(memory_mb)), max_requests * -(-self.max_context // block_size)
@@ -105,7 +103,7 @@ class Engine(GenerationEngine):
             fixed_chunks=deterministic,
         )
         self.results = OutputProcessor(self.blocks, head, decode)
-        self.steps = 0
+        self.steps, self._step_s = 0, MAX_STREAM_DELAY_S
         self.most_blocks = 0
         """The most blocks that requests have held at a time."""
         self._pending_actions: deque[Callable[[], None]] = deque()
@@ -130,6 +128,7 @@ class Engine(GenerationEngine):
         stop_strings: Sequence[str] = (),
         logits_mask: LogitsMask | None = None,
         on_tokens: OnTokens | None = None,
+        options: ServingOptions = NO_OPTIONS,
     ) -> Generation:
         """Continue a prompt until a stop token or stop string, which is included, or the length limit. `on_tokens`
         receives the tokens while they are sampled, a few at a time."""
@@ -138,7 +137,8 @@ class Engine(GenerationEngine):
         if stop_strings and self.results.decode is None:
             raise PolicyError("stop strings need a decode function: pass Engine(decode=tokenizer.decode)")
         request = self._request("generate", prompt_ids, sampling, new_tokens=sampling.max_new_tokens)
-        request.stop_strings, request.logits_mask, request.on_tokens = tuple(stop_strings), logits_mask, on_tokens
+        request.stop_strings, request.logits_mask = tuple(stop_strings), logits_mask
+        request.on_tokens, request.options = on_tokens, options
         generation: Generation = await self._submit(request)
         return generation
 
@@ -234,13 +234,15 @@ class Engine(GenerationEngine):
             return None
         others = bool(self.scheduler.waiting) or len(plan) < len(self.scheduler.running)
         max_steps = MAX_STEPS_WHILE_QUEUED if others else runner.max_decode_steps
-        if any(request.on_tokens is not None for request in plan):
-            max_steps = min(max_steps, MAX_STEPS_WHILE_STREAMED)
+        if any(request.streams for request in plan):
+            max_steps = min(MAX_STEPS_WHILE_STREAMED, max(1, int(MAX_STREAM_DELAY_S / self._step_s)))
         steps = self._reserve_steps({r: min(max_steps, r.sampling.max_new_tokens - r.sampled) for r in plan})
         if not steps:
             return None
         self._prepare()
+        start = time.perf_counter()
         tokens, logprobs = runner.decode_multi_step(list(plan), steps, lambda: bool(self._pending_actions))
+        self._step_s = (time.perf_counter() - start) / len(tokens[0])
         finished = self.results.process_multi_step(list(plan), tokens, logprobs, self.version)
         for request in plan:  # if it was interrupted, others need the blocks that it has not used
             self.blocks.trim(request.lease, len(request.tokens))
@@ -390,8 +392,3 @@ class Engine(GenerationEngine):
             raise PolicyError("a prefix and each of its continuations need at least one token")
         request.tokens.pop()
         return request
-
-
-@cache
-def _log_general_path(model: str, reason: str) -> None:
-    log.info("%s uses its stock forward over the paged cache, not the fast path: %s", model, reason)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from toolwise.engine.blocks import Lease
+from toolwise.errors import PolicyError
 from toolwise.protocols import Generation, Sampling
 
 LogitsMask = Callable[[Sequence[int]], Any]
@@ -18,6 +17,44 @@ LogitsMask = Callable[[Sequence[int]], Any]
 OnTokens = Callable[[Sequence[int]], None]
 """Receives newly sampled tokens, in the event loop of the request."""
 Kind = Literal["generate", "score", "read"]
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SampledPiece:
+    """New tokens of a request, with their log-probs and, if they were asked for, the likeliest tokens at each."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    top_logprobs: Sequence[Sequence[tuple[int, float]]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ServingOptions:
+    """How to sample replies that are served. Training never passes them: a learner cannot reproduce the log-probs of
+    tokens from a truncated distribution."""
+
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that together have this probability."""
+    top_k: int = 0
+    """Sample from this many of the likeliest tokens; 0: from all. Applied before `top_p`."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to report at each position."""
+    on_sampled: Callable[[SampledPiece], None] | None = None
+    """Like `on_tokens`, with log-probs."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise PolicyError(
+                f"top_p must be above 0 and at most 1, top_k at least 0 and top_logprobs 0 to {MAX_TOP_LOGPROBS}"
+            )
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0
+
+
+NO_OPTIONS = ServingOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +81,7 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     logits_mask: LogitsMask | None = None
     on_tokens: OnTokens | None = None
+    options: ServingOptions = NO_OPTIONS
     reported: int = 0
     """Number of sampled tokens that `on_tokens` has received."""
     mean: bool = False
@@ -60,6 +98,7 @@ class Request:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     entropies: array[float] = field(default_factory=lambda: array("f"))
     versions: array[int] = field(default_factory=lambda: array("q"))
+    top_logprobs: list[Sequence[tuple[int, float]]] = field(default_factory=list)
     hidden: Any = None
     """Hidden state of the last computed token; the sum of all for a mean."""
     fault: Exception | None = None
@@ -80,7 +119,14 @@ class Request:
     @property
     def decodes_freely(self) -> bool:
         """Whether its next tokens depend on nothing but the model, so that many can be decoded at once."""
-        return self.kind == "generate" and self.pending == 1 and not self.stop_strings and self.logits_mask is None
+        if self.stop_strings or self.logits_mask is not None or self.options.top_logprobs:
+            return False
+        return self.kind == "generate" and self.pending == 1
+
+    @property
+    def streams(self) -> bool:
+        """Whether someone reads its tokens while they are sampled."""
+        return self.on_tokens is not None or self.options.on_sampled is not None
 
     @property
     def first_output_position(self) -> int:
@@ -115,36 +161,5 @@ class Request:
             "stop" if self.stopped else "length",
             min(self.versions, default=0),
             self.versions if len(set(self.versions)) > 1 else None,
+            self.top_logprobs if self.options.top_logprobs else None,
         )
-
-
-def report_tokens(requests: Iterable[Request]) -> None:
-    """Tell each request that streams its new tokens."""
-    for request in requests:
-        if request.on_tokens is not None and request.sampled > request.reported:
-            new = request.tokens[request.prompt_length + request.reported :]
-            request.reported = request.sampled
-            with suppress(RuntimeError):  # the loop is closed, so no caller waits there
-                request.loop.call_soon_threadsafe(request.on_tokens, new)
-
-
-def deliver(finished: Iterable[Request]) -> None:
-    """Hand each event loop the results of its requests, in one call per loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = defaultdict(list)
-    for request in finished:
-        by_loop[request.loop].append(request)
-    for loop, requests in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_resolve, requests)
-        except RuntimeError:  # the loop is closed, so no caller waits there
-            continue
-
-
-def _resolve(requests: Sequence[Request]) -> None:
-    for request in requests:
-        if request.future.done():
-            continue
-        if request.fault is not None:
-            request.future.set_exception(request.fault)
-        else:
-            request.future.set_result(request.result())

@@ -2,7 +2,8 @@
 position).
 
 A request's samples do not depend on the rest of the batch. Log-probs are the model's own after temperature, in fp32,
-which is what the learner must reproduce; a logits mask changes which token is sampled, not its log-prob.
+which is what the learner must reproduce; a logits mask, top_p and top_k change which token is sampled, not its
+log-prob.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolwise.engine.request import Request
+from toolwise.engine.request import Request, ServingOptions
 from toolwise.errors import PolicyError
 from toolwise.protocols import Sampling
 from toolwise.untrusted.user_code import describe
 
+NUCLEUS_CANDIDATES = 512
+"""Tokens looked at first for top_p: mostly they suffice, and sorting a vocabulary takes long."""
 MAX_LOGIT_ROWS = 256
 """Rows of logits computed at a time: vocabularies are large."""
 
@@ -45,25 +48,49 @@ def _mix(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def draw(
-    logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], allowed: Tensor | None = None
+    logits: Tensor,
+    samplings: Sequence[Sampling],
+    positions: Sequence[int],
+    allowed: Tensor | None = None,
+    options: Sequence[ServingOptions] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Sample one token per row, with its log-prob after temperature; `allowed` masks the tokens."""
-    logprobs = torch.log_softmax(_apply_temperature(logits, [s.temperature for s in samplings]), dim=-1)
+    """Sample one token per row, with its log-prob after temperature; `allowed` masks the tokens, `options` truncate the
+    distribution."""
+    logprobs = model_logprobs(logits, samplings)
+    return draw_from(logprobs, samplings, positions, allowed, options)
+
+
+def model_logprobs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """The model's own log-probs after temperature, in fp32."""
+    return torch.log_softmax(_apply_temperature(logits, [s.temperature for s in samplings]), dim=-1)
+
+
+def draw_from(
+    logprobs: Tensor,
+    samplings: Sequence[Sampling],
+    positions: Sequence[int],
+    allowed: Tensor | None = None,
+    options: Sequence[ServingOptions] = (),
+) -> tuple[Tensor, Tensor]:
+    """`draw` from log-probs."""
     masked = logprobs if allowed is None else _mask_logprobs(logprobs, allowed)
+    if any(option.truncates for option in options):
+        masked = _truncate(masked, options)
     if not any(s.do_sample for s in samplings):
         tokens = masked.argmax(-1)
         return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
     seeds = np.array([s.seed & 0xFFFF_FFFF_FFFF_FFFF for s in samplings], dtype=np.uint64)
-    u = torch.from_numpy(uniforms(seeds, np.array(positions))).to(logits.device)
+    u = torch.from_numpy(uniforms(seeds, np.array(positions))).to(logprobs.device)
     # CPU sums accumulate in fp64 and round to fp32; elsewhere use fp64 throughout, so that rare tokens stay possible.
-    probabilities = masked.exp() if logits.device.type == "cpu" else masked.double().exp()
+    probabilities = masked.exp() if logprobs.device.type == "cpu" else masked.double().exp()
     cumulative = probabilities.cumsum(-1)
     total = cumulative[:, -1]
     # At most the next smaller float, so that rounding never selects a token of zero probability at the end.
     threshold = (u * total).to(total.dtype).minimum(torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
+    tokens = torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(-1)
+    tokens = tokens.clamp_(max=logprobs.shape[-1] - 1)
     if not all(s.do_sample for s in samplings):
-        greedy = torch.tensor([not s.do_sample for s in samplings], device=logits.device)
+        greedy = torch.tensor([not s.do_sample for s in samplings], device=logprobs.device)
         tokens = torch.where(greedy, masked.argmax(-1), tokens)
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
 
@@ -73,6 +100,41 @@ def _mask_logprobs(logprobs: Tensor, allowed: Tensor) -> Tensor:
     exact."""
     masked = logprobs.masked_fill(~allowed, -torch.inf)
     return masked - masked.amax(-1, keepdim=True).masked_fill(allowed.all(-1, keepdim=True), 0.0)
+
+
+def _truncate(logprobs: Tensor, options: Sequence[ServingOptions]) -> Tensor:
+    """-inf outside the likeliest tokens of each row that truncates; the others stay exact."""
+    rows = [row for row, option in enumerate(options) if option.truncates]
+    size, part = logprobs.shape[-1], logprobs[rows]
+    top_k = [options[row].top_k or size for row in rows]
+    top_p = torch.tensor([options[row].top_p for row in rows], device=logprobs.device)
+    count = min(size, max(max(top_k) if max(top_k) < size else 0, NUCLEUS_CANDIDATES))
+    total = part.double().exp().sum(-1)
+    while True:
+        values, ids = part.topk(count, dim=-1)
+        ranks = torch.arange(count, device=logprobs.device)
+        in_k = ranks < torch.tensor(top_k, device=logprobs.device)[:, None]
+        probs = values.double().exp().masked_fill(~in_k, 0.0)
+        # Shares of all that top_k leaves, which are the candidates if it leaves no more than these.
+        by_k = torch.tensor([k <= count for k in top_k], device=logprobs.device)
+        mass = torch.where(by_k, probs.sum(-1), total)[:, None]
+        before = probs.cumsum(-1) - probs
+        complete = by_k | (probs.sum(-1) >= top_p * mass.squeeze(-1)) & (top_p < 1)
+        if count == size or bool(complete.all()):
+            break
+        count = size
+    keep = in_k & (before < top_p[:, None] * mass)
+    keep[:, 0] = True
+    truncated = torch.full_like(part, -torch.inf).scatter_(-1, ids, values.masked_fill(~keep, -torch.inf))
+    result = logprobs.clone()
+    result[rows] = truncated
+    return result
+
+
+def top_tokens(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """The likeliest tokens of each row with their log-probs, best first."""
+    values, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
+    return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
 
 
 def _apply_temperature(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
@@ -85,11 +147,17 @@ def _apply_temperature(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[tuple[int, float]]:
     """A token and its log-prob for each request; sets the fault of requests that cannot get one."""
     allowed = _allowed(logits, requests) if any(r.logits_mask for r in requests) else None
-    tokens, logprobs = draw(logits, [r.sampling for r in requests], [r.sampled for r in requests], allowed)
+    samplings, options = [r.sampling for r in requests], [r.options for r in requests]
+    all_logprobs = model_logprobs(logits, samplings)
+    tokens, logprobs = draw_from(all_logprobs, samplings, [r.sampled for r in requests], allowed, options)
     samples = list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
     for request, (_, logprob) in zip(requests, samples, strict=True):
         if logprob != logprob:
             request.fault = NaNLogitsError()
+    reported = [row for row, option in enumerate(options) if option.top_logprobs]
+    tops = top_tokens(all_logprobs[reported], max(o.top_logprobs for o in options)) if reported else []
+    for row, top in zip(reported, tops, strict=True):
+        requests[row].top_logprobs.append(top[: options[row].top_logprobs])
     return samples
 
 

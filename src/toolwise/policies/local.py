@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from toolwise.engine import Engine, engine_path
 from toolwise.engine.grammar import Constraint, Grammar, Vocabulary
-from toolwise.engine.request import OnTokens
+from toolwise.engine.request import NO_OPTIONS, OnTokens, ServingOptions
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.messages import Message
 from toolwise.policies.call_grammar import calls_grammar
 from toolwise.policies.transformers_generation import BatchGenerator
-from toolwise.protocols import Generation, GenerationEngine, Metrics, Sampling
+from toolwise.protocols import AgentPolicy, Generation, GenerationEngine, Metrics, Sampling
 from toolwise.rollout.call_format import ParserSpec
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.rollout.parsers import PARSERS, parse_for_tools, reasoning_of, to_action
@@ -81,8 +81,11 @@ class LocalPolicy:
         *,
         constraint: Constraint | None = None,
         on_tokens: OnTokens | None = None,
+        stop_strings: Sequence[str] = (),
+        options: ServingOptions = NO_OPTIONS,
     ) -> Generation:
-        """`on_tokens` receives new tokens while they are sampled, if the engine can tell."""
+        """`on_tokens` receives new tokens while they are sampled, if the engine can tell. `stop_strings` and `options`
+        are for serving, and need the Toolwise engine."""
         token_ids = list(token_ids)  # iterated several times below, which is slow on a buffer prefix
         self._check(token_ids, sampling)
         if len(token_ids) + sampling.max_new_tokens > self.max_context:
@@ -92,9 +95,13 @@ class LocalPolicy:
             )
         if not isinstance(self.engine, Engine):
             assert constraint is None
+            if options.truncates or options.top_logprobs:
+                raise PolicyError(f"{type(self.engine).__name__} cannot truncate distributions: leave top_p, top_k out")
             return await self.engine.generate(token_ids, sampling)
         mask = None if constraint is None else constraint.mask(sampling)
-        return await self.engine.generate(token_ids, sampling, logits_mask=mask, on_tokens=on_tokens)
+        return await self.engine.generate(
+            token_ids, sampling, stop_strings=stop_strings, logits_mask=mask, on_tokens=on_tokens, options=options
+        )
 
     def constraint(self, tools: Sequence[dict[str, Any]] | None = None) -> Constraint | None:
         """The constraint on a turn with these tools, if any."""
@@ -166,14 +173,19 @@ def _build_engine(
 
 @dataclass(frozen=True, slots=True)
 class LimitedPolicy:
-    """A local policy whose replies have at most `max_new_tokens` tokens."""
+    """A local policy whose replies have at most `max_new_tokens` tokens, or are sampled in another way."""
 
     policy: LocalPolicy
     max_new_tokens: int
+    temperature: float | None = None
+    """None: the policy's own."""
+    options: ServingOptions = NO_OPTIONS
 
     def session(self, *, seed: int, do_sample: bool, prompt_ids: Sequence[int] | None = None) -> LocalSession:
         session = self.policy.session(seed=seed, do_sample=do_sample, prompt_ids=prompt_ids)
-        session.sampling = replace(session.sampling, max_new_tokens=self.max_new_tokens)
+        temperature = session.sampling.temperature if self.temperature is None else self.temperature
+        session.sampling = replace(session.sampling, max_new_tokens=self.max_new_tokens, temperature=temperature)
+        session.options = self.options
         return session
 
     async def get_action(
@@ -184,6 +196,21 @@ class LimitedPolicy:
         return await session.get_action(observation, available_tools_specs)
 
 
+def with_sampling(
+    policy: AgentPolicy,
+    *,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    options: ServingOptions = NO_OPTIONS,
+) -> AgentPolicy:
+    """A local policy with other sampling, for one episode that nobody learns from; any other policy as it is."""
+    if not isinstance(policy, LocalPolicy | LimitedPolicy):
+        return policy
+    local = policy if isinstance(policy, LocalPolicy) else policy.policy
+    own = local.sampling.max_new_tokens if isinstance(policy, LocalPolicy) else policy.max_new_tokens
+    return LimitedPolicy(local, min(own, max_new_tokens or own), temperature, options)
+
+
 class LocalSession:
     """One episode, whose tokens are kept exactly as sampled. A turn that failed can be requested again."""
 
@@ -192,6 +219,8 @@ class LocalSession:
         self.sampling = sampling
         self.tokens = TokenBuffer(policy.chat, prompt_ids=prompt_ids, on_change=policy.on_change)
         self.on_tokens: OnTokens | None = None
+        self.options = NO_OPTIONS
+        """Set only where nobody learns from the episode."""
         self._turn = 0
 
     async def get_action(
@@ -204,6 +233,8 @@ class LocalSession:
         extra: dict[str, Any] = {} if constraint is None else {"constraint": constraint}
         if self.on_tokens is not None:
             extra["on_tokens"] = self.on_tokens
+        if self.options is not NO_OPTIONS:
+            extra["options"] = self.options
         result = await self.policy.generate(prompt, sampling, **extra)
         stops = sampling.stop_token_ids
         alignment = self.tokens.add(result.token_ids, closed=bool(result.token_ids) and result.token_ids[-1] in stops)

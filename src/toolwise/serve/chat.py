@@ -1,58 +1,53 @@
-"""One chat completion: messages to tokens, generation, and tokens to an OpenAI response or stream events."""
+"""`ServedModel`: a model behind chat completions. The client runs the tools; see `agent_chat.py` for an agent that runs
+its own."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
-from uuid import uuid4
 
 from toolwise.concurrency.deadlines import gather_all
+from toolwise.concurrency.tasks import spawn, wait_all
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.protocols import Generation, Sampling, TokenGenerator
 from toolwise.rollout.call_format import CallFormat, ParserSpec
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
-from toolwise.rollout.parsers import reasoning_of
-from toolwise.serve.request import BadRequestError, ChatRequest, error_body, read_request
+from toolwise.rollout.control_tokens import strip_guard_marks
+from toolwise.rollout.parsers.json_calls import THOUGHT_OPENINGS
+from toolwise.serve.choice_stream import ChoiceStream, cut_at_stop, reply_fields
+from toolwise.serve.completion import LOGPROBS_STAGE, AnswerHead, Completion, completion_events, logprob_entries
+from toolwise.serve.constraints import ReplyConstraints, tool_specs
+from toolwise.serve.limits import MAX_CONTEXT_TOKENS, MAX_REQUEST_BODY_BYTES, TextLimits, check_model, check_new_tokens
+from toolwise.serve.request import BadRequestError, ChatRequest, error_body, read_request, unsupported
 
 if TYPE_CHECKING:
+    from toolwise.engine.grammar import Constraint
+    from toolwise.engine.request import SampledPiece
     from toolwise.policies.local import LocalPolicy
+
+__all__ = ["MAX_REQUEST_BODY_BYTES", "ServedModel", "TextLimits", "completion_events", "error_response"]
 
 T = TypeVar("T")
 MAX_MESSAGE_CHARS = 1_000
-MAX_REQUEST_BODY_BYTES = 32_000_000
-MIN_REQUEST_BODY_BYTES = 1_000_000
-MAX_CONTEXT_TOKENS = 1 << 20
+_PROMPT_TAIL_CHARS = 64
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="toolwise-serve-text")
 """For parsing, rendering and tokenising, which would block the event loop for other requests."""
 
 
-async def _run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
+async def run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(_THREADS, work, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
-class TextLimits:
-    """Upper bounds on text that can fit the context, without tokenising it."""
-
-    prompt_chars: int
-    """For the rendered prompt: no token covers more characters than the longest entry of the vocabulary."""
-    body_bytes: int
-
-    @classmethod
-    def of(cls, tokenizer: Any, max_context: int) -> TextLimits:
-        longest = max((len(text) for text in tokenizer.get_vocab()), default=1)
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        # A normaliser may merge characters before the lookup: at most three (Hangul), so a factor of four is safe.
-        joined = 4 if backend is None or backend.normalizer is not None else 1
-        chars = min(max_context, MAX_CONTEXT_TOKENS) * max(longest, 16) * joined
-        # JSON may escape a character as six bytes, and templates drop some of their input.
-        return cls(chars, min(MIN_REQUEST_BODY_BYTES + 6 * chars, MAX_REQUEST_BODY_BYTES))
+class _Prompt:
+    ids: list[int]
+    thought_open: bool
+    """Whether it ends inside a thought."""
+    constraint: Constraint | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,58 +63,132 @@ class ServedModel:
     """"auto": the format that the model's chat template shows."""
     max_context: int = MAX_CONTEXT_TOKENS
     """Tokens of prompt and completion; text that cannot fit is rejected before it is tokenised."""
+    max_new_tokens: int | None = None
+    """The most new tokens that a request may ask for; None: as many as fit the context."""
     limits: TextLimits = field(init=False)
     call_format: CallFormat = field(init=False)
+    _constraints: ReplyConstraints | None = field(init=False)
+    """None: the generator knows neither grammars nor other options than those of training."""
 
     def __post_init__(self) -> None:
+        from toolwise.engine import Engine
+        from toolwise.policies.local import LocalPolicy
+
         object.__setattr__(self, "call_format", self.chat.find_format(self.parser))
         object.__setattr__(self, "limits", TextLimits.of(self.chat.tokenizer, self.max_context))
+        is_engine = isinstance(self.generator, LocalPolicy) and isinstance(self.generator.engine, Engine)
+        constraints = ReplyConstraints(self.generator, self.call_format) if is_engine else None  # type: ignore[arg-type]
+        object.__setattr__(self, "_constraints", constraints)
 
     @classmethod
-    def of(cls, policy: LocalPolicy, name: str, *, parser: ParserSpec | None = None) -> ServedModel:
+    def of(
+        cls, policy: LocalPolicy, name: str, *, parser: ParserSpec | None = None, max_new_tokens: int | None = None
+    ) -> ServedModel:
         """Serve a local policy's model; `parser` replaces the policy's own. Concurrent requests are batched. The policy
         then belongs to the server's event loop; to use the model elsewhere, create another policy over it."""
         parser = policy.call_format if parser is None else parser
-        return cls(name, policy, policy.chat, policy.sampling, parser, policy.max_context)
+        return cls(name, policy, policy.chat, policy.sampling, parser, policy.max_context, max_new_tokens)
+
+    def metrics(self) -> Mapping[str, float]:
+        from toolwise.policies.local import LocalPolicy
+
+        return self.generator.metrics() if isinstance(self.generator, LocalPolicy) else {}
 
     async def read(self, raw: bytes) -> ChatRequest:
-        return await _run_in_thread(read_request, raw)
+        return await run_in_thread(read_request, raw)
 
     async def complete(self, request: ChatRequest) -> dict[str, Any]:
-        if request.model != self.name:
-            raise BadRequestError(
-                f"model {request.model!r} not found; available: {self.name}",
-                param="model",
-                code="model_not_found",
-                status=404,
-            )
-        prompt = await _run_in_thread(self._prompt, request)
+        prompt = await self._prepare(request)
+        samplings = self._samplings(request)
         try:
-            results = await gather_all(self.generator.generate(prompt, s) for s in self._samplings(request))
+            results = await gather_all(self._generate(request, prompt, s) for s in samplings)
         except ContextFullError as full:
-            raise BadRequestError(str(full), param="messages", code="context_length_exceeded") from full
-        return await _run_in_thread(self._answer, request, prompt, results)
+            raise _context_full(full) from full
+        return await run_in_thread(self._answer, request, prompt, results)
 
-    def _answer(self, request: ChatRequest, prompt: list[int], results: Sequence[Generation]) -> dict[str, Any]:
-        sampled = sum(len(result.token_ids) for result in results)
-        return {
-            "id": f"chatcmpl-{uuid4().hex}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": self.name,
-            "choices": [self._choice(request, index, result) for index, result in enumerate(results)],
-            "usage": {
-                "prompt_tokens": len(prompt),
-                "completion_tokens": sampled,
-                "total_tokens": len(prompt) + sampled,
-            },
-            "policy_version": min(result.policy_version for result in results),
-            **({"prompt_token_ids": prompt} if request.return_token_ids else {}),
-        }
-
-    def _prompt(self, request: ChatRequest) -> list[int]:
+    async def stream(self, request: ChatRequest) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a completion while it is sampled. The choices come interleaved; the last chunk has the usage
+        and no choices."""
+        prompt = await self._prepare(request)
+        completion = Completion(AnswerHead(self.name), request, prompt.ids)
+        events: asyncio.Queue[tuple[int, SampledPiece | asyncio.Task[Generation]]] = asyncio.Queue()
+        streams = [self._choice_stream(request, prompt) for _ in range(request.n)]
+        tasks = [
+            spawn(self._generate(request, prompt, s, lambda piece, index=index: events.put_nowait((index, piece))))  # type: ignore[misc]
+            for index, s in enumerate(self._samplings(request))
+        ]
+        for index, task in enumerate(tasks):
+            task.add_done_callback(lambda task, index=index: events.put_nowait((index, task)))  # type: ignore[misc]
         try:
-            text = self.chat.render(request.messages, _specs(request) or None)
+            while not completion.ended:
+                index, event = await events.get()
+                if isinstance(event, asyncio.Task):
+                    result = event.result()
+                    if self._constraints is None and (chunk := self._piece(completion, streams[index], index, result)):
+                        yield chunk
+                    text = self.chat.decode(result.token_ids, request.stop_token_ids or ())
+                    finish_reason = "stop" if cut_at_stop(text, request.stop) is not None else result.finish_reason
+                    rest = streams[index].finish(text, finish_reason)
+                    for chunk in completion.end_choice(index, rest, finish_reason, result):
+                        yield chunk
+                elif chunk := self._piece(completion, streams[index], index, event):
+                    yield chunk
+        except ContextFullError as full:
+            raise _context_full(full) from full
+        finally:
+            for task in tasks:
+                task.cancel()
+            await wait_all(tasks)
+        yield completion.last()
+
+    def _piece(
+        self, completion: Completion, stream: ChoiceStream, index: int, piece: SampledPiece | Generation
+    ) -> dict[str, Any] | None:
+        request = completion.request
+        entries = logprob_entries(self.chat, request, piece) if request.logprobs else None
+        return completion.delta(index, stream.feed(piece.token_ids), entries, piece.token_ids)
+
+    async def _generate(
+        self,
+        request: ChatRequest,
+        prompt: _Prompt,
+        sampling: Sampling,
+        on_sampled: Callable[[SampledPiece], None] | None = None,
+    ) -> Generation:
+        if self._constraints is None:
+            return await self.generator.generate(prompt.ids, sampling)
+        from toolwise.engine.request import ServingOptions
+
+        options = ServingOptions(
+            1.0 if request.top_p is None else request.top_p,
+            max(0, request.top_k or 0),
+            request.top_logprobs,
+            on_sampled,
+        )
+        return await self._constraints.policy.generate(
+            prompt.ids, sampling, constraint=prompt.constraint, stop_strings=request.stop, options=options
+        )
+
+    async def _prepare(self, request: ChatRequest) -> _Prompt:
+        """Check the request, render its prompt and compile its grammar."""
+        check_model(request, self.name)
+        for name in ("budget", "route", "max_cost"):
+            if getattr(request, name) is not None:
+                raise unsupported(name, "in mode model: the client runs the tools")
+        check_new_tokens(request, self.max_new_tokens)
+        changed = [name for name in request.changed_options() if name != "stop"]
+        if changed and self._constraints is None:
+            raise unsupported(changed[0], "by this server's generator")
+        return await run_in_thread(self._prompt, request)
+
+    def _answer(self, request: ChatRequest, prompt: _Prompt, results: Sequence[Generation]) -> dict[str, Any]:
+        choices = [self._choice(request, prompt, index, result) for index, result in enumerate(results)]
+        return Completion(AnswerHead(self.name), request, prompt.ids).answer(choices, results)
+
+    def _prompt(self, request: ChatRequest) -> _Prompt:
+        constraint = None if self._constraints is None else self._constraints.of(request)
+        try:
+            text = self.chat.render(request.messages, tool_specs(request) or None)
             if len(text) > self.limits.prompt_chars:
                 raise BadRequestError(
                     f"a prompt of {len(text)} characters cannot fit the model's {self.max_context} tokens: shorten it",
@@ -136,7 +205,13 @@ class ServedModel:
             ) from fault
         if not prompt:
             raise BadRequestError("the messages render to an empty prompt", param="messages")
-        return prompt
+        return _Prompt(prompt, opens_thought(text), constraint)
+
+    def _max_new_tokens(self, request: ChatRequest) -> int:
+        default = self.sampling.max_new_tokens
+        if self.max_new_tokens is not None:
+            default = min(default, self.max_new_tokens)
+        return request.max_completion_tokens or request.max_tokens or default
 
     def _samplings(self, request: ChatRequest) -> list[Sampling]:
         """One per choice, each with its own seed; the first uses the requested seed."""
@@ -146,7 +221,7 @@ class ServedModel:
         return [
             Sampling(
                 temperature=temperature if do_sample else 1.0,
-                max_new_tokens=request.max_completion_tokens or request.max_tokens or self.sampling.max_new_tokens,
+                max_new_tokens=self._max_new_tokens(request),
                 do_sample=do_sample,
                 seed=(seed + index * 0x9E37_79B9_7F4A_7C15) & 0x7FFF_FFFF_FFFF_FFFF,
                 stop_token_ids=(*self.chat.stop_ids, *(request.stop_token_ids or ())),
@@ -154,36 +229,46 @@ class ServedModel:
             for index in range(request.n)
         ]
 
-    def _choice(self, request: ChatRequest, index: int, result: Generation) -> dict[str, Any]:
-        text = self.chat.decode(result.token_ids)
+    def _choice_stream(self, request: ChatRequest, prompt: _Prompt) -> ChoiceStream:
         parses = bool(request.tools) and request.tool_choice != "none"
-        reply = self.call_format.parse_for(text, _specs(request)) if parses else (text, [])
-        (content, calls), reasoning = reply, reasoning_of(reply)
-        if result.finish_reason == "length":  # calls in a reply that was cut off were not made
-            content, calls = text, []
-        more: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
-        more |= {"tool_calls": [call.to_openai() for call in calls]} if calls else {}
+        stops = request.stop_token_ids or ()
+        return ChoiceStream(
+            lambda ids: self.chat.decode(ids, stops),
+            request.stop,
+            self.call_format.stream(prompt.thought_open, tool_specs(request)) if parses else None,
+            None if request.parallel_tool_calls else 1,
+        )
+
+    def _choice(self, request: ChatRequest, prompt: _Prompt, index: int, result: Generation) -> dict[str, Any]:
+        text, finish_reason = self.chat.decode(result.token_ids, request.stop_token_ids or ()), result.finish_reason
+        if (cut := cut_at_stop(text, request.stop)) is not None:
+            text, finish_reason = cut, "stop"
+        content, fields = text, dict[str, Any]()
+        call_stream = self._choice_stream(request, prompt).call_stream
+        if call_stream is not None and finish_reason == "stop":  # calls in a reply that was cut off were not made
+            call_stream.feed(text)
+            call_stream.finish()
+            assert call_stream.reply is not None
+            content = call_stream.reply[0]
+            fields = reply_fields(call_stream.reply, None if request.parallel_tool_calls else 1)
+        calls = "tool_calls" in fields
+        entries = logprob_entries(self.chat, request, result) if request.logprobs else None
         return {
             "index": index,
-            "message": {"role": "assistant", "content": content if content or not calls else None, **more},
-            "finish_reason": "tool_calls" if calls and result.finish_reason == "stop" else result.finish_reason,
-            "logprobs": {"content": self._logprobs(request, result)} if request.logprobs else None,
+            "message": {"role": "assistant", "content": content if content or not calls else None, **fields},
+            "finish_reason": "tool_calls" if calls else finish_reason,
+            "logprobs": None if entries is None else {"content": entries, "stage": LOGPROBS_STAGE},
             **({"token_ids": list(result.token_ids)} if request.return_token_ids else {}),
         }
 
-    def _logprobs(self, request: ChatRequest, result: Generation) -> list[dict[str, Any]]:
-        if request.return_tokens_as_token_ids:
-            tokens = [f"token_id:{token}" for token in result.token_ids]
-        else:  # `decode` strips a final end token, so append one
-            tokens = [self.chat.decode([token, self.chat.end_id]) for token in result.token_ids]
-        return [
-            {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace")), "top_logprobs": []}
-            for token, logprob in zip(tokens, result.logprobs, strict=True)
-        ]
+
+def opens_thought(prompt: str) -> bool:
+    """Whether a rendered prompt ends inside a thought."""
+    return strip_guard_marks(prompt[-_PROMPT_TAIL_CHARS:]).rstrip().endswith(THOUGHT_OPENINGS)
 
 
-def _specs(request: ChatRequest) -> list[dict[str, Any]]:
-    return [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+def _context_full(full: ContextFullError) -> BadRequestError:
+    return BadRequestError(str(full), param="messages", code="context_length_exceeded")
 
 
 def error_response(fault: Exception) -> tuple[int, dict[str, Any]]:
@@ -193,25 +278,3 @@ def error_response(fault: Exception) -> tuple[int, dict[str, Any]]:
         return fault.status, error_body(message, param=fault.param, code=fault.code)
     known = isinstance(fault, PolicyError)  # any other is a bug in the server: reveal no details to the client
     return 500, error_body(message if known else "internal error", "server_error")
-
-
-def completion_events(answer: dict[str, Any]) -> Iterator[str]:
-    """Server-sent events, for clients that require streaming: each choice's message in one piece (tokens are not sent
-    one by one), then its end, then usage, then [DONE]."""
-    head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    for choice in answer["choices"]:
-        delta = {key: value for key, value in choice["message"].items() if value is not None}
-        if "tool_calls" in delta:
-            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
-        rest = {key: value for key, value in choice.items() if key not in ("message", "finish_reason")}
-        yield _event({**head, "choices": [{**rest, "delta": delta, "finish_reason": None}]})
-        yield _event(
-            {**head, "choices": [{"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}]}
-        )
-    extra = ("usage", "prompt_token_ids", "policy_version")
-    yield _event({**head, "choices": [], **{key: answer[key] for key in extra if key in answer}})
-    yield "data: [DONE]\n\n"
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"

@@ -10,7 +10,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from toolwise.serve.app import ServerLimits
+from toolwise.serve.limits import ServerLimits
 from toolwise.serve.request import INVALID_REQUEST, error_body
 
 

@@ -1,44 +1,33 @@
-"""Parses and validates chat requests: depth and size of the JSON are checked before any object is created, options
-that would change the answer are applied or rejected, never ignored."""
+"""Parses and validates chat requests: options that would change the answer are applied or rejected, never ignored."""
 
 from __future__ import annotations
 
 import json
-import math
-import re
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from toolwise.errors import ToolwiseError
 from toolwise.messages import Message
-
-MAX_JSON_TOKENS = 250_000
-"""Strings, brackets and commas per body. A string counts as one, whatever its length."""
-MAX_DEPTH = 64
-
-# The closing quote is optional: a failed match would be retried from every quote inside the string.
-_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+|[][{},]', re.DOTALL)
+from toolwise.serve.json_body import read_json
 
 INVALID_REQUEST = "invalid_request_error"
 MAX_CHOICES = 128
 MAX_MESSAGES = 20_000
 MAX_TOOLS = 1_000
 MAX_STOP_IDS = 256
+MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 256
+MAX_TOP_LOGPROBS = 20
 MAX_NEW_TOKENS = 1 << 31
 
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (-1, 0),
     "min_p": (0,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "stop": ([], ""),
-    "response_format": ({"type": "text"},),
-    "top_logprobs": (0,),
 }
 """Unsupported options that change the distribution or the text, with values that have no effect (None never has)."""
 
@@ -54,6 +43,7 @@ class BadRequestError(ToolwiseError):
         code: str | None = None,
         status: int = 400,
         close_connection: bool = False,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """`close_connection`: close it because the boundary between this request and the next is uncertain."""
         super().__init__(message)
@@ -61,6 +51,7 @@ class BadRequestError(ToolwiseError):
         self.code = code
         self.status = status
         self.close_connection = close_connection
+        self.headers = dict(headers or {})
 
 
 def error_body(
@@ -102,6 +93,54 @@ def _unwrap_call(call: Any) -> Any:
     return call
 
 
+class NamedTool(BaseModel):
+    """`tool_choice` that names a tool."""
+
+    name: str = Field(min_length=1)
+
+
+def _read_tool_choice(value: Any) -> Any:
+    if value in ("auto", "none", "required") or value is None:
+        return value
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError('must be "auto", "none", "required" or {"type": "function", "function": {"name": …}}')
+    return NamedTool(name=function["name"])
+
+
+def _read_stop(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a string or a list of strings")
+    stops = [stop for stop in stops if stop]
+    if len(stops) > MAX_STOP_STRINGS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        raise ValueError(f"at most {MAX_STOP_STRINGS} strings of at most {MAX_STOP_CHARS} characters are allowed")
+    return stops
+
+
+def _read_response_format(value: Any) -> Any:
+    """The JSON schema that a reply must follow; None for text."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    named = value.get("json_schema") if kind == "json_schema" else None
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if not isinstance(schema, dict):
+        raise ValueError(
+            'must be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": …}'
+        )
+    return schema
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    include_usage: bool = Field(default=False, strict=True)
+    """Send usage in a last chunk, which has no choices."""
+
+
 class ChatRequest(BaseModel):
     """The body of POST /v1/chat/completions. Fields without effect here (user, metadata, …) are ignored."""
 
@@ -112,21 +151,63 @@ class ChatRequest(BaseModel):
         min_length=1, max_length=MAX_MESSAGES
     )
     tools: list[ToolSpec] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: Literal["auto", "none"] | None = None
-    """none: the model sees the tools, but its output is returned as text."""
+    tool_choice: Annotated[Any, BeforeValidator(_read_tool_choice)] = None
+    """"auto", "none" (the model sees the tools, but its output is returned as text), "required" or a `NamedTool`."""
+    parallel_tool_calls: bool = Field(default=True, strict=True)
     temperature: float | None = Field(default=None, ge=0, le=100, strict=True)
     """0 is greedy decoding; log-probs are then computed at temperature 1."""
+    top_p: float | None = Field(default=None, gt=0, le=1, strict=True)
+    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31, strict=True)
+    """-1 or 0: no limit."""
     max_tokens: int | None = Field(default=None, ge=1, lt=MAX_NEW_TOKENS, strict=True)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=MAX_NEW_TOKENS, strict=True)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, strict=True)
     n: int = Field(default=1, ge=1, le=MAX_CHOICES, strict=True)
+    stop: Annotated[list[str], BeforeValidator(_read_stop)] = Field(default_factory=list)
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]] | None = Field(
         default=None, max_length=MAX_STOP_IDS
     )
+    response_format: Annotated[Any, BeforeValidator(_read_response_format)] = None
+    """A JSON schema; None: text."""
     logprobs: bool = Field(default=False, strict=True)
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
     return_token_ids: bool = Field(default=False, strict=True)
     return_tokens_as_token_ids: bool = Field(default=False, strict=True)
     stream: bool = Field(default=False, strict=True)
+    stream_options: StreamOptions = Field(default_factory=StreamOptions)
+    budget: float | None = Field(default=None, ge=0, strict=True)
+    """Mode agent: the mean cost per question; the router keeps to it."""
+    route: str | None = Field(default=None, min_length=1, max_length=512)
+    """Mode agent: overrides the router."""
+    max_cost: float | None = Field(default=None, ge=0, strict=True)
+    """Mode agent: the most that this answer may cost; calls beyond it are refused."""
+
+    @model_validator(mode="after")
+    def _check_choice(self) -> ChatRequest:
+        names = [tool.function.name for tool in self.tools or ()]
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice: required needs tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.name not in names:
+            raise ValueError(f"tool_choice: there is no tool {self.tool_choice.name!r:.80} in tools")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs: true")
+        return self
+
+    def changed_options(self) -> list[str]:
+        """The given options that change the distribution or the form of a reply."""
+        given = {
+            "top_p": self.top_p not in (None, 1),
+            "top_k": self.top_k not in (None, -1, 0),
+            "stop": bool(self.stop),
+            "response_format": self.response_format is not None,
+            "top_logprobs": bool(self.top_logprobs),
+            "tool_choice": self.tool_choice not in (None, "auto", "none"),
+        }
+        return [name for name, is_given in given.items() if is_given]
+
+
+def unsupported(name: str, why: str) -> BadRequestError:
+    return BadRequestError(f"{name} is not supported {why}", param=name, code="unsupported_parameter")
 
 
 def read_request(raw: bytes) -> ChatRequest:
@@ -144,47 +225,9 @@ def read_request(raw: bytes) -> ChatRequest:
         return ChatRequest.model_validate({name: field for name, field in value.items() if field is not None})
     except ValidationError as fault:
         first = fault.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise BadRequestError(f"{where}: {first['msg']}", param=where) from None
+        where, message = ".".join(str(part) for part in first["loc"]), first["msg"].removeprefix("Value error, ")
+        if not where:  # of the request as a whole: the message starts with the field
+            where, _, message = message.partition(": ")
+        raise BadRequestError(f"{where}: {message}", param=where) from None
     except RecursionError:
         raise BadRequestError("the body is nested too deeply") from None
-
-
-def read_json(raw: bytes) -> Any:
-    """Parse `raw`. Raises a one-line ValueError if it is not JSON, too deep or too large."""
-    _check_structure(raw)
-    try:
-        text = raw.decode("utf-8")
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_read_float)
-        if "\\u" in text:  # a lone surrogate, possible only as an escape, cannot be tokenised
-            json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except ValueError as fault:
-        raise ValueError((str(fault).splitlines() or [type(fault).__name__])[0]) from None
-    return value
-
-
-def _check_structure(raw: bytes) -> None:
-    depth = 0
-    for count, token in enumerate(_TOKEN.finditer(raw), 1):
-        if count > MAX_JSON_TOKENS:
-            raise ValueError(f"more than {MAX_JSON_TOKENS} strings, brackets and commas")
-        first = raw[token.start()]
-        if first in b"[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ValueError(f"nested too deeply: at most {MAX_DEPTH} levels are allowed")
-        elif first in b"]}":
-            depth -= 1
-
-
-def _read_float(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        raise ValueError(f"{digits:.20} is too large for a number")
-    return number
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")

@@ -8,44 +8,66 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import MissingExtraError, ToolwiseError
-from toolwise.serve.app import ServerLimits
+from toolwise.serve.limits import ServerLimits
 
 if TYPE_CHECKING:
     import uvicorn
 
 START_S = 30.0
+LISTEN_BACKLOG = 1024
 GRACE_S = 5.0
 """Time for running requests to finish when the server stops."""
+
+
+def uvicorn_config(app: Any, limits: ServerLimits, *, drain_s: float) -> uvicorn.Config:
+    try:
+        import uvicorn
+
+        from toolwise.serve.protocol import limited_protocol
+    except ModuleNotFoundError as missing:
+        raise MissingExtraError("uvicorn", "serve") from missing
+    return uvicorn.Config(
+        app,
+        http=limited_protocol(limits),
+        ws="none",
+        lifespan="off",
+        log_level="error",
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=max(1, int(limits.keep_alive_s)),
+        timeout_graceful_shutdown=max(1, int(drain_s)),
+        h11_max_incomplete_event_size=limits.head_bytes,
+        backlog=LISTEN_BACKLOG,
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 picks a free one."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
+    except OSError as fault:
+        raise ToolwiseError(f"there is no address {host}: {fault.strerror}") from fault
+    listening = socket.socket(family, kind, protocol)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+    except OSError as fault:
+        listening.close()
+        raise ToolwiseError(f"cannot listen on {host}:{port}: {fault.strerror}; try port 0") from fault
+    return listening
 
 
 class Server:
     """`with Server(app) as server: …` serves `app` at `server.url`; leaving the block stops it and joins the thread."""
 
     def __init__(self, app: Any, *, host: str = "127.0.0.1", port: int = 0, limits: ServerLimits | None = None) -> None:
-        try:
-            import uvicorn
-
-            from toolwise.serve.protocol import limited_protocol
-        except ModuleNotFoundError as missing:
-            raise MissingExtraError("uvicorn", "serve") from missing
         self.host = host
         self.port = port
         """0 picks a free port, stored here once the server has started."""
-        limits = limits or ServerLimits()
-        self._server: uvicorn.Server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                http=limited_protocol(limits),
-                ws="none",
-                lifespan="off",
-                log_level="error",
-                proxy_headers=False,
-                server_header=False,
-                timeout_keep_alive=max(1, int(limits.keep_alive_s)),
-                timeout_graceful_shutdown=int(GRACE_S),
-                h11_max_incomplete_event_size=limits.head_bytes,
-            )
-        )
+        config = uvicorn_config(app, limits or ServerLimits(), drain_s=GRACE_S)
+        import uvicorn
+
+        self._server: uvicorn.Server = uvicorn.Server(config)
         self._thread: threading.Thread | None = None
 
     @property
@@ -57,13 +79,7 @@ class Server:
     def start(self) -> Server:
         if self._thread is not None:
             raise ToolwiseError("a server can be started only once: create a new one")
-        listening = socket.socket()
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind((self.host, self.port))
-        except OSError as fault:
-            listening.close()
-            raise ToolwiseError(f"cannot listen on {self.host}:{self.port}: {fault.strerror}; try port 0") from fault
+        listening = listen(self.host, self.port)
         self.port = listening.getsockname()[1]
         self._thread = threading.Thread(target=self._run, args=(listening,), name="toolwise-serve", daemon=True)
         self._thread.start()

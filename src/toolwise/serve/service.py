@@ -1,0 +1,181 @@
+"""An agent or model as a service: loads it, warms it up, and serves it until a signal ends the process.
+
+SIGTERM and SIGINT stop accepting connections and let requests under way finish; SIGHUP loads the weights again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import resource
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from toolwise.concurrency.tasks import spawn
+from toolwise.errors import ConfigError, ToolwiseError
+from toolwise.serve.admission import Admission
+from toolwise.serve.app import Served, build_app
+from toolwise.serve.chat import ServedModel
+from toolwise.serve.limits import ServerLimits
+from toolwise.serve.prometheus import ServerMetrics
+from toolwise.serve.request import ChatRequest
+from toolwise.serve.server import listen, uvicorn_config
+from toolwise.serve.weights import ReloadableWeights
+
+if TYPE_CHECKING:
+    from toolwise.agent.agent import Agent
+
+log = logging.getLogger("toolwise.serve")
+Mode = Literal["agent", "model"]
+LoadAgent = Callable[[Sequence[Any] | None], "Agent"]
+"""Loads the agent, with the given tools in place of its own."""
+_SPARE_FILES = 128
+_WARM_UP = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "temperature": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """How to serve."""
+
+    name: str
+    """The model's name in requests."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free port."""
+    mode: Mode = "agent"
+    """agent: the server runs the tools; model: the client does."""
+    budget: float | None = None
+    max_cost: float | None = None
+    max_new_tokens: int | None = None
+    keys: Sequence[str] = field(default=(), repr=False)
+    hosts: Sequence[str] = ()
+    """Names under which the server may be reached, besides its address."""
+    drain_s: float = 30.0
+    """How long requests under way may take after SIGTERM."""
+    limits: ServerLimits = field(default_factory=ServerLimits)
+
+    def __post_init__(self) -> None:
+        if not self.keys and not is_loopback(self.host):
+            raise ConfigError(
+                f"--host {self.host} can be reached from other machines: give a key with --api-key-env NAME, or use "
+                "127.0.0.1"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def serve(
+    config: ServiceConfig, load: Callable[[Sequence[Any] | None], Agent], on_start: Callable[[str], None]
+) -> None:
+    """Serve until a signal ends it. `load` loads the agent, with the tools of the one before if it is loaded again;
+    `on_start` gets the URL."""
+    metrics, admission = ServerMetrics(), Admission(config.limits, warm=False)
+    weights = ReloadableWeights(_Loader(config, load), metrics)
+    app = build_app(
+        weights, hosts=config.hosts, limits=config.limits, keys=config.keys, admission=admission, metrics=metrics
+    )
+    _raise_file_limit(config.limits.connections)
+    asyncio.run(_run(config, app, weights, admission, on_start))
+
+
+class _Loader:
+    """Loads what to serve; loaded again, it keeps the tools."""
+
+    def __init__(self, config: ServiceConfig, load: LoadAgent) -> None:
+        self.config, self.load = config, load
+        self.tools: Sequence[Any] | None = None
+
+    def __call__(self, version: int) -> Served:
+        config, agent = self.config, self.load(self.tools)
+        agent.policy.version = version
+        if config.mode == "model":
+            if config.budget is not None or config.max_cost is not None:
+                raise ConfigError("a budget needs --mode agent: in mode model the client runs the tools")
+            return ServedModel.of(agent.policy, config.name, max_new_tokens=config.max_new_tokens)
+        from toolwise.serve.agent_chat import ServedAgent
+
+        if config.budget is not None:
+            _ = agent.routing  # raises if it has no router
+        self.tools = list(agent.tools.values())
+        return ServedAgent(config.name, agent, config.budget, config.max_cost, config.max_new_tokens)
+
+
+async def _run(
+    config: ServiceConfig,
+    app: Any,
+    weights: ReloadableWeights,
+    admission: Admission,
+    on_start: Callable[[str], None],
+) -> None:
+    import uvicorn
+
+    class SignalledServer(uvicorn.Server):
+        """Ends when it is told to; uvicorn's own handlers would raise the signal again in the end."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    server = SignalledServer(uvicorn_config(app, config.limits, drain_s=config.drain_s))
+    loop = asyncio.get_running_loop()
+
+    def drain() -> None:
+        server.force_exit = server.should_exit  # a second signal does not wait
+        server.should_exit = admission.draining = True
+
+    with listen(config.host, config.port) as listening, _signal_handlers(loop, drain, weights):
+        warming = spawn(_warm_up(weights, admission))
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        on_start(f"http://{host}:{listening.getsockname()[1]}")
+        try:
+            await server.serve([listening])
+        finally:
+            warming.cancel()
+
+
+async def _warm_up(served: Served, admission: Admission) -> None:
+    """One short answer before /ready: the first request need not wait for what is built only once."""
+    try:
+        await served.complete(ChatRequest.model_validate(_WARM_UP | {"model": served.name}))
+    except ToolwiseError as fault:
+        log.error("the first answer failed: %s", fault)
+        return
+    admission.warm = True
+
+
+@contextlib.contextmanager
+def _signal_handlers(
+    loop: asyncio.AbstractEventLoop, drain: Callable[[], None], weights: ReloadableWeights
+) -> Iterator[None]:
+    handlers: dict[int, Callable[[], Any]] = {
+        signal.SIGTERM: drain,
+        signal.SIGINT: drain,
+        signal.SIGHUP: lambda: spawn(weights.reload()),
+    }
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        for number in handlers:
+            loop.remove_signal_handler(number)
+
+
+def _raise_file_limit(connections: int) -> None:
+    """Each connection is an open file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        top = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (top, hard))
+        if top < wanted:
+            log.warning("only %d files may be open: more than %d connections will fail", top, top - _SPARE_FILES)

@@ -1,0 +1,127 @@
+"""Mode agent: the server routes and runs the tools; answers report the route, the calls and the cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from trained_router import small_router
+
+from toolwise.agent.agent import Agent
+from toolwise.serve import Server, build_app
+from toolwise.serve.agent_chat import ServedAgent
+
+torch.set_num_threads(1)
+HELLO = {"model": "mine", "messages": [{"role": "user", "content": "What is 417 * 38?"}]}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[str]:
+    """An agent without a router."""
+    agent = Agent.load("builtin:small", tools=["calculator"])
+    with Server(build_app(ServedAgent("mine", agent))) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    agent = Agent(small_router(Path(tmp_path_factory.mktemp("agent"))))
+    with Server(build_app(ServedAgent("mine", agent))) as server:
+        yield server.url
+
+
+def ask(url: str, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{url}/chat/completions", json=HELLO | fields, timeout=60)
+
+
+def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+
+
+def test_the_server_runs_the_tool_and_says_so(plain: str) -> None:
+    answer = ask(plain)
+    body = answer.json()
+    assert body["choices"][0]["message"]["content"] == "Answer: 15846"
+    assert (body["usage"]["calls"], body["usage"]["cost"]) == ({"calculator": 1}, 1.0)
+    assert (answer.headers["x-toolwise-cost"], json.loads(answer.headers["x-toolwise-calls"])) == (
+        "1",
+        {"calculator": 1},
+    )
+    assert [message["role"] for message in body["toolwise"]["messages"]] == ["assistant", "tool", "assistant"]
+
+
+def test_a_stream_has_the_text_the_calls_and_the_figures(plain: str) -> None:
+    answer = ask(plain, stream=True, stream_options={"include_usage": True})
+    chunks = chunks_of(answer)
+    text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+    assert text == "Answer: 15846"
+    extras = [chunk["toolwise"] for chunk in chunks if "toolwise" in chunk]
+    assert extras[0] == {"tool_call": {"name": "calculator", "arguments": {"expression": "417 * 38"}}}
+    assert extras[1] == {"tool_result": {"name": "calculator", "content": "15846"}}
+    assert extras[-1]["cost"] == chunks[-1]["usage"]["cost"] == 1.0
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert "x-toolwise-cost" not in answer.headers  # not known yet when headers are sent
+
+
+def test_usage_is_sent_only_where_it_is_asked_for(plain: str) -> None:
+    assert all(chunk["choices"] for chunk in chunks_of(ask(plain, stream=True)))
+
+
+def test_a_cap_refuses_calls(plain: str) -> None:
+    usage = ask(plain, max_cost=0).json()["usage"]
+    assert (usage["calls"], usage["cost"]) == ({}, 0.0)
+    assert usage["refused_calls"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"stop": ["x"]}, "stop"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "none"}, "tool_choice"),
+        ({"budget": 1.0}, "budget"),
+        ({"route": "ANSWER"}, "route"),
+    ],
+)
+def test_what_does_not_apply_is_refused(plain: str, fields: dict[str, Any], param: str) -> None:
+    answer = ask(plain, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_sampling_options_reach_the_agent(plain: str) -> None:
+    greedy = ask(plain).json()["choices"][0]["message"]
+    assert ask(plain, temperature=5.0, top_k=1, seed=1).json()["choices"][0]["message"] == greedy
+    assert ask(plain, max_tokens=3).json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_route_may_be_given_and_is_reported(routed: str) -> None:
+    answer = ask(routed, route="answer")
+    assert answer.json()["usage"]["route"] == answer.headers["x-toolwise-route"] == "ANSWER"
+    assert answer.json()["usage"]["calls"] == {}
+    streamed = ask(routed, route="calculate-family", stream=True)
+    assert streamed.headers["x-toolwise-route"] == "CALCULATE-FAMILY"
+    assert set(chunks_of(streamed)[0]["toolwise"]) == {"route", "route_probs"}
+
+
+@pytest.mark.parametrize(("fields", "said"), [({"route": "nowhere"}, "route"), ({"budget": 0.3}, "calibrated")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_route_or_budget_that_cannot_be_kept_is_the_clients_error(
+    routed: str, fields: dict[str, Any], said: str, stream: bool
+) -> None:
+    answer = ask(routed, stream=stream, **fields)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+
+
+def test_a_conversation_that_does_not_fit_is_refused(plain: str) -> None:
+    answer = ask(plain, messages=[{"role": "user", "content": "word " * 6000}])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")

@@ -1,0 +1,103 @@
+"""The service from start to end, in this process: ready, reload by SIGHUP, drain by SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from toolwise.agent.agent import Agent
+from toolwise.errors import ConfigError
+from toolwise.serve.service import ServiceConfig, is_loopback, serve
+
+torch.set_num_threads(1)
+ASK = {"model": "mine", "messages": [{"role": "user", "content": "What is 417 * 38?"}]}
+
+
+def run(config: ServiceConfig, client: Callable[[str], None]) -> int:
+    """Serve while `client` talks; it must end the service. Returns how often the agent was loaded."""
+    faults: list[BaseException] = []
+    loads = []
+
+    def load(tools: Sequence[Any] | None) -> Agent:
+        loads.append(tools)
+        return Agent.load("builtin:small", tools=["calculator"] if tools is None else tools)
+
+    def talk(url: str) -> None:
+        try:
+            until(lambda: httpx.get(f"{url}/ready").status_code == 200)
+            client(url)
+        except BaseException as fault:
+            faults.append(fault)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threads: list[threading.Thread] = []
+
+    def start(url: str) -> None:
+        threads.append(threading.Thread(target=talk, args=(url,)))
+        threads[0].start()
+
+    serve(config, load, start)
+    threads[0].join(30)
+    if faults:
+        raise faults[0]
+    return len(loads)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_gone(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health")
+    except httpx.TransportError:
+        return True
+    return False
+
+
+def test_it_gets_ready_reloads_and_drains() -> None:
+    seen: dict[str, Any] = {}
+
+    def client(url: str) -> None:
+        seen["first"] = httpx.post(f"{url}/v1/chat/completions", json=ASK, timeout=30).json()
+        os.kill(os.getpid(), signal.SIGHUP)
+        until(lambda: 'reloads_total{result="done"} 1' in httpx.get(f"{url}/metrics").text)
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=ASK | {"stream": True}, timeout=30) as answer:
+            lines = answer.iter_lines()
+            seen["begun"] = next(lines)
+            os.kill(os.getpid(), signal.SIGTERM)  # the stream under way is finished all the same
+            seen["rest"] = [line for line in lines if line]
+        until(lambda: is_gone(url))
+
+    assert run(ServiceConfig("mine", port=0), client) == 2
+    assert seen["first"]["choices"][0]["message"]["content"] == "Answer: 15846"
+    assert seen["first"]["policy_version"] == 0
+    assert seen["rest"][-1] == "data: [DONE]"
+    assert json.loads(seen["rest"][-2][6:])["policy_version"] == 1
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "models.example"])
+def test_other_machines_may_reach_it_only_with_a_key(host: str) -> None:
+    with pytest.raises(ConfigError, match="--api-key-env"):
+        ServiceConfig("mine", host=host)
+    config = ServiceConfig("mine", host=host, keys=["a-key-for-this-test"])
+    assert "a-key-for-this-test" not in repr(config)
+    assert not is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
+def test_the_loopback_needs_no_key(host: str) -> None:
+    assert is_loopback(host)
+    ServiceConfig("mine", host=host)

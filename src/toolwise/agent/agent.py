@@ -12,36 +12,26 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from toolwise.agent.cost_cap import OVER_BUDGET, CappedEnv, Price
 from toolwise.agent.events import AgentAnswer, AgentEvent, Emit, MessageEvents, RouteChosen, TextDelta
-from toolwise.agent.inference import TrainedRouter
+from toolwise.agent.inference import RouteChoice, TrainedRouter
 from toolwise.agent.loader import AgentParts, load_parts
+from toolwise.agent.turn_inference import ROUTE_SEPARATOR, turn_probs
 from toolwise.concurrency.deadlines import run_async
 from toolwise.concurrency.tasks import spawn, wait_all
 from toolwise.envs.base import BaseEnv
-from toolwise.errors import ConfigError, ContextFullError
+from toolwise.errors import ConfigError
 from toolwise.messages import Message, as_messages
 from toolwise.rollout.request import AsyncRolloutRequest
+from toolwise.rollout.turn_request import TurnRoutedRequest
 from toolwise.training.rollout_setup import build_scheduler
 from toolwise.training.tasks import check_task_tools
 from toolwise.types import RouteDecision, StopReason, Task
 
 Question = str | Sequence[Message | Mapping[str, Any]] | Task
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """How a question is rolled out."""
-
-    decision: RouteDecision
-    route: str = ""
-    route_probs: Mapping[str, float] | None = None
-    too_long: str | None = None
-    """Why the question is not answered."""
 
 
 class Agent:
@@ -175,30 +165,21 @@ class Agent:
                     loop.call_soon_threadsafe(task.cancel)
             thread.join()
 
-    async def _choose(self, task: Task, budget: float | None, route: str, cap: float | None, seed: int) -> _Choice:
+    async def _choose(self, task: Task, budget: float | None, route: str, cap: float | None, seed: int) -> RouteChoice:
         if self._routing is None:
             if budget is not None or route != "auto":
                 _ = self.routing  # raises
-            return _Choice(RouteDecision(task, task.task_id, 1, seed, task.prompt))
-        routing, routes = self._routing, self._routing.routes
-        given_route = None if route == "auto" else routes.parse(route)
-        too_long: ContextFullError | None = None
-        try:
-            (prediction,) = await routing.predict_in_engine([task])
-            route_probs = {str(name): prob for name, prob in zip(routes.names, prediction.probs, strict=True)}
-            chosen = given_route or routing.choose(prediction, task, budget=budget, seed=seed)
-            chosen = routing.within_cap(chosen, prediction, cap, given=given_route is not None)
-        except ContextFullError as full:
-            # With a given route the conditioned prompt may be shorter and still fit.
-            fallback = given_route or routes.direct or routes.names[0]
-            route_probs, chosen, too_long = {}, fallback, None if given_route else full
-        decision = routing.decide(task, chosen, seed=seed)
-        return _Choice(decision, str(chosen), route_probs, None if too_long is None else str(too_long))
+            return RouteChoice(RouteDecision(task, task.task_id, 1, seed, task.prompt))
+        given = None if route == "auto" else self._routing.routes.parse(route)
+        return await self._routing.route_question(task, budget=budget, route=given, cap=cap, seed=seed)
 
-    def _request(self, task: Task, choice: _Choice, cap: float | None, do_sample: bool) -> AsyncRolloutRequest:
+    def _request(self, task: Task, choice: RouteChoice, cap: float | None, do_sample: bool) -> AsyncRolloutRequest:
         (request,) = self.scheduler.requests([choice.decision], do_sample=do_sample)
         if cap is not None:
-            left = max(0.0, cap - (self._routing.route_price(choice.route) if self._routing is not None else 0.0))
+            left = max(
+                0.0,
+                cap - (self._routing.route_price(choice.route) if self._routing is not None and choice.route else 0.0),
+            )
             request.env = cast("BaseEnv", CappedEnv(request.env, left, self._price_of(task)))
         return request
 
@@ -209,24 +190,31 @@ class Agent:
         unknown = max(prices.values(), default=1.0)
         return lambda calls: sum(prices.get(name, unknown) * count for name, count in calls.items())
 
-    def _report(self, request: AsyncRolloutRequest, choice: _Choice, emit: Emit) -> None:
+    def _report(self, request: AsyncRolloutRequest, choice: RouteChoice, emit: Emit) -> None:
         from toolwise.policies.streaming import stream_text
 
         if choice.route:
             emit(RouteChosen(choice.route, choice.route_probs or {}))
+        if isinstance(request, TurnRoutedRequest) and self._routing is not None:
+            names = self._routing.routes.names
+            request.on_route = lambda turn: emit(RouteChosen(turn.route, turn_probs(turn, names)))
         request.policy = stream_text(request.policy, lambda text: emit(TextDelta(text)))
         request.on_state = MessageEvents(emit, len(request.messages))
 
-    def _answer(self, request: AsyncRolloutRequest, choice: _Choice, start: float) -> AgentAnswer:
+    def _answer(self, request: AsyncRolloutRequest, choice: RouteChoice, start: float) -> AgentAnswer:
         rollout, routing = request.to_rollout(), self._routing
+        route, route_probs = choice.route, choice.route_probs or {}
+        if routing is not None and rollout.turn_routes:
+            route = ROUTE_SEPARATOR.join(turn.route for turn in rollout.turn_routes)
+            route_probs = turn_probs(rollout.turn_routes[0], routing.routes.names)
         replies = [message.content or "" for message in rollout.messages if message.role == "assistant"]
         direct = routing is not None and choice.route == routing.routes.direct and not rollout.unanswered
         calibration = routing.calibration if routing is not None else None
         return AgentAnswer(
             # An agent that never acted has no answer: an assistant message is then part of the prompt.
             text=replies[-1] if replies and not rollout.unanswered else "",
-            route=choice.route,
-            route_probs=choice.route_probs or {},
+            route=route,
+            route_probs=route_probs,
             cost=rollout.usage.cost if routing is None else routing.cost_of(rollout),
             calls=dict(rollout.usage.calls),
             refused=rollout.usage.failed_calls.get(OVER_BUDGET, 0),

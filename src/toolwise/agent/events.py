@@ -40,9 +40,9 @@ class AgentAnswer:
     text: str
     """The agent's last message."""
     route: str
-    """Empty without a router."""
+    """Empty without a router; "SEARCH-FAMILY > ANSWER" if each turn has its own."""
     route_probs: Mapping[str, float]
-    """route -> probability; empty without a router, or if the question is too long for it"""
+    """route -> probability, at the first turn; empty without a router, or if the question is too long for it"""
     cost: float
     """Cost of the calls that were executed, in the unit of the budget; without a router the tools' prices."""
     calls: Mapping[str, int]

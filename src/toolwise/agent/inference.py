@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from toolwise.agent.manifest import AGENT_FILE, update_file
 from toolwise.concurrency.deadlines import gather_all
 from toolwise.config.schema import RunConfig
-from toolwise.errors import CheckpointError, ConfigError
+from toolwise.errors import CheckpointError, ConfigError, ContextFullError
 from toolwise.routing.calibration import BudgetCalibration, prompt_uniform, values_and_costs
 from toolwise.routing.cost import Cost, RouteUsage, merge_unknown_calls
 from toolwise.routing.head import ROUTER_METADATA_FILE
@@ -112,6 +112,18 @@ def store_calibration(model: Path, calibration: Calibration) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class RouteChoice:
+    """How a question is rolled out."""
+
+    decision: RouteDecision
+    route: str = ""
+    """Empty without a router, or if each turn has its own."""
+    route_probs: Mapping[str, float] | None = None
+    too_long: str | None = None
+    """Why the question is not answered."""
+
+
+@dataclass(frozen=True)
 class TrainedRouter:
     """Chooses routes and builds the decisions to roll out; the caller rolls them out."""
 
@@ -173,6 +185,24 @@ class TrainedRouter:
     def _prompts(self, tasks: Sequence[Task]) -> list[Sequence[int]]:
         return [self.conditioning.original_prompt(self.policy.chat, task) for task in tasks]
 
+    async def route_question(
+        self, task: Task, *, budget: float | None, route: str | None, cap: float | None, seed: int
+    ) -> RouteChoice:
+        """How to answer one question; `route` is one that the caller wants."""
+        too_long: ContextFullError | None = None
+        names = self.routes.names
+        try:
+            (prediction,) = await self.predict_in_engine([task])
+            route_probs = {str(name): prob for name, prob in zip(names, prediction.probs, strict=True)}
+            chosen = route or self.choose(prediction, task, budget=budget, seed=seed)
+            chosen = self.within_cap(chosen, prediction, cap, given=route is not None)
+        except ContextFullError as full:
+            # With a given route the conditioned prompt may be shorter and still fit.
+            fallback = route or self.routes.direct or names[0]
+            route_probs, chosen, too_long = {}, fallback, None if route else full
+        decision = self.decide(task, chosen, seed=seed)
+        return RouteChoice(decision, str(chosen), route_probs, None if too_long is None else str(too_long))
+
     def choose(self, prediction: RoutePrediction, task: Task, *, budget: float | None, seed: int) -> str:
         """The route by the threshold for `budget`, by default the trained one. The lottery of a threshold depends on
         the prompt alone; routes sampled without one depend on the prompt and the seed."""
@@ -201,7 +231,7 @@ class TrainedRouter:
         if router.eval_mode == "argmax":
             return prediction.argmax()
         if router.eval_mode == "budget" and router.budgets:
-            _warn_sampled()
+            warn_sampled()
         return prediction.sample(Random(f"{seed}/{prompt_uniform(task.prompt)}"))
 
     def decide(self, task: Task, route: str | None, *, n: int = 1, seed: int = 0) -> RouteDecision:
@@ -238,7 +268,7 @@ class TrainedRouter:
 
 
 @cache
-def _warn_sampled() -> None:
+def warn_sampled() -> None:
     log.warning("%s", uncalibrated(other_budgets=False))
 
 

@@ -13,6 +13,7 @@ from toolwise.agent.bundle import read_bundle
 from toolwise.agent.documents import with_documents
 from toolwise.agent.inference import TrainedRouter, calibration_of
 from toolwise.agent.manifest import AGENT_FILE, verify_agent
+from toolwise.agent.turn_inference import TrainedTurnRouter
 from toolwise.config.loader import apply_overrides, build_config
 from toolwise.config.schema import INFERENCE_FIELDS, RunConfig, load_config
 from toolwise.errors import CheckpointError, ConfigError
@@ -21,6 +22,7 @@ from toolwise.routing.calibration import read_budget_calibration
 from toolwise.routing.cost import build_cost
 from toolwise.routing.head import ROUTER_METADATA_FILE
 from toolwise.routing.inference_router import Conditioning
+from toolwise.routing.turn_calibration import read_turn_calibration
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import build_tools, check_recorded_tools
 from toolwise.training import checkpoint
@@ -88,6 +90,11 @@ def load_router(source: str | Path, **options: Any) -> TrainedRouter:
         load_head(model)  # which says what is missing
     routing = load_parts(source, **options).routing
     assert routing is not None
+    if isinstance(routing, TrainedTurnRouter):
+        raise ConfigError(
+            f"{source} has a router that chooses at every turn, which has no routes of whole prompts to compare: use "
+            'toolwise eval without --budgets, or a router with router.every = "prompt"'
+        )
     return routing
 
 
@@ -101,7 +108,8 @@ def _build_routing(config: RunConfig, policy: LocalPolicy, tools: dict[str, Base
 
     head, metadata = load_head(model)
     multipliers = metadata.get("multipliers") or {}
-    return TrainedRouter(
+    limits = {budget.unit: budget.limit for budget in config.router.budgets}
+    routing = TrainedRouter(
         config=config,
         policy=policy,
         predictor=HeadPredictor(policy.model, head),
@@ -109,8 +117,14 @@ def _build_routing(config: RunConfig, policy: LocalPolicy, tools: dict[str, Base
         cost=build_cost(config.router, tools),
         multipliers=tuple(float(multipliers.get(unit, 0.0)) for unit in head.settings.units),
         calibration=calibration_of(metadata),
-        trained=read_budget_calibration(metadata, {budget.unit: budget.limit for budget in config.router.budgets}),
+        trained=read_budget_calibration(metadata, limits),
     )
+    if config.router.every == "turn":
+        from toolwise.routing.head.builder import turn_engine
+
+        shift = read_turn_calibration(metadata, limits)
+        return TrainedTurnRouter(**vars(routing), engine=turn_engine(config, policy), shift=shift)
+    return routing
 
 
 def _conditioning(

@@ -151,6 +151,16 @@ class RouterConfig(Section):
     eval_mode: Literal["budget", "sample", "argmax"] = "budget"
     """How routes are chosen outside of training: by the thresholds that deliver the trained budgets (sampled if there
     are none), sampled from the head, or the head's best."""
+    every: Literal["prompt", "turn"] = "prompt"
+    """Choose a route once per prompt, or before every turn, from the conversation so far. At every turn the prompt and
+    its tools stay as they are, as with `conditioning = "append"`, and routes are sampled from the router."""
+    turn_mask: Literal["refuse", "decode"] = "refuse"
+    """every = "turn": how tools of other routes are ruled out in a turn. "refuse": a call of one is an error that the
+    model reads; "decode": on a route without tools a call cannot even be begun, for models that were not trained to
+    heed a route. Then `train_actor` must be false."""
+    calibration_passes: int = Field(default=8, ge=2)
+    """every = "turn": how often the calibration tasks are rolled out, at most, to find what delivers the budget;
+    `calibration_rollouts` of them each time at the last step, a third before."""
 
     @property
     def final_entropy_coef(self) -> float:
@@ -158,6 +168,8 @@ class RouterConfig(Section):
 
     def sampling_of(self, routes: int) -> Sampling:
         """How the rollouts of a prompt with this many routes are distributed."""
+        if self.every == "turn":
+            return "independent"
         if self.sampling != "auto":
             return self.sampling
         return "stratified" if routes <= STRATIFIED_UP_TO else "independent"
@@ -201,5 +213,32 @@ class RouterConfig(Section):
             raise ValueError(
                 'budget_window needs the outcome of every route and features that stay: sampling = "stratified" and '
                 'backbone = "frozen"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_every(self) -> RouterConfig:
+        if self.every == "prompt":
+            if self.turn_mask != "refuse":
+                raise ValueError('turn_mask is for turns that have their own routes: set every = "turn"')
+            return self
+        refused = {
+            f'sampling = "{self.sampling}" (routes are sampled at every turn)': self.sampling in ("one", "stratified"),
+            'mode = "value"': self.mode == "value",
+            "a route with another policy": any(route.policy for route in self.routes),
+            "budget_window": bool(self.budget_window),
+            "more than one budget": len(self.budgets) > 1,
+            "layers other than [-1]": self.layers != [-1],
+            "labels (label_coef, warm_start_epochs)": bool(self.label_coef or self.warm_start_epochs),
+            "standardize_by_kind": self.standardize_by_kind,
+            "divide_by_std": self.divide_by_std,
+        }
+        for setting, present in refused.items():
+            if present:
+                raise ValueError(f'every = "turn" does not work with {setting}: leave it out, or set every = "prompt"')
+        if self.turn_mask == "decode" and self.train_actor and self.enable:
+            raise ValueError(
+                'turn_mask = "decode" changes what is sampled, which the update of the actor would not know: set '
+                'train_actor = false, or turn_mask = "refuse"'
             )
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Literal
 
 from toolwise.messages import Message
@@ -63,6 +63,11 @@ class BaseEnv(ABC):
         """`calls`, `failed_calls` and `cost`, as in the info of `step`, of the unparsable calls in `action`: for an
         action that ends the episode before `step` sees it."""
         return {}
+
+    def forbid_tools(self, names: Collection[str]) -> None:
+        """Refuse calls of these tools from now on, and allow all others; the list of tools stays. Called before a turn
+        that has its own route. An environment without tools has nothing to refuse."""
+        return
 
     def phase_of(self, action: Any) -> Phase:
         """What `step` will do with `action`: run tools or the environment, or let a simulated user reply."""

@@ -81,6 +81,9 @@ class ToolEnv(BaseEnv):
     def tool_specs(self) -> list[dict[str, Any]]:
         return [tool_spec(tool, self.task) for tool in self.tools.values()]
 
+    def forbid_tools(self, names: Collection[str]) -> None:
+        self._forbidden = frozenset(names)
+
     async def reset(self) -> str:
         for name in self._episode_tools:
             await self._with_timeout(self._create(name))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from toolwise.engine import Engine, engine_path
 from toolwise.engine.grammar import Constraint, Grammar, Vocabulary
-from toolwise.engine.request import NO_OPTIONS, OnTokens, ServingOptions
+from toolwise.engine.request import NO_OPTIONS, LogitsMask, OnTokens, ServingOptions
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.messages import Message
-from toolwise.policies.call_grammar import calls_grammar
+from toolwise.policies.call_grammar import OPENING, calls_grammar
 from toolwise.policies.transformers_generation import BatchGenerator
 from toolwise.protocols import AgentPolicy, Generation, GenerationEngine, Metrics, Sampling
 from toolwise.rollout.call_format import ParserSpec
@@ -83,9 +84,10 @@ class LocalPolicy:
         on_tokens: OnTokens | None = None,
         stop_strings: Sequence[str] = (),
         options: ServingOptions = NO_OPTIONS,
+        logits_mask: LogitsMask | None = None,
     ) -> Generation:
         """`on_tokens` receives new tokens while they are sampled, if the engine can tell. `stop_strings` and `options`
-        are for serving, and need the Toolwise engine."""
+        are for serving, and need the Toolwise engine. `logits_mask` forbids tokens, instead of a `constraint`."""
         token_ids = list(token_ids)  # iterated several times below, which is slow on a buffer prefix
         self._check(token_ids, sampling)
         if len(token_ids) + sampling.max_new_tokens > self.max_context:
@@ -95,10 +97,11 @@ class LocalPolicy:
             )
         if not isinstance(self.engine, Engine):
             assert constraint is None
+            assert logits_mask is None
             if options.truncates or options.top_logprobs:
                 raise PolicyError(f"{type(self.engine).__name__} cannot truncate distributions: leave top_p, top_k out")
             return await self.engine.generate(token_ids, sampling)
-        mask = None if constraint is None else constraint.mask(sampling)
+        mask = logits_mask if constraint is None else constraint.mask(sampling)
         return await self.engine.generate(
             token_ids, sampling, stop_strings=stop_strings, logits_mask=mask, on_tokens=on_tokens, options=options
         )
@@ -111,6 +114,20 @@ class LocalPolicy:
         return (
             None if grammar is None or self._grammar_vocabulary is None else self._grammar_vocabulary.compile(grammar)
         )
+
+    @cached_property
+    def call_ban(self) -> LogitsMask | None:
+        """A mask without the token that begins a tool call; None if calls do not begin with one token of their own, or
+        if the engine takes no mask."""
+        tokens = {str(token): number for number, token in self.chat.tokenizer.added_tokens_decoder.items()}
+        hermes = self.parse is PARSERS["hermes"]
+        if not (hermes and OPENING in tokens and isinstance(self.engine, Engine) and self._grammar is None):
+            return None
+        import torch
+
+        allowed = torch.ones(self.vocabulary, dtype=torch.bool)
+        allowed[tokens[OPENING]] = False
+        return lambda sampled: allowed
 
     def _build_vocabulary(self) -> Vocabulary:
         if not isinstance(self.engine, Engine):
@@ -222,6 +239,20 @@ class LocalSession:
         self.options = NO_OPTIONS
         """Set only where nobody learns from the episode."""
         self._turn = 0
+        self._full_sampling = sampling
+        self._ban: LogitsMask | None = None
+
+    def next_prompt(self, observation: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[int]:
+        """The tokens that the next turn would begin with."""
+        return list(self.tokens.prompt(observation, tools))
+
+    def limit_turns(self, *, max_new_tokens: int | None = None, bans_calls: bool = False) -> None:
+        """Limit the turns from now on; without arguments as at the beginning."""
+        if bans_calls and self.policy.call_ban is None:
+            raise PolicyError("tool calls do not begin with one token of this model, so they cannot be banned")
+        length = max_new_tokens or self._full_sampling.max_new_tokens
+        self.sampling = replace(self._full_sampling, max_new_tokens=length)
+        self._ban = self.policy.call_ban if bans_calls else None
 
     async def get_action(
         self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None
@@ -235,6 +266,8 @@ class LocalSession:
             extra["on_tokens"] = self.on_tokens
         if self.options is not NO_OPTIONS:
             extra["options"] = self.options
+        if self._ban is not None:
+            extra["logits_mask"] = self._ban
         result = await self.policy.generate(prompt, sampling, **extra)
         stops = sampling.stop_token_ids
         alignment = self.tokens.add(result.token_ids, closed=bool(result.token_ids) and result.token_ids[-1] in stops)

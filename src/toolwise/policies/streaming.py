@@ -48,6 +48,12 @@ class StreamedSession:
         stream.finish(reply[1] or "")
         return reply
 
+    def next_prompt(self, observation: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[int]:
+        return self.session.next_prompt(observation, tools)
+
+    def limit_turns(self, *, max_new_tokens: int | None = None, bans_calls: bool = False) -> None:
+        self.session.limit_turns(max_new_tokens=max_new_tokens, bans_calls=bans_calls)
+
 
 class TextStream:
     """Turns tokens into text piece by piece. Holds back what the next token may still change.

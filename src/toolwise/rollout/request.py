@@ -174,7 +174,7 @@ class AsyncRolloutRequest:
                 self.messages.extend(observation_messages(observation))
         except BaseException as fault:
             self._record_fault(fault, StopReason.ENV_FAULT, "reset: ")
-        _raise_if_cancelled()
+        raise_if_cancelled()
         if not self.done:
             self._set_state(RequestState.RUNNING)
 
@@ -200,7 +200,7 @@ class AsyncRolloutRequest:
                 self._decision = PolicyDecision.from_answer(answer)
         except BaseException as fault:
             self._record_fault(fault, StopReason.POLICY_FAULT)
-        _raise_if_cancelled()
+        raise_if_cancelled()
 
     async def _act(self) -> None:
         """Carry out the decision and record the step, whatever the outcome."""
@@ -220,7 +220,7 @@ class AsyncRolloutRequest:
             await self._step_env(decision)
         except BaseException as fault:
             self._record_fault(fault, StopReason.ENV_FAULT, "step: ")
-        _raise_if_cancelled()
+        raise_if_cancelled()
         self._record_step(None, {})  # the environment failed: record the decision all the same
 
     async def _step_env(self, decision: PolicyDecision) -> None:
@@ -273,7 +273,7 @@ class AsyncRolloutRequest:
     def _record_fault(self, fault: BaseException, default_reason: StopReason, where: str = "") -> None:
         """An error in user code becomes a stop reason; it never crashes the run."""
         if isinstance(fault, asyncio.CancelledError):
-            _raise_if_cancelled()
+            raise_if_cancelled()
         if is_closing(fault):
             raise fault
         reason, message = default_reason, f"{where}{describe(as_exception(fault))}"
@@ -393,7 +393,7 @@ class AsyncRolloutRequest:
             self.fault = self.fault or str(info["infrastructure_fault"])
 
 
-def _raise_if_cancelled() -> None:
+def raise_if_cancelled() -> None:
     """The awaited work may have swallowed a cancellation of this task."""
     if (task := asyncio.current_task()) is not None and task.cancelling():
         raise asyncio.CancelledError

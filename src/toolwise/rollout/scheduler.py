@@ -16,6 +16,7 @@ from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import ToolwiseError
 from toolwise.protocols import AgentPolicy
 from toolwise.rollout.request import AsyncRolloutRequest
+from toolwise.rollout.turn_request import TurnRoutedRequest
 from toolwise.rollout.worker import build_termination
 from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, RouteDecision
@@ -160,7 +161,8 @@ class RolloutScheduler:
         self, decision: RouteDecision, batch_data_id: int, offset: int, do_sample: bool
     ) -> AsyncRolloutRequest:
         task = decision.task
-        return AsyncRolloutRequest(
+        request = AsyncRolloutRequest if decision.turns is None else TurnRoutedRequest
+        return request(
             task,
             self.policy if decision.policy is None else decision.policy,
             self._env(decision),

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from toolwise.errors import CheckpointError
 from toolwise.messages import Message
+from toolwise.routing.delivered_budget import DeliveredBudget
 from toolwise.routing.head import ROUTER_METADATA_FILE
 from toolwise.routing.joint_threshold import JointThreshold, fit_joint_threshold
 from toolwise.routing.samples import RoutePrediction
@@ -35,44 +36,19 @@ _NEARBY = (0.8, 1.2)
 """The budgets, as a share of the trained ones, between which the score's slope is measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class BudgetCalibration:
-    """How to choose routes so that the trained budgets hold."""
+@dataclass(frozen=True, kw_only=True)
+class BudgetCalibration(DeliveredBudget):
+    """How to choose routes so that the trained budgets hold; `rolled_out` tasks have a rollout under every route."""
 
-    units: tuple[str, ...]
-    limits: tuple[float, ...]
     threshold: JointThreshold
     route_costs: tuple[tuple[float, ...], ...]
     """Mean costs of each route, by unit; used if the head does not predict costs."""
-    rows: int
-    """Calibration tasks."""
-    rolled_out: int
-    """Those with a scored rollout under every route."""
-    costs: tuple[float, ...]
-    """Mean costs on the calibration tasks: the limits, or less where a budget does not bind."""
-    standard_errors: tuple[float, ...]
-    """Of `costs`, and so of what is delivered to new prompts of the same kind."""
-    score: float
-    """Mean score on the tasks with rollouts."""
-    slope: float = 0.0
-    """Score gained per budget: d score / d (cost ÷ limit), from budgets 20 % below to 20 % above."""
-    least: tuple[float, ...] = ()
-    """What the cheapest routes cost."""
-    step: int = 0
-    """The training step whose weights it was fitted to."""
-
-    @property
-    def feasible(self) -> bool:
-        return all(cost <= limit + 1e-9 for cost, limit in zip(self.costs, self.limits, strict=True))
 
     def route(self, prediction: RoutePrediction, prompt: Sequence[Message]) -> int:
         """The route of one prompt: always the same for the same prompt."""
         values, costs = values_and_costs(prediction)
         expected = np.asarray(self.route_costs) if costs is None else costs
         return self.threshold.route(values, expected, prompt_uniform(prompt))
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def read_budget_calibration(metadata: Mapping[str, Any], limits: Mapping[str, float]) -> BudgetCalibration | None:

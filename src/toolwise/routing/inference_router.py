@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from random import Random
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 from toolwise.config.router import RouterConfig
 from toolwise.envs.tool_env import tool_spec
@@ -30,6 +30,7 @@ from toolwise.routing.cost import (
     usage_of,
     written_usage,
 )
+from toolwise.routing.delivered_budget import DeliveredBudget
 from toolwise.routing.families import Family, families_of_task, offered_tools, parse_family
 from toolwise.routing.prompts import allowed_tools, condition, load_wording
 from toolwise.routing.routes import RouteSet, build_routes
@@ -162,8 +163,10 @@ class InferenceRouter(Router):
     cost: Cost = field(default_factory=CallsCost)
     conditioning: Conditioning = field(default_factory=Conditioning)
     seed: int = 0
-    calibration: BudgetCalibration | None = None
+    calibration: DeliveredBudget | None = None
     """Thresholds for the budgets, from tasks that were never learned from."""
+    calibration_key: ClassVar[str] = KEY
+    """Where the metadata of a head and the router's state have the calibration."""
 
     def __post_init__(self) -> None:
         self.budgets.check_units(self.cost.units)
@@ -190,7 +193,7 @@ class InferenceRouter(Router):
 
     def _choose(self, prompt: PredictedPrompt) -> int:
         mode, prediction = self.config.eval_mode, prompt.prediction
-        if mode == "budget" and self.calibration is not None and prompt.fits:
+        if mode == "budget" and isinstance(self.calibration, BudgetCalibration) and prompt.fits:
             return self.calibration.route(prediction, prompt.task.prompt)
         return prediction.argmax() if mode == "argmax" else prediction.sample(prompt.rng)
 
@@ -327,9 +330,13 @@ class InferenceRouter(Router):
         """Loads the head, the λ and the calibration that were saved next to a model's weights."""
         metadata = self.model.load(folder)
         self.budgets.set_lambdas(metadata.get("multipliers") or {})
-        self.calibration = read_budget_calibration(metadata, self.budgets.limits)
+        self.calibration = self._read_calibration(metadata)
         if self.calibration is None and self.budgets.limits and self.config.eval_mode == "budget":
-            log.warning("%s", uncalibrated(KEY in metadata))
+            log.warning("%s", uncalibrated(self.calibration_key in metadata))
+
+    def _read_calibration(self, state: Mapping[str, Any]) -> DeliveredBudget | None:
+        """The calibration among saved metadata or state."""
+        return read_budget_calibration(state, self.budgets.limits)
 
 
 def check_prices(routes: RouteSet, units: Sequence[str]) -> None:

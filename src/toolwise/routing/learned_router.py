@@ -16,7 +16,7 @@ from typing import Any
 
 from toolwise.errors import ToolwiseError
 from toolwise.protocols import Metrics
-from toolwise.routing.calibration import KEY, read_budget_calibration
+from toolwise.routing.calibration import KEY
 from toolwise.routing.families import MIXED, Target
 from toolwise.routing.inference_router import InferenceRouter, PredictedPrompt
 from toolwise.routing.route_advantages import (
@@ -277,7 +277,7 @@ class LearnedRouter(InferenceRouter):
         self.baseline.load_state_dict(state["baseline"])
         self.scale.load_state_dict(state["scale"])
         self._warm_started = state["warmed"]
-        self.calibration = read_budget_calibration(state, self.budgets.limits)
+        self.calibration = self._read_calibration(state)
         self._pending, self._step = {}, None
 
 

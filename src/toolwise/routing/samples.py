@@ -95,6 +95,11 @@ class RoutePredictor(Protocol):
         """One forward pass per prompt, for all its rollouts. `averaged`: use the averaged head that will be saved, if
         there is one, instead of the one being trained."""
 
+    def predict_encoded(
+        self, prompt: Sequence[int], features: Any, multipliers: Sequence[float], *, averaged: bool = False
+    ) -> RoutePrediction:
+        """Like `predict`, of one prompt whose features are known."""
+
     def load(self, folder: Any) -> dict[str, Any]:
         """Replaces the head with the one in `folder`; returns the metadata saved with it."""
 

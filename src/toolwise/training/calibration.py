@@ -20,13 +20,16 @@ from toolwise.errors import ConfigError
 from toolwise.protocols import Metrics, Router
 from toolwise.routing.calibration import BudgetCalibration, CalibrationTable, calibrate_budgets, values_and_costs
 from toolwise.routing.cost import RouteUsage
+from toolwise.routing.delivered_budget import DeliveredBudget
 from toolwise.routing.inference_router import InferenceRouter
 from toolwise.routing.threshold import Floats
+from toolwise.routing.turn_router import TurnRouter
 from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_text
 from toolwise.training.checkpoint import OVERSPEND
 from toolwise.training.evaluate import score
 from toolwise.training.rollout_setup import RolloutSetup
+from toolwise.training.turn_calibration import calibrate_turn_router
 from toolwise.types import RouteDecision, ScoredRollout, Task
 
 log = logging.getLogger("toolwise")
@@ -97,10 +100,12 @@ def begin_calibration(setup: RolloutSetup, split: TaskSplit, out: Path) -> str:
         f"{unit} {router.budgets.limits[unit]:g} ± {error:.3f} (standard error)" for unit, error in errors
     )
     rollouts = min(setup.config.router.calibration_rollouts, len(tasks))
+    how = "under every route"
+    if isinstance(router, TurnRouter):
+        how = f"up to {router.config.calibration_passes} times"
     return (
         f"calibration: {len(tasks)} of {len(split.train) + len(tasks)} training tasks are set aside, {rollouts} of "
-        "them rolled out under every route at the end, a third before; expected if a prompt makes one call or none: "
-        f"{shown}"
+        f"them rolled out {how} at the end, a third before; expected if a prompt makes one call or none: {shown}"
     )
 
 
@@ -121,7 +126,12 @@ async def calibrate_run(setup: RolloutSetup, tasks: Sequence[Task], *, step: int
     rollouts, last = setup.config.router.calibration_rollouts, step >= setup.config.trainer.total_steps
     met_before = router.calibration is None or router.calibration.feasible
     count = rollouts if last else math.ceil(rollouts / 3)
-    if (latest := await calibrate(setup, router, tasks, count, step=step)) is None:
+    latest: DeliveredBudget | None
+    if isinstance(router, TurnRouter):
+        latest = await calibrate_turn_router(setup, router, tasks, count, step=step)
+    else:
+        latest = await calibrate(setup, router, tasks, count, step=step)
+    if latest is None:
         return {}, ""
     metrics = {"calibration/score": latest.score}
     for unit, cost, error in zip(latest.units, latest.costs, latest.standard_errors, strict=True):
@@ -157,8 +167,9 @@ async def calibrate(
         spent=spent[complete],
         scores=scores[complete],
     )
-    router.calibration = calibrate_budgets(table, limits, step=step)
-    return router.calibration
+    latest = calibrate_budgets(table, limits, step=step)
+    router.calibration = latest
+    return latest
 
 
 def _outcomes(
@@ -186,7 +197,7 @@ def budget_metrics(router: Router, scored: Sequence[ScoredRollout]) -> Metrics:
     return metrics | (router.budget_metrics(scored) if isinstance(router, InferenceRouter) else {})
 
 
-def infeasible(calibration: BudgetCalibration) -> str:
+def infeasible(calibration: DeliveredBudget) -> str:
     """Names the budgets that no routes meet, and what the cheapest ones cost; empty if there are none."""
     entries = zip(calibration.units, calibration.limits, calibration.costs, calibration.least, strict=True)
     over = [

@@ -5,6 +5,7 @@ A file has one JSON line per rollout; tokens and log-probs are in a safetensors 
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,6 +89,8 @@ class RolloutRecord:
     """As in GRPO equal to the advantages."""
     answered_by: str = ""
     """The name of another model that wrote the rollout; empty: the one being trained."""
+    turn_routes: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    """route, log_prob, logits and advantage of each turn, if they were routed one by one."""
     unrouted: Sequence[tuple[int, Mapping[str, Any] | None]] = field(default_factory=list)
     """Index and original of the messages that the route has changed; None for one that it added."""
 
@@ -135,6 +138,7 @@ class RolloutRecord:
             router_advantages=None if router is None else router.advantage,
             router_returns=None if router is None else router.advantage,
             answered_by=rollout.answered_by,
+            turn_routes=_turn_routes(scored),
             unrouted=[(i, None if m is None else m.to_openai()) for i, m in route_changes(rollout.messages)],
         )
 
@@ -187,6 +191,7 @@ class RolloutRecord:
             router_advantages=_number(row.get("router_advantages")),
             router_returns=_number(row.get("router_returns")),
             answered_by=str(row.get("answered_by") or ""),
+            turn_routes=[turn for turn in _typed(row, "turn_routes", list) or () if isinstance(turn, dict)],
             unrouted=[
                 (change[0], change[1])
                 for change in _typed(row, "unrouted", list) or []
@@ -209,7 +214,15 @@ class RolloutRecord:
         return None if self.score is None or 0 < self.score < 1 else self.score >= 1
 
 
-_ROUTER_FIELDS = frozenset(list(RolloutRecord.__dataclass_fields__)[-10:])
+_ROUTER_FIELDS = frozenset(list(RolloutRecord.__dataclass_fields__)[-11:])
+
+
+def _turn_routes(scored: ScoredRollout) -> list[dict[str, Any]]:
+    advantages = () if scored.router is None else scored.router.turn_advantages
+    return [
+        {"route": turn.route, "log_prob": turn.log_prob, "logits": turn.logits, "advantage": advantage}
+        for turn, advantage in itertools.zip_longest(scored.rollout.turn_routes, advantages)
+    ]
 
 
 def read_records(path: Path) -> list[RolloutRecord]:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from toolwise.types.thinking import Floats as Floats
     from toolwise.types.tokens import SampledTokens, TokenLogprobs
+    from toolwise.types.turns import TurnRoute, TurnRouting
 
 _NAMES = {
     "toolwise.types.credit": ["AddedRollout", "CreditedBatch", "RewardSettings", "TerminalScore"],
@@ -64,6 +65,7 @@ _NAMES = {
         "ThinkingStep",
     ],
     "toolwise.types.tokens": ["SampledTokens", "TokenLogprobs"],
+    "toolwise.types.turns": ["TurnRoute", "TurnRouting"],
 }
 """Imported on first use: sandbox workers start often and need only `results`."""
 
@@ -103,6 +105,8 @@ __all__ = [
     "ThinkingGroup",
     "ThinkingStep",
     "TokenLogprobs",
+    "TurnRoute",
+    "TurnRouting",
     "Usage",
     "ValidationEvent",
 ]

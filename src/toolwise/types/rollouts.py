@@ -19,6 +19,7 @@ from toolwise.messages import Message, Prefix, ToolCall, as_messages, construct
 from toolwise.types.results import EvaluateResult
 from toolwise.types.thinking import RolloutThinking
 from toolwise.types.tokens import NO_TOKENS, SampledTokens
+from toolwise.types.turns import TurnRoute, TurnRouting
 from toolwise.untrusted.patterns import compile_pattern
 
 if TYPE_CHECKING:
@@ -192,6 +193,8 @@ class RouteDecision:
     """Cost of a rollout besides its calls."""
     logits: tuple[float | None, ...] | None = None
     """The router's logits, one per route; None for a route that does not apply to the task."""
+    turns: TurnRouting | None = None
+    """Routes each turn of the rollouts; None: the route stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +245,8 @@ class Rollout:
     """As in `RouteDecision`: another model wrote this rollout."""
     result: EvaluateResult | None = None
     """The reward that an outside agent reported for itself."""
+    turn_routes: tuple[TurnRoute, ...] = ()
+    """The route of each turn, if they were routed one by one; one more than `steps` if the last turn failed."""
 
     @property
     def trainable(self) -> bool:
@@ -273,6 +278,8 @@ class RouterCredit:
     """r_task − Σ λ·cost, the router's reward; at the rollout's last token in `router_token_level_rewards`."""
     advantage: float | None = None
     """Of the rollout's route: `router_advantages`, and as in GRPO also `router_returns`."""
+    turn_advantages: tuple[float, ...] = ()
+    """Of the route of each turn, if they were routed one by one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from toolwise.config.schema import RunConfig, inference_settings
 from toolwise.errors import ConfigError
 from toolwise.learner.optimizer import Optimizer
-from toolwise.protocols import ModelPolicy
+from toolwise.protocols import ModelPolicy, PrefixEngine
 from toolwise.routing.budget import Budgets
 from toolwise.routing.cost import build_cost
 from toolwise.routing.head.head import HeadSettings, RouterHead
@@ -17,6 +18,7 @@ from toolwise.routing.head.predictor import HeadPredictor, engine_encoder, featu
 from toolwise.routing.inference_router import Conditioning, InferenceRouter
 from toolwise.routing.learned_router import LearnedRouter, target_of
 from toolwise.routing.routes import DEFAULT_ROUTES, RouteSet
+from toolwise.routing.turn_router import LearnedTurnRouter, TurnRouter
 from toolwise.types import Task
 
 
@@ -44,7 +46,10 @@ def build_inference_router(
 ) -> InferenceRouter:
     """A router that routes with `head` and does not learn."""
     router = config.router
-    return InferenceRouter(
+    build: Any = InferenceRouter
+    if router.every == "turn":
+        build = partial(TurnRouter, engine=turn_engine(config, policy))
+    built: InferenceRouter = build(
         HeadPredictor(
             policy.model,
             head,
@@ -57,6 +62,23 @@ def build_inference_router(
         conditioning=conditioning,
         seed=config.seed,
     )
+    return built
+
+
+def turn_engine(config: RunConfig, policy: ModelPolicy) -> PrefixEngine:
+    """The engine that reads conversations for a router of turns; raises if the policy's cannot."""
+    engine = policy.engine
+    if not isinstance(engine, PrefixEngine):
+        raise ConfigError(
+            f'router.every is "turn", but {type(engine).__name__} does not read conversations for a router: use '
+            'rollout.engine = "toolwise" with a model that it supports, or router.every = "prompt"'
+        )
+    if config.router.turn_mask == "decode" and getattr(policy, "call_ban", None) is None:
+        raise ConfigError(
+            'router.turn_mask is "decode", but calls of this model do not begin with one token of their own, or '
+            'rollout.grammar is set: use router.turn_mask = "refuse"'
+        )
+    return engine
 
 
 def build_learned_router(
@@ -66,7 +88,7 @@ def build_learned_router(
     head: RouterHead,
     actor_optimizer: Optimizer,
     tasks: Sequence[Task],
-) -> LearnedRouter:
+) -> LearnedRouter | LearnedTurnRouter:
     """`router` with a head that learns; `tasks` are the training tasks."""
     encode = engine_encoder(config.router, policy.engine)
     learner = RouterLearner(policy.model, head, config, actor_optimizer=actor_optimizer, encode=encode)
@@ -74,6 +96,8 @@ def build_learned_router(
     # A model folder must not choose which servers are asked, or which other models are loaded.
     stored = config.router.model_dump(mode="json", exclude={"labels", "policies"})
     metadata = {"router": stored, **inference_settings(config)}
+    if isinstance(router, TurnRouter):
+        return LearnedTurnRouter(**{**vars(router), "model": learner}, metadata=metadata)
     return LearnedRouter(**{**vars(router), "model": learner}, tasks=tasks, metadata=metadata)
 
 

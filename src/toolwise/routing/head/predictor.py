@@ -170,7 +170,18 @@ class HeadPredictor:
     ) -> list[RoutePrediction]:
         if not prompts:
             return []
-        features = self.encode(prompts).detach()
+        return self._predict_from(prompts, self.encode(prompts).detach(), multipliers, averaged)
+
+    @torch.no_grad()
+    def predict_encoded(
+        self, prompt: Sequence[int], features: Tensor, multipliers: Sequence[float] = (), *, averaged: bool = False
+    ) -> RoutePrediction:
+        """Like `predict`, of one prompt whose features [width] are known."""
+        return self._predict_from([prompt], features.detach()[None], multipliers, averaged)[0]
+
+    def _predict_from(
+        self, prompts: Sequence[Sequence[int]], features: Tensor, multipliers: Sequence[float], averaged: bool
+    ) -> list[RoutePrediction]:
         head, used_multipliers = self.average.of(self.head, multipliers) if averaged else (self.head, multipliers)
         return [
             replace(prediction, head_inputs=(tuple(prompt), features[i] if not self.trunk else None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,6 +119,9 @@ class RouterConfig(Section):
     by the table `prices` in `cost_kwargs`; "tools": the price each tool declares per call."""
     cost_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options of the cost: price; c_search, c_calc, c_other; prices = { usd = { search = 0.01 } }"""
+    prices: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """[router.prices.UNIT] tables, instead of `cost`: tool, family or "*" = price of a call; tokens, thinking_tokens,
+    prompt_tokens (per 1,000 with _1k) = price of one; seconds = price of a measured second of tools."""
     usage: Literal["auto", "executed", "text"] = "auto"
     """Which calls count: those executed, or those written in the text, for runs without tool execution."""
     budgets: list[BudgetConfig] = Field(default_factory=list)
@@ -180,6 +184,18 @@ class RouterConfig(Section):
         if self.routes and self.per_tool:
             raise ValueError("routes and per_tool are both set: leave one of them out")
         check_routes(self.routes, self.policies)
+        return self
+
+    @model_validator(mode="after")
+    def _check_prices(self) -> RouterConfig:
+        if self.prices and (self.cost not in ("tools", "prices") or self.cost_kwargs):
+            raise ValueError("prices is a price list, and so are cost and cost_kwargs: set prices alone")
+        for unit, table in self.prices.items():
+            if not table:
+                raise ValueError(f"prices.{unit} is empty: name what costs something in it, or remove it")
+            for name, price in table.items():
+                if not 0 <= price < math.inf:
+                    raise ValueError(f"prices.{unit}.{name} is {price:g}: give a number of at least 0")
         return self
 
     @model_validator(mode="after")

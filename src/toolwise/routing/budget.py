@@ -138,6 +138,33 @@ class Multiplier:
         self._spent, self._weight, self._solved = state["spent"], state["weight"], state.get("solved")
 
 
+class FollowedMultiplier:
+    """The λ of something that a unit prices, such as a thinking token: `price` times the unit's λ. The budget of the
+    unit moves it, so it observes and stores nothing."""
+
+    def __init__(self, budgets: Budgets, unit: str, price: float) -> None:
+        self.budgets, self.unit, self.price = budgets, unit, price
+
+    @property
+    def value(self) -> float:
+        return self.price * self.budgets.lambdas[self.unit]
+
+    def observe(self, costs: Iterable[float]) -> None:
+        pass
+
+    def step(self) -> bool:
+        return False
+
+    def metrics(self, prefix: str = "thinking") -> Metrics:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
 class Budgets:
     """Several budgets, one per unit, each with its λ."""
 

@@ -24,6 +24,7 @@ from toolwise.routing.calibration import KEY, BudgetCalibration, read_budget_cal
 from toolwise.routing.cost import (
     CallsCost,
     Cost,
+    PricesCost,
     RouteUsage,
     UsageSource,
     counts_written_calls,
@@ -31,6 +32,7 @@ from toolwise.routing.cost import (
     written_usage,
 )
 from toolwise.routing.families import Family, families_of_task, offered_tools, parse_family
+from toolwise.routing.meters import CountThinking, read_meters
 from toolwise.routing.prompts import allowed_tools, condition, load_wording
 from toolwise.routing.routes import RouteSet, build_routes
 from toolwise.routing.samples import RoutePrediction, RoutePredictor
@@ -54,8 +56,11 @@ class Conditioning:
         *,
         routes: RouteSet | None = None,
         policies: Mapping[str, AgentPolicy] | None = None,
+        count_thinking: CountThinking | None = None,
     ) -> None:
+        """`count_thinking` counts the thinking tokens of a rollout, for price lists."""
         self.router, self.tools, self.policies = router or RouterConfig(), tools or {}, policies or {}
+        self.count_thinking = count_thinking
         self.routes = routes or build_routes(self.router, self.tools)
         self.wording = load_wording(self.router.wording or None, self.routes)
         own = self.routes.own
@@ -134,7 +139,10 @@ class Conditioning:
 
     def costs_of(self, cost: Cost, rollout: Rollout, source: UsageSource | None = None) -> dict[str, float]:
         """What a rollout's calls cost, and its route, by unit."""
-        costs = cost(self.usage_of(rollout, source))
+        usage = self.usage_of(rollout, source)
+        if isinstance(cost, PricesCost) and cost.meters:
+            usage = replace(usage, meters=read_meters(rollout, cost.meters, self.count_thinking))
+        costs = cost(usage)
         for unit, price in (self.prices(rollout.route) if rollout.steps else {}).items():
             costs[unit] += price
         return costs

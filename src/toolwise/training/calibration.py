@@ -19,7 +19,7 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.protocols import Metrics, Router
 from toolwise.routing.calibration import BudgetCalibration, CalibrationTable, calibrate_budgets, values_and_costs
-from toolwise.routing.cost import RouteUsage
+from toolwise.routing.cost import PricesCost, RouteUsage
 from toolwise.routing.inference_router import InferenceRouter
 from toolwise.routing.threshold import Floats
 from toolwise.serialization.files import write_atomic
@@ -75,9 +75,11 @@ def split_tasks(config: RunConfig, tasks: Sequence[Task]) -> TaskSplit:
 
 def expected_errors(router: InferenceRouter, tasks: Sequence[Task]) -> dict[str, float]:
     """unit -> the standard error of the delivered cost if each prompt makes one call or none, at the price of the most
-    expensive tool."""
+    expensive tool. Without units that also price tokens or seconds: how many a prompt takes is not known before."""
     errors = {}
     for unit, limit in router.budgets.limits.items():
+        if isinstance(router.cost, PricesCost) and router.cost.prices_meters(unit):
+            continue
         prices = [limit, *(route.price.get(unit, 0.0) for route in router.routes)]
         for task in tasks[:MIN_ROWS]:
             families = router.conditioning.families_of(task)
@@ -96,11 +98,11 @@ def begin_calibration(setup: RolloutSetup, split: TaskSplit, out: Path) -> str:
     shown = ", ".join(
         f"{unit} {router.budgets.limits[unit]:g} ± {error:.3f} (standard error)" for unit, error in errors
     )
+    expected = f"; expected if a prompt makes one call or none: {shown}" if shown else ""
     rollouts = min(setup.config.router.calibration_rollouts, len(tasks))
     return (
         f"calibration: {len(tasks)} of {len(split.train) + len(tasks)} training tasks are set aside, {rollouts} of "
-        "them rolled out under every route at the end, a third before; expected if a prompt makes one call or none: "
-        f"{shown}"
+        f"them rolled out under every route at the end, a third before{expected}"
     )
 
 

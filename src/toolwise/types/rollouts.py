@@ -212,6 +212,8 @@ class Usage:
     """Total time calls waited for a worker or a slot: part of `seconds`, but not counted against tool deadlines."""
     longest_queue_s: float = 0.0
     """The longest wait of a single call."""
+    tool_s: Mapping[str, float] = field(default_factory=dict)
+    """tool name -> measured seconds of its calls, without the waiting"""
 
 
 @dataclass(frozen=True, slots=True)

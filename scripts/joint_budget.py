@@ -34,8 +34,8 @@ sys.path[:0] = [str(ROOT / "scripts")]
 from budget_holds import stratified  # noqa: E402
 
 CONFIG = ROOT / "examples" / "joint_budget.toml"
-TEACH = ("--steps", "300", "--batch-tokens", "4096", "--lr", "1e-3")
-CONVERSATIONS = 12_000
+TEACH = ("--steps", "450", "--batch-tokens", "4096", "--lr", "1e-3")
+CONVERSATIONS = 24_000
 ONE_PRICE = (
     "router.prices={cost={calculator=1.0,search=1.0,thinking_tokens=0.02}}",
     'router.budgets=[{unit="cost",limit=0.5,rate=0.3,proportional=0.5}]',

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from toolwise.agent.cost_cap import OVER_BUDGET, CappedEnv, Price
 from toolwise.agent.events import AgentAnswer, AgentEvent, Emit, MessageEvents, RouteChosen, TextDelta
 from toolwise.agent.inference import TrainedRouter
 from toolwise.agent.loader import AgentParts, load_parts
@@ -26,6 +25,7 @@ from toolwise.envs.base import BaseEnv
 from toolwise.errors import ConfigError, ContextFullError
 from toolwise.messages import Message, as_messages
 from toolwise.rollout.request import AsyncRolloutRequest
+from toolwise.routing.cost_cap import OVER_BUDGET, CappedEnv, Price
 from toolwise.training.rollout_setup import build_scheduler
 from toolwise.training.tasks import check_task_tools
 from toolwise.types import RouteDecision, StopReason, Task
@@ -186,7 +186,7 @@ class Agent:
             # With a given route the conditioned prompt may be shorter and still fit.
             fallback = given_route or routes.direct or routes.names[0]
             route_probs, chosen, too_long = {}, fallback, None if given_route else full
-        decision = routing.decide(task, chosen, seed=seed)
+        decision = routing.decide(task, chosen, seed=seed, budget=budget, max_cost=cap)
         return _Choice(decision, str(chosen), route_probs, None if too_long is None else str(too_long))
 
     def _request(self, task: Task, choice: _Choice, cap: float | None, do_sample: bool) -> AsyncRolloutRequest:

@@ -44,6 +44,30 @@ class BudgetConfig(Section):
         return self
 
 
+class RandomBudgetsConfig(Section):
+    """Budgets drawn at random in training, in the unit of the first budget, so that one router serves all of them."""
+
+    low: float = Field(ge=0.0)
+    """Lowest budget."""
+    high: float = Field(ge=0.0)
+    """Highest budget."""
+    bins: int = Field(default=5, ge=2, le=64)
+    """Number of budgets, evenly spaced; the limit of the first budget is added if it is not one of them. Each has its
+    own λ."""
+
+    @model_validator(mode="after")
+    def _check_range(self) -> RandomBudgetsConfig:
+        if self.low >= self.high:
+            raise ValueError(f"low {self.low:g} is not below high {self.high:g}")
+        return self
+
+    def values(self, limit: float) -> tuple[float, ...]:
+        """The budgets, in ascending order."""
+        width = (self.high - self.low) / (self.bins - 1)
+        spaced = [round(self.low + index * width, 12) for index in range(self.bins)]
+        return tuple(sorted({*spaced, *([] if any(abs(limit - each) < 1e-9 for each in spaced) else [limit])}))
+
+
 class RouterConfig(Section):
     """When to answer directly, search or calculate: docs/routing.md."""
 
@@ -126,6 +150,13 @@ class RouterConfig(Section):
     """Which calls count: those executed, or those written in the text, for runs without tool execution."""
     budgets: list[BudgetConfig] = Field(default_factory=list)
     """[[router.budgets]] tables, one per unit; none: routes are chosen by reward alone."""
+    random_budgets: RandomBudgetsConfig | None = None
+    """Draw the first budget of each prompt at random: { low = 0.1, high = 0.9, bins = 5 }"""
+    max_cost: float | None = Field(default=None, ge=0.0)
+    """Hard cap on what the calls and the route of one episode may cost, in the unit of the first budget: calls beyond
+    it are refused with an error that the model reads. Budgets limit means, this limits every episode."""
+    budget_prompt: bool = False
+    """Tell the agent its budget in a line at the end of the prompt, and after each tool result what is left of it."""
     budget_window: int = Field(default=0, ge=0)
     """Control budgets by the last prompts, this many: by what the head as it is now would have spent on them, and from
     the λ that would meet the budgets on them. Needs stratified routes and a frozen backbone. 0: by the prompts of the
@@ -206,6 +237,24 @@ class RouterConfig(Section):
             raise ValueError("enable is true but name is another router than the learned one: leave one of them out")
         if self.kwargs and not self.name:
             raise ValueError("kwargs are those of a router of your own: set name")
+        return self
+
+    @model_validator(mode="after")
+    def _check_random_budgets(self) -> RouterConfig:
+        drawn = self.random_budgets
+        if (drawn is not None or self.budget_prompt) and not self.budgets:
+            raise ValueError("random_budgets and budget_prompt are about the first budget: add one to budgets")
+        if drawn is None:
+            return self
+        if not drawn.low <= self.budgets[0].limit <= drawn.high:
+            raise ValueError(
+                f"the first budget is {self.budgets[0].limit:g}, outside random_budgets ({drawn.low:g} to "
+                f"{drawn.high:g}): it is what is delivered by default, so choose it within them"
+            )
+        if self.mode == "value":
+            raise ValueError('mode = "value" serves every budget anyway: remove random_budgets, or use mode = "policy"')
+        if self.sampling == "one" or self.budget_window:
+            raise ValueError('random_budgets works with neither sampling = "one" nor budget_window: remove them')
         return self
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
 """SFT data that teaches the model that ships to write thinking levels and to call tools, and tasks for a joint budget.
 
-    python -m toolwise.demo.thoughts runs/joint --count 12000
+    python -m toolwise.demo.thoughts runs/joint --count 24000
     toolwise sft runs/joint/teach.jsonl --model builtin:small --out runs/joint/taught
 
 The last digit of a sum can be found by one call of the calculator or by a thought that adds number by number; a fact
@@ -28,6 +28,9 @@ from toolwise.tools.builtin.search.tool import SearchTool
 
 KINDS = ("known", "lookup", "last_digit", "last_digit")
 """Half of the questions are about last digits."""
+TAUGHT_KINDS = ("known", "known", "lookup", "last_digit", "last_digit")
+"""More of what is known: memory fades when a model learns something else."""
+DRILL_SHARE, DRILL_NUMBERS = 0.35, (5, 10)
 OFFERS: tuple[tuple[str, ...], ...] = (("calculator", "search"), ("search",), ("calculator",), ())
 _PARAMETERS = {"calculator": "expression", "search": "query"}
 _THOUGHTS = {
@@ -47,14 +50,31 @@ def thought_parts(row: dict[str, Any]) -> dict[str, str]:
     if kind != "last_digit":
         return {"goal": "answer.", **_THOUGHTS[kind]}
     digits = [int(digit) for digit in row["prompt"][0]["content"].removesuffix("?").split(" of ")[1].split(" + ")]
-    sums = [total % 10 for total in accumulate(digits)]
-    steps = [f"{a}+{b}={c}" for a, b, c in zip(sums, digits[1:], sums[1:], strict=False)]
+    steps = added_up(digits)
     half = len(steps) // 2
     return {
         "state": f"{len(digits)} numbers.",
         "goal": "last digit.",
         "reflection": " ".join(steps[:half]) + ".",
         "candidates": " ".join(steps[half:]) + ".",
+    }
+
+
+def added_up(digits: Sequence[int]) -> list[str]:
+    """The last digit of the sum of all numbers so far, step by step: "7+5=2", "2+9=1", …"""
+    sums = [total % 10 for total in accumulate(digits)]
+    return [f"{a}+{b}={c}" for a, b, c in zip(sums, digits[1:], sums[1:], strict=False)]
+
+
+def drill(rng: Random) -> dict[str, Any]:
+    """Adding up alone, without a question: a small model meets too few sums in its thoughts to learn the table."""
+    digits = [rng.randint(1, 9) for _ in range(rng.randint(*DRILL_NUMBERS))]
+    return {
+        "messages": [
+            {"role": "user", "content": " + ".join(map(str, digits))},
+            {"role": "assistant", "content": " ".join(added_up(digits))},
+        ],
+        "tools": [],
     }
 
 
@@ -98,13 +118,16 @@ async def _call(name: str, text: str, info: dict[str, Any], content: str) -> lis
 
 
 def conversations(count: int, *, seed: int = 0, levels: Levels = DEFAULT_LEVELS) -> list[dict[str, Any]]:
-    """`count` SFT conversations with their tools; three of four are asked for a level."""
+    """`count` SFT conversations with their tools; three of four that are no drills are asked for a level."""
     rng = Random(f"thoughts/{seed}/{SPLITS['teach']}")
 
     async def make() -> list[dict[str, Any]]:
         rows = []
         for index in range(count):
-            row = make_row(rng.choice(KINDS), rng, index, "teach")
+            if rng.random() < DRILL_SHARE:
+                rows.append(drill(rng))
+                continue
+            row = make_row(rng.choice(TAUGHT_KINDS), rng, index, "teach")
             offered, level, asked = rng.choice(OFFERS), rng.choice(levels.all), rng.random() < 0.75
             messages = await demonstrate(row, offered, level, asked=asked, rng=rng)
             rows.append({"messages": messages, "tools": [_SCHEMAS[name] for name in offered]})
@@ -116,7 +139,7 @@ def conversations(count: int, *, seed: int = 0, levels: Levels = DEFAULT_LEVELS)
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for teach.jsonl, train.jsonl and heldout.jsonl")
-    parser.add_argument("--count", type=int, default=12_000, help="SFT conversations")
+    parser.add_argument("--count", type=int, default=24_000, help="SFT conversations")
     parser.add_argument("--tasks", type=int, default=5000, help="training tasks; a tenth of this number is held out")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     args = parser.parse_args(arguments)

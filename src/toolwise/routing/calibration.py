@@ -71,6 +71,12 @@ class BudgetCalibration:
         expected = np.asarray(self.route_costs) if costs is None else costs
         return self.threshold.route(values, expected, prompt_uniform(prompt))
 
+    def probabilities(self, prediction: RoutePrediction) -> Floats:
+        """[routes] over the lots that prompts may draw."""
+        values, costs = values_and_costs(prediction)
+        expected = np.asarray(self.route_costs) if costs is None else costs
+        return np.asarray(self.threshold.probabilities(values[None], expected[None])[0])
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -80,15 +86,19 @@ def read_budget_calibration(metadata: Mapping[str, Any], limits: Mapping[str, fl
     `limits`."""
     if metadata.get(KEY) is None:
         return None
+    calibration = read_calibration(metadata[KEY])
+    same = dict(zip(calibration.units, calibration.limits, strict=True)) == dict(limits)
+    return calibration if same else None
+
+
+def read_calibration(stored: Any) -> BudgetCalibration:
     try:
-        calibration = TypeAdapter(BudgetCalibration).validate_python(metadata[KEY])
+        return TypeAdapter(BudgetCalibration).validate_python(stored)
     except ValidationError as fault:
         raise CheckpointError(
             f"{ROUTER_METADATA_FILE} holds a budget calibration that cannot be read ({fault.errors()[0]['msg']}): use "
             "another checkpoint"
         ) from None
-    same = dict(zip(calibration.units, calibration.limits, strict=True)) == dict(limits)
-    return calibration if same else None
 
 
 def prompt_uniform(prompt: Sequence[Message], salt: str = "") -> float:

@@ -253,6 +253,11 @@ def build_cost(router: RouterConfig, tools: Mapping[str, BaseTool]) -> Cost:
     return build_config(PricesCost, {"prices": {COST_UNIT: prices}}, source="the prices of the tools")
 
 
+def price_of_calls(cost: Cost, families: Mapping[str, str], unit: str, calls: Mapping[str, int]) -> float:
+    """What calls of a task's tools cost in a unit, given as tool name -> number of calls."""
+    return cost(RouteUsage.of(merge_unknown_calls(calls, families), families))[unit]
+
+
 def _families_of(router: RouterConfig) -> tuple[str, ...]:
     """The default families, then those that routes or `router.families` name."""
     named = [*router.families.values(), *(family for route in router.routes for family in route.families or ())]

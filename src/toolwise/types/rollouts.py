@@ -192,6 +192,8 @@ class RouteDecision:
     """Cost of a rollout besides its calls."""
     logits: tuple[float | None, ...] | None = None
     """The router's logits, one per route; None for a route that does not apply to the task."""
+    wrap_env: Callable[[Any], Any] | None = None
+    """Wraps the environment of each rollout, such as to hold it to a cost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from toolwise.errors import ConfigError
 from toolwise.learner.optimizer import Optimizer
 from toolwise.protocols import ModelPolicy
 from toolwise.routing.budget import Budgets
+from toolwise.routing.budget_bins import BudgetBins
 from toolwise.routing.cost import build_cost
 from toolwise.routing.head.head import HeadSettings, RouterHead
 from toolwise.routing.head.learner import RouterLearner
@@ -34,6 +35,7 @@ def build_head(config: RunConfig, model: Any, routes: RouteSet = DEFAULT_ROUTES)
             routes=tuple(str(name) for name in routes.names),
             units=tuple(budget.unit for budget in router.budgets),
             seed=config.seed,
+            bins=len(router.random_budgets.values(router.budgets[0].limit)) if router.random_budgets else 0,
             **router.model_dump(include={*HeadSettings.model_fields} - {"routes"}),
         )
     )
@@ -56,6 +58,7 @@ def build_inference_router(
         cost=build_cost(router, conditioning.tools),
         conditioning=conditioning,
         seed=config.seed,
+        bins=BudgetBins(router) if router.random_budgets else None,
     )
 
 

@@ -76,12 +76,12 @@ async def roll_out(routing: Any, decisions: Sequence[Any]) -> list[tuple[float, 
         scoring.close()
 
 
-def stratified(cells: dict[Any, list[tuple[float, float]]], sizes: dict[Any, int]) -> list[tuple[float, float]]:
-    """(mean, standard error) of score and cost over all rows, from a sample of each cell."""
+def stratified(cells: dict[Any, list[tuple[float, ...]]], sizes: dict[Any, int]) -> list[tuple[float, float]]:
+    """(mean, standard error) of score and costs over all rows, from a sample of each cell."""
     import numpy as np
 
     total, estimates = sum(sizes.values()), []
-    for index in (0, 1):
+    for index in range(len(next(iter(cells.values()))[0])):
         weights = np.array([sizes[cell] / total for cell in cells])
         means = np.array([np.mean([outcome[index] for outcome in cells[cell]]) for cell in cells])
         variances = np.array(

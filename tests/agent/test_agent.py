@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from toolwise.agent.agent import RoutedAgent
-from toolwise.agent.cost_cap import BUDGET_SPENT_MESSAGE, OVER_BUDGET, CappedEnv
 from toolwise.agent.inference import Calibration, store_calibration
 from toolwise.agent.time_saved import time_saved
 from toolwise.envs.tool_env import ToolEnv
@@ -21,6 +20,7 @@ from toolwise.messages import Message, ToolCall
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.routing.cost import AnyCost, CallsCost, RouteUsage
+from toolwise.routing.cost_cap import BUDGET_SPENT_MESSAGE, OVER_BUDGET, CappedEnv
 from toolwise.routing.families import Family
 from toolwise.routing.threshold import Threshold
 from toolwise.tools.catalog import build_tools

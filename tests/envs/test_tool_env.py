@@ -473,3 +473,10 @@ def test_queue_time_is_reported_and_not_counted_as_tool_time() -> None:
     info = simulate(live(env, *calls))[3]
     assert info["failed_calls"] == {}
     assert info["queue_s"] == pytest.approx([0.0, 0.15, 0.3])
+    assert [name for name, _ in info["call_s"]] == ["witness"] * 3
+    assert [seconds for _, seconds in info["call_s"]] == pytest.approx([0.15] * 3)
+
+
+def test_a_call_that_reaches_no_tool_takes_no_time() -> None:
+    call = ToolCall(name="nonesuch", arguments={"x": 1})
+    assert "call_s" not in run(live(ToolEnv(a_task(), {"witness": Witness()}), call))[3]

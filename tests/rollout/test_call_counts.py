@@ -63,3 +63,11 @@ def test_names_are_bounded_in_length_and_number() -> None:
     assert len(calls) <= MAX_DISTINCT_NAMES + 1
     assert calls[OTHER_NAMES] == 600 - MAX_DISTINCT_NAMES
     assert max(map(len, calls)) < 300
+
+
+def test_the_measured_time_of_calls_adds_up_by_tool_and_leaves_the_step() -> None:
+    counts, info = CallCounts(), {"call_s": [("search", 0.5), ("add", 0.25), ("search", 1.0)]}
+    counts.add(info)
+    counts.add({"call_s": [("add", 0.25)]})
+    assert info == {}
+    assert counts.usage([], 3.0).tool_s == {"search": 1.5, "add": 0.5}

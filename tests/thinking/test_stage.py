@@ -12,7 +12,7 @@ from thinking_cases import REPLY, ScriptedThinker, scored, writer
 from toolwise.advantages import Rlvcr
 from toolwise.config.algorithm import RlvcrConfig
 from toolwise.config.router import BudgetConfig
-from toolwise.routing.budget import Multiplier
+from toolwise.routing.budget import Budgets, FollowedMultiplier, Multiplier
 from toolwise.thinking.stage import ThinkingStage
 from toolwise.types import AnnotatedRollout
 
@@ -69,6 +69,17 @@ def test_validation_is_measured_without_alternatives() -> None:
     assert found["thinking/hard/level_3_share"] == 0.5
     assert found["thinking/tokens_per_step"] > 0
     assert (model.asked, model.scorings) == ([], 0)
+
+
+def test_a_price_that_follows_the_router_is_paid_for_the_sum_of_the_steps() -> None:
+    budgets = Budgets([BudgetConfig(unit="usd", limit=1.0, initial=2.0)])
+    followed = FollowedMultiplier(budgets, "usd", 0.05)
+    made = stage(price=followed, subtract_thinking_cost=True, budget={"unit": "usd"})
+    found, metrics = think(made)
+    tokens = [step.thinking_tokens for step in found["a"].steps]
+    assert metrics["thinking/lambda"] == pytest.approx(0.1)
+    assert sum(found["a"].step_costs) == pytest.approx(0.1 * sum(tokens))
+    assert sum(tokens) > 0
 
 
 def test_a_thought_that_names_the_action_is_counted() -> None:

@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from toolwise.agent.cost_cap import OVER_BUDGET, CappedEnv, Price
 from toolwise.agent.events import AgentAnswer, AgentEvent, Emit, MessageEvents, RouteChosen, TextDelta
 from toolwise.agent.inference import RouteChoice, TrainedRouter
 from toolwise.agent.loader import AgentParts, load_parts
@@ -27,6 +26,7 @@ from toolwise.errors import ConfigError
 from toolwise.messages import Message, as_messages
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.rollout.turn_request import TurnRoutedRequest
+from toolwise.routing.cost_cap import OVER_BUDGET, CappedEnv, Price
 from toolwise.training.rollout_setup import build_scheduler
 from toolwise.training.tasks import check_task_tools
 from toolwise.types import RouteDecision, StopReason, Task

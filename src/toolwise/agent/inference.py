@@ -23,6 +23,7 @@ from toolwise.agent.manifest import AGENT_FILE, update_file
 from toolwise.concurrency.deadlines import gather_all
 from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError, ContextFullError
+from toolwise.routing.budget_bins import BudgetBins
 from toolwise.routing.calibration import BudgetCalibration, prompt_uniform, values_and_costs
 from toolwise.routing.cost import Cost, RouteUsage, merge_unknown_calls
 from toolwise.routing.head import ROUTER_METADATA_FILE
@@ -138,6 +139,8 @@ class TrainedRouter:
     """Thresholds for budgets in one unit, of `toolwise eval --budgets`."""
     trained: BudgetCalibration | None = None
     """Thresholds for the trained budgets, the default."""
+    bins: BudgetBins | None = None
+    """With random budgets: all of them, each with its thresholds."""
 
     @property
     def routes(self) -> RouteSet:
@@ -200,12 +203,14 @@ class TrainedRouter:
             # With a given route the conditioned prompt may be shorter and still fit.
             fallback = route or self.routes.direct or names[0]
             route_probs, chosen, too_long = {}, fallback, None if route else full
-        decision = self.decide(task, chosen, seed=seed)
+        decision = self.decide(task, chosen, seed=seed, budget=budget, max_cost=cap)
         return RouteChoice(decision, str(chosen), route_probs, None if too_long is None else str(too_long))
 
     def choose(self, prediction: RoutePrediction, task: Task, *, budget: float | None, seed: int) -> str:
         """The route by the threshold for `budget`, by default the trained one. The lottery of a threshold depends on
         the prompt alone; routes sampled without one depend on the prompt and the seed."""
+        if self.bins is not None and (self.bins.calibrations or budget is None):
+            return self.routes.names[self._choose_in_bin(prediction, task, budget, seed)]
         if budget is None:
             return self.routes.names[self._choose_by_default(prediction, task, seed)]
         trained = self.trained
@@ -224,6 +229,14 @@ class TrainedRouter:
         chances = prompt_uniform(task.prompt, "neighbour"), prompt_uniform(task.prompt)
         return self.routes.names[self.calibration.route(values, costs, budget, chances)]
 
+    def _choose_in_bin(self, prediction: RoutePrediction, task: Task, budget: float | None, seed: int) -> int:
+        """By the head's output for the budget, and its thresholds; the default is the trained one."""
+        assert self.bins is not None
+        index = self.bins.pick(budget, task.prompt)
+        if self.config.router.eval_mode == "budget" and self.bins.calibrations:
+            return self.bins.calibrations[index].route(prediction.at(index), task.prompt)
+        return self._choose_by_default(prediction.at(index), task, seed)
+
     def _choose_by_default(self, prediction: RoutePrediction, task: Task, seed: int) -> int:
         router = self.config.router
         if router.eval_mode == "budget" and self.trained is not None:
@@ -234,12 +247,31 @@ class TrainedRouter:
             warn_sampled()
         return prediction.sample(Random(f"{seed}/{prompt_uniform(task.prompt)}"))
 
-    def decide(self, task: Task, route: str | None, *, n: int = 1, seed: int = 0) -> RouteDecision:
-        """The decision to roll a task out `n` times under a route; None keeps the prompt and all its tools."""
+    def decide(
+        self,
+        task: Task,
+        route: str | None,
+        *,
+        n: int = 1,
+        seed: int = 0,
+        budget: float | None = None,
+        max_cost: float | None = None,
+    ) -> RouteDecision:
+        """The decision to roll a task out `n` times under a route; None keeps the prompt and all its tools. `budget`
+        and `max_cost` are what the agent is told, if it is told any; None: those of training."""
         if route is None:
             return RouteDecision(task, f"{task.task_id}/ALL-TOOLS", n, seed, task.prompt)
         group_id = f"{task.task_id}/{route}"
-        return self.conditioning.decision(task, route, group_id=group_id, n=n, seed=seed, prompt_id=task.task_id)
+        return self.conditioning.decision(
+            task,
+            route,
+            group_id=group_id,
+            n=n,
+            seed=seed,
+            prompt_id=task.task_id,
+            budget=budget,
+            max_cost=max_cost,
+        )
 
     def price_of(self, task: Task) -> Callable[[Mapping[str, int]], float]:
         """What calls of a task's tools cost, in the unit of the budget."""

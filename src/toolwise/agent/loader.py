@@ -18,6 +18,7 @@ from toolwise.config.loader import apply_overrides, build_config
 from toolwise.config.schema import INFERENCE_FIELDS, RunConfig, load_config
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.models import locate
+from toolwise.routing.budget_bins import BINS_KEY, BudgetBins
 from toolwise.routing.calibration import read_budget_calibration
 from toolwise.routing.cost import build_cost
 from toolwise.routing.head import ROUTER_METADATA_FILE
@@ -118,6 +119,7 @@ def _build_routing(config: RunConfig, policy: LocalPolicy, tools: dict[str, Base
         multipliers=tuple(float(multipliers.get(unit, 0.0)) for unit in head.settings.units),
         calibration=calibration_of(metadata),
         trained=read_budget_calibration(metadata, limits),
+        bins=_bins(config, metadata, head.settings.bins),
     )
     if config.router.every == "turn":
         from toolwise.routing.head.builder import turn_engine
@@ -125,6 +127,20 @@ def _build_routing(config: RunConfig, policy: LocalPolicy, tools: dict[str, Base
         shift = read_turn_calibration(metadata, limits)
         return TrainedTurnRouter(**vars(routing), engine=turn_engine(config, policy), shift=shift)
     return routing
+
+
+def _bins(config: RunConfig, metadata: Mapping[str, Any], count: int) -> BudgetBins | None:
+    """The random budgets of a stored head, with their thresholds."""
+    if config.router.random_budgets is None:
+        return None
+    bins = BudgetBins(config.router)
+    if len(bins) != count:
+        raise CheckpointError(
+            f"the router was trained with {count} random budgets, but [router] has {len(bins)}: leave "
+            "router.random_budgets and the first budget as they were"
+        )
+    bins.load_calibrations(metadata.get(BINS_KEY) or ())
+    return bins
 
 
 def _conditioning(

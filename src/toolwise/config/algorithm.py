@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from toolwise.config.loader import Section, note_renamed
 from toolwise.types.credit import RewardSettings
@@ -32,6 +40,9 @@ class ThinkingBudgetConfig(Section):
 
     limit: float | None = Field(default=None, ge=0.0)
     """Average number of thinking tokens allowed per step; unset: λ stays at `price`."""
+    unit: str = ""
+    """Instead of `limit`: a unit of `router.prices` with a budget that prices thinking tokens; λ is then the router's λ
+    of that unit times the price of a thinking token, so that thought and tools are paid for in one currency."""
     price: float = Field(default=0.0, ge=0.0)
     """λ: cost of one thinking token, in units of `score`; with a limit, the initial value."""
     rate: float = Field(default=0.0005, ge=0.0)
@@ -42,6 +53,12 @@ class ThinkingBudgetConfig(Section):
     """Training steps between updates of λ."""
     cap: PositiveFloat | None = None
     """Upper bound of λ."""
+
+    @model_validator(mode="after")
+    def _check_one_source(self) -> ThinkingBudgetConfig:
+        if self.unit and (self.limit is not None or self.price):
+            raise ValueError("unit takes λ from the router: remove limit and price")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)

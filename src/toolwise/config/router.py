@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +42,30 @@ class BudgetConfig(Section):
         if self.cap is not None and self.initial > self.cap:
             raise ValueError(f"initial {self.initial:g} is above its cap {self.cap:g}")
         return self
+
+
+class RandomBudgetsConfig(Section):
+    """Budgets drawn at random in training, in the unit of the first budget, so that one router serves all of them."""
+
+    low: float = Field(ge=0.0)
+    """Lowest budget."""
+    high: float = Field(ge=0.0)
+    """Highest budget."""
+    bins: int = Field(default=5, ge=2, le=64)
+    """Number of budgets, evenly spaced; the limit of the first budget is added if it is not one of them. Each has its
+    own λ."""
+
+    @model_validator(mode="after")
+    def _check_range(self) -> RandomBudgetsConfig:
+        if self.low >= self.high:
+            raise ValueError(f"low {self.low:g} is not below high {self.high:g}")
+        return self
+
+    def values(self, limit: float) -> tuple[float, ...]:
+        """The budgets, in ascending order."""
+        width = (self.high - self.low) / (self.bins - 1)
+        spaced = [round(self.low + index * width, 12) for index in range(self.bins)]
+        return tuple(sorted({*spaced, *([] if any(abs(limit - each) < 1e-9 for each in spaced) else [limit])}))
 
 
 class RouterConfig(Section):
@@ -118,10 +143,20 @@ class RouterConfig(Section):
     by the table `prices` in `cost_kwargs`; "tools": the price each tool declares per call."""
     cost_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options of the cost: price; c_search, c_calc, c_other; prices = { usd = { search = 0.01 } }"""
+    prices: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """[router.prices.UNIT] tables, instead of `cost`: tool, family or "*" = price of a call; tokens, thinking_tokens,
+    prompt_tokens (per 1,000 with _1k) = price of one; seconds = price of a measured second of tools."""
     usage: Literal["auto", "executed", "text"] = "auto"
     """Which calls count: those executed, or those written in the text, for runs without tool execution."""
     budgets: list[BudgetConfig] = Field(default_factory=list)
     """[[router.budgets]] tables, one per unit; none: routes are chosen by reward alone."""
+    random_budgets: RandomBudgetsConfig | None = None
+    """Draw the first budget of each prompt at random: { low = 0.1, high = 0.9, bins = 5 }"""
+    max_cost: float | None = Field(default=None, ge=0.0)
+    """Hard cap on what the calls and the route of one episode may cost, in the unit of the first budget: calls beyond
+    it are refused with an error that the model reads. Budgets limit means, this limits every episode."""
+    budget_prompt: bool = False
+    """Tell the agent its budget in a line at the end of the prompt, and after each tool result what is left of it."""
     budget_window: int = Field(default=0, ge=0)
     """Control budgets by the last prompts, this many: by what the head as it is now would have spent on them, and from
     the λ that would meet the budgets on them. Needs stratified routes and a frozen backbone. 0: by the prompts of the
@@ -195,6 +230,18 @@ class RouterConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_prices(self) -> RouterConfig:
+        if self.prices and (self.cost not in ("tools", "prices") or self.cost_kwargs):
+            raise ValueError("prices is a price list, and so are cost and cost_kwargs: set prices alone")
+        for unit, table in self.prices.items():
+            if not table:
+                raise ValueError(f"prices.{unit} is empty: name what costs something in it, or remove it")
+            for name, price in table.items():
+                if not 0 <= price < math.inf:
+                    raise ValueError(f"prices.{unit}.{name} is {price:g}: give a number of at least 0")
+        return self
+
+    @model_validator(mode="after")
     def _check_something_learns(self) -> RouterConfig:
         if not self.train_actor and not self.enable and not self.name:
             raise ValueError("train_actor and enable are both false: nothing would be trained")
@@ -202,6 +249,24 @@ class RouterConfig(Section):
             raise ValueError("enable is true but name is another router than the learned one: leave one of them out")
         if self.kwargs and not self.name:
             raise ValueError("kwargs are those of a router of your own: set name")
+        return self
+
+    @model_validator(mode="after")
+    def _check_random_budgets(self) -> RouterConfig:
+        drawn = self.random_budgets
+        if (drawn is not None or self.budget_prompt) and not self.budgets:
+            raise ValueError("random_budgets and budget_prompt are about the first budget: add one to budgets")
+        if drawn is None:
+            return self
+        if not drawn.low <= self.budgets[0].limit <= drawn.high:
+            raise ValueError(
+                f"the first budget is {self.budgets[0].limit:g}, outside random_budgets ({drawn.low:g} to "
+                f"{drawn.high:g}): it is what is delivered by default, so choose it within them"
+            )
+        if self.mode == "value":
+            raise ValueError('mode = "value" serves every budget anyway: remove random_budgets, or use mode = "policy"')
+        if self.sampling == "one" or self.budget_window:
+            raise ValueError('random_budgets works with neither sampling = "one" nor budget_window: remove them')
         return self
 
     @model_validator(mode="after")
@@ -232,6 +297,9 @@ class RouterConfig(Section):
             "labels (label_coef, warm_start_epochs)": bool(self.label_coef or self.warm_start_epochs),
             "standardize_by_kind": self.standardize_by_kind,
             "divide_by_std": self.divide_by_std,
+            "random_budgets": self.random_budgets is not None,
+            "budget_prompt": self.budget_prompt,
+            "max_cost": self.max_cost is not None,
         }
         for setting, present in refused.items():
             if present:

@@ -1,9 +1,10 @@
-"""The small world of the demo (places, and what they have), and questions about it as dataset rows, of four kinds:
+"""The small world of the demo (places, and what they have), and questions about it as dataset rows, of several kinds:
 
 known       the model has memorised the answer: answer directly
 lookup      the answer is only in the task's documents: search
 arithmetic  the numbers are too large for the model: calculate
 two_step    look something up, then calculate with it
+last_digit  the last digit of a sum: calculate, or think (not among `KINDS`; see demo/thoughts.py)
 
 Questions about memorised and unknown facts use the same wording, so only the model's own memory tells whether a
 question needs a tool.
@@ -148,14 +149,18 @@ ORACLE_ROUTES: dict[str, Target] = {
     "lookup": RouteAction.SEARCH_FAMILY,
     "arithmetic": RouteAction.CALCULATE_FAMILY,
     "two_step": MIXED,
+    "last_digit": MIXED,
 }
 """The best route for each kind of question, for the "oracle labels" baseline of a frontier."""
+DIGITS = (3, 7)
+"""Numbers to add in a question about a last digit, at least and at most."""
 SPLITS = {"train": 1, "heldout": 2, "teach": 3}
 """Each split has its own random seed, so splits share no task."""
 
 
 def make_row(kind: str, rng: Random, index: int, split: str) -> dict[str, Any]:
     makers = {"known": _known, "lookup": _lookup, "arithmetic": _arithmetic, "two_step": _two_step}
+    makers["last_digit"] = _last_digit
     question, answer, about, plan = makers[kind](rng)
     return {
         "data_source": "toolwise/small-world",
@@ -231,6 +236,12 @@ def _two_step(rng: Random) -> _Question:
     question = f"How many {first.thing} do {first.place} and {second.place} have together?"
     calls = [_search(first), _search(second), ["calculator", total.expression]]
     return question, total.value, [first, second], calls
+
+
+def _last_digit(rng: Random) -> _Question:
+    digits = [rng.randint(1, 9) for _ in range(rng.randint(*DIGITS))]
+    total = " + ".join(map(str, digits))
+    return f"What is the last digit of {total}?", sum(digits) % 10, [], [["calculator", f"({total}) % 10"]]
 
 
 def _random_fact(rng: Random, *, known: bool) -> Fact:

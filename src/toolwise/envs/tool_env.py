@@ -38,6 +38,8 @@ class CallOutcome:
     """Something behind the tool failed: neither the tool's nor the model's error."""
     queue_s: float = 0.0
     """Time spent waiting for a worker or a free slot, which does not count towards the tool's timeout."""
+    work_s: float | None = None
+    """Measured time of the call without that; None if it reached no tool."""
 
 
 class ToolEnv(BaseEnv):
@@ -116,6 +118,8 @@ class ToolEnv(BaseEnv):
         }
         if any(o.queue_s for o in outcomes):
             info["queue_s"] = [o.queue_s for o in outcomes]
+        if timed := [(c.name, o.work_s) for c, o in zip(calls, outcomes, strict=True) if o.work_s is not None]:
+            info["call_s"] = timed
         if outages := [o.text for o in outcomes if o.infrastructure]:
             info["infrastructure_fault"] = outages[0]
         return messages, sum(rewards) if rewards else None, False, info
@@ -167,9 +171,11 @@ class ToolEnv(BaseEnv):
             return self._failure(f"there is no tool {call.name!r}; {tools}", "unknown_tool")
         if problems := validate_arguments(schema_for(tool, self.task), call.arguments):
             return self._failure("; ".join(problems), "bad_arguments")
-        clock = WorkClock()
+        clock, loop = WorkClock(), asyncio.get_running_loop()
+        began = loop.time()
         outcome = await self._execute(tool, call.arguments, clock)
         outcome.queue_s = clock.queue_s
+        outcome.work_s = max(0.0, loop.time() - began - clock.queue_s)
         return outcome
 
     async def _execute(self, tool: BaseTool, arguments: dict[str, Any], clock: WorkClock) -> CallOutcome:

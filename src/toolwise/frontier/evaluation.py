@@ -20,6 +20,7 @@ from toolwise.frontier.rollout_pool import ALL_TOOLS, OTC, OutcomeTable, PoolPla
 from toolwise.frontier.router_comparison import Frontier, RouteValues, calibrate, compute_frontier
 from toolwise.frontier.shards import count_cells, merge_shards, run_in_processes, shard_path, shard_paths
 from toolwise.frontier.tuning import TUNING_DRAWS_SHARE, baseline_routers, tuning_tasks
+from toolwise.routing.threshold import Floats
 from toolwise.serialization.json_text import json_text
 from toolwise.training import checkpoint
 from toolwise.training.evaluate import build_scoring
@@ -88,7 +89,13 @@ async def evaluate_frontier(
     if otc is None:
         notes.append("no OTC actor: give one with --otc")
     frontier = compute_frontier(
-        outcomes, {"router": router_values} | baselines, levels, routes=routes, replicates=replicates, seed=seed
+        outcomes,
+        {"router": router_values} | baselines,
+        levels,
+        routes=routes,
+        replicates=replicates,
+        seed=seed,
+        served=served_budgets(routing, tasks, levels),
     )
     saved = await time_saved(Agent(routing), tasks)
     if saved is None:
@@ -113,6 +120,22 @@ def route_values(routing: TrainedRouter, tasks: Sequence[Task]) -> RouteValues:
     values, costs = zip(*map(values_of, routing.predict(tasks)), strict=True)
     samples = costs[0] is None
     return RouteValues(np.stack(values), None if samples else np.stack(costs), samples)
+
+
+def served_budgets(routing: TrainedRouter, tasks: Sequence[Task], levels: Sequence[float]) -> dict[str, list[Floats]]:
+    """With random budgets: the probabilities of the routes [tasks, routes] for each level, as the router serves it by
+    itself; levels beyond its budgets get the nearest."""
+    bins = routing.bins
+    if bins is None or not bins.calibrations:
+        return {}
+    predictions, count = routing.predict(tasks), len(routing.routes)
+    mixtures = []
+    for level in np.clip(levels, bins.values[0], bins.values[-1]).tolist():
+        mixture = np.zeros((len(tasks), count))
+        for index, weight in bins.weights(level):
+            mixture += weight * np.stack([bins.calibrations[index].probabilities(p.at(index)) for p in predictions])
+        mixtures.append(mixture)
+    return {"budget given": mixtures}
 
 
 class _PoolRequest(BaseModel):

@@ -78,6 +78,9 @@ class Frontier:
     """Per other router and budget: the first router's score minus the other's."""
     shares: list[dict[str, float]]
     """Per budget: route -> share of rows that the first router sends there."""
+    within: Mapping[str, list[float]]
+    """Feasibility of the first router, and of one that serves budgets without thresholds of this evaluation: per
+    budget, the share of episodes that cost no more than it."""
 
     def to_json(self) -> dict[str, Any]:
         """Every estimate with its interval; null where a value is not finite."""
@@ -93,9 +96,11 @@ def compute_frontier(
     routes: Sequence[str],
     replicates: int = 1000,
     seed: int = 0,
+    served: Mapping[str, Sequence[Floats]] | None = None,
 ) -> Frontier:
     """`routers` by name, the evaluated one first. `routes` are the outcome columns they choose from, the one without
-    tools first; every other column becomes a fixed point."""
+    tools first; every other column becomes a fixed point. `served` are the probabilities [rows, routes] of routers
+    that need no threshold, one table per budget."""
     if not budgets or any(not np.isfinite(b) or b < 0 for b in budgets):
         raise ConfigError(f"budgets are {list(budgets)}: give at least one, all finite and not negative")
     for name, router_values in routers.items():
@@ -114,6 +119,11 @@ def compute_frontier(
         name: rows[name].evaluate_mixture(_softmax(each.values)) for name, each in values.items() if each.samples
     }
     first, *others = at_budgets
+    of_routes = _RowMeans.of(complete, routes, weights, seed)
+    without_thresholds = {
+        name: [of_routes.evaluate_mixture(mixture[kept]) for mixture in mixtures]
+        for name, mixtures in (served or {}).items()
+    }
     levels = [(budget, np.full(len(weights), budget)) for budget in budgets]
     return Frontier(
         rows=len(complete.row_ids),
@@ -125,7 +135,7 @@ def compute_frontier(
         }
         | {
             name: [_point(each.cost, each.score, budget) for each, budget in zip(results, budgets, strict=True)]
-            for name, results in at_budgets.items()
+            for name, results in (at_budgets | without_thresholds).items()
         },
         fixed=_fixed_points(complete, routes, weights)
         | {f"{name}, as trained": _point(each.cost, each.score) for name, each in trained.items()},
@@ -145,7 +155,16 @@ def compute_frontier(
             for name in others
         },
         shares=[dict(zip(routes, each.mixture.mean(axis=0).tolist(), strict=True)) for each in at_budgets[first]],
+        within={
+            name: [_share_within(chosen, each.mixture, budget) for each, budget in zip(results, budgets, strict=True)]
+            for name, results in ({first: at_budgets[first]} | without_thresholds).items()
+        },
     )
+
+
+def _share_within(outcomes: OutcomeTable, mixture: Floats, budget: float) -> float:
+    feasible = (outcomes.costs <= budget + 1e-9).mean(axis=2)
+    return float((mixture * feasible).sum(axis=1).mean())
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,8 @@ class LimitedPolicy:
     def session(self, *, seed: int, do_sample: bool, prompt_ids: Sequence[int] | None = None) -> LocalSession:
         session = self.policy.session(seed=seed, do_sample=do_sample, prompt_ids=prompt_ids)
         temperature = session.sampling.temperature if self.temperature is None else self.temperature
-        session.sampling = replace(session.sampling, max_new_tokens=self.max_new_tokens, temperature=temperature)
+        sampling = replace(session.sampling, max_new_tokens=self.max_new_tokens, temperature=temperature)
+        session.sampling = session.full_sampling = sampling
         session.options = self.options
         return session
 
@@ -239,7 +240,8 @@ class LocalSession:
         self.options = NO_OPTIONS
         """Set only where nobody learns from the episode."""
         self._turn = 0
-        self._full_sampling = sampling
+        self.full_sampling = sampling
+        """What `limit_turns` goes back to."""
         self._ban: LogitsMask | None = None
 
     def next_prompt(self, observation: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[int]:
@@ -250,8 +252,8 @@ class LocalSession:
         """Limit the turns from now on; without arguments as at the beginning."""
         if bans_calls and self.policy.call_ban is None:
             raise PolicyError("tool calls do not begin with one token of this model, so they cannot be banned")
-        length = max_new_tokens or self._full_sampling.max_new_tokens
-        self.sampling = replace(self._full_sampling, max_new_tokens=length)
+        length = min(max_new_tokens or self.full_sampling.max_new_tokens, self.full_sampling.max_new_tokens)
+        self.sampling = replace(self.full_sampling, max_new_tokens=length)
         self._ban = self.policy.call_ban if bans_calls else None
 
     async def get_action(

@@ -22,16 +22,19 @@ class CallCounts:
     failed: dict[str, int] = field(default_factory=dict)
     cost: float = 0.0
     queue_s: list[float] = field(default_factory=list)
+    tool_s: dict[str, float] = field(default_factory=dict)
     price: float = 0.0
     """Cost of the episode besides its calls, if the agent acted."""
 
     def add(self, info: dict[str, Any]) -> None:
-        """Add a step's `info`. Removes `queue_s` from it: queueing time describes the machine, not the step."""
+        """Add a step's `info`. Removes `queue_s` and `call_s` from it: times describe the machine, not the step."""
         for counts, new in ((self.calls, info.get("calls")), (self.failed, info.get("failed_calls"))):
             if new:
                 add_counts(counts, _limit_names(counts, new))
         self.cost += _check_cost(float(info.get("cost") or 0.0))
         self.queue_s += info.pop("queue_s", ())
+        for name, seconds in info.pop("call_s", ()):
+            self.tool_s[name] = self.tool_s.get(name, 0.0) + seconds
 
     def recount(self, steps: Sequence[StepData]) -> str | None:
         """Replace the counts by those of `count_usage`, if given; returns its error if it fails."""
@@ -55,6 +58,7 @@ class CallCounts:
             seconds=seconds,
             queue_s=sum(self.queue_s),
             longest_queue_s=max(self.queue_s, default=0.0),
+            tool_s=dict(self.tool_s),
         )
 
 

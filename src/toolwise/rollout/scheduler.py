@@ -165,7 +165,7 @@ class RolloutScheduler:
         return request(
             task,
             self.policy if decision.policy is None else decision.policy,
-            self._env(decision),
+            self._env(decision) if decision.wrap_env is None else decision.wrap_env(self._env(decision)),
             batch_data_id=batch_data_id,
             rollout_offset=offset,
             group_id=decision.group_id,

@@ -138,6 +138,58 @@ class Multiplier:
         self._spent, self._weight, self._solved = state["spent"], state["weight"], state.get("solved")
 
 
+def delivered_metrics(
+    costs: Sequence[Mapping[str, float]], limits: Mapping[str, float], max_cost: float | None
+) -> Metrics:
+    """What rollouts spent in each unit against its limit, and the shares of them within it and within the cap, which is
+    in the first unit. `costs` are those of each rollout, by unit."""
+    metrics: Metrics = {}
+    for unit, limit in limits.items():
+        spent = [cost[unit] for cost in costs]
+        metrics |= {
+            f"budget/{unit}/limit": limit,
+            f"budget/{unit}/delivered": fmean(spent),
+            f"budget/{unit}/stderr": standard_error(spent),
+            f"budget/{unit}/within": share_within(spent, limit),
+        }
+    if max_cost is not None and limits:
+        first = next(iter(limits))
+        metrics["budget/max_cost/within"] = share_within([cost[first] for cost in costs], max_cost)
+    return metrics
+
+
+def share_within(costs: Sequence[float], limit: float) -> float:
+    """Feasibility: the share of episodes that cost no more than `limit`."""
+    return fmean(cost <= limit + 1e-9 for cost in costs)
+
+
+class FollowedMultiplier:
+    """The λ of something that a unit prices, such as a thinking token: `price` times the unit's λ. The budget of the
+    unit moves it, so it observes and stores nothing."""
+
+    def __init__(self, budgets: Budgets, unit: str, price: float) -> None:
+        self.budgets, self.unit, self.price = budgets, unit, price
+
+    @property
+    def value(self) -> float:
+        return self.price * self.budgets.lambdas[self.unit]
+
+    def observe(self, costs: Iterable[float]) -> None:
+        pass
+
+    def step(self) -> bool:
+        return False
+
+    def metrics(self, prefix: str = "thinking") -> Metrics:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
 class Budgets:
     """Several budgets, one per unit, each with its λ."""
 
@@ -165,10 +217,11 @@ class Budgets:
             if unit not in known:
                 raise ConfigError(f"a budget is in {unit!r}, but costs are in {', '.join(known)}")
 
-    def observe(self, costs: Mapping[str, Iterable[float]]) -> None:
-        """unit -> costs; units without a budget are ignored."""
+    def observe(self, costs: Mapping[str, Iterable[float]], *, without: str | None = None) -> None:
+        """unit -> costs; units without a budget are ignored, and `without`, whose λ is controlled elsewhere."""
         for unit, multiplier in self.multipliers.items():
-            multiplier.observe(costs[unit])
+            if unit != without:
+                multiplier.observe(costs[unit])
 
     def step(self, means: Sequence[float] = (), solved: Sequence[float | None] = ()) -> None:
         """`means` and `solved` are in the order of the budgets; see `Multiplier.step`."""

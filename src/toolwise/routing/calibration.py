@@ -50,21 +50,31 @@ class BudgetCalibration(DeliveredBudget):
         expected = np.asarray(self.route_costs) if costs is None else costs
         return self.threshold.route(values, expected, prompt_uniform(prompt))
 
+    def probabilities(self, prediction: RoutePrediction) -> Floats:
+        """[routes] over the lots that prompts may draw."""
+        values, costs = values_and_costs(prediction)
+        expected = np.asarray(self.route_costs) if costs is None else costs
+        return np.asarray(self.threshold.probabilities(values[None], expected[None])[0])
+
 
 def read_budget_calibration(metadata: Mapping[str, Any], limits: Mapping[str, float]) -> BudgetCalibration | None:
     """The calibration in a head's metadata or a router's state; None if there is none, or for other budgets than
     `limits`."""
     if metadata.get(KEY) is None:
         return None
+    calibration = read_calibration(metadata[KEY])
+    same = dict(zip(calibration.units, calibration.limits, strict=True)) == dict(limits)
+    return calibration if same else None
+
+
+def read_calibration(stored: Any) -> BudgetCalibration:
     try:
-        calibration = TypeAdapter(BudgetCalibration).validate_python(metadata[KEY])
+        return TypeAdapter(BudgetCalibration).validate_python(stored)
     except ValidationError as fault:
         raise CheckpointError(
             f"{ROUTER_METADATA_FILE} holds a budget calibration that cannot be read ({fault.errors()[0]['msg']}): use "
             "another checkpoint"
         ) from None
-    same = dict(zip(calibration.units, calibration.limits, strict=True)) == dict(limits)
-    return calibration if same else None
 
 
 def prompt_uniform(prompt: Sequence[Message], salt: str = "") -> float:

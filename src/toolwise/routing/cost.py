@@ -3,7 +3,8 @@
     any      price · [a tool was used]
     family   c_search · [search was used] + c_calc · [calculation was used] + c_other · [another tool was used]
     calls    price · number of calls
-    prices   for each unit, the sum over calls of what one call of that tool costs
+    prices   for each unit, the sum over calls of what one call of that tool costs, and over meters (routing/meters.py)
+             of what a token, a thinking token or a second costs
 
 The first three are in the unit "cost". `family` and `calls` also give each family's part (`search`, `calculate`,
 `other`), so that a family can have its own budget. A unit without a budget is reported but never subtracted.
@@ -25,6 +26,7 @@ from toolwise.errors import ConfigError
 from toolwise.messages import Message, ToolCall
 from toolwise.rollout.parsers import parse_auto, parse_rlla
 from toolwise.routing.families import Family, family_of_call, parse_family
+from toolwise.routing.meters import METERS
 from toolwise.routing.prompts import prompt_style
 from toolwise.routing.routes import COST_UNIT
 from toolwise.tools.base import BaseTool
@@ -41,6 +43,8 @@ class RouteUsage:
     calls_by_tool: Mapping[str, int] = field(default_factory=dict)
     families: Mapping[str, str] = field(default_factory=dict)
     """The family of each tool in `calls_by_tool`."""
+    meters: Mapping[str, float] = field(default_factory=dict)
+    """Amounts of what a price list prices besides calls, by its names for them."""
 
     @property
     def calls(self) -> dict[str, int]:
@@ -174,29 +178,50 @@ class CallsCost(_FamiliesCost):
 
 
 class PricesCost(Section):
-    """`cost = "prices"`: a price per call for each tool, in any number of units.
+    """`cost = "prices"`: a price list in any number of units: per call for each tool, per token, per second.
 
     A call that names no tool costs as much as the most expensive one, so that malformed calls save nothing.
     """
 
     prices: dict[str, dict[str, Price]] = Field(min_length=1)
-    """unit -> {tool name, or family, or "*" for all others -> price of a call}. Tools without a price are free."""
+    """unit -> {tool name, or family, or "*" for all others -> price of a call; a meter -> price of one}. Tools without
+    a price are free."""
 
     @property
     def units(self) -> tuple[str, ...]:
         return tuple(self.prices)
 
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
-        return {
-            unit: math.fsum(
-                count * self.price_of(unit, tool, usage.families.get(tool, Family.OTHER))
-                for tool, count in usage.calls_by_tool.items()
-            )
-            for unit in self.prices
-        }
+        return {unit: self._calls(unit, usage) + self._metered(unit, usage) for unit in self.prices}
+
+    @property
+    def meters(self) -> tuple[str, ...]:
+        """The meters that any unit prices."""
+        return tuple(dict.fromkeys(key for table in self.prices.values() for key in table if key in METERS))
+
+    def prices_meters(self, unit: str) -> bool:
+        """Whether a unit prices anything besides calls."""
+        return not METERS.keys().isdisjoint(self.prices[unit])
+
+    def unit_price(self, unit: str, measured: str) -> float:
+        """The price of one of what is measured, in `unit`: of a token, a thinking token or a second."""
+        return math.fsum(
+            price * METERS[key][1]
+            for key, price in self.prices[unit].items()
+            if key in METERS and METERS[key][0] == measured
+        )
+
+    def _calls(self, unit: str, usage: RouteUsage) -> float:
+        return math.fsum(
+            count * self.price_of(unit, tool, usage.families.get(tool, Family.OTHER))
+            for tool, count in usage.calls_by_tool.items()
+        )
+
+    def _metered(self, unit: str, usage: RouteUsage) -> float:
+        return math.fsum(p * usage.meters.get(key, 0.0) for key, p in self.prices[unit].items() if key in METERS)
 
     def price_of(self, unit: str, tool: str, family: str) -> float:
-        table = self.prices[unit]
+        table = {key: price for key, price in self.prices[unit].items() if key not in METERS}
         if tool == UNREADABLE and UNREADABLE not in table:
             return max((price for key, price in table.items() if key != "*"), default=table.get("*", 0.0))
         return next((table[key] for key in (tool, str(family), family.lower(), "*") if key in table), 0.0)
@@ -214,6 +239,8 @@ COSTS: dict[str, type[Cost]] = {
 
 def build_cost(router: RouterConfig, tools: Mapping[str, BaseTool]) -> Cost:
     """The cost that `router.cost` names, with the options in `router.cost_kwargs`."""
+    if router.prices:
+        return build_config(PricesCost, {"prices": router.prices}, source="router.prices")
     if router.cost != "tools":
         cost = build_config(COSTS[router.cost], router.cost_kwargs, source=f"router.cost_kwargs of {router.cost!r}")
         if isinstance(cost, _FamiliesCost) and router.own_routes:
@@ -224,6 +251,11 @@ def build_cost(router: RouterConfig, tools: Mapping[str, BaseTool]) -> Cost:
     # Tools that a prompt only describes have the default price.
     prices = {name: tool.price for name, tool in tools.items()} | {"*": BaseTool.price}
     return build_config(PricesCost, {"prices": {COST_UNIT: prices}}, source="the prices of the tools")
+
+
+def price_of_calls(cost: Cost, families: Mapping[str, str], unit: str, calls: Mapping[str, int]) -> float:
+    """What calls of a task's tools cost in a unit, given as tool name -> number of calls."""
+    return cost(RouteUsage.of(merge_unknown_calls(calls, families), families))[unit]
 
 
 def _families_of(router: RouterConfig) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
 from random import Random
 from statistics import fmean
 from typing import Any, ClassVar
@@ -19,19 +20,24 @@ from toolwise.envs.tool_env import tool_spec
 from toolwise.errors import ConfigError, ContextFullError
 from toolwise.protocols import AgentPolicy, Metrics, Router
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
-from toolwise.routing.budget import Budgets, standard_error
+from toolwise.routing.budget import Budgets, delivered_metrics
+from toolwise.routing.budget_bins import BINS_KEY, BudgetBins
+from toolwise.routing.budget_prompt import BudgetPrompt, allowance_for, append_line
 from toolwise.routing.calibration import KEY, BudgetCalibration, read_budget_calibration, spending
 from toolwise.routing.cost import (
     CallsCost,
     Cost,
+    PricesCost,
     RouteUsage,
     UsageSource,
+    build_cost,
     counts_written_calls,
     usage_of,
     written_usage,
 )
 from toolwise.routing.delivered_budget import DeliveredBudget
 from toolwise.routing.families import Family, families_of_task, offered_tools, parse_family
+from toolwise.routing.meters import CountThinking, read_meters
 from toolwise.routing.prompts import allowed_tools, condition, load_wording
 from toolwise.routing.routes import RouteSet, build_routes
 from toolwise.routing.samples import RoutePrediction, RoutePredictor
@@ -55,12 +61,20 @@ class Conditioning:
         *,
         routes: RouteSet | None = None,
         policies: Mapping[str, AgentPolicy] | None = None,
+        count_thinking: CountThinking | None = None,
     ) -> None:
+        """`count_thinking` counts the thinking tokens of a rollout, for price lists."""
         self.router, self.tools, self.policies = router or RouterConfig(), tools or {}, policies or {}
+        self.count_thinking = count_thinking
         self.routes = routes or build_routes(self.router, self.tools)
         self.wording = load_wording(self.router.wording or None, self.routes)
+        self.budget_prompt = BudgetPrompt(self.router) if self.router.budget_prompt else None
         own = self.routes.own
         self.families = {name: parse_family(family, any_name=own) for name, family in self.router.families.items()}
+
+    @cached_property
+    def cost(self) -> Cost:
+        return build_cost(self.router, self.tools)
 
     def families_of(self, task: Task) -> dict[str, str]:
         labels = task.extra_info.get("tool_families")
@@ -96,7 +110,10 @@ class Conditioning:
         prompt_id: str,
         prediction: RoutePrediction | None = None,
         count_usage: CountUsage | None = None,
+        budget: float | None = None,
+        max_cost: float | None = None,
     ) -> RouteDecision:
+        """`budget` and `max_cost` are what the agent is told and held to; None: those of the configuration."""
         chosen = self.routes.find(route)
         conditioned = condition(
             task.prompt,
@@ -107,13 +124,16 @@ class Conditioning:
             hard=self.router.hard,
             templates=self.wording,
         )
+        allowance = allowance_for(self, task, chosen, budget, max_cost)
         return RouteDecision(
             # The task's token ids are those of the original prompt, not of the conditioned one.
             task=task.model_copy(update={"prompt_ids": None}) if task.prompt_ids is not None else task,
             group_id=group_id,
             n=n,
             seed=seed,
-            prompt=conditioned.messages,
+            prompt=conditioned.messages
+            if allowance.line is None
+            else append_line(conditioned.messages, allowance.line),
             tools=conditioned.tools,
             route=str(chosen.name),
             log_prob=None if prediction is None else prediction.logprobs[self.routes.index(chosen.name)],
@@ -124,6 +144,7 @@ class Conditioning:
             policy=self.policies.get(chosen.name),
             answered_by=chosen.options.policy,
             price=chosen.price.get(chosen.first_unit, 0.0),
+            wrap_env=allowance.wrap_env,
         )
 
     def usage_of(self, rollout: Rollout, source: UsageSource | None = None) -> RouteUsage:
@@ -135,7 +156,10 @@ class Conditioning:
 
     def costs_of(self, cost: Cost, rollout: Rollout, source: UsageSource | None = None) -> dict[str, float]:
         """What a rollout's calls cost, and its route, by unit."""
-        costs = cost(self.usage_of(rollout, source))
+        usage = self.usage_of(rollout, source)
+        if isinstance(cost, PricesCost) and cost.meters:
+            usage = replace(usage, meters=read_meters(rollout, cost.meters, self.count_thinking))
+        costs = cost(usage)
         for unit, price in (self.prices(rollout.route) if rollout.steps else {}).items():
             costs[unit] += price
         return costs
@@ -149,6 +173,8 @@ class PredictedPrompt:
     prompt_id: str
     prediction: RoutePrediction
     rng: Random
+    bin: int | None = None
+    """Its budget, if budgets are random."""
     fits: bool = True
     """Whether the prompt fits the context; if not, the prediction is uniform and not learned from."""
 
@@ -167,6 +193,8 @@ class InferenceRouter(Router):
     """Thresholds for the budgets, from tasks that were never learned from."""
     calibration_key: ClassVar[str] = KEY
     """Where the metadata of a head and the router's state have the calibration."""
+    bins: BudgetBins | None = None
+    """The random budgets, each with its own thresholds."""
 
     def __post_init__(self) -> None:
         self.budgets.check_units(self.cost.units)
@@ -193,12 +221,16 @@ class InferenceRouter(Router):
 
     def _choose(self, prompt: PredictedPrompt) -> int:
         mode, prediction = self.config.eval_mode, prompt.prediction
-        if mode == "budget" and isinstance(self.calibration, BudgetCalibration) and prompt.fits:
-            return self.calibration.route(prediction, prompt.task.prompt)
+        calibration = self.calibration
+        if self.bins is not None and self.bins.calibrations and prompt.bin is not None:
+            calibration = self.bins.calibrations[prompt.bin]
+        if mode == "budget" and isinstance(calibration, BudgetCalibration) and prompt.fits:
+            return calibration.route(prediction, prompt.task.prompt)
         return prediction.argmax() if mode == "argmax" else prediction.sample(prompt.rng)
 
-    def decide_all(self, tasks: Sequence[Task], step: int) -> list[RouteDecision]:
-        """Every task under every route that applies to it, once; nothing is learned from it."""
+    def decide_all(self, tasks: Sequence[Task], step: int, bins: Sequence[int] | None = None) -> list[RouteDecision]:
+        """Every task under every route that applies to it, once; nothing is learned from it. `bins` are the random
+        budgets that agents are told."""
         return [
             self.conditioning.decision(
                 task,
@@ -208,6 +240,7 @@ class InferenceRouter(Router):
                 seed=Random(f"calibration/{self.seed}/{step}/{task.task_id}/{route}").getrandbits(48),
                 prompt_id=f"calibration-{step}/{index}/{task.task_id}",
                 count_usage=self._usage_counter(task),
+                budget=None if bins is None or self.bins is None else self.bins.values[bins[index]],
             )
             for index, task in enumerate(tasks)
             for route in self.conditioning.routes_of(task)
@@ -227,12 +260,17 @@ class InferenceRouter(Router):
         ]
 
     def _prompts(self, tasks: Sequence[Task], step: int, label: str, *, averaged: bool) -> Iterator[PredictedPrompt]:
+        """With random budgets, prompts that are learned from draw one, the others get the default."""
         predictions = self._predict([self.prompt_of(task) for task in tasks], averaged=averaged)
         for index, (task, prediction) in enumerate(zip(tasks, predictions, strict=True)):
             prompt_id = f"{label}-{step}/{index}/{task.task_id}"
             rng = Random(f"route/{self.seed}/{prompt_id}")
-            known = (prediction or self._uniform).restricted(self.conditioning.applicable(task))
-            yield PredictedPrompt(task, prompt_id, known, rng, fits=prediction is not None)
+            drawn = None
+            if self.bins is not None:
+                budget_rng = Random(f"budget/{self.seed}/{prompt_id}")
+                drawn = self.bins.pick(None, task.prompt) if averaged else self.bins.draw(budget_rng)
+            known = (prediction or self._uniform).at(drawn).restricted(self.conditioning.applicable(task))
+            yield PredictedPrompt(task, prompt_id, known, rng, drawn, fits=prediction is not None)
 
     @property
     def _uniform(self) -> RoutePrediction:
@@ -260,6 +298,7 @@ class InferenceRouter(Router):
             prompt_id=prompt.prompt_id,
             prediction=prompt.prediction,
             count_usage=self._usage_counter(prompt.task),
+            budget=None if self.bins is None or prompt.bin is None else self.bins.values[prompt.bin],
         )
 
     def _usage_counter(self, task: Task) -> CountUsage | None:
@@ -309,17 +348,10 @@ class InferenceRouter(Router):
         """What a validation spent in each unit, against its budget; and if the router is calibrated, the score it would
         have had at exactly the budget, so that validations are compared at equal cost."""
         costs, limits = self._delivered(scored), self.budgets.limits
-        metrics: Metrics = {}
         if not costs or not limits:
-            return metrics
+            return {}
         means = {unit: fmean(cost[unit] for cost in costs) for unit in limits}
-        for unit, limit in limits.items():
-            error = standard_error([cost[unit] for cost in costs])
-            metrics |= {
-                f"budget/{unit}/limit": limit,
-                f"budget/{unit}/delivered": means[unit],
-                f"budget/{unit}/stderr": error,
-            }
+        metrics = delivered_metrics(costs, limits, self.config.max_cost)
         valid = [s.score for s in scored if s.result.has_valid_score]
         if self.delivers_budgets and self.calibration is not None and valid:
             beyond = spending(list(means.values()), limits) - spending(self.calibration.costs, limits)
@@ -331,6 +363,8 @@ class InferenceRouter(Router):
         metadata = self.model.load(folder)
         self.budgets.set_lambdas(metadata.get("multipliers") or {})
         self.calibration = self._read_calibration(metadata)
+        if self.bins is not None:
+            self.bins.load_calibrations(metadata.get(BINS_KEY) or ())
         if self.calibration is None and self.budgets.limits and self.config.eval_mode == "budget":
             log.warning("%s", uncalibrated(self.calibration_key in metadata))
 

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from random import Random
@@ -16,15 +16,18 @@ from typing import Any
 
 from toolwise.errors import ToolwiseError
 from toolwise.protocols import Metrics
+from toolwise.routing.budget_bins import BINS_KEY
 from toolwise.routing.calibration import KEY
 from toolwise.routing.families import MIXED, Target
 from toolwise.routing.inference_router import InferenceRouter, PredictedPrompt
 from toolwise.routing.route_advantages import (
     KindStandardizer,
     RouteOutcome,
+    RouteProbs,
     RouterAdvantages,
     RunningBaseline,
     credit_routes,
+    merge_advantages,
     policy_weights,
 )
 from toolwise.routing.routes import DEFAULT_ROUTES, RouteSet
@@ -48,13 +51,19 @@ class _StepCredit:
     outcomes: Sequence[RouteOutcome]
     standardized: Sequence[RouteOutcome]
     """With standardized rewards, if they are."""
-    lambdas: Mapping[str, float]
+    lambdas: Sequence[Mapping[str, float]]
+    """unit -> λ of each outcome."""
     credit: RouterAdvantages
+    spent_by_bin: Mapping[int, Sequence[float]]
+    """Random budget -> what the policy spends on the prompts that drew it, in their unit."""
 
     @property
     def net_rewards(self) -> list[float]:
         """r_task − Σ λ·cost of each outcome."""
-        return [c.reward - sum(lam * c.costs[unit] for unit, lam in self.lambdas.items()) for c in self.standardized]
+        return [
+            c.reward - sum(lam * c.costs[unit] for unit, lam in lambdas.items())
+            for c, lambdas in zip(self.standardized, self.lambdas, strict=True)
+        ]
 
     @property
     def advantages(self) -> list[float]:
@@ -138,10 +147,13 @@ class LearnedRouter(InferenceRouter):
         metrics = self.model.learn(examples, self.multipliers) | metrics
         # Last: the examples use the λ that the routes were sampled with.
         metrics |= self._dual_step()
-        return metrics | self.budgets.metrics()
+        return metrics | self.budgets.metrics() | ({} if self.bins is None else self.bins.metrics())
 
     def _dual_step(self) -> Metrics:
         limits = self.budgets.limits
+        if self.bins is not None:
+            self.bins.step()
+            self.budgets.set_lambdas({self.bins.unit: self.bins.default_lambda})
         if not (self.config.budget_window and limits):
             self.budgets.step()
             return {}
@@ -172,27 +184,55 @@ class LearnedRouter(InferenceRouter):
             kinds = [str(task.extra_info.get("kind") or task.data_source) for task in tasks]
             rewards = self.scale([c.reward for c in outcomes], kinds).tolist()
             standardized = [replace(c, reward=reward) for c, reward in zip(outcomes, rewards, strict=True)]
+        credit, spent_by_bin = self._credit_by_bin(standardized, probs, pending)
         return _StepCredit(
             given=[s.rollout.rollout_id for s in scored],
             pending=pending,
             rollout_ids=[s.rollout.rollout_id for s in usable],
             outcomes=outcomes,
             standardized=standardized,
-            lambdas=self.budgets.lambdas,
-            credit=credit_routes(
-                standardized, probs, self.budgets.lambdas, self.config, self.baseline, self.cost.units
-            ),
+            lambdas=[self._lambdas(pending[c.prompt_id]) for c in outcomes],
+            credit=credit,
+            spent_by_bin=spent_by_bin,
         )
+
+    def _lambdas(self, prompt: PredictedPrompt) -> dict[str, float]:
+        """unit -> λ that a prompt pays."""
+        return self.budgets.lambdas if self.bins is None else self.bins.lambdas(self.budgets.lambdas, prompt.bin)
+
+    def _credit_by_bin(
+        self, outcomes: Sequence[RouteOutcome], probs: RouteProbs, pending: Mapping[str, PredictedPrompt]
+    ) -> tuple[RouterAdvantages, dict[int, Sequence[float]]]:
+        """Prompts with different budgets pay different λ; also returns what those of each budget spend."""
+
+        def credit(part: Sequence[RouteOutcome], lambdas: Mapping[str, float]) -> RouterAdvantages:
+            members = {c.prompt_id: probs[c.prompt_id] for c in part}
+            return credit_routes(part, members, lambdas, self.config, self.baseline, self.cost.units)
+
+        bins = self.bins
+        if bins is None:
+            return credit(outcomes, self.budgets.lambdas), {}
+        by_bin: dict[int, list[int]] = defaultdict(list)
+        for index, outcome in enumerate(outcomes):
+            by_bin[pending[outcome.prompt_id].bin or 0].append(index)
+        credits = {
+            drawn: credit([outcomes[i] for i in members], bins.lambdas(self.budgets.lambdas, drawn))
+            for drawn, members in sorted(by_bin.items())
+        }
+        merged = merge_advantages([(by_bin[drawn], each) for drawn, each in credits.items()], self.cost.units)
+        return merged, {drawn: each.spent[bins.unit] for drawn, each in credits.items()}
 
     def _examples(self, step: _StepCredit) -> tuple[list[RouterExample], Metrics]:
         """One example per prompt with a finished rollout; and the policy's mean reward and costs."""
         pending, credit = step.pending, step.credit
         probs = {c.prompt_id: pending[c.prompt_id].prediction.probs for c in step.outcomes}
-        self.budgets.observe(credit.spent)
+        self.budgets.observe(credit.spent, without=None if self.bins is None else self.bins.unit)
+        for drawn, spent in step.spent_by_bin.items():
+            self.bins.multipliers[drawn].observe(spent)  # type: ignore[union-attr]
         members: dict[str, list[RouteSample]] = {prompt_id: [] for prompt_id in probs}
         for c, advantage in zip(step.standardized, credit.rollout_advantages, strict=True):
             members[c.prompt_id].append(
-                RouteSample(c.route, c.reward, tuple(c.costs[unit] for unit in step.lambdas), advantage)
+                RouteSample(c.route, c.reward, tuple(c.costs[unit] for unit in self.budgets.lambdas), advantage)
             )
         examples = [
             RouterExample(
@@ -203,9 +243,12 @@ class LearnedRouter(InferenceRouter):
         weights = policy_weights(step.outcomes, probs, self.sampling)
         rewards = [c.reward for c in step.outcomes]
         r_task = sum(r * w for r, w in zip(rewards, weights, strict=True)) / sum(weights) if weights else 0.0
-        return examples, {"router/r_task": r_task} | {
-            f"router/{unit}/mean": _mean(each) for unit, each in credit.spent.items()
-        }
+        metrics = {"router/r_task": r_task}
+        metrics |= {f"router/{unit}/mean": _mean(each) for unit, each in credit.spent.items()}
+        if self.bins is not None:
+            bins = [pending[c.prompt_id].bin or 0 for c in step.outcomes]
+            metrics |= self.bins.feasibility(bins, [c.costs[self.bins.unit] for c in step.outcomes], weights)
+        return examples, metrics
 
     def _label(self, prompt: PredictedPrompt) -> int | None:
         """The labelled route of a prompt, if it applies to it."""
@@ -248,13 +291,18 @@ class LearnedRouter(InferenceRouter):
                 if known is not None and known.applies(label):
                     examples.append((known, label))
         for epoch in range(self.config.warm_start_epochs):
-            Random(f"warm start/{self.seed}/{epoch}").shuffle(examples)
+            rng = Random(f"warm start/{self.seed}/{epoch}")
+            rng.shuffle(examples)
+            if self.bins is not None:
+                examples = [(prediction.at(self.bins.draw(rng)), label) for prediction, label in examples]
             for batch in _batches(examples):
                 self.model.supervised_step([prediction for prediction, _ in batch], [label for _, label in batch])
 
     def save(self, folder: Any) -> None:
         """Saves the head next to a model's weights, with the metadata needed to route the same way elsewhere."""
-        calibration = {} if self.calibration is None else {KEY: self.calibration.to_json()}
+        calibration: dict[str, Any] = {} if self.calibration is None else {KEY: self.calibration.to_json()}
+        if self.bins is not None:
+            calibration[BINS_KEY] = self.bins.calibrations_to_json()
         self.model.save(folder, {**self.metadata, "multipliers": self.budgets.lambdas, **calibration})
 
     def load(self, folder: Any) -> None:
@@ -269,6 +317,7 @@ class LearnedRouter(InferenceRouter):
             "scale": self.scale.state_dict(),
             "warmed": self._warm_started,
             KEY: None if self.calibration is None else self.calibration.to_json(),
+            **({} if self.bins is None else {"bins": self.bins.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -278,6 +327,8 @@ class LearnedRouter(InferenceRouter):
         self.scale.load_state_dict(state["scale"])
         self._warm_started = state["warmed"]
         self.calibration = self._read_calibration(state)
+        if self.bins is not None:
+            self.bins.load_state_dict(state.get("bins") or {})
         self._pending, self._step = {}, None
 
 

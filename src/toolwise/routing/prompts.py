@@ -88,6 +88,7 @@ def _wording_file(routes: RouteSet) -> type[Section]:
     name: Any = Literal[routes.names] if routes.own else RouteAction
     empty: Any = Field(default_factory=dict)
     fields: dict[str, Any] = {"rlla": (dict[name, _RllaTexts], empty), "chat": (dict[name, _ChatTexts], empty)}
+    fields["budget"] = (dict[Literal["prompt", "left"], str], empty)  # routing/budget_prompt.py
     return create_model("WordingFile", __base__=Section, **fields)
 
 
@@ -96,6 +97,7 @@ def _read_templates(path: Path, routes: RouteSet) -> dict[tuple[str, str, str], 
     templates = {
         (style, route, part): text
         for style, by_route in file
+        if style != "budget"
         for route, texts in by_route.items()
         for part, text in texts.model_dump(exclude_unset=True).items()
     }
@@ -105,12 +107,21 @@ def _read_templates(path: Path, routes: RouteSet) -> dict[tuple[str, str, str], 
 
 
 def _check_template(path: str, where: str, text: str) -> None:
+    check_text(path, where, text, {"entries": "", "avoided": "", "first": [], "others": [], "avoid": [], "hard": True})
+
+
+def check_text(path: str, where: str, text: str, values: Mapping[str, Any]) -> None:
+    """Raises if a template cannot be rendered with these variables."""
     from jinja2 import TemplateError
 
     try:
-        _compile(text).render(entries="", avoided="", first=[], others=[], avoid=[], hard=True)
+        render_text(text, values)
     except TemplateError as fault:
         raise ConfigError(f"{path}: {where}: {' '.join(str(fault).split())}") from fault
+
+
+def render_text(text: str, values: Mapping[str, Any]) -> str:
+    return str(_compile(text).render(**values))
 
 
 @cache
@@ -135,6 +146,10 @@ class RoutedMessage(Message):
         message = cls(**{**fields, "content": content})
         message._original = original
         return message
+
+    @property
+    def original(self) -> Message | None:
+        return self._original
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,16 @@ def credit_routes(
     return result
 
 
+def merge_advantages(parts: Sequence[tuple[Sequence[int], RouterAdvantages]], units: Sequence[str]) -> RouterAdvantages:
+    """The advantages of all rollouts from those of parts of them, each with the indices of its rollouts."""
+    by_rollout = {i: a for indices, part in parts for i, a in zip(indices, part.rollout_advantages, strict=True)}
+    return RouterAdvantages(
+        {prompt_id: row for _, part in parts for prompt_id, row in part.route_advantages.items()},
+        [by_rollout[index] for index in sorted(by_rollout)],
+        {unit: [cost for _, part in parts for cost in part.spent[unit]] for unit in units},
+    )
+
+
 def policy_weights(outcomes: Sequence[RouteOutcome], probs: RouteProbs, sampling: str) -> list[float]:
     """The weight of each rollout in the mean under the policy: π for stratified routes, equal for sampled ones."""
     if sampling != "stratified":

@@ -28,6 +28,26 @@ class RoutePrediction:
     applicable: tuple[bool, ...] | None = None
     """Which routes the task can take; the others have a log-prob of −∞. None: all."""
 
+    bin_logits: tuple[tuple[float, ...], ...] | None = None
+    """With random budgets: the logits for each of them."""
+    bin: int | None = None
+    """The budget, among those, that the log-probs are for."""
+
+    @classmethod
+    def for_bins(cls, logits: Sequence[Sequence[float]]) -> RoutePrediction:
+        """From the logits for each budget; `at` chooses one."""
+        return cls((), bin_logits=tuple(tuple(row) for row in logits)).at(0)
+
+    def at(self, budget: int | None) -> RoutePrediction:
+        """The prediction for one of the random budgets; itself if there are none."""
+        if self.bin_logits is None or budget is None:
+            return self
+        logits = self.bin_logits[budget]
+        highest = max(logits)
+        total = highest + math.log(math.fsum(math.exp(x - highest) for x in logits))
+        known = replace(self, logprobs=tuple(x - total for x in logits), logits=logits, bin=budget, applicable=None)
+        return known.restricted(self.applicable)
+
     def restricted(self, applicable: tuple[bool, ...] | None) -> RoutePrediction:
         """The prediction for a task that can take these routes only (None: all)."""
         if applicable is None:

@@ -30,7 +30,8 @@ from toolwise.types import (
 class DualVariable(Stateful, Protocol):
     """λ, the penalty per thinking token, driven by a token budget; `routing.budget.Multiplier` implements it."""
 
-    value: float
+    @property
+    def value(self) -> float: ...
 
     def observe(self, costs: Iterable[float]) -> None: ...
 
@@ -121,7 +122,8 @@ class ThinkingStage:
             keys = [(name, index) for index in range(count)]
             thinking = tuple(_thinking_step(parsed.get(key), groups.get(key)) for key in keys)
             charged = self.config.subtract_thinking_cost
-            by_rollout[name] = RolloutThinking(thinking, self.current_lambda, anneal, charged)
+            summed = bool(self.config.budget.unit)
+            by_rollout[name] = RolloutThinking(thinking, self.current_lambda, anneal, charged, summed)
         return by_rollout
 
     def end_step(self) -> None:

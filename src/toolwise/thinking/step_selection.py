@@ -14,7 +14,7 @@ from toolwise.thinking.alternatives import AlternativeWriter, without_end
 from toolwise.thinking.parsed_step import ParsedStep, token_spans
 from toolwise.thinking.reply import parse_reply
 from toolwise.thinking.thinking_model import NoLogprobsError
-from toolwise.types import Alternative, ScoredRollout, StepData
+from toolwise.types import Alternative, Rollout, ScoredRollout, StepData
 
 log = logging.getLogger("toolwise.thinking")
 StepSelection = Literal["all", "mixed", "successful"]
@@ -59,6 +59,14 @@ def parse_step(rollout_id: str, group_id: str, index: int, step: StepData, codec
         reply,
         token_spans(ids, codec.decode, reply),
         None if kind is None else str(kind),
+    )
+
+
+def count_thinking_tokens(rollout: Rollout, *, codec: ChatTokenizer) -> int:
+    """The tokens inside the thoughts of a rollout; none where a policy gives no token ids."""
+    steps = [(index, step) for index, step in enumerate(rollout.steps) if step.tokens.has_ids]
+    return sum(
+        parse_step(rollout.rollout_id, rollout.group_id, index, step, codec).thinking_tokens for index, step in steps
     )
 
 

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,9 +20,10 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.protocols import Metrics, Router
 from toolwise.routing.calibration import BudgetCalibration, CalibrationTable, calibrate_budgets, values_and_costs
-from toolwise.routing.cost import RouteUsage
+from toolwise.routing.cost import PricesCost, RouteUsage
 from toolwise.routing.delivered_budget import DeliveredBudget
 from toolwise.routing.inference_router import InferenceRouter
+from toolwise.routing.samples import RoutePrediction
 from toolwise.routing.threshold import Floats
 from toolwise.routing.turn_router import TurnRouter
 from toolwise.serialization.files import write_atomic
@@ -78,9 +80,11 @@ def split_tasks(config: RunConfig, tasks: Sequence[Task]) -> TaskSplit:
 
 def expected_errors(router: InferenceRouter, tasks: Sequence[Task]) -> dict[str, float]:
     """unit -> the standard error of the delivered cost if each prompt makes one call or none, at the price of the most
-    expensive tool."""
+    expensive tool. Without units that also price tokens or seconds: how many a prompt takes is not known before."""
     errors = {}
     for unit, limit in router.budgets.limits.items():
+        if isinstance(router.cost, PricesCost) and router.cost.prices_meters(unit):
+            continue
         prices = [limit, *(route.price.get(unit, 0.0) for route in router.routes)]
         for task in tasks[:MIN_ROWS]:
             families = router.conditioning.families_of(task)
@@ -99,13 +103,14 @@ def begin_calibration(setup: RolloutSetup, split: TaskSplit, out: Path) -> str:
     shown = ", ".join(
         f"{unit} {router.budgets.limits[unit]:g} ± {error:.3f} (standard error)" for unit, error in errors
     )
+    expected = f"; expected if a prompt makes one call or none: {shown}" if shown else ""
     rollouts = min(setup.config.router.calibration_rollouts, len(tasks))
     how = "under every route"
     if isinstance(router, TurnRouter):
         how = f"up to {router.config.calibration_passes} times"
     return (
         f"calibration: {len(tasks)} of {len(split.train) + len(tasks)} training tasks are set aside, {rollouts} of "
-        f"them rolled out {how} at the end, a third before; expected if a prompt makes one call or none: {shown}"
+        f"them rolled out {how} at the end, a third before{expected}"
     )
 
 
@@ -148,7 +153,8 @@ async def calibrate(
     predictions = router.predict_delivered(tasks)
     readable = [index for index, prediction in enumerate(predictions) if prediction is not None]
     chosen = readable[:rollouts]
-    decisions = router.decide_all([tasks[index] for index in chosen], step)
+    bins = _calibrated_bins(router, len(chosen))
+    decisions = router.decide_all([tasks[index] for index in chosen], step, bins)
     finished = await setup.scheduler.roll_out(decisions, do_sample=setup.config.validation.do_sample)
     scored = await score(setup, finished, step=step)
     limits = router.budgets.limits
@@ -159,17 +165,48 @@ async def calibrate(
             "step %d: no calibration task was scored under every route, so the budgets are not calibrated", step
         )
         return None
-    values, costs = zip(*(values_and_costs(p) for p in predictions if p is not None), strict=True)
+    known = [prediction for prediction in predictions if prediction is not None]
+    fit = partial(_fit_thresholds, known, spent, scores)
+    if router.bins is None:
+        router.calibration = fit(complete, limits, step=step)
+        return router.calibration
+    # Where the agent is told its budget, what it spends on a route depends on it: those rollouts count for it alone.
+    fitted = []
+    for index, value in enumerate(router.bins.values):
+        rows = complete if bins is None else complete[[bins[row] == index for row in complete]]
+        at = limits | {router.bins.unit: value}
+        fitted.append(fit(rows if len(rows) else complete, at, bin=index, step=step))
+    router.bins.calibrations = tuple(fitted)
+    router.calibration = fitted[router.bins.values.index(router.bins.default)]
+    return router.calibration
+
+
+def _calibrated_bins(router: InferenceRouter, tasks: int) -> list[int] | None:
+    """The random budget that each task is rolled out with, if the agent is told it."""
+    if router.bins is None or not router.config.budget_prompt:
+        return None
+    return [index % len(router.bins) for index in range(tasks)]
+
+
+def _fit_thresholds(
+    predictions: Sequence[RoutePrediction],
+    spent: Floats,
+    scores: Floats,
+    rolled_out: NDArray[np.int64],
+    limits: Mapping[str, float],
+    *,
+    step: int,
+    bin: int | None = None,
+) -> BudgetCalibration:
+    values, costs = zip(*(values_and_costs(prediction.at(bin)) for prediction in predictions), strict=True)
     table = CalibrationTable(
         values=np.stack(values),
         predicted=None if costs[0] is None else np.stack(costs),
-        rolled_out=complete,
-        spent=spent[complete],
-        scores=scores[complete],
+        rolled_out=rolled_out,
+        spent=spent[rolled_out],
+        scores=scores[rolled_out],
     )
-    latest = calibrate_budgets(table, limits, step=step)
-    router.calibration = latest
-    return latest
+    return calibrate_budgets(table, limits, step=step)
 
 
 def _outcomes(

@@ -12,11 +12,14 @@ from toolwise.advantages import MonitoredEstimator, Rlvcr, build_estimator
 from toolwise.config.components import create, is_factory
 from toolwise.config.imports import did_you_mean, load_reference
 from toolwise.config.loader import build_config
-from toolwise.config.router import BudgetConfig
+from toolwise.config.router import BudgetConfig, RouterConfig
 from toolwise.config.schema import ActorConfig, RunConfig
 from toolwise.errors import ConfigError
-from toolwise.protocols import AdvantageEstimator, Annotation, ModelPolicy, PolicyLoss, PrefixEngine, Sampling
-from toolwise.routing.budget import Multiplier
+from toolwise.protocols import AdvantageEstimator, Annotation, ModelPolicy, PolicyLoss, PrefixEngine, Router, Sampling
+from toolwise.routing.budget import FollowedMultiplier, Multiplier
+from toolwise.routing.cost import PricesCost, build_cost
+from toolwise.routing.inference_router import InferenceRouter
+from toolwise.routing.meters import THINKING_METER
 from toolwise.thinking.alternatives import AlternativeWriter
 from toolwise.thinking.levels import DEFAULT_LEVELS, END_THINK, load_levels
 from toolwise.thinking.stage import ThinkingStage
@@ -116,8 +119,8 @@ def _check_estimator(config: RunConfig, estimator: AdvantageEstimator, where: st
         )
 
 
-def build_thinking_stage(config: RunConfig, policy: ModelPolicy) -> ThinkingStage | None:
-    """None if `algorithm.rlvcr.enable` is false."""
+def build_thinking_stage(config: RunConfig, policy: ModelPolicy, router: Router | None = None) -> ThinkingStage | None:
+    """None if `algorithm.rlvcr.enable` is false. `router` is the run's, whose λ the price of thinking may follow."""
     rlvcr = config.algorithm.rlvcr
     if not rlvcr.enable:
         return None
@@ -128,7 +131,10 @@ def build_thinking_stage(config: RunConfig, policy: ModelPolicy) -> ThinkingStag
         seed=config.seed,
     )
     levels = DEFAULT_LEVELS if rlvcr.levels is None else load_levels(rlvcr.levels)
-    multiplier = None
+    multiplier: Multiplier | FollowedMultiplier | None = None
+    if rlvcr.budget.unit and isinstance(router, InferenceRouter):
+        price = thinking_price(config.router, rlvcr.budget.unit)
+        multiplier = FollowedMultiplier(router.budgets, rlvcr.budget.unit, price)
     if (budget := rlvcr.budget).limit is not None:
         settings = {**budget.model_dump(exclude={"price"}), "unit": "tokens", "initial": budget.price}
         multiplier = Multiplier(build_config(BudgetConfig, settings, source="algorithm.rlvcr.budget"))
@@ -165,9 +171,22 @@ def with_rlvcr(config: RunConfig, trajectory: AdvantageEstimator) -> AdvantageEs
     )
 
 
+def thinking_price(router: RouterConfig, unit: str) -> float:
+    """The price of a thinking token in a unit of the router's price list; raises if it has none."""
+    where = f"algorithm.rlvcr.budget.unit is {unit!r}"
+    if not router.enable or unit not in {budget.unit for budget in router.budgets}:
+        raise ConfigError(f"{where}, but the router has no budget in it: add one to router.budgets, or set limit")
+    cost = build_cost(router, {})
+    if not isinstance(cost, PricesCost) or not (price := cost.unit_price(unit, THINKING_METER)):
+        raise ConfigError(f"{where}, in which thinking costs nothing: set router.prices.{unit}.{THINKING_METER}")
+    return price
+
+
 def check_thinking(config: RunConfig) -> None:
     """Raise if thinking settings contradict each other."""
     algorithm = config.algorithm
+    if algorithm.rlvcr.enable and algorithm.rlvcr.budget.unit:
+        thinking_price(config.router, algorithm.rlvcr.budget.unit)
     if algorithm.adv_estimator != "rlvcr":
         return
     if not algorithm.rlvcr.enable:

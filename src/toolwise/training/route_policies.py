@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from toolwise.config.rollout import GrammarConfig
@@ -14,6 +15,7 @@ from toolwise.protocols import AgentPolicy, Sampling
 from toolwise.routing.inference_router import Conditioning
 from toolwise.routing.routes import Route, RouteSet, build_routes
 from toolwise.thinking.levels import load_levels
+from toolwise.thinking.step_selection import count_thinking_tokens
 from toolwise.tools.base import BaseTool
 
 if TYPE_CHECKING:
@@ -26,7 +28,13 @@ def build_conditioning(
     """The routes of a configuration, ready to be rolled out. `policy` is the trained one; `names` are the routes that a
     stored head was trained with."""
     routes = with_thinking(config, build_routes(config.router, names[1:] or tools))
-    return Conditioning(config.router, tools, routes=routes, policies=_policies(config, routes, policy))
+    return Conditioning(
+        config.router,
+        tools,
+        routes=routes,
+        policies=_policies(config, routes, policy),
+        count_thinking=partial(count_thinking_tokens, codec=policy.chat),
+    )
 
 
 def with_thinking(config: RunConfig, routes: RouteSet) -> RouteSet:

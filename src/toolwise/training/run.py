@@ -205,7 +205,7 @@ def add_training(
         learner=learner,
         estimator=with_rlvcr(config, estimator),
         queue=RolloutQueue(per_update=config.data.batch_size),
-        thinking=build_thinking_stage(config, policy),
+        thinking=build_thinking_stage(config, policy, router),
         cache_memory=build_cache_memory(policy.engine, learner, sized_by_user=config.rollout.cache_mb is not None),
     )
 

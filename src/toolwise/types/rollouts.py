@@ -195,6 +195,8 @@ class RouteDecision:
     """The router's logits, one per route; None for a route that does not apply to the task."""
     turns: TurnRouting | None = None
     """Routes each turn of the rollouts; None: the route stays."""
+    wrap_env: Callable[[Any], Any] | None = None
+    """Wraps the environment of each rollout, such as to hold it to a cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,8 @@ class Usage:
     """Total time calls waited for a worker or a slot: part of `seconds`, but not counted against tool deadlines."""
     longest_queue_s: float = 0.0
     """The longest wait of a single call."""
+    tool_s: Mapping[str, float] = field(default_factory=dict)
+    """tool name -> measured seconds of its calls, without the waiting"""
 
 
 @dataclass(frozen=True, slots=True)

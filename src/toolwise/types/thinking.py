@@ -113,12 +113,14 @@ class RolloutThinking:
     """Falls from 1 at the start of training to 0 at its end."""
     charged: bool = False
     """Whether the reward pays for thinking: see `step_costs`."""
+    summed: bool = False
+    """Whether it pays for the sum over the steps, as a router's cost does, instead of their mean."""
 
     @property
     def step_costs(self) -> tuple[float, ...]:
-        """What each step pays: λ times its thinking tokens, divided by the number of steps."""
-        price = self.price if self.charged else 0.0
-        return tuple(price * step.thinking_tokens / len(self.steps) for step in self.steps)
+        """What each step pays: λ times its thinking tokens, divided by the number of steps unless `summed`."""
+        price = (self.price if self.charged else 0.0) / (1 if self.summed else max(1, len(self.steps)))
+        return tuple(price * step.thinking_tokens for step in self.steps)
 
 
 ThinkingByRollout = Mapping[str, RolloutThinking]

@@ -109,6 +109,10 @@ def frontier_tables(frontier: FrontierRecord, title: str) -> list[Table]:
             for i, point in enumerate(frontier["curves"][name])
         ]
         tables.append(_table(["budget", "cost", name, "gap closed", f"{router} ahead by"], rows))
+    for name, shares in (frontier.get("within") or {}).items():
+        points = frontier["curves"][name]
+        rows = [[*_point_cells(point), f"{share:.0%}"] for point, share in zip(points, shares, strict=True)]
+        tables.append(_table(["budget", "cost", name, "episodes within"], rows))
     caption = None
     if trained := frontier["as_trained"]:
         closes = f"{_format_estimate(trained['gap_closed'], *_PERCENT)} of the gap closed"

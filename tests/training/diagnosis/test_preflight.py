@@ -166,6 +166,35 @@ def test_a_router_with_tools_is_not() -> None:
     check_routable(config(), {}, [task()])
 
 
+@pytest.mark.parametrize(
+    ("prices", "said"),
+    [
+        ({"usd": {"serch": 1.0, "*": 1.0}}, "has a price for 'serch', which is neither a tool of the tasks (search"),
+        ({"usd": {"search": 1.0}}, "the tool 'calculator' has no price: add it to a table of router.prices"),
+        ({"usd": {"tokens": 1.0}}, "the tool 'search' has no price"),
+    ],
+)
+def test_a_price_list_names_what_the_tasks_have(prices: dict[str, Any], said: str) -> None:
+    tools = build_tools(["search", "calculator"])
+    with pytest.raises(ConfigError) as caught:
+        check_routable(config(router={"enable": True, "prices": prices}), tools, [task()])
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "prices",
+    [
+        {"usd": {"search": 1.0}, "calls": {"CALCULATE": 1.0}},
+        {"s": {"seconds": 1.0}},
+        {"usd": {"*": 0.0, "tokens": 1.0}},
+    ],
+)
+def test_a_price_list_may_name_families_and_meters(prices: dict[str, Any]) -> None:
+    tools = build_tools(["search", "calculator"])
+    check_routable(config(router={"enable": True, "prices": prices}), tools, [task()])
+
+
 def test_families_name_tools_that_exist() -> None:
     tools, system = build_tools(["search"]), "**Available Tools**\n1. Name: find\nDescription: Finds.\nParameters: {}"
     described = Task(task_id="r", prompt=[Message(role="system", content=system), Message(role="user", content="?")])

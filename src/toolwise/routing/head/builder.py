@@ -11,7 +11,8 @@ from toolwise.errors import ConfigError
 from toolwise.learner.optimizer import Optimizer
 from toolwise.protocols import ModelPolicy, PrefixEngine
 from toolwise.routing.budget import Budgets
-from toolwise.routing.cost import build_cost
+from toolwise.routing.budget_bins import BudgetBins
+from toolwise.routing.cost import PricesCost, build_cost
 from toolwise.routing.head.head import HeadSettings, RouterHead
 from toolwise.routing.head.learner import RouterLearner
 from toolwise.routing.head.predictor import HeadPredictor, engine_encoder, feature_width
@@ -36,6 +37,7 @@ def build_head(config: RunConfig, model: Any, routes: RouteSet = DEFAULT_ROUTES)
             routes=tuple(str(name) for name in routes.names),
             units=tuple(budget.unit for budget in router.budgets),
             seed=config.seed,
+            bins=len(router.random_budgets.values(router.budgets[0].limit)) if router.random_budgets else 0,
             **router.model_dump(include={*HeadSettings.model_fields} - {"routes"}),
         )
     )
@@ -47,7 +49,13 @@ def build_inference_router(
     """A router that routes with `head` and does not learn."""
     router = config.router
     build: Any = InferenceRouter
+    cost = build_cost(router, conditioning.tools)
     if router.every == "turn":
+        if isinstance(cost, PricesCost) and cost.meters:
+            raise ConfigError(
+                f'router.every is "turn", but router.prices has {cost.meters[0]}, which are counted per episode: remove '
+                'it, or set router.every = "prompt"'
+            )
         build = partial(TurnRouter, engine=turn_engine(config, policy))
     built: InferenceRouter = build(
         HeadPredictor(
@@ -58,9 +66,10 @@ def build_inference_router(
         ),
         prompt_of=lambda task: conditioning.original_prompt(policy.chat, task),
         budgets=Budgets(router.budgets),
-        cost=build_cost(router, conditioning.tools),
+        cost=cost,
         conditioning=conditioning,
         seed=config.seed,
+        bins=BudgetBins(router) if router.random_budgets else None,
     )
     return built
 

@@ -38,6 +38,8 @@ class HeadSettings(Section):
     """value mode: the costs that are predicted in addition to the reward."""
     temperature: float = 0.05
     seed: int = 0
+    bins: int = 0
+    """policy mode: number of budgets that the head knows, each with its own output weights; 0: one set for all."""
 
 
 class RouterHead(nn.Module):
@@ -47,6 +49,7 @@ class RouterHead(nn.Module):
         super().__init__()
         self.settings = settings
         outputs = len(settings.routes) * (1 if settings.mode == "policy" else 1 + len(settings.units))
+        outputs *= settings.bins or 1
         with torch.random.fork_rng(devices=[]):  # seeded without changing the global RNG state
             torch.manual_seed(settings.seed)
             self.norm = nn.LayerNorm(settings.width, dtype=torch.float32)
@@ -56,13 +59,15 @@ class RouterHead(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def forward(self, features: Tensor) -> Tensor:
-        """[batch, width] -> [batch, routes], or [batch, routes, 1 + units] in value mode."""
+        """[batch, width] -> [batch, routes], [batch, bins, routes] or, in value mode, [batch, routes, 1 + units]."""
         with torch.autocast(features.device.type, enabled=False):
             # The head's own dtype is fp32, except in tests that need more precision.
             x = self.norm(features.to(self.out.weight.dtype))
             if self.hidden is not None:
                 x = nn.functional.gelu(self.hidden(x))
             outputs: Tensor = self.out(x)
+        if self.settings.bins:
+            return outputs.view(*outputs.shape[:-1], self.settings.bins, len(self.settings.routes))
         return (
             outputs
             if self.settings.mode == "policy"
@@ -81,6 +86,8 @@ class RouterHead(nn.Module):
 def predict_routes(head: RouterHead, features: Tensor, multipliers: Sequence[float] = ()) -> list[RoutePrediction]:
     """The head's prediction for each row of `features` [batch, width]."""
     outputs = head(features)
+    if head.settings.bins:
+        return [RoutePrediction.for_bins(rows) for rows in outputs.tolist()]
     logits = head.logits(outputs, multipliers)
     rows = list(zip(logits.log_softmax(-1).tolist(), logits.tolist(), strict=True))
     if head.settings.mode == "policy":

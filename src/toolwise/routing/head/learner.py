@@ -129,7 +129,7 @@ class RouterLearner(HeadPredictor):
         """The loss of a part of the batch; the parts add up to the mean over the batch."""
         config, inputs = self.config, [example.prediction.head_inputs for example in part.examples]
         encoded = self._encode([p for p, _ in inputs]) if self.trunk else torch.stack([states for _, states in inputs])
-        outputs = self.head(encoded)
+        outputs = part.of_bins(self.head(encoded))
         prompts, rollouts = len(batch.examples), max(1, len(batch.actions))
         if self.head.settings.mode == "value" and not only_labels:
             loss = value_loss(outputs, part.prompt_index, part.actions, part.targets) / rollouts

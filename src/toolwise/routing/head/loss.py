@@ -35,6 +35,9 @@ class RouterBatch:
             return torch.tensor(values, dtype=torch.long, device=like.device)
 
         self.examples = examples
+        bins = [example.prediction.bin for example in examples]
+        self.bins = integers(bins) if any(b is not None for b in bins) else None
+        """[B] the random budget of each example, if they have one."""
         # [B, routes], and [B] for the labels; advantages only for stratified routes.
         self.old_logprobs = floats([example.prediction.logprobs for example in examples])
         self.labels = integers([NO_LABEL if example.label is None else example.label for example in examples])
@@ -63,6 +66,10 @@ class RouterBatch:
             for prediction in (example.prediction for example in self.examples)
         ]
         return torch.tensor(rows, dtype=self.targets.dtype, device=self.targets.device)
+
+    def of_bins(self, outputs: Tensor) -> Tensor:
+        """The head's outputs [B, bins, routes] for the budget of each example; others unchanged."""
+        return outputs if self.bins is None else outputs[torch.arange(len(self.bins), device=outputs.device), self.bins]
 
     def masked(self, logits: Tensor) -> Tensor:
         """Logits [B, routes] with those of routes that do not apply at `MASKED`."""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from toolwise.concurrency.deadlines import count_abandoned
 from toolwise.errors import MissingExtraError, ModelError, TemplateLimitError, ToolwiseError
 from toolwise.rollout.agents.recorded_session import RecordedSession, SessionEndedError, SessionLimitError
-from toolwise.serve.app import LOOPBACK, BodyReader, RequestGuard, ServerLimits
 from toolwise.serve.gateway.wire_format import (
     answer_events,
     chat_answer,
@@ -26,6 +25,8 @@ from toolwise.serve.gateway.wire_format import (
     read_generate_call,
     token_texts,
 )
+from toolwise.serve.guard import LOOPBACK, ApiKeys, BodyReader, RequestGuard
+from toolwise.serve.limits import ServerLimits
 from toolwise.serve.request import BadRequestError, error_body
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def build_session_app(sessions: SessionTable) -> Starlette:
             Route(f"{root}/v1/chat/completions", guarded(chat_completions), methods=["POST"]),
             Route(f"{root}/inference/v1/generate", guarded(generate), methods=["POST"]),
         ],
-        middleware=[Middleware(RequestGuard, refuse=refuse, hosts=frozenset(LOOPBACK), limits=limits)],
+        middleware=[Middleware(RequestGuard, refuse=refuse, hosts=frozenset(LOOPBACK), limits=limits, keys=ApiKeys())],
         exception_handlers={HTTPException: http_error},
     )
 

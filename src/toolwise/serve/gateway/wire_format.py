@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from toolwise.messages import Message
 from toolwise.rollout.agents.recorded_session import CallOptions, RecordedCall
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
-from toolwise.serve.request import BadRequestError, ToolSpec, read_json
+from toolwise.serve.json_body import read_json
+from toolwise.serve.request import BadRequestError, ToolSpec
 
 MAX_MESSAGES = 20_000
 MAX_TOOLS = 1_000

@@ -11,9 +11,10 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.rewards.combine import CompositeReward
 from toolwise.rewards.executor import EPISODE_REWARDS
-from toolwise.routing.cost import Cost, PricesCost, build_cost
+from toolwise.routing.cost import UNREADABLE, Cost, PricesCost, build_cost
 from toolwise.routing.families import Family, tool_descriptions
 from toolwise.routing.inference_router import Conditioning, check_prices
+from toolwise.routing.meters import METERS, SECONDS_METER
 from toolwise.routing.routes import RouteSet, check_route_tools, least_cost
 from toolwise.tools.base import BaseTool
 from toolwise.training.diagnosis.symptoms import prompt_too_long
@@ -74,6 +75,7 @@ def check_routable(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequ
     user that name tools or families that no task has, or that cost more than a budget allows whatever is learned."""
     if not config.router.enable or not tasks:
         return
+    _check_price_list(config, tools, tasks)
     if config.router.routes:
         _check_own_routes(config, tools, tasks)
         return
@@ -89,6 +91,28 @@ def check_routable(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequ
         f"router.enable is true, but {why}: a router chooses between tools; add some to `tools`, or set "
         "router.enable = false"
     )
+
+
+def _check_price_list(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> None:
+    """Raise if `router.prices` names something that no task has, or leaves out one of its tools."""
+    router = config.router
+    if not router.prices:
+        return
+    conditioning = Conditioning(router, tools if config.multi_turn.enable else {})
+    known = {tool: family for task in tasks for tool, family in conditioning.families_of(task).items()}
+    families = {name for family in (*known.values(), *Family) for name in (str(family), family.lower())}
+    valid = {*known, *tools, *families, *METERS, UNREADABLE, "*"}
+    for unit, table in router.prices.items():
+        for name in table:
+            if name not in valid:
+                raise ConfigError(
+                    f"router.prices.{unit} has a price for {name!r}, which is neither a tool of the tasks "
+                    f"({', '.join(known)}), a family, nor one of {', '.join(METERS)}{did_you_mean(name, valid)}"
+                )
+    priced = {key for table in router.prices.values() for key in table}
+    for tool, family in known.items():
+        if priced.isdisjoint({tool, str(family), family.lower(), "*", SECONDS_METER}):
+            raise ConfigError(f"the tool {tool!r} has no price: add it to a table of router.prices (0 if it is free)")
 
 
 def _check_own_routes(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> None:
@@ -126,7 +150,7 @@ def _unknown_tool(
 
 def _check_table_of_prices(cost: Cost, routes: RouteSet, families: Sequence[Mapping[str, str]]) -> None:
     """Raise if a tool of a route has a price in no unit of the table of prices."""
-    if not isinstance(cost, PricesCost):
+    if not isinstance(cost, PricesCost) or SECONDS_METER in cost.meters:
         return
     known = {tool: family for tools in families for tool, family in tools.items()}
     for route in routes:

@@ -1,4 +1,5 @@
-"""A hard cap on the cost of one question: calls beyond it are refused with an error that the model reads."""
+"""A hard cap on the cost of one question: calls beyond it are refused with an error that the model reads. Results can
+say what is left of a budget."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ BUDGET_SPENT_MESSAGE = "error: the budget for tools is spent; answer with what y
 OVER_BUDGET = "over_budget"
 """The key under which refused calls are counted in `failed_calls`."""
 
+Note = Callable[[float], str]
 Price = Callable[[Mapping[str, int]], float]
 """Total cost of calls, given as tool name -> number of calls."""
 
@@ -24,11 +26,12 @@ class CappedEnv:
 
     Calls of one turn are checked in order, each with the accepted ones before it. A call that adds no cost, as the
     second one does if any number of calls costs the same, is always accepted. All but `step` is that of `inner`; tools
-    stay in the prompt after the cap is reached, because changing it would invalidate the KV cache.
+    stay in the prompt after the cap is reached, because changing it would invalidate the KV cache. `note` is what the
+    last result of a turn adds about the cost so far.
     """
 
-    def __init__(self, inner: BaseEnv, cap: float, price: Price) -> None:
-        self.inner, self.cap, self.price = inner, cap, price
+    def __init__(self, inner: BaseEnv, cap: float, price: Price, note: Note | None = None) -> None:
+        self.inner, self.cap, self.price, self.note = inner, cap, price, note
         self._calls_made: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> Any:
@@ -38,8 +41,9 @@ class CappedEnv:
         calls = list(action.get("tool_calls") or ()) if isinstance(action, Mapping) else []
         accepted = [self._admit(call) for call in calls]
         if all(accepted):
-            return await self.inner.step(action)
-        observation: Observation = []
+            observation, reward, done, info = await self.inner.step(action)
+            return observation if done or not calls else self._noted(observation), reward, done, info
+        observation = []
         reward, done, info = None, False, dict[str, Any]()
         if any(accepted):
             action = {**action, "tool_calls": list(itertools.compress(calls, accepted))}
@@ -54,7 +58,15 @@ class CappedEnv:
         # Refused calls count as failed only: `calls` are those that were executed and paid for.
         failed = Counter(info.get("failed_calls") or {}) + Counter({OVER_BUDGET: accepted.count(False)})
         info = {**info, "is_action_valid": False, "failed_calls": dict(failed)}
-        return [*messages, *results], reward, done, info
+        return self._noted([*messages, *results]), reward, done, info
+
+    def _noted(self, observation: Observation) -> Observation:
+        """With a note at the end of the last result."""
+        text = "" if self.note is None else self.note(self.price(self._calls_made))
+        if not text or isinstance(observation, str) or not observation:
+            return observation
+        *before, last = observation
+        return [*before, last.model_copy(update={"content": f"{last.content or ''}\n{text}"})]
 
     def _admit(self, call: ToolCall) -> bool:
         calls = self._calls_made + Counter({call.name or UNREADABLE: 1})

@@ -1,0 +1,183 @@
+"""Does a joint budget of tools and thought hold in what is delivered? Teaches the small model, trains a router with one
+seed, and measures it on fresh questions, routed as `toolwise run` routes them by default.
+
+    python scripts/joint_budget.py --out runs/joint --teach             # the model and the tasks only: minutes
+    for seed in 0 1 2; do python scripts/joint_budget.py --out runs/joint --seed $seed; done
+    python scripts/joint_budget.py --out runs/joint --seed 0 --one-price
+
+The configuration is examples/joint_budget.toml; `--set` changes it. `--one-price` prices calls and thinking tokens in
+one unit with one budget and one λ. What is done is not repeated.
+
+    routes   the head alone reads all fresh questions (one prefill each)
+    costs    a sample of every (kind, length, chosen route) is rolled out, greedily as in validation; stratified mean
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "scripts")]
+
+from budget_holds import stratified  # noqa: E402
+
+CONFIG = ROOT / "examples" / "joint_budget.toml"
+TEACH = ("--steps", "450", "--batch-tokens", "4096", "--lr", "1e-3")
+CONVERSATIONS = 24_000
+ONE_PRICE = (
+    "router.prices={cost={calculator=1.0,search=1.0,thinking_tokens=0.02}}",
+    'router.budgets=[{unit="cost",limit=0.5,rate=0.3,proportional=0.5}]',
+)
+TOLERANCE = 0.05
+
+
+def toolwise(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "toolwise", *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+def teach(out: Path) -> None:
+    """The model that writes levels and calls tools, and tasks of seed 0 for the example."""
+    if (out / "taught" / "config.json").exists():
+        return
+    subprocess.run(
+        [sys.executable, "-m", "toolwise.demo.thoughts", str(out), "--count", str(CONVERSATIONS)], check=True
+    )
+    toolwise("sft", str(out / "teach.jsonl"), "--model", "builtin:small", "--out", str(out / "taught"), *TEACH)
+
+
+def train(seed: int, out: Path, run: Path, settings: Sequence[str]) -> None:
+    from toolwise.data.files import write_rows
+    from toolwise.demo.tasks import make_rows
+    from toolwise.demo.thoughts import KINDS
+
+    if (run / "summary.json").exists() and json.loads((run / "summary.json").read_text())["after"]:
+        return
+    for split, count in (("train", 5000), ("heldout", 500)):
+        rows = list(make_rows(count, seed=seed, split=split, kinds=KINDS))
+        write_rows(rows, run.parent / f"{split}.jsonl")
+    given = {
+        "seed": str(seed),
+        "model.path": str((out / "taught").resolve()),
+        "data.train": str((run.parent / "train.jsonl").resolve()),
+        "data.val": str((run.parent / "heldout.jsonl").resolve()),
+    }
+    options = [f"{name}={value}" for name, value in given.items()] + list(settings)
+    toolwise("train", str(CONFIG), "--out", str(run), *(part for each in options for part in ("--set", each)))
+
+
+async def roll_out(routing: Any, decisions: Sequence[Any]) -> list[tuple[float, ...]]:
+    """(score, cost in each unit) of each decision, decoded greedily."""
+    from toolwise.training.evaluate import build_scoring
+    from toolwise.training.rollout_setup import build_scheduler
+
+    scheduler = build_scheduler(routing.config, routing.policy, dict(routing.tools))
+    scoring, outcomes = build_scoring(routing.config.reward), list[tuple[float, ...]]()
+    try:
+        for first in range(0, len(decisions), 256):
+            rollouts = await scheduler.roll_out(decisions[first : first + 256], do_sample=False)
+            for rollout, result in zip(rollouts, await scoring.evaluate(rollouts, step=0), strict=True):
+                assert result.has_valid_score
+                costs = routing.conditioning.costs_of(routing.cost, rollout)
+                outcomes.append((result.score, *(costs[unit] for unit in routing.trained.units)))
+        return outcomes
+    finally:
+        scoring.close()
+
+
+def measure(seed: int, run: Path, rows: int, per_cell: int) -> dict[str, Any]:
+    import torch
+
+    torch.set_num_threads(1)
+    from toolwise.agent.loader import load_router
+    from toolwise.data import load_tasks
+    from toolwise.data.files import write_rows
+    from toolwise.demo.tasks import make_rows
+    from toolwise.demo.thoughts import KINDS
+
+    routing = load_router(run)
+    trained = routing.trained
+    assert trained is not None, "the checkpoint is not calibrated"
+    fresh = run.parent / "fresh.jsonl"
+    write_rows(list(make_rows(rows, seed=10_000 + seed, split="heldout", kinds=KINDS)), fresh)
+    tasks = load_tasks(fresh)
+    members: dict[Any, list[Any]] = defaultdict(list)
+    for prediction, task in zip(routing.predict(tasks), tasks, strict=True):
+        route = routing.choose(prediction, task, budget=None, seed=0)
+        length = str(task.prompt[0].content).count("+")
+        members[task.extra_info["kind"], length, route].append(task)
+    picked = [
+        (cell, task)
+        for cell, those in sorted(members.items())
+        for task in Random(seed).sample(those, min(per_cell, len(those)))
+    ]
+    outcomes = asyncio.run(roll_out(routing, [routing.decide(task, cell[2]) for cell, task in picked]))
+    cells: dict[Any, list[tuple[float, ...]]] = defaultdict(list)
+    for (cell, _), outcome in zip(picked, outcomes, strict=True):
+        cells[cell].append(outcome)
+    score, *costs = stratified(cells, {cell: len(those) for cell, those in members.items()})
+    summary = json.loads((run / "summary.json").read_text())
+    return {
+        "seed": seed,
+        "rows": rows,
+        "rollouts": len(picked),
+        "score": score,
+        "units": {
+            unit: {"budget": limit, "delivered": mean, "standard_error": error, "lambda": routing.multipliers[index]}
+            for index, (unit, limit, (mean, error)) in enumerate(zip(trained.units, trained.limits, costs, strict=True))
+        },
+        "routes": {"/".join(map(str, cell)): len(those) for cell, those in sorted(members.items())},
+        "scores": {"/".join(map(str, cell)): sum(o[0] for o in os) / len(os) for cell, os in sorted(cells.items())},
+        "cpu_s": summary.get("cpu_s"),
+    }
+
+
+def report(out: Path) -> None:
+    columns = ("run", "unit", "budget", "delivered", "standard error", "off by", "λ", "score")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for path in sorted(out.glob("*/joint.json")):
+        r = json.loads(path.read_text())
+        for unit, u in r["units"].items():
+            off = u["delivered"] / u["budget"] - 1
+            cells = [path.parent.name, unit, f"{u['budget']:g}", f"{u['delivered']:.3f}", f"{u['standard_error']:.3f}"]
+            cells += [f"{off:+.1%}", f"{u['lambda']:.3f}", f"{r['score'][0]:.3f}"]
+            print(f"| {' | '.join(cells)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the experiment")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the tasks and of training")
+    parser.add_argument("--teach", action="store_true", help="only make the model and the example's tasks")
+    parser.add_argument("--one-price", action="store_true", help="one unit for calls and thought")
+    parser.add_argument("--set", action="append", default=[], help="a setting of the configuration")
+    parser.add_argument("--rows", type=int, default=12_000, help="fresh questions to route")
+    parser.add_argument("--per-cell", type=int, default=40, help="rollouts of every (kind, length, chosen route)")
+    parser.add_argument("--report", action="store_true", help="only print the table of the seeds measured so far")
+    args = parser.parse_args()
+    if not args.report:
+        teach(args.out)
+    if not args.report and not args.teach:
+        folder = args.out / f"{'one-price' if args.one_price else 'joint'}-{args.seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "joint.json").exists():
+            train(args.seed, args.out, folder / "run", [*(ONE_PRICE if args.one_price else ()), *args.set])
+            measured = measure(args.seed, folder / "run", args.rows, args.per_cell)
+            (folder / "joint.json").write_text(json.dumps(measured, indent=1) + "\n")
+    if not args.teach:
+        report(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -28,7 +28,7 @@ from toolwise.learner.losses import GradientCheck
 from toolwise.learner.memory import MicroBatchLimit, checkpoint_activations
 from toolwise.learner.memory_estimate import default_pass_tokens
 from toolwise.learner.mini_batches import mini_batches
-from toolwise.learner.mismatch import Evidence, check_logprobs
+from toolwise.learner.mismatch import Evidence, check_logprobs, importance_metrics
 from toolwise.learner.optimizer import Optimizer
 from toolwise.learner.packing import Packed
 from toolwise.learner.reference import build_reference
@@ -278,8 +278,15 @@ class Actor:
         return self.memory.fit(compute, batch.lengths(chosen))
 
     def _check_mismatch(self, batch: Batch, rows: list[int], logprobs: Tensor, version: int) -> Metrics:
-        """Compare the rollout's log-probs with those the first optimiser step computed, before any weight moves."""
-        tokens = batch.predicted_tokens(rows)
+        """Compare the rollout's log-probs with those the first optimiser step computed, before any weight moves. Where
+        tokens may be stale, only those of the learner's own version must agree."""
+        tokens = all_tokens = batch.predicted_tokens(rows)
+        stale_metrics: Metrics = {}
+        if self.config.trainer.allowed_staleness:
+            stale_metrics = importance_metrics((logprobs - batch.rollout_logprobs)[all_tokens])
+            tokens = all_tokens[batch.version[all_tokens] == version]
+            fresh_rows = set(batch.row[tokens].tolist())
+            rows = [row for row in rows if row in fresh_rows]
         probe_rows = rows[:: max(1, len(rows) // MAX_PROBE_ROWS)]
         probe_tokens = batch.predicted_tokens(probe_rows)
 
@@ -296,7 +303,7 @@ class Actor:
             probe=probe,
         )
         try:
-            return check_logprobs(evidence, self.model.dtype, self.config.actor.mismatch_check)
+            return check_logprobs(evidence, self.model.dtype, self.config.actor.mismatch_check) | stale_metrics
         except ToolwiseError:
             self.optimizer.zero_grad()
             raise

@@ -118,7 +118,7 @@ def test_a_newcomer_is_heard_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -
 
     def timed(requests: Any, most: int, interrupted: Any) -> Any:
         if not steps:  # a request arrives while the first ones decode
-            engine._run_or_defer(lambda: None)
+            engine.run_between_steps(lambda: None)
         tokens, logprobs = ahead(requests, most, interrupted)
         steps.append(max(map(len, tokens)))
         return tokens, logprobs

@@ -263,7 +263,7 @@ class Hiding(Unclipped):
 
 
 BAD_LOSSES: list[tuple[dict[str, Any], str]] = [
-    ({"policy_loss": "pp"}, "actor.policy_loss is 'pp'; use ppo or package.module:Name; did you mean 'ppo'?"),
+    ({"policy_loss": "pp"}, "or package.module:Name; did you mean 'ppo'?"),
     ({"policy_loss_kwargs": {"bound": 2.0}}, "actor.policy_loss_kwargs are for a loss of your own"),
     ({"policy_loss": f"{HERE}:Odd"}, "metric_names is 'ratio'; use a tuple of names"),
     ({"policy_loss": f"{HERE}:Hiding"}, "every loss has a metric kl; rename yours"),

@@ -10,6 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from toolwise.config.agent import AgentConfig
 from toolwise.config.algorithm import AlgorithmConfig
+from toolwise.config.correction import CorrectionConfig
 from toolwise.config.loader import Section, apply_overrides, build_config, read_settings
 from toolwise.config.paths import resolve_paths
 from toolwise.config.rollout import RolloutConfig
@@ -220,8 +221,9 @@ class ActorConfig(Section):
     spike_factor: float = Field(default=20.0, ge=0.0)
     """Skip a step whose gradient norm exceeds max_grad_norm and this many times its running median; 0: never skip."""
     policy_loss: str = "ppo"
-    """Loss of each token: "ppo", with the clip ratios below, or one of your own as package.module:Name or
-    path/to/file.py:Name: docs/algorithms.md."""
+    """Loss of each token: "ppo", with the clip ratios below; a correction for stale tokens ("none", "tis", "decoupled",
+    "interpolated", "icepop", "sequence_mask", "dppo", "cispo", "gspo"): docs/async.md; or one of your own as
+    package.module:Name or path/to/file.py:Name: docs/algorithms.md."""
     policy_loss_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a loss of your own."""
     clip_ratio_low: PositiveFloat = 0.2
@@ -246,6 +248,7 @@ class ActorConfig(Section):
     of the two as a bounded importance weight."""
     importance_cap: PositiveFloat = 2.0
     """Upper bound of that importance weight."""
+    correction: CorrectionConfig = CorrectionConfig()
     micro_batch_tokens: PositiveInt | None = None
     """Tokens per forward and backward pass; affects speed and memory, never the result. Unset: 16,384, on a GPU up to
     65,536 if such a pass is estimated to take less than two fifths of its memory."""

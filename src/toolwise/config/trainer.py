@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -35,6 +35,14 @@ class ObserverSettings(Section):
 class TrainerConfig(ObserverSettings):
     total_steps: PositiveInt = 100
     """Number of training steps."""
+    mode: Literal["sync", "async"] = "sync"
+    """"sync": roll out, then update. "async": both at the same time, on two copies of the weights: docs/async.md."""
+    max_staleness: int = Field(default=1, ge=0)
+    """"async": how many published versions a token may be behind the learner when it is learned from. 0 gives the
+    results of "sync"."""
+    several_stale_updates: bool = False
+    """"async": allow several optimizer steps on a batch (actor.ppo_epochs, actor.mini_batches) whose tokens may be
+    stale, which compounds."""
     save_every: PositiveInt = 10
     """Steps between checkpoints."""
     async_checkpoints: bool = True
@@ -47,3 +55,8 @@ class TrainerConfig(ObserverSettings):
     validation within them (up to 5 % over) beats any that is not, and scores are compared at equal cost."""
     best_metric: str = "score"
     """Validation metric that decides: "correct", "lookup/score", …; "-cost": lower is better."""
+
+    @property
+    def allowed_staleness(self) -> int:
+        """`max_staleness` in the mode that has any."""
+        return self.max_staleness if self.mode == "async" else 0

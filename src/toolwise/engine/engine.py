@@ -27,6 +27,7 @@ from toolwise.engine.results import Decode, OutputProcessor
 from toolwise.engine.runner import Runner, batch_tokens
 from toolwise.engine.sampler import NaNLogitsError
 from toolwise.engine.scheduler import Plan, Scheduler
+from toolwise.engine.weight_swap import fingerprint
 from toolwise.errors import ContextFullError, ModelError, PolicyError
 from toolwise.models.decoder_layers import max_context
 from toolwise.models.logits import logits_head
@@ -78,7 +79,7 @@ class Engine(GenerationEngine):
         self.vocabulary = int(config.vocab_size)
         self.version = 0
         self._parameters = list(model.parameters())
-        self._weights = self._weights_fingerprint()
+        self._weights = fingerprint(self._parameters)
         self.batch_wait_s = 0.001
         fixed_rows = FIXED_ROWS if deterministic else None
         head = logits_head(model, fixed_rows)
@@ -103,7 +104,7 @@ class Engine(GenerationEngine):
             fixed_chunks=deterministic,
         )
         self.results = OutputProcessor(self.blocks, head, decode)
-        self.steps, self._step_s = 0, MAX_STREAM_DELAY_S
+        self.steps, self.busy_s, self._step_s = 0, 0.0, MAX_STREAM_DELAY_S
         self.most_blocks = 0
         """The most blocks that requests have held at a time."""
         self._pending_actions: deque[Callable[[], None]] = deque()
@@ -166,17 +167,21 @@ class Engine(GenerationEngine):
         hidden: Tensor = await self._submit(request, wait=wait)
         return hidden
 
-    def weights_changed(self, version: int, *, keep_cache: bool = False) -> None:
-        """Call after the parameters changed. `keep_cache` continues with keys and values computed by the old ones."""
+    def weights_changed(
+        self, version: int, *, keep_cache: bool = False, write: Callable[[], None] = lambda: None
+    ) -> None:
+        """Call after the parameters changed, or with `write`, which changes them between two steps: see
+        `replace_weights`. `keep_cache` continues with keys and values computed by the old ones."""
 
         def change() -> None:
+            write()
             self._parameters = list(self.model.parameters())
-            self.version, self._weights = version, self._weights_fingerprint()
+            self.version, self._weights = version, fingerprint(self._parameters)
             self.runner.refresh()
             if not keep_cache:
                 self._clear_cache()
 
-        self._run_or_defer(change)
+        self.run_between_steps(change)
 
     def drop_cache(self, *, blocks: int | None = None) -> bool:
         """Free the memory of the cache and its captured graphs, immediately if the engine is idle, and return whether
@@ -190,7 +195,7 @@ class Engine(GenerationEngine):
                 self.blocks.resize(blocks)
 
         held = bool(self.runner.keys) and not self._working
-        self._run_or_defer(drop)
+        self.run_between_steps(drop)
         return held
 
     def metrics(self) -> Metrics:
@@ -203,6 +208,7 @@ class Engine(GenerationEngine):
             "engine/blocks_in_use": float(self.blocks.in_use),
             "engine/blocks": float(self.blocks.count),
             "engine/steps": float(self.steps),
+            "engine/busy_s": self.busy_s,
         }
 
     # --- engine thread
@@ -291,12 +297,6 @@ class Engine(GenerationEngine):
             self.scheduler.preempt(request)
         self.blocks.clear()
 
-    def _weights_fingerprint(self) -> tuple[int, int]:
-        """The number of parameters and how often they were written to. Changes whenever a parameter is written or
-        added, so that an unannounced update is noticed."""
-        versions = [0 if p.is_inference() else p._version for p in self._parameters]
-        return len(versions), sum(versions)
-
     def _work(self, wait: bool) -> None:
         """Run until nothing is left to do; `wait` for more requests first."""
         if wait:
@@ -310,15 +310,17 @@ class Engine(GenerationEngine):
             deliver(finished)
             if not has_work:
                 return
+            started = time.perf_counter()
             try:
                 self.step()
             except BaseException as fault:  # also a Rust panic: otherwise the callers would wait forever
                 self._fail(fault)
+            self.busy_s += time.perf_counter() - started
 
     def _run_pending_actions(self) -> bool:
         """Run the actions queued between two steps; False when there is nothing left to do."""
         with self._lock:
-            if self._pending_actions and self._weights != (now := self._weights_fingerprint()):
+            if self._pending_actions and self._weights != (now := fingerprint(self._parameters)):
                 self._weights = now
                 self.runner.refresh()
                 self._clear_cache()
@@ -337,7 +339,7 @@ class Engine(GenerationEngine):
 
     # --- hand-over between threads
 
-    def _run_or_defer(self, action: Callable[[], None]) -> None:
+    def run_between_steps(self, action: Callable[[], None]) -> None:
         """Run the action now if the engine is idle, otherwise on its thread before the next step."""
         with self._lock:
             if self._working:
@@ -355,7 +357,7 @@ class Engine(GenerationEngine):
             return await request.future
         except asyncio.CancelledError:
             request.cancelled = True
-            self._run_or_defer(lambda: self.scheduler.finish(request))
+            self.run_between_steps(lambda: self.scheduler.finish(request))
             raise
 
     def _request(self, kind: Any, prompt_ids: Sequence[int], sampling: Sampling, *, new_tokens: int = 0) -> Request:

@@ -16,18 +16,19 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
 from toolwise.learner import distributed
 from toolwise.learner.batch import Batch, build_batch, with_zero_advantages
+from toolwise.learner.corrections import build_loss
 from toolwise.learner.critic import Critic
 from toolwise.learner.fingerprint import checksum
 from toolwise.learner.forward import TrunkForward, token_logprobs
 from toolwise.learner.kl import KlCoefficient, check_kl_loss, k3
 from toolwise.learner.lora import Adapters
 from toolwise.learner.loss_aggregation import token_weights
-from toolwise.learner.loss_terms import MetricSums, metric_names, policy_loss_terms
-from toolwise.learner.losses import GradientCheck, PpoClip
+from toolwise.learner.loss_terms import MetricSums, metric_names, policy_loss_terms, uses_old_logprobs
+from toolwise.learner.losses import GradientCheck
 from toolwise.learner.memory import MicroBatchLimit, checkpoint_activations
 from toolwise.learner.memory_estimate import default_pass_tokens
 from toolwise.learner.mini_batches import mini_batches
-from toolwise.learner.mismatch import Evidence, check_logprobs
+from toolwise.learner.mismatch import Evidence, check_logprobs, importance_metrics
 from toolwise.learner.optimizer import Optimizer
 from toolwise.learner.packing import Packed
 from toolwise.learner.reference import build_reference
@@ -63,16 +64,19 @@ class Actor:
         extra_parameters: Sequence[Tensor] = (),
         loss: PolicyLoss | None = None,
     ) -> None:
-        """`extra_parameters`: weights outside `model` that the actor's optimiser updates too. `loss`: PPO's if None."""
+        """`extra_parameters`: weights outside `model` that the actor's optimiser updates too. `loss`: that of the
+        configuration if None."""
         actor, algorithm = config.actor, config.algorithm
         if algorithm.kl == "loss":
             check_kl_loss(algorithm.kl_estimator)
         self.model = model
         self.config = config
         self.critic = critic
-        self.loss = loss or PpoClip(actor.clip_ratio_low, actor.clip_ratio_high, actor.dual_clip or None)
+        self.loss = loss or build_loss(actor, actor.policy_loss)
         self._gradient_check = GradientCheck(self.loss)
-        self.version = 0
+        self._recomputes = uses_old_logprobs(actor, self.loss) and not actor.one_step
+        """Whether `annotate` computes the old log-probs; a single step takes its own."""
+        self.version = self._at_version = 0
         self.adapters = Adapters(model, actor.lora, config.seed) if actor.lora.rank else None
         self.optimizer = Optimizer(
             [*model.parameters(), *extra_parameters],
@@ -84,7 +88,7 @@ class Actor:
         )
         self.kl = KlCoefficient(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
         required: dict[Annotation, bool] = {
-            "old_logprobs": actor.old_logprobs == "recompute" and not actor.one_step,
+            "old_logprobs": self._recomputes,
             "ref_logprobs": algorithm.kl != "none",
             "values": critic is not None,
         }
@@ -143,6 +147,7 @@ class Actor:
         batch = build_batch(credited, self.device)
         [tokens] = distributed.sum_over_ranks([float(len(batch.trainable_rows()))], self.device)
         at_version, version = self.version, self.version + 1
+        self._at_version = at_version
         if not tokens:
             self.version = version
             return {"actor/updates": 0.0}
@@ -178,6 +183,7 @@ class Actor:
         if not rows:
             return {}
         self._check(batch)
+        self._at_version = self.version
         try:
             logprobs = self._gradients(batch, rows).logprobs
             self._gradient_check.require(batch.advantages)
@@ -234,7 +240,9 @@ class Actor:
         trunk = TrunkForward(self.model)
         for packed, columns in batch.packed(rows, self.model, self.config.actor, max_tokens):
             new_logprobs, entropy = self._forward(self.model, trunk, packed)
-            terms = policy_loss_terms(self.config, self.loss, self.kl.value, batch, columns, new_logprobs, entropy)
+            terms = policy_loss_terms(
+                self.config, self.loss, self.kl.value, batch, columns, new_logprobs, entropy, self._at_version
+            )
             self._gradient_check.observe(terms.policy, new_logprobs)
             weight = weights[columns]
             (terms.total * weight).sum().backward()  # type: ignore[no-untyped-call]
@@ -270,8 +278,15 @@ class Actor:
         return self.memory.fit(compute, batch.lengths(chosen))
 
     def _check_mismatch(self, batch: Batch, rows: list[int], logprobs: Tensor, version: int) -> Metrics:
-        """Compare the rollout's log-probs with those the first optimiser step computed, before any weight moves."""
-        tokens = batch.predicted_tokens(rows)
+        """Compare the rollout's log-probs with those the first optimiser step computed, before any weight moves. Where
+        tokens may be stale, only those of the learner's own version must agree."""
+        tokens = all_tokens = batch.predicted_tokens(rows)
+        stale_metrics: Metrics = {}
+        if self.config.trainer.allowed_staleness:
+            stale_metrics = importance_metrics((logprobs - batch.rollout_logprobs)[all_tokens])
+            tokens = all_tokens[batch.version[all_tokens] == version]
+            fresh_rows = set(batch.row[tokens].tolist())
+            rows = [row for row in rows if row in fresh_rows]
         probe_rows = rows[:: max(1, len(rows) // MAX_PROBE_ROWS)]
         probe_tokens = batch.predicted_tokens(probe_rows)
 
@@ -288,14 +303,13 @@ class Actor:
             probe=probe,
         )
         try:
-            return check_logprobs(evidence, self.model.dtype, self.config.actor.mismatch_check)
+            return check_logprobs(evidence, self.model.dtype, self.config.actor.mismatch_check) | stale_metrics
         except ToolwiseError:
             self.optimizer.zero_grad()
             raise
 
     def _check(self, batch: Batch) -> None:
-        actor = self.config.actor
-        if actor.old_logprobs == "recompute" and batch.old_logprobs is None and not actor.one_step:
+        if self._recomputes and batch.old_logprobs is None:
             raise ToolwiseError("the rollouts have no old log-probs: call annotate() before computing advantages")
         if self.reference is not None and batch.ref_logprobs is None:
             raise ToolwiseError("the rollouts have no reference log-probs: call annotate() before computing advantages")

@@ -152,7 +152,7 @@ def build_batch(credited: Sequence[CreditedRollout], device: Any = "cpu") -> Bat
         rollout=to_tensor(rollout_of_token),
         first=to_tensor(starts, torch.bool),
         has_context=to_tensor(positions[sampled] > 0, torch.bool),
-        version=to_tensor(np.repeat([_version(step) for step in steps], counts) if steps else np.zeros(0)),
+        version=to_tensor(np.concatenate([token_versions(step) for step in steps]) if steps else np.zeros(0)),
         advantages=to_tensor(
             _concatenate_column("advantages", credited, [r.advantages for r in credited]), torch.float32
         ),
@@ -167,9 +167,12 @@ def build_batch(credited: Sequence[CreditedRollout], device: Any = "cpu") -> Bat
     )
 
 
-def _version(step: StepData) -> int:
-    version = step.tokens.policy_version
-    return -1 if version is None else version
+def token_versions(step: StepData) -> Any:
+    """Version of the weights that sampled each token of a step; −1 if unknown."""
+    tokens = step.tokens
+    if tokens.token_versions is not None:
+        return np.asarray(tokens.token_versions, dtype=np.int64)
+    return np.full(sampled_tokens(step), -1 if tokens.policy_version is None else tokens.policy_version, dtype=np.int64)
 
 
 def _rollout_logprobs(steps: Sequence[StepData]) -> Any:

@@ -23,7 +23,8 @@ def build_learner(
     loss: PolicyLoss | None = None,
 ) -> Actor:
     """Return the actor, with a critic and a reference if needed. `load_critic` loads the model at `critic.path`;
-    `extra_parameters` are weights outside `model` that the actor's optimiser updates too; `loss` replaces PPO's."""
+    `extra_parameters` are weights outside `model` that the actor's optimiser updates too; `loss` replaces that of
+    `actor.policy_loss`."""
     critic = None
     if "values" in estimator.needs:
         path = config.critic.path

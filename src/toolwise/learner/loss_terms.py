@@ -11,6 +11,7 @@ from torch import Tensor
 from toolwise.config.schema import ActorConfig, RunConfig
 from toolwise.learner import distributed
 from toolwise.learner.batch import Batch
+from toolwise.learner.correction import Correction, SampledWith
 from toolwise.learner.kl import kl_loss
 from toolwise.learner.losses import checked_policy_loss, importance_weights
 from toolwise.protocols import Metrics, PolicyLoss
@@ -34,16 +35,22 @@ def policy_loss_terms(
     columns: Tensor,
     logprobs: Tensor,
     entropy: Tensor,
+    version: int = 0,
 ) -> LossTerms:
-    """`columns` index the micro-batch's tokens in the batch; `logprobs` and `entropy` are the current model's."""
+    """`columns` index the micro-batch's tokens in the batch; `logprobs` and `entropy` are the current model's.
+    `version` is the learner's at the start of the update."""
     actor, algorithm = config.actor, config.algorithm
     rollout_logprobs = old = batch.rollout_logprobs[columns]
-    recompute = actor.old_logprobs == "recompute"
+    recompute, advantages, rows = uses_old_logprobs(actor, loss), batch.advantages[columns], batch.row[columns]
     if recompute:
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[columns]
-    policy, metrics = checked_policy_loss(loss, logprobs, old, batch.advantages[columns], batch.row[columns])
+    if isinstance(loss, Correction):
+        sampled = SampledWith(rollout_logprobs, batch.version[columns], version)
+        policy, metrics = loss.corrected(logprobs, old, advantages, rows, sampled)
+    else:
+        policy, metrics = checked_policy_loss(loss, logprobs, old, advantages, rows)
     metrics = {**metrics, "entropy": entropy.detach(), "kl": old - logprobs.detach()}
-    if recompute:
+    if recompute and not isinstance(loss, Correction):
         weight = importance_weights(old, rollout_logprobs, actor.importance_cap)
         policy, metrics["importance_weight"] = policy * weight, weight
     total = policy
@@ -54,9 +61,14 @@ def policy_loss_terms(
     return LossTerms(policy, total, metrics)
 
 
+def uses_old_logprobs(actor: ActorConfig, loss: PolicyLoss) -> bool:
+    """Whether the loss compares with the learner's log-probs at the start of the update, not with the rollout's."""
+    return loss.needs_old if isinstance(loss, Correction) else actor.old_logprobs == "recompute"
+
+
 def metric_names(actor: ActorConfig, loss: PolicyLoss) -> list[str]:
     """The names of `LossTerms.metrics`."""
-    recompute = actor.old_logprobs == "recompute"
+    recompute = actor.old_logprobs == "recompute" and not isinstance(loss, Correction)
     return ["entropy", *loss.metric_names, "kl", *(["importance_weight"] if recompute else [])]
 
 

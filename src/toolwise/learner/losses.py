@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from toolwise.errors import ToolwiseError
+from toolwise.learner.correction import Correction
 from toolwise.protocols import PolicyLoss
 from toolwise.untrusted.user_code import call_part, describe_at
 
@@ -139,7 +140,7 @@ class GradientCheck:
 
     def __init__(self, loss: PolicyLoss) -> None:
         self._where = _name(loss)
-        self._pending = type(loss) is not PpoClip
+        self._pending = type(loss) is not PpoClip and not isinstance(loss, Correction)
 
     def observe(self, losses: Tensor, logprobs: Tensor) -> None:
         if not self._pending:

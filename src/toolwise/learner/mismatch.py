@@ -69,6 +69,17 @@ def check_logprobs(evidence: Evidence, dtype: torch.dtype, reaction: Reaction) -
     return {"canary/logprob_gap_mean": mean, "canary/logprob_gap_max": largest}
 
 
+def importance_metrics(gaps: Tensor) -> dict[str, float]:
+    """Of the weights π/μ of tokens that older weights sampled: the effective sample size (Σw)² / (n·Σw²), 1 if all are
+    fresh, and the mean absolute log-ratio."""
+    weights = torch.exp(gaps.double().clamp(max=20.0))
+    square, squares, gap, count = distributed.sum_over_ranks(
+        [float(weights.sum()), float(weights.square().sum()), float(gaps.abs().sum()), float(len(gaps))], gaps.device
+    )
+    size = square * square / max(count * squares, 1e-300)
+    return {"staleness/ess": size, "staleness/logprob_gap": gap / max(count, 1.0)}
+
+
 def diagnose(evidence: Evidence) -> tuple[Cause, str]:
     """Return the likely cause of the gap and what to do about it."""
     gaps, versions = evidence.gaps, evidence.versions

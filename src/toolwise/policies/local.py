@@ -285,4 +285,6 @@ class LocalSession:
             "policy_version": result.policy_version,
             "alignment": alignment,
         }
+        if result.token_versions is not None:
+            logprobs["token_versions"] = result.token_versions
         return to_action(content, calls, reasoning_of(reply)), text, logprobs, None

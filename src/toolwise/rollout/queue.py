@@ -83,7 +83,25 @@ class RolloutQueue(Generic[T]):
     async def admit(self) -> Ticket:
         """Wait until a group started now will be fresh enough when it is trained on."""
         await self._until(lambda: self._can_admit)
-        ticket = Ticket(self._admitted, self.version)
+        return self._issue(self.version)
+
+    async def admit_many(self, count: int, *, last_version: int) -> list[Ticket]:
+        """Wait until `count` groups may start, all of them needed by the updates before `last_version`."""
+        await self._until(lambda: self._can_admit_many(count, last_version))
+        return [self._issue(self.version) for _ in range(count)]
+
+    def _can_admit_many(self, count: int, last_version: int) -> bool:
+        fresh = self._admitted - self._returned + count <= (self.version + 1 + self.max_staleness) * self.per_update
+        unfinished = self.in_progress + self.waiting + count
+        needed = (last_version - self.version - 1) * self.per_update + self._remaining
+        return fresh and unfinished <= min(self.capacity, needed)
+
+    def reissue(self, version: int) -> Ticket:
+        """Admit a group again that was in progress or waiting when the state was saved; `version` is its ticket's."""
+        return self._issue(version)
+
+    def _issue(self, version: int) -> Ticket:
+        ticket = Ticket(self._admitted, version)
         self._admitted += 1
         self._in_progress[ticket.number] = ticket
         return ticket

@@ -141,7 +141,8 @@ class LearnedRouter(InferenceRouter):
         step, self._step = self._step, None
         if step is None or step.given != [s.rollout.rollout_id for s in scored]:
             step = self._credit(scored)
-        self._pending = {}
+        finished = {s.rollout.group_id for s in scored}  # in asynchronous training others are under way
+        self._pending = {group: prompt for group, prompt in self._pending.items() if group not in finished}
         examples, metrics = self._examples(step)
         metrics |= self._report(step.pending, step.outcomes, lost=len(scored) - len(step.outcomes))
         metrics = self.model.learn(examples, self.multipliers) | metrics
@@ -163,7 +164,8 @@ class LearnedRouter(InferenceRouter):
 
     def _credit(self, scored: Sequence[ScoredRollout]) -> _StepCredit:
         """The advantages of a step's rollouts; updates the running means."""
-        groups = self._pending
+        finished = {s.rollout.group_id for s in scored}
+        groups = {group: prompt for group, prompt in self._pending.items() if group in finished}
         usable = [
             s for s in scored if s.rollout.group_id in groups and s.result.has_valid_score and s.rollout.trainable
         ]

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from toolwise.advantages import MonitoredEstimator, Rlvcr, build_estimator
 from toolwise.config.components import create, is_factory
+from toolwise.config.correction import CorrectionName
 from toolwise.config.imports import did_you_mean, load_reference
 from toolwise.config.loader import build_config
 from toolwise.config.router import BudgetConfig, RouterConfig
@@ -51,16 +52,27 @@ def load_estimator(config: RunConfig, given: EstimatorSpec | None = None) -> Adv
 
 
 def load_loss(config: RunConfig, given: LossSpec | None = None) -> PolicyLoss | None:
-    """The policy loss of a user; None for the built-in one."""
-    source = config.actor.policy_loss if given is None else given
-    if source == "ppo":
+    """The policy loss of a user, or a built-in one `given` by name; None for the one that the configuration names."""
+    source, built_in = config.actor.policy_loss if given is None else given, ("ppo", *get_args(CorrectionName))
+    if isinstance(source, str) and source in built_in:
         if config.actor.policy_loss_kwargs:
-            raise ConfigError("actor.policy_loss_kwargs are for a loss of your own; ppo has actor.clip_ratio_low, …")
-        return None
+            raise ConfigError(
+                f"actor.policy_loss_kwargs are for a loss of your own; {source} has actor.clip_ratio_low, … and "
+                "[actor.correction]"
+            )
+        return None if source == config.actor.policy_loss else _built_in_loss(config.actor, source)
     if isinstance(source, str) and ":" not in source:
-        raise ConfigError(f"{_LOSS} is {source!r}; use ppo or package.module:Name{did_you_mean(source, ['ppo'])}")
+        raise ConfigError(
+            f"{_LOSS} is {source!r}; use {', '.join(built_in)} or package.module:Name{did_you_mean(source, built_in)}"
+        )
     loss: PolicyLoss = _load(source, config.actor.policy_loss_kwargs, _LOSS, PolicyLoss, _check_loss)
     return loss
+
+
+def _built_in_loss(actor: ActorConfig, name: str) -> PolicyLoss:
+    from toolwise.learner.corrections import build_loss
+
+    return build_loss(actor, name)
 
 
 def _name(source: Any) -> str:

@@ -186,7 +186,13 @@ def with_router_credit(router: Router, scored: Sequence[ScoredRollout]) -> list[
 
 async def score(setup: RolloutSetup, rollouts: Sequence[Rollout], *, step: int = 0) -> list[ScoredRollout]:
     """Score all rollouts and align the rewards to steps; raises only if too many rewards failed."""
-    results = await setup.scoring.evaluate(rollouts, step=step)
+    return align_results(setup, rollouts, await setup.scoring.evaluate(rollouts, step=step))
+
+
+def align_results(
+    setup: RolloutSetup, rollouts: Sequence[Rollout], results: Sequence[EvaluateResult]
+) -> list[ScoredRollout]:
+    """Align rewards to steps; raises if too many of them failed."""
     faults = [(r, result.error) for r, result in zip(rollouts, results, strict=True) if result.error is not None]
     if len(faults) > setup.config.reward.max_error_rate * len(rollouts):
         rollout, fault = faults[0]

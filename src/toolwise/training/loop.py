@@ -37,17 +37,15 @@ class StepResult:
 
 async def train_step(run: Run, before_update: Callable[[], None] = lambda: None) -> StepResult:
     """`before_update` is called before any weight changes."""
-    started, counted = time.perf_counter(), _counters(run)
+    started, counted = time.perf_counter(), counters(run)
     with Watchdog() as watchdog:
         scored, usable, counts = await collect(run)
     rolled_out = time.perf_counter()
     thinking, thinking_metrics = await think(run, scored, usable)
     before_update()
     router_started = time.perf_counter()
-    scored = with_router_credit(run.router, scored)
+    scored, usable = with_credit_of_router(run, scored, usable)
     router_s = time.perf_counter() - router_started
-    by_id = {s.rollout.rollout_id: s for s in scored}
-    usable = [by_id[s.rollout.rollout_id] for s in usable]
     credited, actor_metrics, estimator_metrics = update_actor(run, usable, thinking)
     run.queue.advance()
     run.progress.step += 1  # before the router learns: if a user's fails, the updated weights count
@@ -56,19 +54,36 @@ async def train_step(run: Run, before_update: Callable[[], None] = lambda: None)
     run.policy.version = run.learner.version
     finished = time.perf_counter()
     router_s += finished - router_started
-    rollout_metrics = summarize(scored)
     times = {
         "time/rollout_s": rolled_out - started,
         "time/update_s": finished - rolled_out,
         "time/step_s": finished - started,
         "time/router_s": counts.pop("time/router_s") + router_s,
-        "time/tokens_per_s": rollout_metrics.get("tokens/sampled", 0.0) / max(rolled_out - started, 1e-9),
+        "time/blocks": float(watchdog.blocks),
+        "time/blocked_s": watchdog.blocked_s,
     }
-    counters = {name: count - counted.get(name, 0.0) for name, count in _counters(run).items()}
-    times |= {"time/blocks": float(watchdog.blocks), "time/blocked_s": watchdog.blocked_s}
-    own = actor_metrics | thinking_metrics | rollout_metrics | counts | counters | times
-    metrics = own | _distinct("estimator", estimator_metrics, own)
-    return StepResult(metrics | _distinct("router", router_metrics, metrics), scored, credited)
+    own = actor_metrics | thinking_metrics | counts | times | counters_since(run, counted)
+    return step_result(scored, credited, own, estimator_metrics, router_metrics)
+
+
+def with_credit_of_router(
+    run: Run, scored: Sequence[ScoredRollout], usable: Sequence[ScoredRollout]
+) -> tuple[list[ScoredRollout], list[ScoredRollout]]:
+    """Both with what the router knows about each rollout."""
+    known = with_router_credit(run.router, scored)
+    by_id = {s.rollout.rollout_id: s for s in known}
+    return known, [by_id[s.rollout.rollout_id] for s in usable]
+
+
+def step_result(
+    scored: list[ScoredRollout], credited: list[CreditedRollout], own: Metrics, estimator: Metrics, router: Metrics
+) -> StepResult:
+    """A step with its metrics: the loop's `own`, those of its rollouts, and what estimator and router report."""
+    rollouts = summarize(scored)
+    speed = rollouts.get("tokens/sampled", 0.0) / max(own["time/rollout_s"], 1e-9)
+    own = own | rollouts | {"time/tokens_per_s": speed}
+    metrics = own | _distinct("estimator", estimator, own)
+    return StepResult(metrics | _distinct("router", router, metrics), scored, credited)
 
 
 def _distinct(part: str, reported: Metrics, own: Metrics) -> Metrics:
@@ -84,7 +99,11 @@ def _warn_renamed(part: str, name: str) -> None:
     log.warning("the %s reports a metric %s, which the run has too: it is logged as %s/%s", part, name, part, name)
 
 
-def _counters(run: Run) -> Metrics:
+def counters_since(run: Run, before: Metrics) -> Metrics:
+    return {name: count - before.get(name, 0.0) for name, count in counters(run).items()}
+
+
+def counters(run: Run) -> Metrics:
     """Counts since the process started: of calls that did not stop when cancelled, and of the policy (computed and
     cached tokens, retries, transfers)."""
     gauges = {"policy/version", "engine/blocks", "engine/blocks_in_use"}
@@ -98,13 +117,12 @@ def _counters(run: Run) -> Metrics:
 async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], Metrics]:
     """Collect a step's rollouts; return all of them, those to train on, and counts of dropped groups with the
     seconds that the router took."""
-    algorithm, batch_size = run.config.algorithm, run.config.data.batch_size
+    batch_size, refills = run.config.data.batch_size, max_refills(run)
     scored: list[ScoredRollout] = []
     usable: list[ScoredRollout] = []
     shares: list[float] = []
     prompt_of: dict[str, str] = {}
     dropped, router_s = 0, 0.0
-    refills = algorithm.max_refills if algorithm.zero_std_groups == "refill" else 0
     for attempt in range(1 + refills):
         tasks, step = next(run.batches), run.progress.step
         router_started = time.perf_counter()
@@ -113,14 +131,7 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
         if attempt:
             run.queue.return_unused(len(tasks))
         batch = await score(run, await roll_out(run, decisions), step=step)
-        selected, share, n_dropped = select_groups(
-            batch,
-            keeps_equal=partial(keeps_equal, run),
-            mask_truncated=algorithm.mask_truncated,
-            min_group_size=run.estimator.min_group_size,
-            rewards=run.estimator.rewards,
-            compare_costs=algorithm.adv_estimator in COMPARE_COSTS and algorithm.zero_std_groups != "keep",
-        )
+        selected, share, n_dropped = select_usable(run, batch)
         scored += batch
         usable += selected
         shares.append(share)
@@ -133,17 +144,42 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
     return scored, usable, counts
 
 
+def max_refills(run: Run) -> int:
+    """How many further batches may replace groups without signal in a step."""
+    algorithm = run.config.algorithm
+    return algorithm.max_refills if algorithm.zero_std_groups == "refill" else 0
+
+
+def select_usable(run: Run, batch: Sequence[ScoredRollout]) -> tuple[list[ScoredRollout], float, int]:
+    """`select_groups` by the settings of the run."""
+    algorithm = run.config.algorithm
+    return select_groups(
+        batch,
+        keeps_equal=partial(keeps_equal, run),
+        mask_truncated=algorithm.mask_truncated,
+        min_group_size=run.estimator.min_group_size,
+        rewards=run.estimator.rewards,
+        compare_costs=algorithm.adv_estimator in COMPARE_COSTS and algorithm.zero_std_groups != "keep",
+    )
+
+
 def keeps_equal(run: Run, score: float) -> bool:
     """Whether to train on a group whose rewards all equal `score`: its rollouts may still differ in what they cost."""
     charged = run.thinking is not None and run.thinking.config.subtract_thinking_cost
     return run.config.algorithm.zero_std_groups == "keep" or charged or learns_from_equal(run.estimator, score)
 
 
-async def roll_out(run: Run, decisions: Sequence[RouteDecision]) -> list[Rollout]:
-    """Generate rollouts through the queue: per prompt with all its routes, in order of admission."""
+def indices_by_prompt(decisions: Sequence[RouteDecision]) -> dict[str, list[int]]:
+    """Prompt -> indices of its decisions, one per route."""
     prompts: dict[str, list[int]] = defaultdict(list)
     for index, decision in enumerate(decisions):
         prompts[decision.prompt_id or decision.group_id].append(index)
+    return prompts
+
+
+async def roll_out(run: Run, decisions: Sequence[RouteDecision]) -> list[Rollout]:
+    """Generate rollouts through the queue: per prompt with all its routes, in order of admission."""
+    prompts = indices_by_prompt(decisions)
     prompt_of = {index: prompt for prompt, indices in prompts.items() for index in indices}
 
     async def produce() -> None:

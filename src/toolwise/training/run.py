@@ -15,10 +15,11 @@ from toolwise.errors import ConfigError
 from toolwise.protocols import AdvantageEstimator, Learner, PolicyLoss, Stateful
 from toolwise.rollout.agents.agent_request import OutsideAgent
 from toolwise.rollout.call_format import ParserSpec
-from toolwise.rollout.queue import RolloutQueue
+from toolwise.rollout.queue import Order, RolloutQueue
 from toolwise.routing.inference_router import InferenceRouter
 from toolwise.routing.routers import RouterSpec
 from toolwise.thinking.stage import ThinkingStage
+from toolwise.training.async_check import check_async
 from toolwise.training.calibration import TaskSplit, split_tasks
 from toolwise.training.checkpoint import RngState, StateRegistry
 from toolwise.training.components import (
@@ -37,10 +38,12 @@ from toolwise.training.model_check import require_model
 from toolwise.training.rollout_setup import RolloutSetup, check_tasks, load_options, setup_rollouts, tools_and_scoring
 from toolwise.training.startup import announce
 from toolwise.training.tasks import attach_labels, load_split, without_held_out_tools
-from toolwise.types import Rollout, Task
+from toolwise.training.ticket_book import TicketBook
+from toolwise.types import Task
 
 if TYPE_CHECKING:
     from toolwise.training.cache_memory import CacheMemory
+    from toolwise.training.weight_copies import WeightCopies
 
 
 @dataclass(slots=True)
@@ -93,12 +96,17 @@ class Run(RolloutSetup):
     """The tasks that the router's budgets are calibrated on; not among the batches."""
     learner: Learner
     estimator: AdvantageEstimator
-    queue: RolloutQueue[list[Rollout]]
+    queue: RolloutQueue[Any]
+    """Of the rollouts of a prompt; in asynchronous training with their rewards."""
     progress: Progress = field(default_factory=Progress)
     thinking: ThinkingStage | None = None
     """Writes thoughts at the other levels; None unless `algorithm.rlvcr.enable` is set."""
     cache_memory: CacheMemory | None = None
     """Frees the engine's cache for updates that need its memory; None without a GPU."""
+    weights: WeightCopies | None = None
+    """The engine's weights and the learner's, in asynchronous training; None where they share them."""
+    tickets: TicketBook | None = None
+    """The groups under way in asynchronous training."""
 
     def startup_findings(self) -> list[Finding]:
         """Problems, known before the first step, that would keep the run from learning."""
@@ -122,7 +130,8 @@ class Run(RolloutSetup):
             "queue": self.queue,
             "randomness": RngState(),
         }
-        return parts if self.thinking is None else {**parts, "thinking": self.thinking}
+        optional: dict[str, Stateful | None] = {"thinking": self.thinking, "tickets": self.tickets}
+        return parts | {name: part for name, part in optional.items() if part is not None}
 
 
 def assemble(
@@ -175,13 +184,15 @@ def add_training(
 ) -> Run:
     """Add what training needs: learner, estimator, batches, queue, thinking stage, and a router that learns."""
     from toolwise.learner.builder import build_learner
+    from toolwise.training.async_setup import copy_weights
     from toolwise.training.cache_memory import build_cache_memory
 
     announce("building the learner")
     config, policy, head, router = setup.config, setup.policy, setup.head, setup.router
+    weights = copy_weights(config, policy)
     learner = build_learner(
         config,
-        policy.model,
+        policy.model if weights is None else weights.learner_model,
         estimator,
         load_critic=partial(_critic_model, config),
         extra_parameters=[*head.parameters()] if head is not None and config.router.optimizer == "actor" else [],
@@ -204,10 +215,19 @@ def add_training(
         calibration=split or TaskSplit(batches.tasks, ()),
         learner=learner,
         estimator=with_rlvcr(config, estimator),
-        queue=RolloutQueue(per_update=config.data.batch_size),
+        queue=_build_queue(config),
         thinking=build_thinking_stage(config, policy, router),
         cache_memory=build_cache_memory(policy.engine, learner, sized_by_user=config.rollout.cache_mb is not None),
+        weights=weights,
+        tickets=None if weights is None else TicketBook(config.trainer.max_staleness),
     )
+
+
+def _build_queue(config: RunConfig) -> RolloutQueue[Any]:
+    """Without staleness groups come in the order of their tasks, so that a step does not depend on timing."""
+    staleness = config.trainer.allowed_staleness
+    order: Order = "finished" if staleness else "admitted"
+    return RolloutQueue(per_update=config.data.batch_size, max_staleness=staleness, order=order)
 
 
 def _critic_model(config: RunConfig, path: str) -> Any:
@@ -219,6 +239,7 @@ def _critic_model(config: RunConfig, path: str) -> Any:
 def check_learnable(config: RunConfig, estimator: AdvantageEstimator | None = None) -> None:
     """Raise for settings under which nothing could be learned. `estimator` replaces the configured one."""
     check_thinking(config)
+    check_async(config)
     if config.rollout.n < (estimator or load_estimator(config)).min_group_size:
         raise ConfigError(
             f"rollout.n is {config.rollout.n}: {config.algorithm.adv_estimator} compares the rollouts of one task with "

@@ -269,6 +269,8 @@ def restore_run(run: Run, out: Path, saved: checkpoint.Checkpoint, changes: Sequ
         ranks = (checkpoint.ranking_key(metrics, best_metric) for metrics in validations)
         progress.best_rank = min((rank for rank in ranks if rank is not None), default=None)
     run.learner.load_weights(saved.path / "model")
+    if run.weights is not None:
+        run.weights.copy()
     run.policy.version = run.learner.version
     if progress.last is not None and progress.last_step is None:  # older checkpoints do not have the step
         lines = read_metrics(out / "metrics.jsonl")

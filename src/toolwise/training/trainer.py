@@ -19,6 +19,7 @@ from toolwise.errors import CheckpointError, FaultRateError, ToolwiseError
 from toolwise.protocols import Callback, Metrics
 from toolwise.rewards.printed_output import PrintLog
 from toolwise.training import checkpoint
+from toolwise.training.async_loop import AsyncLoop
 from toolwise.training.calibration import begin_calibration, budget_metrics, calibrate_run, calibration_summary
 from toolwise.training.changes import read_changes, resume_command
 from toolwise.training.diagnosis import Finding, FindingChanges, finding_to_json
@@ -68,6 +69,7 @@ class Training:
             self._lock.release()
             raise
         self._checkpoints = RunCheckpoints(run, out)
+        self._async = None if run.tickets is None else AsyncLoop(run)
         run.scoring.set_print_callback(PrintLog(out / "logs" / "reward.log"))
         trainer, title = run.config.trainer, run.config.name
         self.reporter = Reporter(
@@ -121,6 +123,8 @@ class Training:
                     self._error = fault
                     self._save_after_error()
         finally:
+            if self._async is not None:
+                await self._async.close()
             run.close()
             self.reporter.close()
 
@@ -137,7 +141,8 @@ class Training:
         while self._unfinished() and not (self._signal.received or self.reporter.stop_reason or self._error):
             progress.diagnosis.before_step(run.config, run.learner.weights_checksum)
             self._before_step = progress.step, run.learner.version, run.snapshot()
-            result = await train_step(run, self._checkpoints.wait_for_copy)
+            step_once = train_step if self._async is None else self._async.train_step
+            result = await step_once(run, self._checkpoints.wait_for_copy)
             self._before_step = None
             self._take_saved()
             self._record_step(result)

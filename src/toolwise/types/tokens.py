@@ -25,6 +25,7 @@ class TokenLogprobs(TypedDict):
     finish_reason: Literal["stop", "length", "tool_calls"]
     policy_version: int
     alignment: NotRequired[Alignment]
+    token_versions: NotRequired[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,12 +44,16 @@ class SampledTokens(Mapping[str, Any]):
     """False: the policy returned text without token ids, which can be evaluated but not trained on."""
     extra: Mapping[str, Any] | None = None
     """Other keys that the policy returned."""
+    token_versions: Sequence[int] | None = None
+    """Version of the weights per token, if they changed within the turn; `policy_version` is the oldest one."""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(
                 f"got {len(self.token_ids)} token_ids but {len(self.logprobs)} logprobs: every sampled token needs one"
             )
+        if self.token_versions is not None and len(self.token_versions) != len(self.token_ids):
+            raise ValueError(f"got {len(self.token_versions)} token_versions for {len(self.token_ids)} token_ids")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any] | SampledTokens) -> SampledTokens:
@@ -72,6 +77,7 @@ class SampledTokens(Mapping[str, Any]):
             _checked(values, "alignment", str),
             has_ids,
             None if values.keys() <= own_keys else {key: values[key] for key in values.keys() - own_keys},
+            array("q", versions) if has_ids and (versions := values.get("token_versions")) is not None else None,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,7 +100,7 @@ NO_TOKENS = SampledTokens((), (), (), has_ids=False)
 _SEQUENCES = {"token_ids": "i", "logprobs": "df", "prompt_ids": "i"}
 """Keys that hold a sequence, and the types of array that are kept; the first one packs anything else."""
 _LABELS = {"finish_reason", "policy_version", "alignment"}
-_ALL_KEYS = {*_SEQUENCES, *_LABELS}
+_ALL_KEYS = {*_SEQUENCES, *_LABELS, "token_versions"}
 
 
 def _pack(values: dict[str, Any], key: str) -> Sequence[Any]:

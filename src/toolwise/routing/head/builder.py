@@ -53,8 +53,8 @@ def build_inference_router(
     if router.every == "turn":
         if isinstance(cost, PricesCost) and cost.meters:
             raise ConfigError(
-                f'router.every is "turn", but router.prices has {cost.meters[0]}, which are counted per episode: remove '
-                'it, or set router.every = "prompt"'
+                f'router.every is "turn", but router.prices has {cost.meters[0]}, which are counted per episode: '
+                'remove it, or set router.every = "prompt"'
             )
         build = partial(TurnRouter, engine=turn_engine(config, policy))
     built: InferenceRouter = build(

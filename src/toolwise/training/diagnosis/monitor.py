@@ -8,6 +8,7 @@ from typing import Any
 
 from toolwise.config.schema import RunConfig
 from toolwise.protocols import AdvantageEstimator
+from toolwise.training.diagnosis.starvation import STARVED_STEPS, WAITS, explain_starvation
 from toolwise.training.diagnosis.symptoms import (
     FIRST_STEPS,
     SYMPTOMS,
@@ -55,6 +56,8 @@ class Diagnosis:
     """Number of groups in steps without an update, counted until the weights change."""
     dropped_steps: int = 0
     """Number of those steps."""
+    waits: list[list[float]] = field(default_factory=list)
+    """Shares of the last steps in which the learner and the engine waited, in asynchronous training."""
 
     def begin(self, findings: Sequence[Finding]) -> FindingChanges:
         """Add the startup findings; return all findings so far, including those from before a resume."""
@@ -105,8 +108,17 @@ class Diagnosis:
                     self.dropped_steps += 1
                 self.why = list(explain_unchanged(config, scored, metrics, self._dropped()))
                 findings.append(self._unchanged(step) if self.steps >= UNCHANGED_STEPS_LIMIT else None)
+        findings.append(self._starvation(metrics, config, step))
         changes.found.extend(finding for finding in findings if finding is not None and self._add(finding))
         return changes
+
+    def _starvation(self, metrics: Mapping[str, float], config: RunConfig, step: int) -> Finding | None:
+        """Whether learner or engine has waited for most of the last steps, in asynchronous training."""
+        self.waits = [*self.waits, [metrics.get(name, 0.0) for name in WAITS]][-STARVED_STEPS:]
+        if config.trainer.mode != "async" or len(self.waits) < STARVED_STEPS:
+            return None
+        learner, engine = (sum(shares) / STARVED_STEPS for shares in zip(*self.waits, strict=True))
+        return explain_starvation(learner, engine, config.trainer.max_staleness, step)
 
     def after_validation(self, step: int, scored: Sequence[ScoredRollout]) -> FindingChanges:
         return self._changes_from(prompt_too_long(scored, f"the validation at step {step}", step))

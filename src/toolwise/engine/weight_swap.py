@@ -1,0 +1,54 @@
+"""Gives a running engine new weights between two of its steps, while requests are in progress."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from toolwise.engine.engine import Engine
+
+
+async def replace_weights(engine: Engine, write: Callable[[], None], version: int) -> None:
+    """Run `write`, which changes the engine's parameters, between two steps; return when the next step will use them.
+
+    Requests in progress go on: the tokens they have stay as sampled, with their log-probs and versions, and their keys
+    and values are computed again, so that every later token is one of the new weights alone.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+    faults: list[Exception] = []
+
+    def guarded() -> None:
+        try:
+            write()
+        except Exception as fault:  # on the engine's thread, where nobody would see it
+            faults.append(fault)
+
+    def resolve() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    def report() -> None:
+        loop.call_soon_threadsafe(resolve)
+
+    engine.weights_changed(version, write=guarded)
+    engine.run_between_steps(report)
+    await done
+    if faults:
+        raise faults[0]
+
+
+def fingerprint(parameters: Sequence[Tensor]) -> tuple[int, int]:
+    """The number of parameters and how often they were written to. Changes whenever a parameter is written or added, so
+    that an unannounced update is noticed."""
+    versions = [0 if p.is_inference() else p._version for p in parameters]
+    return len(versions), sum(versions)
+
+
+def tokens_in_flight(engine: Engine) -> int:
+    """Tokens of the requests that have not finished, prompts included."""
+    return sum(len(request.tokens) for request in engine.scheduler.requests)

@@ -1,0 +1,48 @@
+"""Two copies of a model's weights: the learner updates one in place, the engine samples from the other, and each
+published version is copied from the first to the second."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from toolwise.engine import Engine
+from toolwise.engine.weight_swap import replace_weights
+from toolwise.models.merged_weights import merged_copy
+
+if TYPE_CHECKING:
+    from toolwise.policies.local import LocalPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCopies:
+    """The engine's model, `policy.model`, and the learner's."""
+
+    policy: LocalPolicy
+    learner_model: Any
+
+    @classmethod
+    def of(cls, policy: LocalPolicy) -> WeightCopies:
+        """Copy the policy's model for a learner; takes as much memory again as the weights."""
+        return cls(policy, copy.deepcopy(policy.model))
+
+    @property
+    def bytes(self) -> int:
+        """What the second copy takes."""
+        return sum(parameter.nbytes for parameter in self.policy.model.parameters())
+
+    async def publish(self, version: int) -> None:
+        """Give the engine the learner's weights as `version`, between two of its steps. No update may run meanwhile."""
+        engine = self.policy.engine
+        assert isinstance(engine, Engine)  # see async_check
+        await replace_weights(engine, self.copy, version)
+
+    def copy(self) -> None:
+        """Copy the learner's weights, with adapters merged in, to the policy's model."""
+        import torch
+
+        source = dict(merged_copy(self.learner_model).named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.policy.model.named_parameters():
+                parameter.copy_(source[name])

@@ -7,12 +7,16 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Any
 
 from toolwise.engine.cpu_forward import cpu_forward_problem
 from toolwise.engine.cuda_runner import fused_kernels_problem
 from toolwise.models.attention_layers import attention_layers, head_problem
 from toolwise.models.merged_weights import merged_copy
+
+log = logging.getLogger(__name__)
 
 FAST, GENERAL, TRANSFORMERS = "toolwise-fast", "toolwise-general", "transformers"
 
@@ -30,3 +34,8 @@ def engine_path(model: Any) -> tuple[str, str]:
     if problem is not None:
         return GENERAL, problem
     return FAST, "fused kernels compute its layers" if on_gpu else "the lean forward computes its layers"
+
+
+@cache
+def log_general_path(model: str, reason: str) -> None:
+    log.info("%s uses its stock forward over the paged cache, not the fast path: %s", model, reason)

@@ -10,7 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from toolwise.engine.blocks import Lease
+from toolwise.engine.blocks import BlockManager, Lease
+from toolwise.errors import ContextFullError
 from toolwise.protocols import Generation, Sampling
 
 LogitsMask = Callable[[Sequence[int]], Any]
@@ -118,6 +119,18 @@ class Request:
         )
 
 
+def check_length(tokens: int, new_tokens: int, max_context: int, blocks: BlockManager) -> None:
+    """Reject a prompt that cannot fit, before it can fail the whole batch."""
+    what = f"a prompt of {tokens} tokens and {new_tokens} new ones do not fit"
+    if tokens + new_tokens > max_context:
+        raise ContextFullError(f"{what} the model's {max_context}: shorten the prompt or lower rollout.max_new_tokens")
+    if blocks.needed(tokens + new_tokens) > blocks.count:
+        raise ContextFullError(
+            f"{what} the engine's cache of {blocks.count * blocks.size} tokens: give it more memory, or shorten the "
+            "prompt"
+        )
+
+
 def report_tokens(requests: Iterable[Request]) -> None:
     """Tell each request that streams its new tokens."""
     for request in requests:
@@ -129,11 +142,15 @@ def report_tokens(requests: Iterable[Request]) -> None:
 
 
 def deliver(finished: Iterable[Request]) -> None:
-    """Hand each event loop the results of its requests, in one call per loop."""
+    """Hand each event loop the results of its requests, in one call per loop; at once to the loop that runs here."""
+    here = asyncio._get_running_loop()
     by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = defaultdict(list)
     for request in finished:
         by_loop[request.loop].append(request)
     for loop, requests in by_loop.items():
+        if loop is here:
+            _resolve(requests)
+            continue
         try:
             loop.call_soon_threadsafe(_resolve, requests)
         except RuntimeError:  # the loop is closed, so no caller waits there

@@ -60,10 +60,19 @@ class Conditioning:
         self.wording = load_wording(self.router.wording or None, self.routes)
         own = self.routes.own
         self.families = {name: parse_family(family, any_name=own) for name, family in self.router.families.items()}
+        self._last_families: dict[int, tuple[Task, dict[str, str]]] = {}
+        """By the identity of the task, which is held so that it stays unique."""
 
     def families_of(self, task: Task) -> dict[str, str]:
-        labels = task.extra_info.get("tool_families")
-        return families_of_task(task, self.tools, self.families, labels, any_name=self.routes.own)
+        """The family of each tool of a task. Remembered: a step asks several times for each rollout."""
+        known, families = self._last_families.get(id(task), (None, {}))
+        if known is not task:
+            labels = task.extra_info.get("tool_families")
+            families = families_of_task(task, self.tools, self.families, labels, any_name=self.routes.own)
+            if len(self._last_families) >= PROMPT_BATCH_SIZE:
+                self._last_families.clear()
+            self._last_families[id(task)] = task, families
+        return families
 
     def applicable(self, task: Task) -> tuple[bool, ...] | None:
         """Which routes a task can take; None: all."""
@@ -132,9 +141,11 @@ class Conditioning:
         allowed = families if route is None else allowed_tools(route, families, hard=self.router.hard)
         return usage_of(rollout, families, allowed=allowed, source=source or self.router.usage)
 
-    def costs_of(self, cost: Cost, rollout: Rollout, source: UsageSource | None = None) -> dict[str, float]:
-        """What a rollout's calls cost, and its route, by unit."""
-        costs = cost(self.usage_of(rollout, source))
+    def costs_of(
+        self, cost: Cost, rollout: Rollout, source: UsageSource | None = None, *, usage: RouteUsage | None = None
+    ) -> dict[str, float]:
+        """What a rollout's calls cost, and its route, by unit. `usage`: what `usage_of` says, if it is known."""
+        costs = cost(self.usage_of(rollout, source) if usage is None else usage)
         for unit, price in (self.prices(rollout.route) if rollout.steps else {}).items():
             costs[unit] += price
         return costs
@@ -279,12 +290,7 @@ class InferenceRouter(Router):
 
     def annotate(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
         """The rollouts with what each used, for the records; a router that learns adds its rewards and advantages."""
-        return [replace(s, router=self._used(s.rollout)) for s in scored]
-
-    def _used(self, rollout: Rollout) -> RouterCredit:
-        usage = self.conditioning.usage_of(rollout)
-        calls = usage.calls
-        return RouterCredit(usage.used_any_tool, calls[Family.SEARCH] > 0, calls[Family.CALCULATE] > 0)
+        return [replace(s, router=credit_of(self.conditioning.usage_of(s.rollout))) for s in scored]
 
     def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
         """How far rollouts routed by this router exceed its budgets; None without budgets or rollouts. If it is
@@ -330,6 +336,12 @@ class InferenceRouter(Router):
         self.calibration = read_budget_calibration(metadata, self.budgets.limits)
         if self.calibration is None and self.budgets.limits and self.config.eval_mode == "budget":
             log.warning("%s", uncalibrated(KEY in metadata))
+
+
+def credit_of(usage: RouteUsage) -> RouterCredit:
+    """What a rollout used, for its record."""
+    calls = usage.calls
+    return RouterCredit(usage.used_any_tool, calls[Family.SEARCH] > 0, calls[Family.CALCULATE] > 0)
 
 
 def check_prices(routes: RouteSet, units: Sequence[str]) -> None:

@@ -15,8 +15,8 @@ from toolwise.config.schema import LoraConfig
 from toolwise.engine import Engine, engine_path
 from toolwise.engine.cpu_runner import CpuRunner
 from toolwise.engine.cuda_runner import CudaRunner
-from toolwise.engine.engine import _log_general_path
 from toolwise.engine.paged_attention import fits_attention_kernels
+from toolwise.engine.paths import log_general_path
 from toolwise.errors import ContextFullError
 from toolwise.learner.lora import Adapters
 from toolwise.protocols import Sampling
@@ -132,7 +132,7 @@ def test_a_longrope_is_run_up_to_its_original_length() -> None:
 
 
 def test_the_reason_for_the_general_path_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    _log_general_path.cache_clear()
+    log_general_path.cache_clear()
     caplog.set_level("INFO")
     for _ in range(2):
         counted(build("gpt2"))

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolwise.errors import ContextFullError
+
 TokenKey = tuple[int, ...]
 _NO_CHILDREN: dict[Any, Any] = {}
 """Shared by all leaves, of which there are many: never written to."""
@@ -332,3 +334,15 @@ class BlockManager:
 
 def _common_length(a: TokenKey, b: TokenKey) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def check_length(tokens: int, new_tokens: int, max_context: int, blocks: BlockManager) -> None:
+    """Reject a prompt that cannot fit, before it can fail the whole batch."""
+    what = f"a prompt of {tokens} tokens and {new_tokens} new ones do not fit"
+    if tokens + new_tokens > max_context:
+        raise ContextFullError(f"{what} the model's {max_context}: shorten the prompt or lower rollout.max_new_tokens")
+    if blocks.needed(tokens + new_tokens) > blocks.count:
+        raise ContextFullError(
+            f"{what} the engine's cache of {blocks.count * blocks.size} tokens: give it more memory, or shorten the "
+            "prompt"
+        )

@@ -21,9 +21,11 @@ from torch import Tensor
 from toolwise.engine import sampler
 from toolwise.engine.blocks import Lease
 from toolwise.engine.cpu_forward import AttentionFn, CpuForward, ropes_at, ropes_per_step
+from toolwise.engine.cpu_prefill import fits_prefill, read_tokens
 from toolwise.engine.paged_attention import Formula, attend_in_groups
 from toolwise.engine.request import Request
-from toolwise.engine.runner import Inputs, Runner
+from toolwise.engine.runner import Inputs, Runner, SplitChunks
+from toolwise.engine.scheduler import Plan
 from toolwise.models.decoder_layers import Decoder, UndescribedError, describe_decoder
 from toolwise.models.dense_attention import dense_attention
 
@@ -31,6 +33,8 @@ SPARE_TOKENS = 64
 """Spare room in a new window beyond the tokens held: moving to a larger one takes time."""
 MAX_WINDOW_BYTES = 2 << 30
 """Limit for all windows together; never more than a quarter of the free memory."""
+MAX_BRIEF_PRODUCTS = 1 << 27
+"""Tokens times parameters of what a caller's thread computes itself: a few milliseconds."""
 DecodedSteps = tuple[list[list[int]], list[list[float]]]
 """Tokens and log-probs per request."""
 
@@ -117,20 +121,57 @@ class CpuRunner(Runner):
 
     def __init__(self, model: Any, block_size: int, head: Callable[[Tensor], Tensor]) -> None:
         self.decoder: Decoder | None = None
+        self._forward: CpuForward | None = None
         super().__init__(model, block_size)
         self.head = head
         self._windows_by_width: dict[int, KVWindows] = {}
+        plain = all(layer.window is None and layer.softcap is None and not layer.sinks for layer in self.attention)
+        shapes = {(layer.key_heads, size) for layer in self.attention for size in (layer.key_size, layer.value_size)}
+        self._plain_shape = shapes.pop() if plain and len(shapes) == 1 else None
+        """Key heads and head size, if all layers have the same and attend to everything before."""
+        self._size: int = sum(parameter.numel() for parameter in self.trunk.parameters())
+        self._cache: Tensor | None = None
+        """Keys and values of all layers in one tensor, whose parts are `keys` and `values`, if the shape is plain."""
+
+    def allocate(self, blocks: int) -> None:
+        if self._plain_shape is None:
+            super().allocate(blocks)
+        else:
+            self._cache = self._zeros((2 * self.layers, blocks, self.block_size, *self._plain_shape))
+            self.keys, self.values = list(self._cache[: self.layers]), list(self._cache[self.layers :])
+
+    def copy(self, copies: dict[int, int]) -> None:
+        if self._cache is None:
+            super().copy(copies)
+        elif copies:
+            self._cache[:, list(copies)] = self._cache[:, list(copies.values())]
 
     def release(self) -> None:
         super().release()
-        self._windows_by_width = {}
+        self._windows_by_width, self._cache = {}, None
+
+    def begin(self) -> None:
+        self._forward = None
+
+    @property
+    def _parameters(self) -> CpuForward:
+        """The parameters as they were at the last change or pause."""
+        assert self.decoder is not None
+        if self._forward is None:
+            self._forward = CpuForward(self.decoder)
+        return self._forward
 
     def refresh(self) -> None:
         super().refresh()
+        self._forward = None
         try:
             self.decoder = describe_decoder(self.model, self.trunk)
         except UndescribedError:  # adapters may have replaced a part that must be plain
             self.decoder = None
+
+    def is_brief(self, tokens: int) -> bool:
+        """Whether reading so many tokens takes no longer than handing them to another thread does on a busy machine."""
+        return tokens * self._size <= MAX_BRIEF_PRODUCTS
 
     def supports(self, request: Request) -> bool:
         return self.decoder is not None and request.decodes_freely and request.sampled > 0
@@ -144,6 +185,21 @@ class CpuRunner(Runner):
             MAX_WINDOW_BYTES, free
         )
 
+    @torch.inference_mode()
+    def run(self, plan: Plan, chunks: SplitChunks) -> tuple[Tensor, dict[Request, list[int]]]:
+        pending = [(request, count) for request, count in plan.items() if count]
+        if len(pending) != 1 or self._cache is None or self.decoder is None:
+            return super().run(plan, chunks)
+        [(request, count)] = pending
+        start, end = request.held, request.held + count
+        if not fits_prefill(start, count):
+            return super().run(plan, chunks)
+        states = read_tokens(
+            self.decoder, self._parameters, self._cache, request.lease.table, request.tokens[:end], start, self.heads
+        )
+        first = max(start, request.first_output_position)
+        return states[first - start :], {request: list(range(end - first))} if first < end else {}
+
     def forward(self, inputs: Inputs) -> Tensor:
         """For a short prompt of a small model, the modules of the stock forward take longer than their computation."""
         decoder, context = self.decoder, inputs.context
@@ -155,7 +211,7 @@ class CpuRunner(Runner):
             cache = self.keys[layer], self.values[layer]
             return attend_in_groups(query, key, value, *cache, context, formula).flatten(1)
 
-        states = CpuForward(decoder).forward(inputs.ids[0], ropes_at(decoder, inputs.positions), attend)
+        states = self._parameters.forward(inputs.ids[0], ropes_at(decoder, inputs.positions), attend)
         return states[inputs.output_rows]
 
     @torch.inference_mode()
@@ -174,7 +230,7 @@ class CpuRunner(Runner):
         steps = min(steps, *(s.max_new_tokens - count for s, count in zip(samplings, sampled, strict=True)))
         assert self.decoder is not None
         ropes = ropes_per_step(self.decoder, np.concatenate([batch.held for batch in batches]), steps)
-        model = CpuForward(self.decoder)
+        model = self._parameters
         for step in range(steps):
             states = model.forward(torch.tensor(ids), ropes[step], self._attend(batches, step))
             positions = [count + step for count in sampled]

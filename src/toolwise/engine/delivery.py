@@ -25,11 +25,15 @@ def report_tokens(requests: Iterable[Request]) -> None:
 
 
 def deliver(finished: Iterable[Request]) -> None:
-    """Hand each event loop the results of its requests, in one call per loop."""
+    """Hand each event loop the results of its requests, in one call per loop; at once to the loop that runs here."""
+    here = asyncio._get_running_loop()
     by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = defaultdict(list)
     for request in finished:
         by_loop[request.loop].append(request)
     for loop, requests in by_loop.items():
+        if loop is here:
+            _resolve(requests)
+            continue
         try:
             loop.call_soon_threadsafe(_resolve, requests)
         except RuntimeError:  # the loop is closed, so no caller waits there

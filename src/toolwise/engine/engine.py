@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from toolwise.engine.blocks import BlockManager
+from toolwise.engine.blocks import BlockManager, check_length
 from toolwise.engine.cpu_runner import CpuRunner
 from toolwise.engine.cuda_runner import CudaRunner, supports_fused_kernels
 from toolwise.engine.delivery import deliver, report_tokens
@@ -28,7 +28,7 @@ from toolwise.engine.runner import Runner, batch_tokens
 from toolwise.engine.sampler import NaNLogitsError
 from toolwise.engine.scheduler import Plan, Scheduler
 from toolwise.engine.weight_swap import fingerprint
-from toolwise.errors import ContextFullError, ModelError, PolicyError
+from toolwise.errors import ModelError, PolicyError
 from toolwise.models.decoder_layers import max_context
 from toolwise.models.logits import logits_head
 from toolwise.models.merged_weights import merged_copy
@@ -160,8 +160,9 @@ class Engine(GenerationEngine):
         self, prompt_ids: Sequence[int], *, pool: Literal["last", "mean"] = "last", wait: bool = True
     ) -> Tensor:
         """The hidden state of a prompt, [d] in fp32. Generating from the same prompt later reuses the computation;
-        "mean" recomputes every token. With `wait=False` an idle engine starts at once: requests that arrive in the next
-        millisecond share its second pass instead of the first."""
+        "mean" recomputes every token. With `wait=False` an idle engine starts at once, on a CPU in the caller's thread
+        if prompt and model are small: requests that arrive in the next millisecond share its second pass instead of
+        the first."""
         request = self._request("read", prompt_ids, Sampling())
         request.mean = pool == "mean"
         hidden: Tensor = await self._submit(request, wait=wait)
@@ -297,17 +298,23 @@ class Engine(GenerationEngine):
             self.scheduler.preempt(request)
         self.blocks.clear()
 
-    def _work(self, wait: bool) -> None:
-        """Run until nothing is left to do; `wait` for more requests first."""
+    def _work(self, wait: bool, only: Request | None = None) -> None:
+        """Run until nothing is left to do, or until `only` is done, when the engine's thread takes over; `wait` for
+        more requests first."""
         if wait:
             self._wait_for_arrivals()
-        self._parameters = list(self.model.parameters())  # once: walking through the modules takes as long as a step
-        self.runner.begin()
+        if only is None:  # a brief request trusts the last look
+            # Once: walking through the modules takes as long as a step.
+            self._parameters = list(self.model.parameters())
+            self.runner.begin()
         while True:
             has_work = self._run_pending_actions()
             # Delivered only now, so that a caller with the last result finds the engine idle.
             finished, self._finished = self._finished, []
             deliver(finished)
+            if has_work and only is not None and (only in finished or only.cancelled):
+                self._thread.submit(self._work, False)
+                return
             if not has_work:
                 return
             started = time.perf_counter()
@@ -351,7 +358,10 @@ class Engine(GenerationEngine):
         with self._lock:
             self._pending_actions.append(lambda: None if request.cancelled else self.scheduler.add(request))
             start, self._working = not self._working, True
-        if start:
+        brief = not wait and isinstance(self.runner, CpuRunner) and self.runner.is_brief(len(request.tokens))
+        if start and brief:
+            self._work(False, only=request)
+        elif start:
             self._thread.submit(self._work, wait)
         try:
             return await request.future
@@ -373,17 +383,7 @@ class Engine(GenerationEngine):
             )
         if unchecked is ids:
             self._last_valid_prompt = ids.copy()
-        length = len(ids) + new_tokens
-        if length > self.max_context:
-            raise ContextFullError(
-                f"a prompt of {len(ids)} tokens and {new_tokens} new ones do not fit the model's {self.max_context}: "
-                "shorten the prompt or lower rollout.max_new_tokens"
-            )
-        if self.blocks.needed(length) > self.blocks.count:
-            raise ContextFullError(
-                f"a prompt of {len(ids)} tokens and {new_tokens} new ones do not fit the engine's cache of "
-                f"{self.blocks.count * self.blocks.size} tokens: give it more memory, or shorten the prompt"
-            )
+        check_length(len(ids), new_tokens, self.max_context, self.blocks)
         loop = asyncio.get_running_loop()
         return Request(kind, ids, len(ids), sampling, loop.create_future(), loop)
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from toolwise.config.router import RouterConfig
 from toolwise.envs.tool_env import tool_spec
-from toolwise.errors import ConfigError, ContextFullError
+from toolwise.errors import ContextFullError
 from toolwise.protocols import AgentPolicy, Metrics, Router
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.routing.budget import Budgets, delivered_metrics
@@ -39,7 +39,7 @@ from toolwise.routing.delivered_budget import DeliveredBudget
 from toolwise.routing.families import Family, families_of_task, offered_tools, parse_family
 from toolwise.routing.meters import CountThinking, read_meters
 from toolwise.routing.prompts import allowed_tools, condition, load_wording
-from toolwise.routing.routes import RouteSet, build_routes
+from toolwise.routing.routes import RouteSet, build_routes, check_prices
 from toolwise.routing.samples import RoutePrediction, RoutePredictor
 from toolwise.tools.base import BaseTool
 from toolwise.types import CountUsage, Rollout, RouteDecision, RouterCredit, ScoredRollout, StepData, Task
@@ -71,14 +71,23 @@ class Conditioning:
         self.budget_prompt = BudgetPrompt(self.router) if self.router.budget_prompt else None
         own = self.routes.own
         self.families = {name: parse_family(family, any_name=own) for name, family in self.router.families.items()}
+        self._last_families: dict[int, tuple[Task, dict[str, str]]] = {}
+        """By the identity of the task, which is held so that it stays unique."""
 
     @cached_property
     def cost(self) -> Cost:
         return build_cost(self.router, self.tools)
 
     def families_of(self, task: Task) -> dict[str, str]:
-        labels = task.extra_info.get("tool_families")
-        return families_of_task(task, self.tools, self.families, labels, any_name=self.routes.own)
+        """The family of each tool of a task. Remembered: a step asks several times for each rollout."""
+        known, families = self._last_families.get(id(task), (None, {}))
+        if known is not task:
+            labels = task.extra_info.get("tool_families")
+            families = families_of_task(task, self.tools, self.families, labels, any_name=self.routes.own)
+            if len(self._last_families) >= PROMPT_BATCH_SIZE:
+                self._last_families.clear()
+            self._last_families[id(task)] = task, families
+        return families
 
     def applicable(self, task: Task) -> tuple[bool, ...] | None:
         """Which routes a task can take; None: all."""
@@ -154,9 +163,11 @@ class Conditioning:
         allowed = families if route is None else allowed_tools(route, families, hard=self.router.hard)
         return usage_of(rollout, families, allowed=allowed, source=source or self.router.usage)
 
-    def costs_of(self, cost: Cost, rollout: Rollout, source: UsageSource | None = None) -> dict[str, float]:
-        """What a rollout's calls cost, and its route, by unit."""
-        usage = self.usage_of(rollout, source)
+    def costs_of(
+        self, cost: Cost, rollout: Rollout, source: UsageSource | None = None, *, usage: RouteUsage | None = None
+    ) -> dict[str, float]:
+        """What a rollout's calls cost, and its route, by unit. `usage`: what `usage_of` says, if it is known."""
+        usage = self.usage_of(rollout, source) if usage is None else usage
         if isinstance(cost, PricesCost) and cost.meters:
             usage = replace(usage, meters=read_meters(rollout, cost.meters, self.count_thinking))
         costs = cost(usage)
@@ -321,12 +332,7 @@ class InferenceRouter(Router):
 
     def annotate(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
         """The rollouts with what each used, for the records; a router that learns adds its rewards and advantages."""
-        return [replace(s, router=self._used(s.rollout)) for s in scored]
-
-    def _used(self, rollout: Rollout) -> RouterCredit:
-        usage = self.conditioning.usage_of(rollout)
-        calls = usage.calls
-        return RouterCredit(usage.used_any_tool, calls[Family.SEARCH] > 0, calls[Family.CALCULATE] > 0)
+        return [replace(s, router=credit_of(self.conditioning.usage_of(s.rollout))) for s in scored]
 
     def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
         """How far rollouts routed by this router exceed its budgets; None without budgets or rollouts. If it is
@@ -373,14 +379,10 @@ class InferenceRouter(Router):
         return read_budget_calibration(state, self.budgets.limits)
 
 
-def check_prices(routes: RouteSet, units: Sequence[str]) -> None:
-    """Raises unless every price of a route is in one of `units`."""
-    for route in routes:
-        for unit in route.price:
-            if unit not in units:
-                raise ConfigError(
-                    f"route {route.name!r} has a price in {unit!r}, but costs are in {', '.join(units)}: use these"
-                )
+def credit_of(usage: RouteUsage) -> RouterCredit:
+    """What a rollout used, for its record."""
+    calls = usage.calls
+    return RouterCredit(usage.used_any_tool, calls[Family.SEARCH] > 0, calls[Family.CALCULATE] > 0)
 
 
 def uncalibrated(other_budgets: bool) -> str:

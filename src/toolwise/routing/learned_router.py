@@ -18,8 +18,9 @@ from toolwise.errors import ToolwiseError
 from toolwise.protocols import Metrics
 from toolwise.routing.budget_bins import BINS_KEY
 from toolwise.routing.calibration import KEY
+from toolwise.routing.cost import RouteUsage
 from toolwise.routing.families import MIXED, Target
-from toolwise.routing.inference_router import InferenceRouter, PredictedPrompt
+from toolwise.routing.inference_router import InferenceRouter, PredictedPrompt, credit_of
 from toolwise.routing.route_advantages import (
     KindStandardizer,
     RouteOutcome,
@@ -124,23 +125,22 @@ class LearnedRouter(InferenceRouter):
 
     def annotate(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
         """With the router's reward and advantage for each rollout that it will learn from."""
-        used = super().annotate(scored)
         if not any(s.rollout.group_id in self._pending for s in scored):
-            return used
-        step = self._step = self._credit(scored)
+            return super().annotate(scored)
+        usages = self._usages(scored)
+        step = self._step = self._credit(scored, usages)
         learned = dict(zip(step.rollout_ids, zip(step.net_rewards, step.advantages, strict=True), strict=True))
         annotated = []
-        for s in used:
+        for s, usage in zip(scored, usages, strict=True):
             reward, advantage = learned.get(s.rollout.rollout_id, (None, None))
-            credit = None if s.router is None else replace(s.router, reward=reward, advantage=advantage)
-            annotated.append(replace(s, router=credit))
+            annotated.append(replace(s, router=replace(credit_of(usage), reward=reward, advantage=advantage)))
         return annotated
 
     def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
         """Learns from all finished rollouts, including groups of one, which the actor learns nothing from."""
         step, self._step = self._step, None
         if step is None or step.given != [s.rollout.rollout_id for s in scored]:
-            step = self._credit(scored)
+            step = self._credit(scored, self._usages(scored))
         finished = {s.rollout.group_id for s in scored}  # in asynchronous training others are under way
         self._pending = {group: prompt for group, prompt in self._pending.items() if group not in finished}
         examples, metrics = self._examples(step)
@@ -162,21 +162,26 @@ class LearnedRouter(InferenceRouter):
         self.budgets.step(means, solved)
         return {f"router/{unit}/window_mean": mean for unit, mean in zip(limits, means, strict=False)}
 
-    def _credit(self, scored: Sequence[ScoredRollout]) -> _StepCredit:
+    def _usages(self, scored: Sequence[ScoredRollout]) -> list[RouteUsage]:
+        return [self.conditioning.usage_of(s.rollout) for s in scored]
+
+    def _credit(self, scored: Sequence[ScoredRollout], usages: Sequence[RouteUsage]) -> _StepCredit:
         """The advantages of a step's rollouts; updates the running means."""
         finished = {s.rollout.group_id for s in scored}
         groups = {group: prompt for group, prompt in self._pending.items() if group in finished}
         usable = [
-            s for s in scored if s.rollout.group_id in groups and s.result.has_valid_score and s.rollout.trainable
+            (s, usage)
+            for s, usage in zip(scored, usages, strict=True)
+            if s.rollout.group_id in groups and s.result.has_valid_score and s.rollout.trainable
         ]
         outcomes = [
             RouteOutcome(
                 groups[s.rollout.group_id].prompt_id,
                 self.routes.index(s.rollout.route or ""),
                 s.score,
-                self.conditioning.costs_of(self.cost, s.rollout),
+                self.conditioning.costs_of(self.cost, s.rollout, usage=usage),
             )
-            for s in usable
+            for s, usage in usable
         ]
         pending = {prompt.prompt_id: prompt for prompt in groups.values()}
         probs = {c.prompt_id: pending[c.prompt_id].prediction.probs for c in outcomes}
@@ -190,7 +195,7 @@ class LearnedRouter(InferenceRouter):
         return _StepCredit(
             given=[s.rollout.rollout_id for s in scored],
             pending=pending,
-            rollout_ids=[s.rollout.rollout_id for s in usable],
+            rollout_ids=[s.rollout.rollout_id for s, _ in usable],
             outcomes=outcomes,
             standardized=standardized,
             lambdas=[self._lambdas(pending[c.prompt_id]) for c in outcomes],

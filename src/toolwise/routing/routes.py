@@ -205,3 +205,13 @@ def least_cost(routes: RouteSet, families_by_task: Sequence[Mapping[str, str]], 
     """The mean cost in `unit` if every task takes its cheapest route and calls no tool."""
     least = [min(r.price.get(unit, 0.0) for r in routes if r.applies(families)) for families in families_by_task]
     return sum(least) / len(least) if least else 0.0
+
+
+def check_prices(routes: RouteSet, units: Sequence[str]) -> None:
+    """Raises unless every price of a route is in one of `units`."""
+    for route in routes:
+        for unit in route.price:
+            if unit not in units:
+                raise ConfigError(
+                    f"route {route.name!r} has a price in {unit!r}, but costs are in {', '.join(units)}: use these"
+                )

@@ -13,9 +13,9 @@ from toolwise.rewards.combine import CompositeReward
 from toolwise.rewards.executor import EPISODE_REWARDS
 from toolwise.routing.cost import UNREADABLE, Cost, PricesCost, build_cost
 from toolwise.routing.families import Family, tool_descriptions
-from toolwise.routing.inference_router import Conditioning, check_prices
+from toolwise.routing.inference_router import Conditioning
 from toolwise.routing.meters import METERS, SECONDS_METER
-from toolwise.routing.routes import RouteSet, check_route_tools, least_cost
+from toolwise.routing.routes import RouteSet, check_prices, check_route_tools, least_cost
 from toolwise.tools.base import BaseTool
 from toolwise.training.diagnosis.symptoms import prompt_too_long
 from toolwise.types import ScoredRollout, Task

@@ -1,0 +1,49 @@
+"""Reads the prompt of one request on a CPU: with no other request beside it, nothing needs to be grouped or padded.
+
+For a small model, most of a short prompt's time goes into gathering keys and values layer by layer. Here those of all
+layers are gathered at once, the forward pass extends them in place, and the new tokens are stored at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from toolwise.engine.cpu_forward import CpuForward, ropes_at
+from toolwise.models.decoder_layers import Decoder
+
+MAX_NEW_TOKENS, MAX_TOKENS = 128, 1024
+"""Longer prompts are better read in chunks of similar length: here every new token has a mask over all tokens."""
+
+
+def fits_prefill(start: int, count: int) -> bool:
+    return count <= MAX_NEW_TOKENS and start + count <= MAX_TOKENS
+
+
+def read_tokens(
+    decoder: Decoder, model: CpuForward, cache: Tensor, table: list[int], tokens: list[int], start: int, heads: int
+) -> Tensor:
+    """Hidden states [new tokens, width] of `tokens[start:]`. `cache` has the keys of each layer, then the values:
+    [2 * layers, blocks, block size, key heads, head size]; `table` names the request's blocks."""
+    layers, size, key_heads, width = len(cache) // 2, *cache.shape[2:]
+    end, count, shared = len(tokens), len(tokens) - start, heads // key_heads
+    positions = np.arange(start, end)
+    blocks = np.array(table[: -(-end // size)])
+    window = cache.index_select(1, torch.from_numpy(blocks)).flatten(1, 2)
+    # Query heads that share a key head are laid out as additional queries.
+    mask = torch.full((count, end), -torch.inf).triu_(start + 1).repeat(shared, 1) if count > 1 else None
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        window[layer, start:end], window[layers + layer, start:end] = key, value
+        k, v = window[layer, :end].transpose(0, 1)[None], window[layers + layer, :end].transpose(0, 1)[None]
+        q = query.view(count, key_heads, shared, width).permute(1, 2, 0, 3).reshape(1, key_heads, -1, width)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return out.view(key_heads, shared, count, width).permute(2, 0, 1, 3).reshape(count, heads * width)
+
+    ropes = ropes_at(decoder, torch.from_numpy(positions)[None])
+    states = model.forward(torch.tensor(tokens[start:]), ropes, attend)
+    slots = torch.from_numpy(blocks[positions // size] * size + positions % size)
+    cache.flatten(1, 2).index_copy_(1, slots, window[:, start:end])
+    return states

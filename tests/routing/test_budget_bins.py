@@ -94,7 +94,17 @@ def test_feasibility_by_hand() -> None:
 
 def calibration(limit: float) -> BudgetCalibration:
     threshold = JointThreshold(((limit,),), ((0.0,),), (1.0,))
-    return BudgetCalibration(("cost",), (limit,), threshold, ((0.0,), (1.0,)), 10, 10, (limit,), (0.01,), 0.5)
+    return BudgetCalibration(
+        units=("cost",),
+        limits=(limit,),
+        threshold=threshold,
+        route_costs=((0.0,), (1.0,)),
+        rows=10,
+        rolled_out=10,
+        costs=(limit,),
+        standard_errors=(0.01,),
+        score=0.5,
+    )
 
 
 def test_lambdas_and_thresholds_are_stored() -> None:

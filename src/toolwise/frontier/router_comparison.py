@@ -101,12 +101,7 @@ def compute_frontier(
     """`routers` by name, the evaluated one first. `routes` are the outcome columns they choose from, the one without
     tools first; every other column becomes a fixed point. `served` are the probabilities [rows, routes] of routers
     that need no threshold, one table per budget."""
-    if not budgets or any(not np.isfinite(b) or b < 0 for b in budgets):
-        raise ConfigError(f"budgets are {list(budgets)}: give at least one, all finite and not negative")
-    for name, router_values in routers.items():
-        table = router_values.values  # −∞: the route does not apply to the row
-        if np.isnan(table).any() or np.isposinf(table).any() or not np.isfinite(table).any(axis=1).all():
-            raise ConfigError(f"{name} gives a value that is not finite: is its head damaged?")
+    _check_inputs(routers, budgets)
     kept = outcomes.complete_rows()
     complete = outcomes.select_rows(kept)
     weights = row_weights(len(complete.row_ids), replicates, seed)
@@ -160,6 +155,15 @@ def compute_frontier(
             for name, results in ({first: at_budgets[first]} | without_thresholds).items()
         },
     )
+
+
+def _check_inputs(routers: Mapping[str, RouteValues], budgets: Sequence[float]) -> None:
+    if not budgets or any(not np.isfinite(b) or b < 0 for b in budgets):
+        raise ConfigError(f"budgets are {list(budgets)}: give at least one, all finite and not negative")
+    for name, router_values in routers.items():
+        table = router_values.values  # −∞: the route does not apply to the row
+        if np.isnan(table).any() or np.isposinf(table).any() or not np.isfinite(table).any(axis=1).all():
+            raise ConfigError(f"{name} gives a value that is not finite: is its head damaged?")
 
 
 def _share_within(outcomes: OutcomeTable, mixture: Floats, budget: float) -> float:

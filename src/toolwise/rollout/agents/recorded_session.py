@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from toolwise.concurrency.limits import UNLIMITED, Gate
 from toolwise.errors import ContextFullError, ToolwiseError
 from toolwise.messages import Message, Prefix
 from toolwise.protocols import Generation, Sampling
@@ -72,6 +73,8 @@ class RecordedSession:
     max_calls: int = 64
     max_tokens: int | None = None
     """Sampled tokens of the whole session."""
+    model_gate: Gate = UNLIMITED
+    """Bounds the calls of all sessions that wait for the model at once."""
     session_id: str = field(default_factory=lambda: secrets.token_hex(8))
     api_key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     calls: list[RecordedCall] = field(default_factory=list)
@@ -201,7 +204,8 @@ class RecordedSession:
         assert task is not None
         self._working.add(task)
         try:
-            result = await self.policy.generate(prompt_ids, sampling)
+            async with self.model_gate:
+                result = await self.policy.generate(prompt_ids, sampling)
         except ContextFullError as full:
             reason = StopReason.MAX_TOKENS if self.calls else StopReason.PROMPT_TOO_LONG
             self.limit_reached = SessionLimitError(str(full), reason)

@@ -12,6 +12,10 @@ from tests.docs.pages import ROOT, Reader
 from toolwise.serve.gateway.wire_format import ChatCall
 
 pytestmark = pytest.mark.docs
+NOT_RUN = {
+    "make agents-env": "installs packages",
+    "python -m pytest -m long tests/end_to_end/test_own_agents.py": "the long tests run it",
+}
 
 
 @pytest.fixture
@@ -24,7 +28,7 @@ def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def test_every_snippet_runs(reader: Callable[..., Reader], importable: None) -> None:
-    page = reader("docs/own-agents.md")
+    page = reader("docs/own-agents.md", not_run=NOT_RUN)
     page.base["reward"] = {**page.base["reward"], "sandbox": {"trusted": ["toolwise.demo.reward"]}}
     page.read()
     faults = page.names["result"].summary["faults"]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from agent_sessions import DECISION, PreparedPolicy
 
+from toolwise.concurrency import deadlines
 from toolwise.config.agent import AgentConfig
 from toolwise.errors import PolicyError
 from toolwise.rollout.agents.agent_pool import AgentPool
@@ -122,7 +123,7 @@ def roll_out(folder: Path) -> Iterator[RollOut]:
             await asyncio.sleep(wait_s)
             return rollouts
 
-        return asyncio.run(work())
+        return deadlines.run(work())
 
     yield run
     for agent in agents:
@@ -194,7 +195,7 @@ def test_an_interrupted_run_leaves_no_process(folder: Path) -> None:
         await asyncio.wait({rolling})
         return pids
 
-    pids = asyncio.run(work())
+    pids = deadlines.run(work())
     agent.close()
     until = time.monotonic() + 5
     while any(map(is_running, pids)) and time.monotonic() < until:
@@ -219,12 +220,10 @@ def test_limits_and_faults_of_the_model_are_no_fault_of_the_agent(roll_out: Roll
 
 
 def test_a_call_after_the_end_is_refused_and_counted(roll_out: RollOut) -> None:
-    from toolwise.concurrency.deadlines import abandoned_counts
-
-    before = abandoned_counts().get("a call of an agent", 0)
+    before = deadlines.abandoned_counts().get("a call of an agent", 0)
     (rollout,) = roll_out("leaks", "a", "b", wait_s=0.6)
     assert len(rollout.steps) == 1
-    assert abandoned_counts()["a call of an agent"] == before + 1
+    assert deadlines.abandoned_counts()["a call of an agent"] == before + 1
 
 
 def test_a_command_runs_once_for_each_task(roll_out: RollOut, folder: Path) -> None:

@@ -228,7 +228,7 @@ def evaluate(
         setup = setup_evaluation(inputs.config, held_out, agent=build_outside_agent(inputs.config), **parts)
         stack.callback(setup.close)
         saved = Path(locate(str(model)))
-        if setup.config.multi_turn.enable and (tools is None or tools):
+        if setup.config.multi_turn.enable and setup.agent is None and (tools is None or tools):
             check_recorded_tools(saved, setup.scheduler.tools, MISSING_TOOLS_HINT)
         if setup.head is not None and not (saved / ROUTER_METADATA_FILE).is_file():
             log.warning("%s has no router (%s): routes are sampled from an untrained one", model, ROUTER_METADATA_FILE)

@@ -106,6 +106,16 @@ def test_agents_of_real_frameworks_learn(name: str, environment: str, tmp_path: 
 
 
 @pytest.mark.long
+def test_an_environment_of_verifiers_learns_from_tokens_that_it_rendered(tmp_path: Path) -> None:
+    if not (ENVIRONMENTS / "verifiers" / ".ready").exists():
+        pytest.skip("make agents-env")
+    result = train("verifiers_world", "verifiers", tmp_path / "run", reward={"function": "agent"})
+    summary = result.summary
+    assert summary["after"]["score"] - summary["before"]["score"] >= 0.2
+    assert summary["faults"]["env"] == summary["faults"]["infrastructure"] == 0
+
+
+@pytest.mark.long
 def test_an_agent_learns_with_step_level_credit(tmp_path: Path) -> None:
     summary = train("plain_http", "", tmp_path / "run", algorithm={"adv_estimator": "gigpo"}).summary
     assert summary["after"]["score"] - summary["before"]["score"] >= 0.2

@@ -71,6 +71,8 @@ def rollout(
         config, model = resolve_model(source, model or None, overrides or [], trust_code=trust_code)
     else:
         config = load_config(source / "config.toml" if source.is_dir() else source, overrides or [])
+    if config.agent.enabled:
+        raise ConfigError("toolwise rollout plays our own loop, not an agent of your own: use toolwise eval")
     if (file := data or config.data.val or config.data.train) is None:
         raise ConfigError("the configuration sets neither data.val nor data.train: add --data FILE")
     tasks = load_tasks(file)[:count]

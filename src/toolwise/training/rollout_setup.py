@@ -297,6 +297,7 @@ def build_agent_scheduler(config: RunConfig, policy: LocalPolicy, agent: Outside
         max_concurrent=min(rollout.max_concurrent, config.agent.max_concurrent),
         deadline_s=rollout.deadline_s,
         max_tokens=rollout.max_episode_tokens,
+        limits=Limits(model=Gate(rollout.max_concurrent_requests)),
         agent=agent,
         session_policy=policy,
         max_calls=config.agent.max_calls,

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from agent_sessions import DECISION, PreparedPolicy
 
+from toolwise.concurrency import deadlines
 from toolwise.config.agent import AgentConfig
 from toolwise.errors import PolicyError
 from toolwise.rollout.agents.agent_pool import AgentPool
@@ -82,6 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("agents")
     (folder / "mine.py").write_text(CODE)
     (folder / "sibling.py").write_text("HELP = 1")
+    (folder / "slow.py").write_text("import time\ntime.sleep(1.2)\nfrom mine import is_async as run")
     (folder / "once.py").write_text(
         textwrap.dedent(
             """
@@ -120,7 +123,7 @@ def roll_out(folder: Path) -> Iterator[RollOut]:
             await asyncio.sleep(wait_s)
             return rollouts
 
-        return asyncio.run(work())
+        return deadlines.run(work())
 
     yield run
     for agent in agents:
@@ -173,6 +176,34 @@ def test_an_agent_that_dies_is_replaced(roll_out: RollOut) -> None:
     assert rollouts[0].fault == "the agent's process exited with status 7"
 
 
+def test_loading_an_agent_does_not_count_towards_its_deadline(roll_out: RollOut, folder: Path) -> None:
+    (rollout,) = roll_out("", "a", deadline_s=1.1, agent={"run": f"{folder}/slow.py:run"})
+    assert rollout.stop_reason is StopReason.ANSWERED
+
+
+def test_an_interrupted_run_leaves_no_process(folder: Path) -> None:
+    agent = OutsideAgent(AgentPool(AgentConfig(run=f"{folder}/mine.py:hangs")), Gateway())
+    policy: Any = PreparedPolicy("a", "b")
+    scheduler = AgentScheduler(policy, {}, agent=agent, session_policy=policy)
+
+    async def work() -> list[int]:
+        rolling = asyncio.ensure_future(scheduler.roll_out([replace(DECISION, n=2)]))
+        while len(policy.asked) < 2:  # noqa: ASYNC110 (other processes have no event)
+            await asyncio.sleep(0.01)
+        pids = agent.pool.pids()
+        rolling.cancel()
+        await asyncio.wait({rolling})
+        return pids
+
+    pids = deadlines.run(work())
+    agent.close()
+    until = time.monotonic() + 5
+    while any(map(is_running, pids)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(pids) == 2
+    assert not any(map(is_running, pids))
+
+
 def test_an_agent_that_hangs_is_killed_at_its_deadline(roll_out: RollOut) -> None:
     (rollout,) = roll_out("hangs", "a", deadline_s=1.0)
     assert rollout.stop_reason is StopReason.DEADLINE
@@ -189,12 +220,10 @@ def test_limits_and_faults_of_the_model_are_no_fault_of_the_agent(roll_out: Roll
 
 
 def test_a_call_after_the_end_is_refused_and_counted(roll_out: RollOut) -> None:
-    from toolwise.concurrency.deadlines import abandoned_counts
-
-    before = abandoned_counts().get("a call of an agent", 0)
+    before = deadlines.abandoned_counts().get("a call of an agent", 0)
     (rollout,) = roll_out("leaks", "a", "b", wait_s=0.6)
     assert len(rollout.steps) == 1
-    assert abandoned_counts()["a call of an agent"] == before + 1
+    assert deadlines.abandoned_counts()["a call of an agent"] == before + 1
 
 
 def test_a_command_runs_once_for_each_task(roll_out: RollOut, folder: Path) -> None:

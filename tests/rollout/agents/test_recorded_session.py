@@ -16,7 +16,8 @@ from toolwise.learner.packing import micro_batches
 from toolwise.learner.rows import build_rows
 from toolwise.messages import Message
 from toolwise.rewards.executor import score_episodes
-from toolwise.rollout.agents.recorded_session import CallOptions, SessionEndedError, SessionLimitError
+from toolwise.rollout.agents.recorded_call import CallOptions
+from toolwise.rollout.agents.recorded_session import SessionEndedError, SessionLimitError
 from toolwise.types import (
     AnnotatedRollout,
     CreditedRollout,
@@ -171,14 +172,16 @@ async def test_closing_ends_calls_in_progress() -> None:
 
 @run_async
 async def test_tokens_in_and_out_are_recorded_too() -> None:
-    session = session_with("It is 4.", "Yes.")
+    session = session_with("It is 4.", "Yes.", "No.")
     chat = session.policy.chat
     prompt = chat.start(TASK.prompt)
     first = await session.generate(prompt, CallOptions())
     await session.generate([*prompt, *first.tokens.token_ids, *chat.encode("\n")], CallOptions(stop_token_ids=(5,)))
+    await session.generate(prompt[1:], CallOptions())
+    assert [call.tokens.alignment for call in session.calls] == ["first", "clean", "forked"]
     rollout = session.close(EvaluateResult(score=0.5, metrics={"format": 1.0}))
-    assert len(build_rows([credited(rollout)])) == 1
-    assert rollout.messages[-1].content == "Yes."
+    assert len(build_rows([credited(rollout)])) == 2
+    assert rollout.messages[-1].content == "No."
     assert rollout.result is not None
     assert rollout.result.metrics["format"].score == 1.0
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from agent_sessions import CALL, TASK, TOOLS, session_with
 
+from toolwise.concurrency import deadlines
 from toolwise.errors import PolicyError
 from toolwise.rollout.agents.recorded_session import RecordedSession
 from toolwise.serve.gateway.gateway_server import Gateway
@@ -32,7 +33,7 @@ def serve(session_replies: list[Any], talk: Talk, **options: Any) -> Gateway:
         gateway.end(session)
         gateway.close()
 
-    asyncio.run(work())
+    deadlines.run(work())
     return gateway
 
 
@@ -146,7 +147,7 @@ def test_a_key_opens_its_session_only_and_a_late_call_is_counted() -> None:
             await talk(client, session)
         gateway.close()
 
-    asyncio.run(work())
+    deadlines.run(work())
     assert gateway.sessions.late_calls == 1
 
 

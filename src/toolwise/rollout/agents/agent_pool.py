@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from toolwise.concurrency.deadlines import call_in_thread
+from toolwise.concurrency.deadlines import call_in_thread, exclude_queue_time
 from toolwise.config.agent import AgentConfig
 from toolwise.config.imports import GIVEN_IN_PYTHON, check_nameable
 from toolwise.errors import ConfigError
@@ -46,7 +46,8 @@ class AgentPool:
 
     async def run(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
         """The agent's result for `task`. Cancelling it kills the process."""
-        process = await self._take(base_url, api_key)
+        with exclude_queue_time():  # what loading takes is not the task's
+            process = await self._take(base_url, api_key)
         try:
             if self.config.command:
                 return await process.run_once(task)

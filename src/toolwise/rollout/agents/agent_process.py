@@ -181,7 +181,7 @@ class AgentProcess:
 
 def worker_command(python: str) -> list[str]:
     """The command that starts `agent_worker.py` in another environment; its argument is added."""
-    return [python, str(Path(agent_worker.__file__))]
+    return [python, "-u", str(Path(agent_worker.__file__))]
 
 
 def _start(command: list[str], environment: Mapping[str, str], *, worker: bool) -> ToolProcess:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from toolwise.concurrency.deadlines import run_with_deadline
+from toolwise.concurrency.deadlines import WorkClock, run_with_deadline
 from toolwise.errors import ToolwiseError
 from toolwise.rewards.results import read_result
 from toolwise.rollout.agents.agent_pool import AgentPool
@@ -70,7 +70,7 @@ class AgentRequest:
         ending: dict[str, Any] = {"stop_reason": StopReason.POLICY_FAULT, "fault": "the run was interrupted"}
         self.session.begin()
         try:
-            reward = _read_reward(await run_with_deadline(self.deadline_s, self._work(), late))
+            reward = _read_reward(await run_with_deadline(self.deadline_s, self._work(), late, WorkClock()))
             ending = self._normal_ending(reward)
         except Exception as fault:
             ending = {"stop_reason": StopReason.DEADLINE, "fault": str(late)} if fault is late else self._ending(fault)
@@ -149,6 +149,7 @@ class AgentScheduler(RolloutScheduler):
                     do_sample=do_sample,
                     max_calls=self.max_calls,
                     max_tokens=self.max_tokens,
+                    model_gate=self.limits.model,
                 ),
                 self.deadline_s,
             )

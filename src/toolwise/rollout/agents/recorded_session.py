@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from toolwise.concurrency.limits import UNLIMITED, Gate
 from toolwise.errors import ContextFullError, ToolwiseError
-from toolwise.messages import Message, Prefix, ToolCall
+from toolwise.messages import Message, Prefix
 from toolwise.protocols import Generation, Sampling
 from toolwise.rollout.agents.message_graph import GraphTurn, MessageGraph, Origin
+from toolwise.rollout.agents.recorded_call import (
+    CallOptions,
+    RecordedCall,
+    cut_at,
+    extends,
+    is_valid,
+    sampled_tokens,
+    to_step,
+)
 from toolwise.rollout.call_counts import CallCounts
 from toolwise.rollout.call_format import CallFormat
 from toolwise.rollout.chat_tokenizer import ChatTokenizer, Tools
-from toolwise.rollout.parsers import reasoning_of, to_action
+from toolwise.rollout.parsers import reasoning_of
 from toolwise.rollout.tokens import OnChange
-from toolwise.types import EvaluateResult, Rollout, RouteDecision, SampledTokens, StepData, StopReason
+from toolwise.types import EvaluateResult, Rollout, RouteDecision, StopReason
 from toolwise.types.tokens import Alignment
 from toolwise.untrusted.bounds import MAX_FAULT_CHARS, truncate_text
 
@@ -52,35 +61,6 @@ class SessionLimitError(ToolwiseError):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """What a client may choose for one call."""
-
-    max_new_tokens: int | None = None
-    """At most this many tokens, and at most those of the run."""
-    stop: tuple[str, ...] = ()
-    """The text ends before the first of these."""
-    stop_token_ids: tuple[int, ...] = ()
-    reads_calls: bool = True
-    """False: calls in the reply stay text."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedCall:
-    """One call of the model: what it saw, what it sampled, and what the client was told."""
-
-    history: Sequence[Message]
-    """What the model saw."""
-    reply: Message
-    text: str
-    tokens: SampledTokens
-    origin: Origin
-    valid: bool
-    """Whether all calls in the reply could be read and name a tool that was offered."""
-    public_ids: tuple[str, ...]
-    """The ids under which the client knows the calls in the reply: unlike those of a parser, unique."""
-
-
 @dataclass(slots=True)
 class RecordedSession:
     """A session. Calls may overlap; each is recorded when it is complete."""
@@ -93,6 +73,8 @@ class RecordedSession:
     max_calls: int = 64
     max_tokens: int | None = None
     """Sampled tokens of the whole session."""
+    model_gate: Gate = UNLIMITED
+    """Bounds the calls of all sessions that wait for the model at once."""
     session_id: str = field(default_factory=lambda: secrets.token_hex(8))
     api_key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     calls: list[RecordedCall] = field(default_factory=list)
@@ -121,7 +103,7 @@ class RecordedSession:
         turn = self._graph.prompt(messages, tools)
         try:
             result = await self._generate(turn.prompt_ids, sampling)
-            result = _cut_at(result, options.stop, self.policy.chat)
+            result = cut_at(result, options.stop, self.policy.chat)
             text = self._text(result, sampling, options.stop)
             reply = self._read(text, tools if options.reads_calls else None, cut=result.finish_reason == "length")
         except BaseException:
@@ -133,9 +115,9 @@ class RecordedSession:
             history,
             reply,
             text,
-            _sampled_tokens(result, turn.prompt_ids, alignment, bool(reply.tool_calls)),
+            sampled_tokens(result, turn.prompt_ids, alignment, bool(reply.tool_calls)),
             turn.origin,
-            _is_valid(reply, tools),
+            is_valid(reply, tools),
             tuple(f"call_{secrets.token_hex(6)}" for _ in reply.tool_calls or ()),
         )
         self.calls.append(call)
@@ -148,9 +130,9 @@ class RecordedSession:
         chat = self.policy.chat
         text = chat.decode(result.token_ids, sampling.stop_token_ids)
         seen = Message.unchecked("user", chat.decode(token_ids))
-        tokens = _sampled_tokens(result, token_ids, "first" if not self.calls else "clean", False)
-        reply = Message.unchecked("assistant", text)
-        call = RecordedCall([seen], reply, text, tokens, "first" if not self.calls else "continued", True, ())
+        origin, alignment = self._relate(token_ids)
+        tokens = sampled_tokens(result, token_ids, alignment, False)
+        call = RecordedCall([seen], Message.unchecked("assistant", text), text, tokens, origin, True, ())
         self.calls.append(call)
         return call
 
@@ -166,7 +148,8 @@ class RecordedSession:
         self.closed = True
         for task in self._working:
             task.cancel()
-        steps = tuple(self._step(index, call) for index, call in enumerate(self.calls))
+        last_index = len(self.calls) - 1
+        steps = tuple(to_step(i, call, is_last=i == last_index) for i, call in enumerate(self.calls))
         counts, decision = CallCounts(self.decision.count_usage, price=self.decision.price), self.decision
         for step in steps:
             counts.add(step.step_info)
@@ -221,7 +204,8 @@ class RecordedSession:
         assert task is not None
         self._working.add(task)
         try:
-            result = await self.policy.generate(prompt_ids, sampling)
+            async with self.model_gate:
+                result = await self.policy.generate(prompt_ids, sampling)
         except ContextFullError as full:
             reason = StopReason.MAX_TOKENS if self.calls else StopReason.PROMPT_TOO_LONG
             self.limit_reached = SessionLimitError(str(full), reason)
@@ -235,6 +219,13 @@ class RecordedSession:
             raise SessionEndedError("this session has ended")
         self.policy_fault = None
         return result
+
+    def _relate(self, token_ids: Sequence[int]) -> tuple[Origin, Alignment]:
+        """How tokens of the client's own continue those of earlier calls."""
+        if not self.calls:
+            return "first", "first"
+        continues = any(extends(token_ids, call.tokens) for call in self.calls)
+        return ("continued", "clean") if continues else ("unrelated", "forked")
 
     def _text(self, result: Generation, sampling: Sampling, stop: Sequence[str]) -> str:
         text = self.policy.chat.decode(result.token_ids, sampling.stop_token_ids)
@@ -253,77 +244,3 @@ class RecordedSession:
     def _add(self, turn: GraphTurn, result: Generation, reply: Message, sampling: Sampling) -> Alignment:
         ids = result.token_ids
         return self._graph.add(turn, ids, reply, closed=bool(ids) and ids[-1] in sampling.stop_token_ids)
-
-    def _step(self, index: int, call: RecordedCall) -> StepData:
-        calls = list(call.reply.tool_calls or ())
-        return StepData.unchecked(
-            system_step_index=index,
-            observation_data=call.history,
-            action_taken=to_action(call.reply.content or "", calls, call.reply.reasoning_content or ""),
-            raw_policy_output=call.text,
-            resulting_messages_history=[*call.history, call.reply],
-            policy_logprobs=call.tokens,
-            policy_value_estimate=None,
-            is_done=index == len(self.calls) - 1,
-            step_info={
-                "assistant_turn_index": index,
-                "origin": call.origin,
-                "is_action_valid": call.valid,
-                **_call_info(calls),
-            },
-            base_reward=None,
-            advantage=None,
-            return_to_go=None,
-        )
-
-
-def _sampled_tokens(
-    result: Generation, prompt_ids: Sequence[int], alignment: Alignment, has_calls: bool
-) -> SampledTokens:
-    return SampledTokens.from_dict(
-        {
-            "token_ids": result.token_ids,
-            "logprobs": result.logprobs,
-            "prompt_ids": prompt_ids,
-            "finish_reason": "tool_calls" if has_calls and result.finish_reason == "stop" else result.finish_reason,
-            "policy_version": result.policy_version,
-            "alignment": alignment,
-        }
-    )
-
-
-def _cut_at(result: Generation, stop: Sequence[str], chat: ChatTokenizer) -> Generation:
-    """`result` without the tokens after the first that completes one of `stop`: they might as well not have been
-    sampled, as no later token changes an earlier one."""
-    ids = list(result.token_ids)
-
-    def stops(count: int) -> bool:
-        text = chat.decode(ids[:count])
-        return any(word in text for word in stop)
-
-    if not stop or not stops(len(ids)):
-        return result
-    count = bisect_left(range(len(ids) + 1), True, key=stops)
-    versions = result.token_versions
-    return replace(
-        result,
-        token_ids=ids[:count],
-        logprobs=list(result.logprobs)[:count],
-        finish_reason="stop",
-        token_versions=None if versions is None else versions[:count],
-    )
-
-
-def _is_valid(reply: Message, tools: Tools) -> bool:
-    offered = {str(tool.get("function", {}).get("name")) for tool in tools or ()}
-    return all(isinstance(call.arguments, dict) and call.name in offered for call in reply.tool_calls or ())
-
-
-def _call_info(calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """The calls that the reply asks for, by tool, in the form in which environments report them."""
-    info: dict[str, Any] = {"calls": {}, "failed_calls": {}, "cost": 0.0}
-    for call in calls:
-        info["calls"][call.name] = info["calls"].get(call.name, 0) + 1
-        if not isinstance(call.arguments, dict):
-            info["failed_calls"]["bad_json"] = info["failed_calls"].get("bad_json", 0) + 1
-    return info

@@ -93,8 +93,10 @@ def build_session_app(sessions: SessionTable) -> Starlette:
     bodies = BodyReader(MAX_BODY_BYTES, limits.body_s)
 
     async def models(raw: bytes, session: RecordedSession) -> Response:
+        policy = session.policy
         card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "toolwise"}
-        return JSONResponse({"object": "list", "data": [card | {"max_model_len": session.policy.max_context}]})
+        more = {"max_model_len": policy.max_context, "root": policy.chat.name}  # as vLLM has them
+        return JSONResponse({"object": "list", "data": [card | more]})
 
     async def chat_completions(raw: bytes, session: RecordedSession) -> Response:
         call = read_chat_call(raw)

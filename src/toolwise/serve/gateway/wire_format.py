@@ -15,7 +15,7 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toolwise.messages import Message
-from toolwise.rollout.agents.recorded_session import CallOptions, RecordedCall
+from toolwise.rollout.agents.recorded_call import CallOptions, RecordedCall
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.serve.json_body import read_json
 from toolwise.serve.request import BadRequestError, ToolSpec

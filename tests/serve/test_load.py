@@ -61,6 +61,7 @@ def figures_of(port: int) -> dict[str, float]:
 def server() -> Iterator[tuple[int, int]]:
     """The command in a process of its own: its process and its port."""
     command = [sys.executable, "-m", "toolwise", "serve", "builtin:small", "--mode", "model", "--port", "0"]
+    command += ["--set", "rollout.cache_mb=256"]  # which is full after some thousand requests, and then does not grow
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None

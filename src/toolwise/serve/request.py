@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from toolwise.errors import ToolwiseError
 from toolwise.messages import Message
-from toolwise.serve.json_body import read_json
+from toolwise.serve.json_body import read_json as read_json
 
 INVALID_REQUEST = "invalid_request_error"
 MAX_CHOICES = 128

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolwise.policies.streaming import TextStream
+from toolwise.rollout.text_stream import TextStream
 
 
 def decode(ids: Sequence[int]) -> str:

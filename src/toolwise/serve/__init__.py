@@ -1,4 +1,4 @@
-"""An OpenAI-compatible HTTP server for a model."""
+"""An OpenAI-compatible HTTP server for a model, or for an agent that runs its own tools (`toolwise serve`)."""
 
 from toolwise.serve.app import ServerLimits, build_app
 from toolwise.serve.chat import ServedModel

@@ -90,6 +90,7 @@ class ServedAgent:
             "logprobs": request.logprobs,
             "stop_token_ids": bool(request.stop_token_ids),
             "return_token_ids": request.return_token_ids,
+            "ignore_eos": request.ignore_eos,
             "tool_choice": request.tool_choice not in (None, "auto"),
         } | {name: True for name in request.changed_options() if name not in ("top_p", "top_k")}
         for name, given in refused.items():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-__all__ = ["BadRequestError", "BodyReader", "RequestGuard", "Served", "ServerLimits", "build_app"]
+__all__ = ["LOOPBACK", "BadRequestError", "BodyReader", "RequestGuard", "Served", "ServerLimits", "build_app"]
 
 log = logging.getLogger("toolwise.serve")
 

@@ -224,7 +224,7 @@ class ServedModel:
                 max_new_tokens=self._max_new_tokens(request),
                 do_sample=do_sample,
                 seed=(seed + index * 0x9E37_79B9_7F4A_7C15) & 0x7FFF_FFFF_FFFF_FFFF,
-                stop_token_ids=(*self.chat.stop_ids, *(request.stop_token_ids or ())),
+                stop_token_ids=(*(() if request.ignore_eos else self.chat.stop_ids), *(request.stop_token_ids or ())),
             )
             for index in range(request.n)
         ]

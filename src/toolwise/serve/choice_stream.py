@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolwise.policies.streaming import TextStream
 from toolwise.rollout.parsers import reasoning_of
 from toolwise.rollout.parsers.json_calls import ParsedReply
 from toolwise.rollout.parsers.stream import CallStream, ContentPiece, StreamEvent
+from toolwise.rollout.text_stream import TextStream
 
 
 class StopFilter:

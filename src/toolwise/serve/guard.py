@@ -8,7 +8,7 @@ import hmac
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import ConfigError
@@ -67,7 +67,7 @@ class RequestGuard:
     refuse: Callable[[BadRequestError], App]
     hosts: frozenset[str]
     limits: ServerLimits
-    keys: ApiKeys
+    keys: ApiKeys = field(default_factory=ApiKeys)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         app = self.app

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from toolwise.errors import ToolwiseError
 from toolwise.messages import Message
-from toolwise.serve.json_body import read_json
+from toolwise.serve.json_body import read_json as read_json
 
 INVALID_REQUEST = "invalid_request_error"
 MAX_CHOICES = 128
@@ -167,6 +167,8 @@ class ChatRequest(BaseModel):
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]] | None = Field(
         default=None, max_length=MAX_STOP_IDS
     )
+    ignore_eos: bool = Field(default=False, strict=True)
+    """Sample `max_tokens` tokens, past the end of the turn: for benchmarks."""
     response_format: Annotated[Any, BeforeValidator(_read_response_format)] = None
     """A JSON schema; None: text."""
     logprobs: bool = Field(default=False, strict=True)
@@ -189,6 +191,8 @@ class ChatRequest(BaseModel):
             raise ValueError("tool_choice: required needs tools")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.name not in names:
             raise ValueError(f"tool_choice: there is no tool {self.tool_choice.name!r:.80} in tools")
+        if self.ignore_eos and (self.response_format is not None or self.tools):
+            raise ValueError("ignore_eos: needs a reply of text, without tools and response_format")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs: true")
         return self

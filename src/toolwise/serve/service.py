@@ -20,6 +20,7 @@ from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.serve.admission import Admission
 from toolwise.serve.app import Served, build_app
 from toolwise.serve.chat import ServedModel
+from toolwise.serve.guard import ApiKeys
 from toolwise.serve.limits import ServerLimits
 from toolwise.serve.prometheus import ServerMetrics
 from toolwise.serve.request import ChatRequest
@@ -59,6 +60,9 @@ class ServiceConfig:
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
+        if self.mode == "model" and (self.budget is not None or self.max_cost is not None):
+            raise ConfigError("--budget and --max-cost need --mode agent: in mode model the client runs the tools")
+        ApiKeys(self.keys)  # raises if one is too weak
         if not self.keys and not is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host} can be reached from other machines: give a key with --api-key-env NAME, or use "
@@ -98,8 +102,6 @@ class _Loader:
         config, agent = self.config, self.load(self.tools)
         agent.policy.version = version
         if config.mode == "model":
-            if config.budget is not None or config.max_cost is not None:
-                raise ConfigError("a budget needs --mode agent: in mode model the client runs the tools")
             return ServedModel.of(agent.policy, config.name, max_new_tokens=config.max_new_tokens)
         from toolwise.serve.agent_chat import ServedAgent
 

@@ -35,12 +35,16 @@ BOTH = [
     {"name": "calculate", "tools": ["calculator"]},
     {"name": "both", "tools": ["search", "calculator"]},
 ]
-TRAIN, CALIBRATION, FRESH = 2400, 256, 600
+EASY = 0.7
+"""Share of two-step questions whose sum the model may know."""
+TRAIN, CALIBRATION, FRESH = 1200, 128, 400
 
 
 def rows(split: str, seed: int, count: int) -> list[dict[str, Any]]:
     rng = Random(f"turn routing/{split}/{seed}")
-    return [make_task(rng, index, "train" if split == "train" else "heldout") for index in range(count)]
+    return [
+        make_task(rng, index, "train" if split == "train" else "heldout", easy_share=EASY) for index in range(count)
+    ]
 
 
 def settings(arm: str, seed: int, out: Path, steps: int) -> dict[str, Any]:
@@ -55,18 +59,18 @@ def settings(arm: str, seed: int, out: Path, steps: int) -> dict[str, Any]:
         "entropy_final": 0.02,
         "budgets": [{"limit": BUDGET, "rate": 0.1, "proportional": 0.5}],
         "calibration": CALIBRATION / TRAIN,
-        # 1,024 rollouts at most for each arm with four routes or eight passes.
+        # At most 512 rollouts for four routes, 384 for three, and 512 in passes over 64 tasks.
         "calibration_rollouts": CALIBRATION,
     }
     if arm == "turn":
-        router |= {"every": "turn", "turn_mask": "decode", "calibration_passes": 8, "calibration_rollouts": 128}
+        router |= {"every": "turn", "turn_mask": "decode", "calibration_passes": 8, "calibration_rollouts": 64}
     if arm == "prompt-both":
         router["routes"] = BOTH
     return {
         "name": f"{arm}-{seed}",
         "seed": seed,
         "model": {"path": str(out / "actor")},
-        "data": {"batch_size": 16},
+        "data": {"batch_size": 12},
         "tools": TOOLS,
         "rollout": {"n": 8, "max_new_tokens": 48},
         "multi_turn": {"max_turns": 6},
@@ -76,7 +80,8 @@ def settings(arm: str, seed: int, out: Path, steps: int) -> dict[str, Any]:
             "sandbox": {"trusted": ["toolwise.demo.reward"]},
         },
         "router": router,
-        "trainer": {"total_steps": steps, "save_every": steps},
+        "validation": {"before": False},
+        "trainer": {"total_steps": steps, "save_every": steps, "console": False},
     }
 
 
@@ -88,7 +93,7 @@ def train(arm: str, seed: int, out: Path, steps: int) -> Path:
         toolwise.train(
             settings(arm, seed, out, steps),
             tasks=rows("train", seed, TRAIN),
-            val=rows("validation", seed, 16),
+            val=rows("validation", seed, 8),
             out=run,
         )
     return run
@@ -152,7 +157,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs, with the actor")
     parser.add_argument("--seeds", type=int, nargs="+", required=True, help="seeds")
     parser.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS, help="which arms to run")
-    parser.add_argument("--steps", type=int, default=40, help="training steps")
+    parser.add_argument("--steps", type=int, default=25, help="training steps")
     parser.add_argument("--report", action="store_true", help="only print the table")
     args = parser.parse_args()
     if args.report:

@@ -4,9 +4,9 @@
     python scripts/turn_routing.py --out runs/turns --seeds 0 1 2 3 4
     python scripts/turn_routing.py --out runs/turns --seeds 0 1 2 3 4 --report
 
-Arms: `turn` has the three default routes at every turn; `prompt` has them once per prompt; `prompt-both` has a fourth
-route with the tools of both families. Each arm and seed trains a head on the frozen actor, is calibrated to the same
-budget, and answers the same fresh questions as `toolwise run` would. What is done is not repeated.
+Arms: `prompt` has the three default routes, once per prompt; `prompt-both` a fourth one, with the tools of both
+families; `turn` the same four, at every turn. Each arm and seed trains a head on the frozen actor, is calibrated to the
+same budget, and answers the same fresh questions as `toolwise run` would. What is done is not repeated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BOTH = [
 ]
 EASY = 0.7
 """Share of two-step questions whose sum the model may know."""
-TRAIN, CALIBRATION, FRESH = 1200, 128, 400
+TRAIN, CALIBRATION, FRESH = 1200, 128, 300
 
 
 def rows(split: str, seed: int, count: int) -> list[dict[str, Any]]:
@@ -53,18 +53,19 @@ def settings(arm: str, seed: int, out: Path, steps: int) -> dict[str, Any]:
         "train_actor": False,
         "cost": "calls",
         "wording": "silent",
-        "lr": 3e-3,
+        "lr": 6e-3,
         "epochs": 4,
-        "entropy_coef": 0.1,
-        "entropy_final": 0.02,
-        "budgets": [{"limit": BUDGET, "rate": 0.1, "proportional": 0.5}],
+        "entropy_coef": 0.05,
+        "entropy_final": 0.01,
+        # λ stays: in so few steps it would only oscillate. The calibration delivers the budget.
+        "budgets": [{"limit": BUDGET, "initial": 0.3, "rate": 0.0, "proportional": 0.0}],
         "calibration": CALIBRATION / TRAIN,
-        # At most 512 rollouts for four routes, 384 for three, and 512 in passes over 64 tasks.
+        # 512 rollouts for four routes, 384 for three, and at most 384 in passes over 64 tasks.
         "calibration_rollouts": CALIBRATION,
     }
     if arm == "turn":
-        router |= {"every": "turn", "turn_mask": "decode", "calibration_passes": 8, "calibration_rollouts": 64}
-    if arm == "prompt-both":
+        router |= {"every": "turn", "turn_mask": "decode", "calibration_passes": 6, "calibration_rollouts": 64}
+    if arm != "prompt":
         router["routes"] = BOTH
     return {
         "name": f"{arm}-{seed}",
@@ -157,7 +158,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs, with the actor")
     parser.add_argument("--seeds", type=int, nargs="+", required=True, help="seeds")
     parser.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS, help="which arms to run")
-    parser.add_argument("--steps", type=int, default=25, help="training steps")
+    parser.add_argument("--steps", type=int, default=20, help="training steps")
     parser.add_argument("--report", action="store_true", help="only print the table")
     args = parser.parse_args()
     if args.report:

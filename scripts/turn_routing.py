@@ -128,9 +128,9 @@ def interval(values: Sequence[float]) -> str:
     return f"{fmean(values):.3f} ± {half:.3f}"
 
 
-def report(out: Path, seeds: Sequence[int]) -> None:
+def report(out: Path, seeds: Sequence[int], arms: Sequence[str]) -> None:
     figures: dict[str, dict[str, list[float]]] = {}
-    for arm in ARMS:
+    for arm in arms:
         figures[arm] = {name: [] for name in ("score", "cost", "two-step", "two-step cost", "others")}
         for seed in seeds:
             measured = json.loads((out / f"{arm}-{seed}" / "fresh.json").read_text())
@@ -142,15 +142,15 @@ def report(out: Path, seeds: Sequence[int]) -> None:
             figures[arm]["two-step cost"].append(fmean(row["cost"] for row in two_step))
             figures[arm]["others"].append(fmean(row["score"] for row in others))
     print("| arm | cost | score | two-step score | two-step cost | other questions |\n|---|---|---|---|---|---|")
-    for arm in ARMS:
+    for arm in arms:
         cells = (interval(figures[arm][name]) for name in ("cost", "score", "two-step", "two-step cost", "others"))
         print(f"| `{arm}` | {' | '.join(cells)} |")
-    for arm in ARMS[1:]:
+    for arm in arms[1:]:
         gains = [
-            interval([a - b for a, b in zip(figures["turn"][name], figures[arm][name], strict=True)])
+            interval([a - b for a, b in zip(figures[arms[0]][name], figures[arm][name], strict=True)])
             for name in ("score", "two-step", "cost")
         ]
-        print(f"turn − {arm}: score {gains[0]}, two-step {gains[1]}, cost {gains[2]}")
+        print(f"{arms[0]} − {arm}: score {gains[0]}, two-step {gains[1]}, cost {gains[2]}")
 
 
 def main() -> None:
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only print the table")
     args = parser.parse_args()
     if args.report:
-        report(args.out, args.seeds)
+        report(args.out, args.seeds, args.arms)
         return
     for seed in args.seeds:
         for arm in args.arms:

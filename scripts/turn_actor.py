@@ -6,8 +6,8 @@ It makes the next useful call whenever it can, whether it needs the result or no
 answers: with the truth if it knows it (a memorised fact or sum, or a result that it has read), with a guess otherwise.
 After a refused call it goes on as before. So when to stop is left to the router.
 
-Its two-step questions ask for a fact plus a small number. Half of the facts are small numbers too: then the model knows
-the sum. Which half it is, only the lookup tells.
+Its two-step questions ask for a fact plus a small number. Some facts are small numbers too: then the model may know the
+sum, having seen it often. Only the lookup tells.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from toolwise.tools.builtin.calculator import CalculatorTool
 from toolwise.tools.builtin.search.tool import SearchTool
 
 KINDS = {"known": 0.2, "lookup": 0.2, "arithmetic": 0.2, "two_step": 0.4}
-OFFERS: dict[str, list[tuple[list[str], float]]] = {
-    "first": [(["calculator", "search"], 0.64), (["search"], 0.14), (["calculator"], 0.12), ([], 0.1)],
-    "second": [(["calculator", "search"], 0.5), (["search"], 0.4), (["calculator"], 0.05), ([], 0.05)],
-}
-"""Tools on offer, and how often. The second part of the SFT has more conversations that end after a lookup, so that the
-model knows the small sums there too."""
+OFFERS: list[tuple[list[str], float]] = [
+    (["calculator", "search"], 0.64),
+    (["search"], 0.14),
+    (["calculator"], 0.12),
+    ([], 0.1),
+]
+"""Tools on offer, and how often."""
 STOP, REFUSED = 0.15, 0.12
 """How often a demonstration answers before its last call, and how often a call is refused."""
 SMALL_SUMS = [c for c in KNOWN_CALCULATIONS if c.operator == "+"]
 TOOLS = ["calculator", "search"]
 
 
-def make_task(rng: Random, index: int, split: str, two_step: float = KINDS["two_step"]) -> dict[str, Any]:
+def make_task(rng: Random, index: int, split: str, easy_share: float = 0.5) -> dict[str, Any]:
     """A dataset row of a random kind. `extra_info.easy`: whether the sum of a two-step question is a known one."""
-    [kind] = rng.choices(list(KINDS), list((KINDS | {"two_step": two_step}).values()))
+    [kind] = rng.choices(list(KINDS), list(KINDS.values()))
     row = make_row(kind, rng, index, split)
     if kind != "two_step":
         return row
     known = rng.choice(SMALL_SUMS)
-    easy = rng.random() < 0.5
+    easy = rng.random() < easy_share
     value = known.left if easy else rng.randint(100, 989)
     fact = Fact(*_unknown(rng), value)
     total = Calculation(value, "+", known.right)
@@ -92,45 +93,39 @@ async def demonstrate(row: dict[str, Any], offered: list[str], rng: Random) -> l
     return [*messages, {"role": "assistant", "content": f"Answer: {said}"}]
 
 
-async def conversations(count: int, seed: int, part: str) -> list[dict[str, Any]]:
-    rng = Random(f"turn actor/{seed}" if part == "first" else f"turn actor/{seed}/{part}")
-    offers, odds = zip(*OFFERS[part], strict=True)
+async def conversations(count: int, seed: int) -> list[dict[str, Any]]:
+    rng = Random(f"turn actor/{seed}")
+    offers, odds = zip(*OFFERS, strict=True)
     rows = []
     for index in range(count):
         [offered] = rng.choices(offers, odds)
-        row = make_task(rng, index, "teach", KINDS["two_step"] if part == "first" else 1.4)
+        row = make_task(rng, index, "teach")
         messages = await demonstrate(row, offered, rng)
         rows.append({"messages": messages, "tools": [teacher._SCHEMAS[name] for name in offered]})
     return rows
 
 
-def teach(out: Path, *, rows: int, steps: tuple[int, int], seed: int) -> None:
-    """Train the actor in two parts and write it to `out`, atomically."""
-    model = "builtin:small"
-    for part, count, lr in (("first", steps[0], 6e-4), ("second", steps[1], 4e-4)):
-        folder = out.with_name(f"{out.name}-{part}")
-        partial = folder.with_name(f".{folder.name}.tmp")
-        if not folder.exists():
-            shutil.rmtree(partial, ignore_errors=True)
-            taught = asyncio.run(conversations(rows, seed, part))
-            figures = toolwise.sft(
-                model, taught, partial, steps=count, batch_tokens=8192, row_tokens=512, lr=lr, seed=seed
-            )
-            partial.rename(folder)
-            print(f"{folder}: loss {figures['first_loss']:.3f} -> {figures['loss']:.3f}", flush=True)
-        model = str(folder)
-    shutil.copytree(model, out)
+def teach(out: Path, *, rows: int, steps: int, seed: int) -> None:
+    """Train the actor and write it to `out`, atomically."""
+    partial = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    taught = asyncio.run(conversations(rows, seed))
+    figures = toolwise.sft(
+        "builtin:small", taught, partial, steps=steps, batch_tokens=8192, row_tokens=512, lr=6e-4, seed=seed
+    )
+    partial.rename(out)
+    print(f"{out}: loss {figures['first_loss']:.3f} -> {figures['loss']:.3f} on {rows} conversations", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
     parser.add_argument("--rows", type=int, default=8000, help="conversations")
-    parser.add_argument("--steps", type=int, nargs=2, default=(120, 60), help="training steps of the two parts")
+    parser.add_argument("--steps", type=int, default=120, help="training steps")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    teach(args.out, rows=args.rows, steps=tuple(args.steps), seed=args.seed)
+    teach(args.out, rows=args.rows, steps=args.steps, seed=args.seed)
 
 
 if __name__ == "__main__":

@@ -134,16 +134,23 @@ def test_an_export_answers_as_the_run_does(trained: Path, tmp_path: Path, cli: C
 
 
 @pytest.mark.long
-def test_a_resumed_run_is_the_uninterrupted_one(trained: Path, tmp_path: Path, cli: Cli) -> None:
-    write_project(tmp_path)
-    shutil.copytree(trained, tmp_path / "run")
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, cli: Cli) -> None:
+    config = write_project(tmp_path, "deterministic = true" + SETTINGS)
+    ended = cli("train", config, "--out", tmp_path / "run")
+    assert ended.status == 0, ended.err
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000002")
     for file in (tmp_path / "run" / "rollouts").glob("step-000002*"):
         file.unlink()
     ended = cli("resume", tmp_path / "run")
     assert ended.status == 0, ended.err
-    again = read_records(tmp_path / "run" / "rollouts" / "step-000002.jsonl")
-    assert again == read_records(trained / "rollouts" / "step-000002.jsonl")
+    again, whole = (read_records(tmp_path / name / "rollouts" / "step-000002.jsonl") for name in ("run", "whole"))
+    assert again == whole
+    calibrations = [
+        json.loads((tmp_path / name / "checkpoints" / "step-000002" / "model" / "router.json").read_text("utf-8"))
+        for name in ("run", "whole")
+    ]
+    assert calibrations[0] == calibrations[1]
 
 
 @pytest.mark.long

@@ -101,25 +101,20 @@ def compute_frontier(
     """`routers` by name, the evaluated one first. `routes` are the outcome columns they choose from, the one without
     tools first; every other column becomes a fixed point. `served` are the probabilities [rows, routes] of routers
     that need no threshold, one table per budget."""
-    if not budgets or any(not np.isfinite(b) or b < 0 for b in budgets):
-        raise ConfigError(f"budgets are {list(budgets)}: give at least one, all finite and not negative")
-    for name, router_values in routers.items():
-        table = router_values.values  # −∞: the route does not apply to the row
-        if np.isnan(table).any() or np.isposinf(table).any() or not np.isfinite(table).any(axis=1).all():
-            raise ConfigError(f"{name} gives a value that is not finite: is its head damaged?")
+    _check(routers, budgets)
     kept = outcomes.complete_rows()
     complete = outcomes.select_rows(kept)
     weights = row_weights(len(complete.row_ids), replicates, seed)
     values = {name: router_values.select_rows(kept) for name, router_values in routers.items()}
     rows = {name: _RowMeans.of(complete, each.columns or routes, weights, seed) for name, each in values.items()}
     chosen = complete.select_routes(routes)
-    references = _reference_curves(chosen, _RowMeans.of(complete, routes, weights, seed))
+    of_routes = _RowMeans.of(complete, routes, weights, seed)
+    references = _reference_curves(chosen, of_routes)
     at_budgets = {name: [rows[name].at_budget(each, budget) for budget in budgets] for name, each in values.items()}
     trained = {
         name: rows[name].evaluate_mixture(_softmax(each.values)) for name, each in values.items() if each.samples
     }
     first, *others = at_budgets
-    of_routes = _RowMeans.of(complete, routes, weights, seed)
     without_thresholds = {
         name: [of_routes.evaluate_mixture(mixture[kept]) for mixture in mixtures]
         for name, mixtures in (served or {}).items()
@@ -160,6 +155,15 @@ def compute_frontier(
             for name, results in ({first: at_budgets[first]} | without_thresholds).items()
         },
     )
+
+
+def _check(routers: Mapping[str, RouteValues], budgets: Sequence[float]) -> None:
+    if not budgets or any(not np.isfinite(b) or b < 0 for b in budgets):
+        raise ConfigError(f"budgets are {list(budgets)}: give at least one, all finite and not negative")
+    for name, router_values in routers.items():
+        table = router_values.values  # −∞: the route does not apply to the row
+        if np.isnan(table).any() or np.isposinf(table).any() or not np.isfinite(table).any(axis=1).all():
+            raise ConfigError(f"{name} gives a value that is not finite: is its head damaged?")
 
 
 def _share_within(outcomes: OutcomeTable, mixture: Floats, budget: float) -> float:

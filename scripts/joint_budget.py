@@ -64,7 +64,7 @@ def train(seed: int, out: Path, run: Path, settings: Sequence[str]) -> None:
 
     if (run / "summary.json").exists() and json.loads((run / "summary.json").read_text())["after"]:
         return
-    for split, count in (("train", 5000), ("heldout", 500)):
+    for split, count in (("train", 10_000), ("heldout", 500)):
         rows = list(make_rows(count, seed=seed, split=split, kinds=KINDS))
         write_rows(rows, run.parent / f"{split}.jsonl")
     given = {

@@ -4,9 +4,11 @@ seed, and measures it on fresh questions, routed as `toolwise run` routes them b
     python scripts/joint_budget.py --out runs/joint --teach             # the model and the tasks only: minutes
     for seed in 0 1 2; do python scripts/joint_budget.py --out runs/joint --seed $seed; done
     python scripts/joint_budget.py --out runs/joint --seed 0 --one-price
+    python scripts/joint_budget.py --out runs/joint --seed 0 --random-budgets
 
 The configuration is examples/joint_budget.toml; `--set` changes it. `--one-price` prices calls and thinking tokens in
-one unit with one budget and one λ. What is done is not repeated.
+one unit with one budget and one λ; `--random-budgets` draws that budget at random in training and measures several
+that are given to the one policy. What is done is not repeated.
 
     routes   the head alone reads all fresh questions (one prefill each)
     costs    a sample of every (kind, length, chosen route) is rolled out, greedily as in validation; stratified mean
@@ -40,7 +42,8 @@ ONE_PRICE = (
     "router.prices={cost={calculator=1.0,search=1.0,thinking_tokens=0.02}}",
     'router.budgets=[{unit="cost",limit=0.5,rate=0.3,proportional=0.5}]',
 )
-TOLERANCE = 0.05
+RANDOM_BUDGETS = "router.random_budgets={low=0.2,high=0.8,bins=4}"
+GIVEN_BUDGETS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 
 def toolwise(*arguments: str) -> None:
@@ -64,7 +67,7 @@ def train(seed: int, out: Path, run: Path, settings: Sequence[str]) -> None:
 
     if (run / "summary.json").exists() and json.loads((run / "summary.json").read_text())["after"]:
         return
-    for split, count in (("train", 5000), ("heldout", 500)):
+    for split, count in (("train", 10_000), ("heldout", 500)):
         rows = list(make_rows(count, seed=seed, split=split, kinds=KINDS))
         write_rows(rows, run.parent / f"{split}.jsonl")
     given = {
@@ -96,7 +99,7 @@ async def roll_out(routing: Any, decisions: Sequence[Any]) -> list[tuple[float, 
         scoring.close()
 
 
-def measure(seed: int, run: Path, rows: int, per_cell: int) -> dict[str, Any]:
+def measure(seed: int, run: Path, rows: int, per_cell: int, budgets: Sequence[float | None]) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
@@ -107,14 +110,22 @@ def measure(seed: int, run: Path, rows: int, per_cell: int) -> dict[str, Any]:
     from toolwise.demo.thoughts import KINDS
 
     routing = load_router(run)
-    trained = routing.trained
-    assert trained is not None, "the checkpoint is not calibrated"
+    assert routing.trained is not None, "the checkpoint is not calibrated"
     fresh = run.parent / "fresh.jsonl"
     write_rows(list(make_rows(rows, seed=10_000 + seed, split="heldout", kinds=KINDS)), fresh)
     tasks = load_tasks(fresh)
+    predictions = routing.predict(tasks)
+    measured = [_measure_budget(routing, tasks, predictions, budget, seed, per_cell) for budget in budgets]
+    return {"seed": seed, "rows": rows, "measured": measured}
+
+
+def _measure_budget(
+    routing: Any, tasks: Sequence[Any], predictions: Sequence[Any], budget: float | None, seed: int, per_cell: int
+) -> dict[str, Any]:
+    """What is delivered at a budget in the first unit; None: at the trained budgets."""
     members: dict[Any, list[Any]] = defaultdict(list)
-    for prediction, task in zip(routing.predict(tasks), tasks, strict=True):
-        route = routing.choose(prediction, task, budget=None, seed=0)
+    for prediction, task in zip(predictions, tasks, strict=True):
+        route = routing.choose(prediction, task, budget=budget, seed=0)
         length = str(task.prompt[0].content).count("+")
         members[task.extra_info["kind"], length, route].append(task)
     picked = [
@@ -122,37 +133,38 @@ def measure(seed: int, run: Path, rows: int, per_cell: int) -> dict[str, Any]:
         for cell, those in sorted(members.items())
         for task in Random(seed).sample(those, min(per_cell, len(those)))
     ]
+    limits = list(routing.trained.limits) if budget is None else [budget, *routing.trained.limits[1:]]
     outcomes = asyncio.run(roll_out(routing, [routing.decide(task, cell[2]) for cell, task in picked]))
     cells: dict[Any, list[tuple[float, ...]]] = defaultdict(list)
-    for (cell, _), outcome in zip(picked, outcomes, strict=True):
-        cells[cell].append(outcome)
-    score, *costs = stratified(cells, {cell: len(those) for cell, those in members.items()})
-    summary = json.loads((run / "summary.json").read_text())
+    for (cell, _), (score, *costs) in zip(picked, outcomes, strict=True):
+        within = [float(cost <= limit) for cost, limit in zip(costs, limits, strict=True)]
+        cells[cell].append((score, *costs, *within))
+    score, *estimates = stratified(cells, {cell: len(those) for cell, those in members.items()})
+    count = len(limits)
     return {
-        "seed": seed,
-        "rows": rows,
-        "rollouts": len(picked),
         "score": score,
+        "rollouts": len(picked),
         "units": {
-            unit: {"budget": limit, "delivered": mean, "standard_error": error, "lambda": routing.multipliers[index]}
-            for index, (unit, limit, (mean, error)) in enumerate(zip(trained.units, trained.limits, costs, strict=True))
+            unit: {"budget": limit, "delivered": mean, "standard_error": error, "within": within}
+            for unit, limit, (mean, error), (within, _) in zip(
+                routing.trained.units, limits, estimates[:count], estimates[count:], strict=True
+            )
         },
         "routes": {"/".join(map(str, cell)): len(those) for cell, those in sorted(members.items())},
-        "scores": {"/".join(map(str, cell)): sum(o[0] for o in os) / len(os) for cell, os in sorted(cells.items())},
-        "cpu_s": summary.get("cpu_s"),
+        "scores": {"/".join(map(str, c)): sum(o[0] for o in those) / len(those) for c, those in sorted(cells.items())},
     }
 
 
 def report(out: Path) -> None:
-    columns = ("run", "unit", "budget", "delivered", "standard error", "off by", "λ", "score")
+    columns = ("run", "unit", "budget", "delivered", "standard error", "off by", "episodes within", "score")
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for path in sorted(out.glob("*/joint.json")):
-        r = json.loads(path.read_text())
-        for unit, u in r["units"].items():
-            off = u["delivered"] / u["budget"] - 1
-            cells = [path.parent.name, unit, f"{u['budget']:g}", f"{u['delivered']:.3f}", f"{u['standard_error']:.3f}"]
-            cells += [f"{off:+.1%}", f"{u['lambda']:.3f}", f"{r['score'][0]:.3f}"]
-            print(f"| {' | '.join(cells)} |")
+        for measured in json.loads(path.read_text())["measured"]:
+            for unit, u in measured["units"].items():
+                cells = [path.parent.name, unit, f"{u['budget']:g}", f"{u['delivered']:.3f}"]
+                cells += [f"{u['standard_error']:.3f}", f"{u['delivered'] / u['budget'] - 1:+.1%}"]
+                cells += [f"{u['within']:.0%}", f"{measured['score'][0]:.3f}"]
+                print(f"| {' | '.join(cells)} |")
 
 
 def main() -> None:
@@ -161,6 +173,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the tasks and of training")
     parser.add_argument("--teach", action="store_true", help="only make the model and the example's tasks")
     parser.add_argument("--one-price", action="store_true", help="one unit for calls and thought")
+    parser.add_argument("--random-budgets", action="store_true", help="the same, with budgets drawn at random")
     parser.add_argument("--set", action="append", default=[], help="a setting of the configuration")
     parser.add_argument("--rows", type=int, default=12_000, help="fresh questions to route")
     parser.add_argument("--per-cell", type=int, default=40, help="rollouts of every (kind, length, chosen route)")
@@ -169,11 +182,14 @@ def main() -> None:
     if not args.report:
         teach(args.out)
     if not args.report and not args.teach:
-        folder = args.out / f"{'one-price' if args.one_price else 'joint'}-{args.seed}"
+        kind = "random-budgets" if args.random_budgets else "one-price" if args.one_price else "joint"
+        folder = args.out / f"{kind}-{args.seed}"
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "joint.json").exists():
-            train(args.seed, args.out, folder / "run", [*(ONE_PRICE if args.one_price else ()), *args.set])
-            measured = measure(args.seed, folder / "run", args.rows, args.per_cell)
+            settings = {"joint": (), "one-price": ONE_PRICE, "random-budgets": (*ONE_PRICE, RANDOM_BUDGETS)}[kind]
+            train(args.seed, args.out, folder / "run", [*settings, *args.set])
+            budgets = GIVEN_BUDGETS if args.random_budgets else (None,)
+            measured = measure(args.seed, folder / "run", args.rows, args.per_cell, budgets)
             (folder / "joint.json").write_text(json.dumps(measured, indent=1) + "\n")
     if not args.teach:
         report(args.out)

@@ -23,6 +23,17 @@ def test_a_router_of_ones_own_runs(
     reader("section.md").read()
 
 
+@pytest.mark.parametrize("title", ["One currency", "The agent knows its budget"])
+def test_budgets_run(
+    title: str, reader: Callable[..., Reader], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (pages.ROOT / "docs" / "routing.md").read_text(encoding="utf-8")
+    section = page.partition(f"## {title}")[2].partition("\n## ")[0]
+    (tmp_path / "section.md").write_text(section, encoding="utf-8")
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    reader("section.md").read()
+
+
 def test_routes_of_ones_own_run(reader: Callable[..., Reader], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As written, but for the address of the second model."""
     from toolwise.models import load_model

@@ -15,6 +15,7 @@ from toolwise.config.router import BudgetConfig, RouterConfig
 from toolwise.messages import Message
 from toolwise.routing import learned_router
 from toolwise.routing.budget import Budgets
+from toolwise.routing.budget_bins import BudgetBins
 from toolwise.routing.cost import CallsCost
 from toolwise.routing.families import ROUTES
 from toolwise.routing.inference_router import Conditioning
@@ -365,3 +366,66 @@ def test_without_budgets_a_window_does_nothing() -> None:
 def test_a_window_needs_every_route_and_features_that_stay(how: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="budget_window needs the outcome of every route"):
         RouterConfig(budget_window=100, **how)
+
+
+class BinnedModel(ToldModel):
+    """The same for every prompt, but other probabilities for each random budget."""
+
+    def predict(
+        self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float], *, averaged: bool = False
+    ) -> list[RoutePrediction]:
+        return [RoutePrediction.for_bins([[0.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 2.0, 0.0]]) for _ in prompts]
+
+
+def binned() -> LearnedRouter:
+    settings = {"budgets": [{"limit": 0.5, "rate": 0.5, "proportional": 0.0}], "cost": "calls"}
+    config = RouterConfig.model_validate(settings | {"random_budgets": {"low": 0.0, "high": 1.0, "bins": 3}})
+    return LearnedRouter(
+        BinnedModel(),
+        prompt_of=lambda task: [int(task.task_id[1:])],
+        budgets=Budgets(config.budgets),
+        cost=CallsCost(),
+        conditioning=Conditioning(config, TOOLS),
+        seed=7,
+        bins=BudgetBins(config),
+    )
+
+
+def test_every_prompt_is_routed_and_charged_for_the_budget_it_drew() -> None:
+    made = binned()
+    assert made.bins is not None
+    for index, multiplier in enumerate(made.bins.multipliers):
+        multiplier.value = multiplier.integral = float(index)
+    scored = rolled_out(made.decide(tasks(12), 3, 1))
+    by_prompt = {prompt.prompt_id: prompt for prompt in made._pending.values()}
+    assert {prompt.bin for prompt in by_prompt.values()} == {0, 1, 2}
+    for prompt in by_prompt.values():
+        weight = math.exp(float(prompt.bin or 0))
+        assert prompt.prediction.probs == pytest.approx((1 / (2 + weight), weight / (2 + weight), 1 / (2 + weight)))
+    drawn = {group: prompt.bin or 0 for group, prompt in made._pending.items()}
+    for s in made.annotate(scored):
+        assert s.router is not None
+        assert s.router.reward == pytest.approx(
+            s.score - drawn[s.rollout.group_id] * sum(s.rollout.usage.calls.values())
+        )
+
+
+def test_only_the_budgets_that_were_drawn_move_and_once_a_step() -> None:
+    made = binned()
+    assert made.bins is not None
+    scored = rolled_out(made.decide(tasks(1), 3, 1))
+    (drawn,) = {prompt.bin for prompt in made._pending.values()}
+    assert drawn is not None
+    probs = next(iter(made._pending.values())).prediction.probs
+    metrics = made.learn(made.annotate(scored))
+    spent = probs[1] + 2 * probs[2]
+    expected = max(0.0, 0.5 * (spent - made.bins.values[drawn]))
+    assert made.bins.multipliers[drawn].value == pytest.approx(expected)
+    assert [m.value for i, m in enumerate(made.bins.multipliers) if i != drawn] == [0.0, 0.0]
+    assert metrics["router/cost/lambda"] == made.bins.default_lambda
+    value = made.bins.values[drawn]
+    assert metrics[f"router/cost@{value:g}/within"] == pytest.approx(probs[0] + probs[1] * (value >= 1))
+    again = binned()
+    again.load_state_dict(made.state_dict())
+    assert again.bins is not None
+    assert again.bins.state_dict() == made.bins.state_dict()

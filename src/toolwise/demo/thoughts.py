@@ -26,8 +26,8 @@ from toolwise.tools.base import BaseTool
 from toolwise.tools.builtin.calculator import CalculatorTool
 from toolwise.tools.builtin.search.tool import SearchTool
 
-KINDS = ("known", "lookup", "last_digit", "last_digit")
-"""Half of the questions are about last digits."""
+KINDS = ("known", "lookup", "last_digit", "last_digit", "last_digit")
+"""Three of five questions are about last digits."""
 TAUGHT_KINDS = ("known", "known", "lookup", "last_digit", "last_digit")
 """More of what is known: memory fades when a model learns something else."""
 DRILL_SHARE, DRILL_NUMBERS = 0.35, (5, 10)
@@ -140,13 +140,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for teach.jsonl, train.jsonl and heldout.jsonl")
     parser.add_argument("--count", type=int, default=24_000, help="SFT conversations")
-    parser.add_argument("--tasks", type=int, default=5000, help="training tasks; a tenth of this number is held out")
+    parser.add_argument("--tasks", type=int, default=10_000, help="training tasks; a twentieth of this number is held out")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     args = parser.parse_args(arguments)
     for name, rows in (
         ("teach", conversations(args.count, seed=args.seed)),
         ("train", list(make_rows(args.tasks, seed=args.seed, split="train", kinds=KINDS))),
-        ("heldout", list(make_rows(args.tasks // 10, seed=args.seed, split="heldout", kinds=KINDS))),
+        ("heldout", list(make_rows(args.tasks // 20, seed=args.seed, split="heldout", kinds=KINDS))),
     ):
         path = args.out / f"{name}.jsonl"
         write_rows(rows, path)

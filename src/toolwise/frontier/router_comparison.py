@@ -108,13 +108,13 @@ def compute_frontier(
     values = {name: router_values.select_rows(kept) for name, router_values in routers.items()}
     rows = {name: _RowMeans.of(complete, each.columns or routes, weights, seed) for name, each in values.items()}
     chosen = complete.select_routes(routes)
-    references = _reference_curves(chosen, _RowMeans.of(complete, routes, weights, seed))
+    of_routes = _RowMeans.of(complete, routes, weights, seed)
+    references = _reference_curves(chosen, of_routes)
     at_budgets = {name: [rows[name].at_budget(each, budget) for budget in budgets] for name, each in values.items()}
     trained = {
         name: rows[name].evaluate_mixture(_softmax(each.values)) for name, each in values.items() if each.samples
     }
     first, *others = at_budgets
-    of_routes = _RowMeans.of(complete, routes, weights, seed)
     without_thresholds = {
         name: [of_routes.evaluate_mixture(mixture[kept]) for mixture in mixtures]
         for name, mixtures in (served or {}).items()

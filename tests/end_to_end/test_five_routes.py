@@ -89,7 +89,7 @@ def test_the_router_finds_the_cheapest_routes(example: Any, tmp_path: Path) -> N
     example.main(["--out", str(tmp_path / "five")])
     found = json.loads((tmp_path / "five" / "results.json").read_text())
     assert found["heldout"]["cost"] < 1.2  # of 1.0, on 180 questions
-    assert found["heldout"]["score"] > 0.7
+    assert found["heldout"]["score"] > 0.5
     for (_, _, router), (_, _, mixture) in zip(
         found["curves"]["router"], found["curves"]["best fixed mixture"], strict=True
     ):

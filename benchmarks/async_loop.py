@@ -56,6 +56,7 @@ def build(mode: dict[str, Any], args: argparse.Namespace) -> Run:
             "data": {"batch_size": args.batch},
             "rollout": {"n": args.n, "max_new_tokens": args.tokens},
             "reward": {"function": "env"},
+            "actor": {"lr": 1e-4},
             "algorithm": {"zero_std_groups": "keep"},
             "multi_turn": {"max_turns": TURNS},
             "trainer": {"total_steps": args.steps, **mode},

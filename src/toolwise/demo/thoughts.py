@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for teach.jsonl, train.jsonl and heldout.jsonl")
     parser.add_argument("--count", type=int, default=24_000, help="SFT conversations")
-    parser.add_argument("--tasks", type=int, default=10_000, help="training tasks; a twentieth of this number is held out")
+    parser.add_argument("--tasks", type=int, default=10_000, help="training tasks; a twentieth as many are held out")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     args = parser.parse_args(arguments)
     for name, rows in (

@@ -150,18 +150,18 @@ class AsyncLoop:
             return
         self._started = True
         for batch in self.book.reissue(self.run.queue, self.run.batches.tasks):
-            self._spawn(self._produce(batch))
-        self._spawn(self._feed())
+            self._spawn(self._produce, batch)
+        self._spawn(self._feed)
 
-    def _spawn(self, work: Any) -> None:
-        task = spawn(self._guarded(work))
+    def _spawn(self, work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+        task = spawn(self._guarded(work, *arguments))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guarded(self, work: Awaitable[None]) -> None:
+    async def _guarded(self, work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         """An error of a producer becomes the learner's."""
         try:
-            await work
+            await work(*arguments)
         except Exception as fault:
             self.run.queue.fail(fault)
 
@@ -170,7 +170,7 @@ class AsyncLoop:
         run, count = self.run, self.run.queue.per_update
         while True:
             tickets = await run.queue.admit_many(count, last_version=run.config.trainer.total_steps)
-            self._spawn(self._produce(self.book.draw(next(run.batches), tickets, run.queue.version)))
+            self._spawn(self._produce, self.book.draw(next(run.batches), tickets, run.queue.version))
 
     async def _produce(self, batch: OpenBatch) -> None:
         """Roll out the groups of a batch whose tickets are open, and queue each prompt when it is complete."""
@@ -197,7 +197,7 @@ class AsyncLoop:
                 collected[ticket].append(group)
                 if len(collected[ticket]) == size:
                     parts = sorted(collected.pop(ticket), key=lambda part: part[0].batch_data_id)
-                    self._spawn(self._finish(ticket, [rollout for part in parts for rollout in part], step))
+                    self._spawn(self._finish, ticket, [rollout for part in parts for rollout in part], step)
 
     async def _finish(self, ticket: Ticket, rollouts: list[Rollout], step: int) -> None:
         results = None if self._scores_batches else await self.run.scoring.evaluate(rollouts, step=step)

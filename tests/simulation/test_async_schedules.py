@@ -1,0 +1,85 @@
+"""Random schedules of asynchronous training: no token too old, each group learned from once, no deadlock.
+
+A seed that fails is played again alone by
+`SEED=1234 python -m pytest tests/simulation/test_async_schedules.py -k one_seed -s`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from sim_async import AsyncPlan, play_async
+
+from toolwise.rollout.queue import RolloutQueue
+from toolwise.training.ticket_book import TicketBook
+
+SEEDS, CHUNK = 200, 100
+MANY, MANY_CHUNK = 10_000, 500
+SEED = int(os.environ.get("SEED", "0"))
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_the_bounds_hold(first: int) -> None:
+    _play_all(range(first, first + CHUNK))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY, MANY_CHUNK))
+def test_the_bounds_hold_for_many_more(first: int) -> None:
+    _play_all(range(first, first + MANY_CHUNK))
+
+
+def test_one_seed() -> None:
+    plan = AsyncPlan.of(SEED)
+    played = play_async(plan)
+    print(plan, played, sep="\n")
+    assert played.violations == []
+
+
+def test_the_seeds_reach_the_bounds() -> None:
+    """A bound that is never reached is never tried."""
+    played = [play_async(AsyncPlan.of(seed)) for seed in range(60)]
+    worst = {bound: max(p.worst for p in played if p.plan.staleness == bound) for bound in (0, 1, 2)}
+    assert worst == {0: 0, 1: 1, 2: 2}
+    assert sum(p.spans for p in played) > 10
+    assert sum(p.reissued for p in played) > 10
+    assert any(p.fault for p in played)
+    assert any(p.lives > 2 for p in played)
+
+
+def _forget_one(book: TicketBook, *arguments: Any) -> list[Any]:
+    batches = REISSUE(book, *arguments)
+    for batch in batches[:1]:
+        batch.tickets.popitem()
+    return batches
+
+
+REISSUE = TicketBook.reissue
+MUTATIONS: list[tuple[Any, str, Any]] = [
+    (RolloutQueue, "_updates_left", lambda queue, ticket: 9),  # a slow group can be overtaken for ever
+    (TicketBook, "reissue", lambda book, queue, tasks: []),  # what was under way is lost
+    (TicketBook, "reissue", _forget_one),
+    (TicketBook, "close", lambda book, tickets: None),  # what was learned from is rolled out again
+    (TicketBook, "state_dict", lambda book: {"next_step": 0, "refills": 0, "open": [], "per_update": None}),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("part", "name", "mutation"), MUTATIONS)
+def test_a_broken_part_is_noticed(part: Any, name: str, mutation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part, name, mutation)
+    with pytest.raises(AssertionError, match="play it again"):
+        _play_all(range(SEEDS))
+
+
+def _play_all(seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        try:
+            found = play_async(AsyncPlan.of(seed)).violations
+        except Exception as fault:
+            found = [f"{type(fault).__name__}: {fault}"]
+        again = f"SEED={seed} python -m pytest tests/simulation/test_async_schedules.py -k one_seed -s"
+        assert not found, f"seed {seed}: {found[0]}\nplay it again: {again}\n" + "\n".join(found[1:])

@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[32, 64])
     parser.add_argument("--rounds", type=int, default=1)
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server is left behind
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]

@@ -209,7 +209,6 @@ class Engine(GenerationEngine):
             "engine/blocks_in_use": float(self.blocks.in_use),
             "engine/blocks": float(self.blocks.count),
             "engine/steps": float(self.steps),
-            "engine/busy_s": self.busy_s,
         }
 
     # --- engine thread

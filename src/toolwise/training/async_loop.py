@@ -70,7 +70,7 @@ class AsyncLoop:
 
     async def train_step(self, run: Run, before_update: Callable[[], None] = lambda: None) -> StepResult:
         """`before_update` is called before any weight changes."""
-        waits, counted = StepWaits(), counters(run)
+        waits, counted = StepWaits(run), counters(run)
         self._start()
         with waits.learner():
             taken, scored, usable, counts = await self._collect()
@@ -88,10 +88,9 @@ class AsyncLoop:
         run.queue.advance()
         run.progress.step += 1
         router_metrics = run.router.learn(scored)  # before the producer asks it again: nothing is awaited until then
-        counts |= waits.metrics(run, rolled_out) | {"async/publish_s": publish_s}
+        counts |= waits.metrics(rolled_out) | {"async/publish_s": publish_s}
         counts |= staleness_metrics(scored, version, self.book.max_staleness)
         own = actor_metrics | thinking_metrics | counts | counters_since(run, counted)
-        own["async/engine_wait"] = max(0.0, 1.0 - own.get("engine/busy_s", 0.0) / own["time/step_s"])
         return step_result(scored, credited, own, estimator_metrics, router_metrics)
 
     async def close(self) -> None:

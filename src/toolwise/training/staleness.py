@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 class StepWaits:
     """The clock of one step."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self.started = time.perf_counter()
         self.learner_s = 0.0
+        self._busy_s = self._engine_s()
 
     @contextmanager
     def learner(self) -> Iterator[None]:
@@ -33,14 +35,19 @@ class StepWaits:
         finally:
             self.learner_s += time.perf_counter() - begun
 
-    def metrics(self, run: Run, rolled_out: float) -> Metrics:
-        finished = time.perf_counter()
-        engine = run.policy.engine
+    def _engine_s(self) -> float:
+        engine = self.run.policy.engine
+        return engine.busy_s if isinstance(engine, Engine) else 0.0
+
+    def metrics(self, rolled_out: float) -> Metrics:
+        run, finished = self.run, time.perf_counter()
+        engine, seconds = run.policy.engine, max(finished - self.started, 1e-9)
         return {
             "time/rollout_s": rolled_out - self.started,
             "time/update_s": finished - rolled_out,
             "time/step_s": finished - self.started,
-            "async/learner_wait": self.learner_s / max(finished - self.started, 1e-9),
+            "async/learner_wait": self.learner_s / seconds,
+            "async/engine_wait": max(0.0, 1.0 - (self._engine_s() - self._busy_s) / seconds),
             "async/queued": float(run.queue.waiting),
             "async/in_progress": float(run.queue.in_progress),
             "async/tokens_in_flight": float(tokens_in_flight(engine)) if isinstance(engine, Engine) else 0.0,

@@ -18,6 +18,7 @@ def test_the_page_lists_every_kind_of_finding() -> None:
         "no_ground_truth",
         "one_family",
         "prompt_too_long",
+        "starvation",
         "stopped",
     }
     assert listed == ours

@@ -144,7 +144,10 @@ def test_both_kinds_of_score_prefer_success(contains: bool, estimator: str, how:
 @pytest.mark.parametrize("name", EPISODE_REWARDS)
 def test_what_an_episode_earned_prefers_success(name: str, estimator: str) -> None:
     rollouts = [rollout_of("good", 1, "37", (-0.05, 1.0)), rollout_of("bad", 0, "1", (0.0,))]
-    rollouts = [replace(r, tool_rewards={"x": worth}) for r, worth in zip(rollouts, (1.0, 0.0), strict=True)]
+    rollouts = [
+        replace(r, tool_rewards={"x": worth}, result=EvaluateResult(score=worth))
+        for r, worth in zip(rollouts, (1.0, 0.0), strict=True)
+    ]
     assert_success_is_worth_more(ESTIMATORS[estimator](), *annotated(rollouts, score_episodes(name, rollouts)))
 
 

@@ -123,9 +123,7 @@ def test_a_model_that_attends_otherwise_is_refused_in_one_line() -> None:
 def test_the_counters_count() -> None:
     engine = counted(tiny("llama"), fused=False)
     generate_all(engine, [random_ids(10, 1)], [Sampling(max_new_tokens=5)])
-    metrics = engine.metrics()
-    assert metrics.pop("engine/busy_s") > 0
-    assert metrics == {
+    assert engine.metrics() == {
         "engine/prefilled_tokens": 10.0,
         "engine/reused_tokens": 0.0,
         "engine/decoded_tokens": 4.0,

@@ -124,7 +124,7 @@ def deadline_begins_anew_each_turn(patch: pytest.MonkeyPatch) -> None:
 
 
 def goes_on_after_a_swallowed_cancellation(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(request, "_raise_if_cancelled", lambda: None)
+    patch.setattr(request, "raise_if_cancelled", lambda: None)
     patch.setattr(AsyncRolloutRequest, "done", property(lambda self: self.stop_reason is not None))
 
 

@@ -41,7 +41,14 @@ def test_every_name_in_the_list_is_a_setting() -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    [r"trainer\..*", r"validation\..*", r".*timeout_s", r".*deadline_s", r".*max_concurrent.*", r".*lr_schedule"],
+    [
+        r"trainer\.(?!mode|.*stal).*",
+        r"validation\..*",
+        r".*timeout_s",
+        r".*deadline_s",
+        r".*max_concurrent.*",
+        r".*lr_schedule",
+    ],
 )
 def test_which_settings_may_change(pattern: str) -> None:
     found = {name for name in setting_keys(RunConfig) if re.fullmatch(pattern, name)}
@@ -51,7 +58,8 @@ def test_which_settings_may_change(pattern: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["seed", "data.train", "model.path", "rollout.n", "rollout.temperature", "reward.function", "actor.lora.rank"],
+    ["seed", "data.train", "model.path", "rollout.n", "rollout.temperature", "reward.function", "actor.lora.rank"]
+    + ["trainer.mode", "trainer.max_staleness"],
 )
 def test_what_makes_it_another_run_may_not(name: str) -> None:
     assert name not in MUTABLE_SETTINGS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from toolwise.messages import Message
 from toolwise.rewards import Reward
 from toolwise.training.run import Progress, Run, assemble
 from toolwise.types import Task
+from toolwise.types.findings import Finding
 
 torch.set_num_threads(1)
 TASKS = [Task(task_id=str(i), prompt=[Message(role="user", content=f"{i}?")]) for i in range(4)]
@@ -171,9 +173,17 @@ def test_all_that_must_survive_is_registered_and_comes_back() -> None:
 
 def test_progress_is_plain_data() -> None:
     progress = Progress(step=4, seconds=1.5, before={"n": 2}, last=None)
+    progress.diagnosis.findings = [Finding("constant_reward", "warning", "all rewards are 0", cure="look", step=2)]
     copy = Progress()
     copy.load_state_dict(json.loads(json.dumps(progress.state_dict())))
     assert copy == progress
+
+
+def test_progress_with_findings_as_fields_can_be_read() -> None:
+    state = asdict(Progress(step=4)) | {"diagnosis": {"findings": [asdict(Finding("x", "warning", "y", cure="z"))]}}
+    copy = Progress()
+    copy.load_state_dict(json.loads(json.dumps(state)))
+    assert copy.diagnosis.findings == [Finding("x", "warning", "y", cure="z")]
 
 
 def test_progress_of_an_older_checkpoint_has_no_step_of_the_latest_validation() -> None:

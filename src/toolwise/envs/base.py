@@ -10,6 +10,8 @@ from toolwise.messages import Message
 
 Observation = str | Sequence[Message]
 Phase = Literal["tool", "interaction"]
+MEASURED_TIMES = ("queue_s", "call_s")
+"""Keys of a step's `info` that describe the machine and not the step."""
 
 
 class BaseEnv(ABC):

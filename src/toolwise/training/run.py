@@ -76,7 +76,7 @@ class Progress:
         self.best_overspend, self.best = (0.0, None) if rank is None else (rank[0], -rank[1])
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"diagnosis": self.diagnosis.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.seconds = state["step"], state["seconds"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from toolwise.checks.contract import is_finite_number, short_repr
 from toolwise.concurrency.deadlines import run_with_deadline
-from toolwise.envs.base import BaseEnv
+from toolwise.envs.base import MEASURED_TIMES, BaseEnv
 from toolwise.envs.state_keys import to_jsonable
 from toolwise.messages import ToolCall, as_messages
 
@@ -122,7 +122,8 @@ class EnvTrial:
         with raise_violations(f"{where}: tool_specs raised"):
             tools = self.env.tool_specs()
         observed = self._read(observation, where)
-        self.snapshots.append(EnvSnapshot(observed, reward, done, to_jsonable(info or {}), key, to_jsonable(tools)))
+        described = {name: value for name, value in (info or {}).items() if name not in MEASURED_TIMES}
+        self.snapshots.append(EnvSnapshot(observed, reward, done, to_jsonable(described), key, to_jsonable(tools)))
         return self.snapshots[-1]
 
     def _read(self, observation: Any, where: str) -> Any:

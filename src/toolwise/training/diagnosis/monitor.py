@@ -161,10 +161,13 @@ class Diagnosis:
         for item in fields(self):
             if item.name in state:
                 setattr(self, item.name, state[item.name])
-        self.findings = [
-            Finding(stored["kind"], "warning", stored["cause"], cure=stored["cure"], step=stored["step"])
-            for stored in state.get("findings", [])
-        ]
+        self.findings = [_finding_from_json(stored) for stored in state.get("findings", [])]
+
+
+def _finding_from_json(stored: Mapping[str, Any]) -> Finding:
+    """Some older checkpoints store the fields of a `Finding` as they are."""
+    name, says = stored.get("kind", stored.get("name", "")), stored.get("cause", stored.get("says", ""))
+    return Finding(name, "warning", says, cure=stored["cure"], step=stored["step"])
 
 
 def finding_to_json(finding: Finding) -> dict[str, Any]:

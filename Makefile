@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Many tests wait, for a deadline or for a process: more workers than there are cores. Each computes with one thread.
 # They start hundreds of Python processes, which would each compile the package again if bytecode were not written.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-WORKERS ?= $(shell expr 2 + $(CORES))
+WORKERS ?= $(shell expr 3 + $(CORES))
 SANDBOX_WORKERS ?= $(shell expr 1 + $(CORES))
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 

@@ -67,6 +67,7 @@ def test_an_agent_without_a_router_has_no_routes_and_no_budget(agent: Agent) -> 
         agent.ask([])
 
 
+@pytest.mark.long
 def test_overlapping_questions_are_answered_as_one_at_a_time(agent: Agent) -> None:
     questions = [f"What is {1200 + n} - {(n * 37) % 900}?" for n in range(16)]
 

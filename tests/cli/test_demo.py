@@ -49,6 +49,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, cli: Cli, told: list[str]) ->
     return folder / "first"
 
 
+@pytest.mark.long  # `make demo` runs it too
 def test_the_demo_creates_a_run_folder(demo: Path) -> None:
     wanted = {"tasks", "config.toml", "metrics.jsonl", "rollouts", "checkpoints", "summary.json", "report.html"}
     assert wanted | {"frontier.json", "frontier.png"} <= {path.name for path in demo.iterdir()}
@@ -57,6 +58,7 @@ def test_the_demo_creates_a_run_folder(demo: Path) -> None:
     assert (summary["before"]["n"], summary["after"]["n"]) == (4, 4)
 
 
+@pytest.mark.long  # `make demo` runs it too
 def test_the_router_learned_beside_the_actor(demo: Path) -> None:
     lines = [json.loads(line) for line in (demo / "metrics.jsonl").read_text().splitlines()]
     (trained,) = [line for line in lines if "router/cost/lambda" in line]
@@ -65,6 +67,7 @@ def test_the_router_learned_beside_the_actor(demo: Path) -> None:
     assert sum(trained[f"router/rollouts/{route}"] for route in ROUTES) == 24
 
 
+@pytest.mark.long  # `make demo` runs it too
 def test_the_delivered_cost_is_shown_against_the_budget(demo: Path, told: list[str]) -> None:
     assert (
         "calibration: 100 of 500 training tasks are set aside, 4 of them rolled out under every route at the end"
@@ -76,6 +79,7 @@ def test_the_delivered_cost_is_shown_against_the_budget(demo: Path, told: list[s
         assert "calibrated at step 1: cost" in text
 
 
+@pytest.mark.long  # `make demo` runs it too
 def test_the_frontier_is_shown_and_what_to_try_next(demo: Path, told: list[str]) -> None:
     assert "gap closed" in told[0]
     assert "ALL-TOOLS" in told[0]
@@ -92,6 +96,7 @@ def test_without_a_router_there_is_no_frontier(tmp_path: Path, cli: Cli) -> None
     assert not (tmp_path / "plain" / "frontier.json").exists()
 
 
+@pytest.mark.long  # `make demo` runs it too
 def test_interrupting_the_frontier_shows_how_to_continue(demo: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     async def stopped(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
@@ -129,6 +134,7 @@ def test_the_folder_can_be_moved_and_still_be_evaluated_and_resumed(
         moved.rename(demo)
 
 
+@pytest.mark.long  # `make demo` runs it too
 def test_another_seed_has_other_tasks_and_is_another_run(demo: Path, cli: Cli) -> None:
     before = (demo / "tasks" / "train.jsonl").read_bytes()
     ended = cli("demo", "--out", demo, "--resume", "--seed", 5, *SMALL)

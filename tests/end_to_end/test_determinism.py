@@ -87,6 +87,7 @@ def summary(run: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_something_is_learned_in_each_step(straight: Path) -> None:
     """Else the other tests would compare nothing with nothing."""
     updates = [line["actor/updates"] for line in metrics(straight) if "actor/updates" in line]

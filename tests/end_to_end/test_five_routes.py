@@ -61,6 +61,7 @@ def check_demonstration(conversation: dict[str, Any]) -> None:
     assert not results or last["content"].removeprefix("Answer: ") in results[0]
 
 
+@pytest.mark.long
 def test_the_example_runs_end_to_end(example: Any, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def command(*words: object, log: Path) -> None:
         done = cli(*words)

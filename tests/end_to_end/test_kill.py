@@ -128,6 +128,7 @@ def make_victim(tmp_path: Path, cli: Cli, make_config: Callable[..., Path]) -> C
     return make
 
 
+@pytest.mark.long
 def test_a_run_survives_a_kill_while_it_writes_a_checkpoint(make_victim: Callable[[int], Victim]) -> None:
     victim = make_victim(4)
     victim.live([(r"step-000002\.tmp-.*", random.Random(1).uniform(0, 0.05))])

@@ -191,7 +191,7 @@ NEIGHBOURS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("reference", "router and thinking levels")
+QUICK = ("router and thinking levels",)
 
 
 @pytest.mark.parametrize("beside", quick_first(NEIGHBOURS, QUICK))

@@ -34,10 +34,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "stock, in chunks": {"fused": False, "max_batch_tokens": 7},
 }
 PAGED = [name for name, architecture in ARCHITECTURES.items() if architecture.engine != TRANSFORMERS]
+FEATURES = ("llama", "llama, biases", "qwen3", "gemma2", "gemma3", "phi3, longrope", "granite", "olmo2", "smollm3")
+"""Between them, all that a described layer may have: norms, windows, soft caps, scales, ropes by layer, biases."""
+FORMS = ("llama", "gemma2", "gpt2", "glm4", "cohere2", "gpt-neox", "qwen3, moe", "gpt-oss", "deepseek-v3")
+"""Between them, all forms of attention that a stock forward may ask for."""
 
 
 @pytest.mark.parametrize("way", quick_first(WAYS, ("in chunks",)))
-@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize("name", quick_first(PAGED, FEATURES + FORMS))
 def test_greedy_tokens_and_log_probs_are_those_of_transformers(name: str, way: str) -> None:
     model = build(name)
     prompts = [*PROMPTS, PROMPTS[3]]
@@ -59,10 +63,6 @@ def test_the_path_is_that_of_the_table(name: str) -> None:
 
 
 FAST_NAMES = [name for name in PAGED if ARCHITECTURES[name].engine == FAST]
-FEATURES = ("llama", "llama, biases", "qwen3", "gemma2", "gemma3", "phi3, longrope", "granite", "olmo2", "smollm3")
-"""Between them, all that a described layer may have: norms, windows, soft caps, scales, ropes by layer, biases."""
-FORMS = ("llama", "gemma2", "gpt2", "glm4", "cohere2", "gpt-neox", "qwen3, moe", "gpt-oss", "deepseek-v3")
-"""Between them, all forms of attention that a stock forward may ask for."""
 SHARED = [[*random_ids(20, 200), member] for member in range(4)]
 
 

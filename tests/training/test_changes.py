@@ -58,8 +58,10 @@ def test_which_settings_may_change(pattern: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["seed", "data.train", "model.path", "rollout.n", "rollout.temperature", "reward.function", "actor.lora.rank"]
-    + ["trainer.mode", "trainer.max_staleness"],
+    [
+        *("seed", "data.train", "model.path", "rollout.n", "rollout.temperature", "reward.function"),
+        *("actor.lora.rank", "trainer.mode", "trainer.max_staleness"),
+    ],
 )
 def test_what_makes_it_another_run_may_not(name: str) -> None:
     assert name not in MUTABLE_SETTINGS

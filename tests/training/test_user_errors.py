@@ -101,6 +101,7 @@ STOPS = [
 """What fails, at which of its calls in that process, how the message begins, and the steps that are finished then."""
 
 
+@pytest.mark.long
 def test_it_ends_with_a_checkpoint_and_a_summary_and_the_mended_file_goes_on(
     tmp_path: Path, cli: Cli, make_config: MakeConfig, tiny_run: Path
 ) -> None:

@@ -326,6 +326,7 @@ def test_a_server_that_cannot_start_again_is_not_asked_for_ever(tmp_path: Path) 
     assert tools["echo"].servers.server_for("i").starts <= 3
 
 
+@pytest.mark.long
 def test_an_episode_notes_that_the_infrastructure_failed_and_not_the_model() -> None:
     tools = by_name(mcp_tools({**STDIO, "include": ["die", "echo"]}))
 
@@ -388,6 +389,7 @@ def test_a_rollouts_own_server_is_not_replaced_when_it_dies() -> None:
     assert "its state for this rollout is lost" in str(after)
 
 
+@pytest.mark.long
 def test_a_rollout_cancelled_while_its_server_starts_leaves_nothing_behind() -> None:
     tools = by_name(mcp_tools({**STDIO, "scope": "rollout"}))
 
@@ -405,6 +407,7 @@ def test_a_rollout_cancelled_while_its_server_starts_leaves_nothing_behind() -> 
 # --- shutdown
 
 
+@pytest.mark.long
 def test_a_server_nobody_remembers_is_ended() -> None:
     tools = by_name(mcp_tools(STDIO))
     pid = int(call(tools["pid"]))

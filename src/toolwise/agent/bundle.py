@@ -32,6 +32,8 @@ AGENT_FIELDS: dict[str, Any] = {
     "reward": {"function", "kwargs", "parts", "combine"},
 }
 """What an agent folder records; the router is described beside its head."""
+OWN_AGENT = "own_agent"
+"""Marks the settings of a model that was trained inside an agent which is not ours."""
 DATA_TOOLS = ("calculator", "search", "calc_gsm8k_reward")
 """Built-in tools that run no code and start no program."""
 MAX_DATA_BYTES = 256 << 20
@@ -44,6 +46,9 @@ _VARIABLE = re.compile(r"\$\{\w+\}")
 def write_bundle(config: RunConfig, folder: Path) -> dict[str, Any]:
     """Copy the code and documents that an agent needs into `folder`; return its settings, which refer to the copies."""
     settings = config.model_dump(mode="json", include=AGENT_FIELDS, exclude_none=True)
+    if config.agent.enabled:
+        settings[OWN_AGENT] = True
+        log.warning("the export holds the model alone: the loop and the tools of your own agent are not part of it")
     copies = _Copies(folder)
     settings["tools"] = [copies.tool(entry) for entry in settings["tools"]]
     for table, key in _reference_places(settings):

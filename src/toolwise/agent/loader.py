@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolwise.agent.bundle import read_bundle
+from toolwise.agent.bundle import OWN_AGENT, read_bundle
 from toolwise.agent.documents import with_documents
 from toolwise.agent.inference import TrainedRouter, calibration_of
-from toolwise.agent.manifest import AGENT_FILE, verify_agent
+from toolwise.agent.manifest import AGENT_FILE, read_settings, verify_agent
 from toolwise.agent.turn_inference import TrainedTurnRouter
 from toolwise.config.loader import apply_overrides, build_config
 from toolwise.config.schema import INFERENCE_FIELDS, RunConfig, load_config
@@ -70,6 +70,8 @@ def load_parts(
     """
     stored, model = find_agent(source, overrides, trust_code=trust_code, use_tools=tools is None)
     config = stored if config is None else config
+    if stored.agent.enabled or (is_agent_folder(source) and read_settings(Path(source)).get(OWN_AGENT)):
+        log.warning("%s was trained inside an agent of its own, whose loop and tools are not part of it", source)
     entries = list(tools) if tools is not None else list(config.tools)
     built = build_tools(with_documents(entries, documents) if documents is not None else entries)
     if config.multi_turn.enable and (tools is None or entries):

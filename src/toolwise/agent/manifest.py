@@ -64,6 +64,11 @@ def update_file(folder: Path, name: str, data: bytes) -> None:
     _write(folder, manifest)
 
 
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings of an agent folder, whose other files are not verified."""
+    return _read(folder).settings
+
+
 def _read(folder: Path) -> AgentManifest:
     file = folder / AGENT_FILE
     try:

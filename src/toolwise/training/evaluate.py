@@ -189,6 +189,11 @@ async def score(setup: RolloutSetup, rollouts: Sequence[Rollout], *, step: int =
     return align_results(setup, rollouts, await setup.scoring.evaluate(rollouts, step=step))
 
 
+def failed_part(reward: str, kind: str) -> str:
+    """What a reward's fault is blamed on: an episode that failed has no reward, whose function is not at fault."""
+    return f"the {reward}" if kind == "env_fault" and reward in EPISODE_REWARDS else f"the reward {reward}"
+
+
 def align_results(
     setup: RolloutSetup, rollouts: Sequence[Rollout], results: Sequence[EvaluateResult]
 ) -> list[ScoredRollout]:
@@ -197,8 +202,9 @@ def align_results(
     if len(faults) > setup.config.reward.max_error_rate * len(rollouts):
         rollout, fault = faults[0]
         reason = " ".join(fault.message.split())
+        what = failed_part(setup.scoring.rewards.name, fault.kind)
         error = RewardError(
-            f"reward {setup.scoring.rewards.name} failed on {len(faults)} of {len(rollouts)} rollouts, more than "
+            f"{what} failed on {len(faults)} of {len(rollouts)} rollouts, more than "
             f"reward.max_error_rate allows; first on {rollout.rollout_id}: {fault.kind}: {reason}"
         )
         if fault.traceback:

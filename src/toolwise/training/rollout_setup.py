@@ -80,7 +80,7 @@ def setup_evaluation(
     agent: OutsideAgent | None = None,
 ) -> RolloutSetup:
     """Build what evaluating `tasks` needs; Python arguments override what the configuration names."""
-    with tools_and_scoring(config, tools, reward) as (tool_objects, scoring):
+    with tools_and_scoring(config, tools, reward, agent) as (tool_objects, scoring):
         tasks = attach_labels(config, tasks)
         check_tasks(config, tasks, tool_objects)
         check_routable(config, tool_objects, tasks)
@@ -91,9 +91,12 @@ def setup_evaluation(
 
 @contextmanager
 def tools_and_scoring(
-    config: RunConfig, tools: Sequence[Any] | Callable[..., Any] | None, reward: RewardSources | None
+    config: RunConfig,
+    tools: Sequence[Any] | Callable[..., Any] | None,
+    reward: RewardSources | None,
+    agent: OutsideAgent | None = None,
 ) -> Iterator[tuple[dict[str, BaseTool], Scoring]]:
-    """Start the tools and the rewards; if the block raises, stop the rewards' worker processes."""
+    """Start the tools, the rewards and an outside agent; if the block raises, stop their worker processes."""
     check_agent(config)
     announce("starting the tools")
     tool_objects = build_tools([*config.tools, *as_entries(tools)])
@@ -102,9 +105,14 @@ def tools_and_scoring(
     announce("starting the reward sandbox")
     scoring = build_scoring(config.reward, reward)
     try:
+        if agent is not None:
+            announce("loading the agent")
+            agent.pool.check()
         yield tool_objects, scoring
     except BaseException:
         scoring.close()
+        if agent is not None:
+            agent.close()
         raise
 
 
@@ -160,7 +168,7 @@ def setup_rollouts(
         head=head,
         scheduler=build_scheduler(config, policy, tools, env)
         if agent is None
-        else build_agent_scheduler(config, policy, agent),
+        else build_agent_scheduler(config, policy, agent, scoring),
         policy=policy,
         scoring=scoring,
         agent=agent,
@@ -289,7 +297,9 @@ def build_scheduler(
     )
 
 
-def build_agent_scheduler(config: RunConfig, policy: LocalPolicy, agent: OutsideAgent) -> AgentScheduler:
+def build_agent_scheduler(
+    config: RunConfig, policy: LocalPolicy, agent: OutsideAgent, scoring: Scoring
+) -> AgentScheduler:
     rollout = config.rollout
     return AgentScheduler(
         policy,
@@ -301,6 +311,7 @@ def build_agent_scheduler(config: RunConfig, policy: LocalPolicy, agent: Outside
         agent=agent,
         session_policy=policy,
         max_calls=config.agent.max_calls,
+        uses_reward=any(part.reward.reference == "agent" for part in scoring.rewards.parts),
     )
 
 

@@ -152,7 +152,7 @@ def assemble(
 
     All errors in the input are found here, before any work is done.
     """
-    with tools_and_scoring(config, tools, reward) as (tool_objects, scoring):
+    with tools_and_scoring(config, tools, reward, agent) as (tool_objects, scoring):
         announce("checking the model")
         require_model(config, tool_objects, parser)
         announce("reading the tasks")

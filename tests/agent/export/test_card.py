@@ -98,3 +98,11 @@ def test_adapters_that_were_merged_are_named(trained: Path) -> None:
     assert "| LoRA |" not in card_of(trained, 10)
     card = card_of(trained, 10, actor={"lora": {"rank": 8, "alpha": 16.0}})
     assert "| LoRA | adapters of rank 8 (alpha 16), merged into the weights |" in card
+
+
+def test_a_model_of_an_agent_of_one_s_own_says_so(trained: Path) -> None:
+    own = {"agent": {"run": "/somewhere/mine.py:run"}, "tools": []}
+    card = card_of(trained, 10, **own)
+    assert "| agent | `mine.py:run` |\n" in card
+    assert "trained inside an agent with a loop and tools of its own, which are not part of this folder" in card
+    assert "inside an agent" not in card_of(trained, 10)

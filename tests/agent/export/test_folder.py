@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from toolwise.agent.export import export_model
 from toolwise.agent.export.folder import convert, saved_dtype
-from toolwise.agent.loader import find_checkpoint, find_run
+from toolwise.agent.loader import find_checkpoint, find_run, load_parts
+from toolwise.config.loader import to_toml
+from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError, ModelError
 from toolwise.training.checkpoint import save
 
@@ -248,3 +251,22 @@ def test_a_run_without_adapters_has_none_to_export(trained: Path, tmp_path: Path
     with pytest.raises(ConfigError, match=r"has no adapters, since actor\.lora\.rank is 0: export its model without"):
         export_model(trained, tmp_path / "out", adapters=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_agent_of_one_s_own_is_not_part_of_the_export(
+    trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    save(run / "checkpoints", 1, {"a": {}}, extra_files={"model": partial(copy_model, trained)})
+    config = RunConfig.model_validate({"agent": {"run": "/somewhere/mine.py:run"}, "reward": {"function": "agent"}})
+    (run / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    out = export_model(run, tmp_path / "out").out
+    assert "the loop and the tools of your own agent are not part of it" in caplog.text
+    for source in (out, run):
+        caplog.clear()
+        load_parts(source)
+        assert caplog.text.count("was trained inside an agent of its own") == 1
+
+
+def copy_model(run: Path, folder: Path) -> None:
+    shutil.copytree(run / "checkpoints" / "step-000010" / "model", folder, dirs_exist_ok=True)

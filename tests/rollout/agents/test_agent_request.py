@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,14 +18,15 @@ from agent_sessions import DECISION, PreparedPolicy
 
 from toolwise.concurrency import deadlines
 from toolwise.config.agent import AgentConfig
-from toolwise.errors import PolicyError
+from toolwise.errors import ConfigError, PolicyError
 from toolwise.rollout.agents.agent_pool import AgentPool
-from toolwise.rollout.agents.agent_request import AgentScheduler, OutsideAgent
+from toolwise.rollout.agents.agent_process import AgentDiedError, AgentLoadError, AgentProcess
+from toolwise.rollout.agents.agent_request import UNUSED_REWARD, AgentScheduler, OutsideAgent
 from toolwise.serve.gateway.gateway_server import Gateway
 from toolwise.types import Rollout, StopReason
 
 CODE = """
-import asyncio, json, os, sys, threading, time, urllib.request
+import asyncio, json, os, subprocess, sys, threading, time, urllib.request
 import sibling
 
 def ask(base_url, api_key, messages):
@@ -72,6 +74,21 @@ def endless(task, base_url, api_key):
     while True:
         ask(base_url, api_key, task["prompt"])
 
+def forks(task, base_url, api_key):
+    ask(base_url, api_key, task["prompt"])
+    os.fork()
+    return os.getpid()
+
+def leaves_a_process(task, base_url, api_key):
+    ask(base_url, api_key, task["prompt"])
+    subprocess.Popen(["sleep", "60"], start_new_session=True)
+    return os.getpid()
+
+def two(task, base_url):
+    return 1.0
+
+number = 3
+
 def leaks(task, base_url, api_key):
     ask(base_url, api_key, task["prompt"])
     threading.Thread(target=lambda: (time.sleep(0.1), ask(base_url, api_key, task["prompt"])), daemon=True).start()
@@ -84,6 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("agents")
     (folder / "mine.py").write_text(CODE)
     (folder / "sibling.py").write_text("HELP = 1")
+    (folder / "broken.py").write_text("def run(task, base_url, api_key): ...\n1 / 0")
     (folder / "slow.py").write_text("import time\ntime.sleep(1.2)\nfrom mine import is_async as run")
     (folder / "once.py").write_text(
         textwrap.dedent(
@@ -155,11 +173,15 @@ def test_an_async_function(roll_out: RollOut) -> None:
 @pytest.mark.parametrize(
     ("name", "reason", "fault"),
     [
-        ("raises", StopReason.ENV_FAULT, "run: ValueError: no such city"),
-        ("exits", StopReason.ENV_FAULT, "run: SystemExit: 3"),
+        ("raises", StopReason.ENV_FAULT, "agent.run failed: ValueError: no such city (mine.py:23)"),
+        ("exits", StopReason.ENV_FAULT, "agent.run failed: SystemExit: 3 (mine.py:26)"),
         ("silent", StopReason.ENV_FAULT, "the agent made no call of the model"),
         ("wrong", StopReason.ENV_FAULT, "run returned no reward: "),
-        ("unsendable", StopReason.ENV_FAULT, "run: TypeError: Object of type object is not JSON serializable"),
+        (
+            "unsendable",
+            StopReason.ENV_FAULT,
+            "agent.run failed: TypeError: Object of type object",
+        ),
         ("nothing", StopReason.ENV_FAULT, "does not load: AttributeError"),
     ],
 )
@@ -231,12 +253,104 @@ def test_a_command_runs_once_for_each_task(roll_out: RollOut, folder: Path) -> N
     rollouts = roll_out("", "a", "b", n=2, agent=command)
     assert [r.result.score for r in rollouts if r.result] == [0.25, 0.25]
     (failed,) = roll_out("", "a", agent={"command": [sys.executable, f"{folder}/once.py", "5"]})
-    assert failed.fault == "run: the agent's command exited with status 5"
+    assert failed.fault == "the agent's command exited with status 5"
     (missing,) = roll_out("", "a", agent={"command": ["no-such-program"]})
-    assert missing.fault == "run: the agent's command exited with status 127"
+    assert missing.fault == "the agent's command exited with status 127"
 
 
 def test_another_interpreter_needs_nothing_of_ours(roll_out: RollOut, folder: Path) -> None:
     base = os.path.join(sys.base_prefix, "bin", f"python{sys.version_info.major}")
     (rollout,) = roll_out("", "a", "b", agent={"run": f"{folder}/mine.py:answers", "python": base})
     assert rollout.stop_reason is StopReason.ANSWERED
+
+
+def test_a_command_may_print_before_it_reads_or_not_read_at_all(roll_out: RollOut) -> None:
+    prints = "import os, sys; os.write(1, b'x' * 1_000_000 + b'\\n'); sys.stdin.read(); print(1)"
+    task = {"prompt": "x" * 1_000_000}
+    for code in (prints, "print(1)"):
+        pool = AgentPool(AgentConfig(command=[sys.executable, "-S", "-c", code]))
+        assert deadlines.run(asyncio.wait_for(pool.run(task, "", ""), 10)) == 1
+
+
+def test_what_a_task_leaves_running_ends_with_its_process(roll_out: RollOut) -> None:
+    rollouts = roll_out("leaves_a_process", "a", "b", n=2)
+    pids = [int(r.result.score) for r in rollouts if r.result]
+    assert len(set(pids)) == 2
+
+
+def test_a_child_that_returns_too_does_not_spoil_the_next_task(roll_out: RollOut) -> None:
+    rollouts = roll_out("forks", "a", "b", "c", n=3)
+    assert [r.stop_reason for r in rollouts] == [StopReason.ANSWERED] * 3
+    assert not any(r.fault for r in rollouts)
+
+
+def test_a_process_whose_caller_has_gone_is_ended(folder: Path) -> None:
+    pool = AgentPool(AgentConfig(run=f"{folder}/mine.py:silent"))
+    started: list[AgentProcess] = []
+
+    class Slow(AgentProcess):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+            leave.set()
+            gone.wait(5)
+
+    leave, gone = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        call = asyncio.ensure_future(pool.run({}, "", ""))
+        while not leave.is_set():  # noqa: ASYNC110 (set by a thread)
+            await asyncio.sleep(0.002)
+        call.cancel()
+        await asyncio.wait({call})
+        gone.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("toolwise.rollout.agents.agent_pool.AgentProcess", Slow)
+        deadlines.run(work())
+    (process,) = started
+    process.thread.join(5)
+    assert not process.alive
+    assert pool.pids() == []
+
+
+@pytest.mark.parametrize(
+    ("target", "cause"),
+    [
+        ("mine.py:nothing", r"does not load: AttributeError: .*mine\.py has no nothing"),
+        ("mine.py:number", "number is not a function but int"),
+        ("mine.py:two", r"two\(task, base_url\) must take \(task, base_url, api_key\)"),
+        ("none.py:run", r"there is no file .*none\.py"),
+        ("broken.py:run", r"ZeroDivisionError: division by zero \(broken\.py:2\)"),
+    ],
+)
+def test_an_agent_that_does_not_load_stops_the_run_before_it_starts(folder: Path, target: str, cause: str) -> None:
+    pool = AgentPool(AgentConfig(run=f"{folder}/{target}"))
+    with pytest.raises(ConfigError, match=cause) as fault:
+        pool.check()
+    assert "\n" not in str(fault.value)
+    assert pool.pids() == []
+
+
+def test_one_failed_import_does_not_fail_later_processes(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "changing.py"
+    file.write_text("def run(task, base_url, api_key): import os; os._exit(0)")
+    pool = AgentPool(AgentConfig(run=f"{file}:run"))
+
+    async def outcome() -> Any:
+        try:
+            return await pool.run({}, "", "")
+        except AgentDiedError as fault:
+            return type(fault)
+
+    assert deadlines.run(outcome()) is AgentDiedError
+    file.write_text("1 / 0")
+    assert deadlines.run(outcome()) is AgentLoadError
+    file.write_text("def run(task, base_url, api_key): return 0.5")
+    assert deadlines.run(outcome()) == 0.5
+    pool.close()
+
+
+def test_a_reward_that_is_not_used_is_said_once(roll_out: RollOut, caplog: pytest.LogCaptureFixture) -> None:
+    roll_out("is_async", "a", "b", n=2, uses_reward=False)
+    assert [r.message for r in caplog.records].count(UNUSED_REWARD) == 1

@@ -205,3 +205,12 @@ def test_whatever_a_client_does_sampled_tokens_stay_as_they_were(actions: list[A
             assert session.continues(number, writer)
     for turn, prompt, _ in session.turns:
         assert list(turn.prompt_ids) == prompt
+
+
+def test_a_number_may_come_back_in_another_spelling() -> None:
+    def call(arguments: dict[str, Any]) -> str:
+        return message_key(Message(role="assistant", tool_calls=[ToolCall(id="a", name="f", arguments=arguments)]))
+
+    assert call({"x": [1.0, {"y": -2.0}]}) == call({"x": [1, {"y": -2}]})
+    assert call({"x": 1.5}) != call({"x": 1})
+    assert call({"x": True}) != call({"x": 1})

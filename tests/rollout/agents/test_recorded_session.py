@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -17,7 +18,7 @@ from toolwise.learner.rows import build_rows
 from toolwise.messages import Message
 from toolwise.rewards.executor import score_episodes
 from toolwise.rollout.agents.recorded_call import CallOptions
-from toolwise.rollout.agents.recorded_session import SessionEndedError, SessionLimitError
+from toolwise.rollout.agents.recorded_session import ContextLimitError, SessionEndedError, SessionLimitError
 from toolwise.types import (
     AnnotatedRollout,
     CreditedRollout,
@@ -142,6 +143,35 @@ async def test_limits_of_a_session_are_its_stop_reason() -> None:
         await full.complete(TASK.prompt)
     assert full.limit_reached is not None
     assert full.limit_reached.reason is StopReason.PROMPT_TOO_LONG
+
+
+@run_async
+async def test_a_call_that_is_too_long_does_not_end_the_session() -> None:
+    session = session_with("1", ContextFullError("full"), "2", max_prompt_chars=100)
+    first = await session.complete(TASK.prompt)
+    history = [*TASK.prompt, first.reply, AGAIN]
+    with pytest.raises(ContextLimitError, match="full"):
+        await session.complete(history)
+    assert session.limit_reached is not None
+    assert session.limit_reached.reason is StopReason.MAX_TOKENS
+    await session.complete(history)
+    assert session.limit_reached is None
+    assert [call.origin for call in session.calls] == ["first", "continued"]
+    with pytest.raises(ContextLimitError, match="1,014 characters"):  # before anything is rendered
+        await session.complete([*TASK.prompt, Message(role="user", content="x" * 1000)])
+
+
+@run_async
+async def test_each_token_keeps_its_version() -> None:
+    session = session_with("12")
+    sample = session.policy.generate
+
+    async def two_versions(*args: Any) -> Any:
+        return replace(await sample(*args), token_versions=[3, 3, 4])
+
+    session.policy.generate = two_versions  # type: ignore[method-assign]
+    call = await session.complete(TASK.prompt)
+    assert list(call.tokens.token_versions or ()) == [3, 3, 4]
 
 
 @run_async

@@ -95,6 +95,44 @@ def test_tokens_in_and_out_as_vllm_has_it() -> None:
     serve(["It is 4."], talk)
 
 
+def test_token_ids_outside_the_vocabulary_are_refused() -> None:
+    async def talk(client: httpx.AsyncClient, session: RecordedSession) -> None:
+        root = str(client.base_url).rstrip("/").removesuffix("/v1")
+        answer = await client.post(f"{root}/inference/v1/generate", json={"token_ids": [1, 2**31 - 1]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "token_ids")
+        assert session.policy_fault is None
+
+    serve(["4"], talk)
+
+
+def test_a_conversation_that_cannot_fit_is_refused_before_it_is_rendered() -> None:
+    async def talk(client: httpx.AsyncClient, session: RecordedSession) -> None:
+        assert session.max_prompt_chars is not None
+        long = {"role": "user", "content": "x" * (session.max_prompt_chars + 1)}
+        answer = await client.post("/chat/completions", json=HELLO | {"messages": [long]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert (await client.post("/chat/completions", json=HELLO)).status_code == 200
+
+    serve(["4"], talk)
+
+
+def test_a_call_that_waits_for_the_model_holds_no_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolwise.serve.guard.MAX_TOTAL_BODY_BYTES", 1000)
+    waits = asyncio.Event()
+
+    async def talk(client: httpx.AsyncClient, session: RecordedSession) -> None:
+        body = HELLO | {"user": "x" * 700}
+        first = asyncio.ensure_future(client.post("/chat/completions", json=body))
+        policy: Any = session.policy
+        while not policy.asked:  # noqa: ASYNC110 (the server has no event)
+            await asyncio.sleep(0.005)
+        assert (await client.post("/chat/completions", json=body)).status_code == 200
+        waits.set()
+        assert (await first).status_code == 200
+
+    serve([waits, "second"], talk)
+
+
 @pytest.mark.parametrize(
     ("change", "status", "code"),
     [

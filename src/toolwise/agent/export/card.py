@@ -55,6 +55,7 @@ def model_card(
         tool_text=TOOL_TEXT,
         routed=routed,
         code=code,
+        own_agent=config.agent.enabled,
         adapters_of=json.dumps(public_name(config.model.path)) if adapters else "",
         **_results(run, source.step),
     )
@@ -73,6 +74,7 @@ def _training(config: RunConfig, source: Checkpoint, adapters: bool) -> dict[str
         "base model": _code(public_name(config.model.path)),
         "training data": _file(config.data.train),
         "held-out data": _file(config.data.val) if config.data.val else "",
+        "agent": _agent(config),
         "tools": ", ".join(
             _reference(tool if isinstance(tool, str) else str(tool.get("name", "a tool"))) for tool in config.tools
         ),
@@ -89,6 +91,10 @@ def _training(config: RunConfig, source: Checkpoint, adapters: bool) -> dict[str
 
 def _file(path: Path | None) -> str:
     return _code(path.name) if path is not None else "given in Python"
+
+
+def _agent(config: RunConfig) -> str:
+    return _reference(config.agent.run) if config.agent.run else "a command" if config.agent.command else ""
 
 
 def _reward(config: RunConfig) -> str:

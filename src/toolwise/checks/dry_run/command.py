@@ -22,6 +22,7 @@ from toolwise.concurrency import deadlines
 from toolwise.config.loader import to_toml
 from toolwise.config.schema import RunConfig
 from toolwise.serve.gateway import build_outside_agent
+from toolwise.training.evaluate import failed_part
 from toolwise.training.model_check import device_bytes
 from toolwise.training.records import RolloutRecord
 from toolwise.training.run import Run, assemble
@@ -174,7 +175,7 @@ def _check_rewards(run: Run, scored: Sequence[ScoredRollout], findings: DryRunRe
     name = run.scoring.rewards.name
     if errors := [s.result.error for s in scored if s.result.error is not None]:
         text = (
-            f"the reward {name} failed on {len(errors)} of {len(scored)} rollouts: {errors[0].kind}: "
+            f"{failed_part(name, errors[0].kind)} failed on {len(errors)} of {len(scored)} rollouts: {errors[0].kind}: "
             f"{_one_line(errors[0].message)}"
         )
         serious = len(errors) > run.config.reward.max_error_rate * len(scored)

@@ -1,4 +1,7 @@
-"""Warm processes of an outside agent: each runs one task at a time, and is replaced when it hangs, dies or leaks."""
+"""Warm processes of an outside agent: each runs one task at a time, and is replaced when it hangs, dies or leaks.
+
+A process is started in a thread, which nobody can stop: it registers the process, or kills it if its caller has gone.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ import asyncio
 import logging
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
-from toolwise.concurrency.deadlines import call_in_thread, exclude_queue_time
+from toolwise.concurrency.deadlines import call_in_thread, exclude_queue_time, run_async
 from toolwise.config.agent import AgentConfig
 from toolwise.config.imports import GIVEN_IN_PYTHON, check_nameable
 from toolwise.errors import ConfigError
@@ -39,10 +43,30 @@ class AgentPool:
         self.config = config
         self.killed = 0
         """Processes that were killed or died during a task."""
+        self.replaced = 0
+        """Processes that were ended since a task left something running."""
         self._idle: list[AgentProcess] = []
         self._live: set[AgentProcess] = set()
+        self._lock = threading.Lock()
+        """Guards `_live` and `_closed`, which the threads that start processes use too."""
+        self._loaded = False
         self._load_error: AgentLoadError | None = None
         self._closed = False
+
+    def check(self) -> None:
+        """Load the agent once before anything is rolled out; its process then waits for the first task. Raises
+        `ConfigError` if it does not load. A command is not started."""
+        if self.config.command:
+            return
+        try:
+            run_async(self._warm_up())
+        except AgentLoadError as fault:
+            raise ConfigError(" ".join(str(fault).split())) from None
+        except AgentDiedError as fault:
+            raise ConfigError(f"agent.run = {self.config.run!r} does not load: {fault}") from None
+
+    async def _warm_up(self) -> None:
+        self._idle.append(await self._take("", ""))
 
     async def run(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
         """The agent's result for `task`. Cancelling it kills the process."""
@@ -51,32 +75,40 @@ class AgentPool:
         try:
             if self.config.command:
                 return await process.run_once(task)
-            result = await process.run(task, base_url, api_key)
+            return await self._run_in_worker(process, task, base_url, api_key)
         except AgentFaultError:
-            self._put_back(process)
             raise
         except BaseException:
             self.killed += 1
             self._end(process)
             raise
-        else:
-            self._put_back(process)
-            return result
         finally:
             if self.config.command:
                 self._end(process)
 
+    async def _run_in_worker(self, process: AgentProcess, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+        try:
+            result = await process.run(task, base_url, api_key)
+        except AgentFaultError:
+            await self._put_back(process)
+            raise
+        await self._put_back(process)
+        return result
+
     def pids(self) -> list[int]:
-        return [process.pid for process in self._live]
+        with self._lock:
+            return [process.pid for process in self._live]
 
     def close(self) -> None:
         """End every process, also those that work."""
-        self._closed = True
-        for process in self._live:
+        with self._lock:
+            self._closed = True
+            live = list(self._live)
+            self._live.clear()
+        for process in live:
             process.kill()
-        for process in self._live:
+        for process in live:
             process.close()
-        self._live.clear()
         self._idle.clear()
 
     async def _take(self, base_url: str, api_key: str) -> AgentProcess:
@@ -87,40 +119,65 @@ class AgentPool:
             self._end(process)
         if self._load_error is not None:
             raise self._load_error
-        config, environment = self.config, dict(os.environ)
-        if config.command:  # `run` gets them as arguments, others for each task
-            environment |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
-        command = config.command or worker_command(config.python or sys.executable)
+        process = await self._start(base_url, api_key)
         try:
-            process = await call_in_thread(
-                lambda: AgentProcess(command, environment, worker=not config.command), name="starting an agent"
-            )
-        except OSError as fault:
-            raise AgentDiedError(f"no process can be started for the agent: {fault}") from None
-        self._live.add(process)
-        try:
-            if not config.command:
+            if not self.config.command:
                 await self._load(process)
         except BaseException:
             self._end(process)
             raise
         return process
 
+    async def _start(self, base_url: str, api_key: str) -> AgentProcess:
+        config, environment = self.config, dict(os.environ)
+        if config.command:  # `run` gets them as arguments, others for each task
+            environment |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        command = config.command or worker_command(config.python or sys.executable)
+        started: list[AgentProcess] = []
+        gone = threading.Event()
+
+        def start() -> AgentProcess:
+            process = AgentProcess(command, environment, worker=not config.command)
+            with self._lock:
+                wanted = not (self._closed or gone.is_set())
+                if wanted:
+                    self._live.add(process)
+                    started.append(process)
+            if not wanted:
+                process.close()
+                raise AgentDiedError("the run has ended")
+            return process
+
+        try:
+            return await call_in_thread(start, name="starting an agent")
+        except OSError as fault:
+            raise AgentDiedError(f"no process can be started for the agent: {fault}") from None
+        except BaseException:
+            with self._lock:
+                gone.set()
+            for process in started:
+                self._end(process)
+            raise
+
     async def _load(self, process: AgentProcess) -> None:
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 await process.load(self.config.run, [] if self.config.python else sys.path)
         except AgentLoadError as fault:
-            self._load_error = fault  # the next process would fail too, after as long
+            if not self._loaded:
+                self._load_error = fault  # the next process would fail too, after as long
             raise
         except TimeoutError:
             raise AgentDiedError(f"the agent took longer than {LOAD_TIMEOUT_S:g} s to load") from None
+        self._loaded = True
 
-    def _put_back(self, process: AgentProcess) -> None:
-        if self.config.command:
-            return
-        if process.threads > MAX_THREADS:
-            log.warning("the agent left %d threads running: its process is replaced", process.threads)
+    async def _put_back(self, process: AgentProcess) -> None:
+        children = await call_in_thread(process.count_children, name="counting an agent's processes")
+        threads = process.threads if process.threads > MAX_THREADS else 0
+        if threads or children:
+            self.replaced += 1
+            count, what = (children, "processes") if children else (threads, "threads")
+            log.warning("the agent left %d %s running: its process is replaced", count, what)
             self._end(process)
         elif self._closed:
             self._end(process)
@@ -129,6 +186,8 @@ class AgentPool:
 
     def _end(self, process: AgentProcess) -> None:
         process.kill()
-        if process in self._live:
+        with self._lock:
+            was_live = process in self._live
             self._live.discard(process)
+        if was_live:
             process.release()

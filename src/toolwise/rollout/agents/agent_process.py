@@ -14,11 +14,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from toolwise.concurrency.tasks import spawn
 from toolwise.errors import ToolwiseError
 from toolwise.rollout.agents import agent_worker
 from toolwise.sandbox import wire
 from toolwise.sandbox.faults import WorkerFault
-from toolwise.sandbox.process_tree import SUPERVISION_AVAILABLE
+from toolwise.sandbox.process_tree import SUPERVISION_AVAILABLE, members_of
 from toolwise.sandbox.processes import describe_exit, launch, open_pipes, python_command
 from toolwise.tools.isolation.tool_process import ToolProcess
 
@@ -91,12 +92,18 @@ class AgentProcess:
 
     async def run_once(self, task: Mapping[str, Any]) -> Any:
         """Give a command its task as JSON on standard input; the last line that it prints is its result."""
-        await self._send(wire.encode(task), last=True)
+        sending = spawn(self._send(wire.encode(task), last=True))  # it may print before it reads, or never read
         output = bytearray()
-        while data := await self._receive():
-            output += data
-            if len(output) > MAX_REPLY_BYTES:
-                raise AgentFaultError(f"the agent printed more than {MAX_REPLY_BYTES:,} bytes")
+        try:
+            while data := await self._receive():
+                output += data
+                if len(output) > MAX_REPLY_BYTES:
+                    raise AgentFaultError(f"the agent printed more than {MAX_REPLY_BYTES:,} bytes")
+        finally:
+            sending.cancel()
+            await asyncio.wait({sending})
+            if not sending.cancelled():
+                sending.exception()  # it did not read its task: its status says whether that is a fault
         exited = await self._exit()
         if exited != describe_exit(0):
             raise AgentFaultError(f"the agent's command {exited}")
@@ -105,6 +112,12 @@ class AgentProcess:
         with suppress(ValueError, RecursionError):
             return json.loads(last)
         return last or None
+
+    def count_children(self) -> int:
+        """Running processes that it started, also those that left its session; 0 where the system cannot tell."""
+        if not SUPERVISION_AVAILABLE or not self.alive:
+            return 0
+        return max(0, sum(1 for _ in members_of(self.pid)) - 1)  # the supervisor's child is the worker
 
     def kill(self) -> None:
         """Kill it with everything it started, from any thread."""

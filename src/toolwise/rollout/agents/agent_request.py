@@ -16,20 +16,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from toolwise.concurrency.deadlines import WorkClock, run_with_deadline
 from toolwise.errors import ToolwiseError
 from toolwise.rewards.results import read_result
 from toolwise.rollout.agents.agent_pool import AgentPool
-from toolwise.rollout.agents.agent_process import AgentDiedError
+from toolwise.rollout.agents.agent_process import AgentDiedError, AgentFaultError
 from toolwise.rollout.agents.recorded_session import RecordedSession, SessionPolicy
 from toolwise.rollout.scheduler import Episode, RolloutScheduler
 from toolwise.types import EvaluateResult, Rollout, RouteDecision, StopReason, Task
 from toolwise.untrusted.user_code import describe
 
 log = logging.getLogger("toolwise.agents")
+UNUSED_REWARD = 'the reward that the agent returns is not used: set reward.function = "agent"'
 
 
 class SessionGateway(Protocol):
@@ -50,6 +51,13 @@ class OutsideAgent:
 
     pool: AgentPool
     gateway: SessionGateway
+    notices: set[str] = field(default_factory=set)
+    """What was said once already."""
+
+    def warn_once(self, text: str) -> None:
+        if text not in self.notices:
+            self.notices.add(text)
+            log.warning("%s", text)
 
     def close(self) -> None:
         self.pool.close()
@@ -59,8 +67,12 @@ class OutsideAgent:
 class AgentRequest:
     """One rollout. `run` raises only when it is cancelled from outside."""
 
-    def __init__(self, agent: OutsideAgent, session: RecordedSession, deadline_s: float) -> None:
+    def __init__(
+        self, agent: OutsideAgent, session: RecordedSession, deadline_s: float, *, uses_reward: bool = True
+    ) -> None:
+        """`uses_reward`: what the agent returns is its reward."""
         self.agent, self.session, self.deadline_s = agent, session, deadline_s
+        self.uses_reward = uses_reward
         self.batch_data_id = session.batch_data_id
         self._rollout: Rollout | None = None
 
@@ -72,6 +84,8 @@ class AgentRequest:
         try:
             reward = _read_reward(await run_with_deadline(self.deadline_s, self._work(), late, WorkClock()))
             ending = self._normal_ending(reward)
+            if reward is not None and not self.uses_reward:
+                self.agent.warn_once(UNUSED_REWARD)
         except Exception as fault:
             ending = {"stop_reason": StopReason.DEADLINE, "fault": str(late)} if fault is late else self._ending(fault)
         finally:
@@ -112,7 +126,8 @@ class AgentRequest:
             return {"stop_reason": session.limit_reached.reason, "fault": str(session.limit_reached)}
         if session.policy_fault is not None:
             return {"stop_reason": StopReason.POLICY_FAULT, "fault": f"{session.policy_fault}; the agent: {text}"}
-        return {"stop_reason": StopReason.ENV_FAULT, "fault": f"run: {text}"}
+        is_run = isinstance(fault, AgentFaultError) and not self.agent.pool.config.command
+        return {"stop_reason": StopReason.ENV_FAULT, "fault": f"agent.run failed: {text}" if is_run else text}
 
 
 def task_fields(decision: RouteDecision) -> dict[str, Any]:
@@ -134,6 +149,7 @@ class AgentScheduler(RolloutScheduler):
     agent: OutsideAgent | None = None
     session_policy: SessionPolicy | None = None
     max_calls: int = 64
+    uses_reward: bool = True
 
     def episodes(self, decisions: Sequence[RouteDecision], *, do_sample: bool = True) -> Sequence[Episode]:
         assert self.agent is not None
@@ -152,6 +168,7 @@ class AgentScheduler(RolloutScheduler):
                     model_gate=self.limits.model,
                 ),
                 self.deadline_s,
+                uses_reward=self.uses_reward,
             )
             for index, decision in enumerate(decisions)
             for offset in range(decision.n)

@@ -21,6 +21,8 @@ from typing import Any
 
 HEADER = struct.Struct("!I")
 MAX_TEXT = 20_000
+NOT_OWN = ("<", os.path.dirname(os.__file__))
+"""How the names of files of the standard library begin."""
 
 
 def main() -> None:
@@ -36,6 +38,7 @@ def main() -> None:
         _send(channel, {"failed": _describe(fault)})
         os._exit(0)
     _send(channel, {"loaded": True})
+    worker = os.getpid()
     while True:
         request = _receive(channel)
         try:
@@ -45,6 +48,8 @@ def main() -> None:
         except BaseException as fault:
             traceback.print_exc()
             reply = {"fault": _describe(fault)}
+        if os.getpid() != worker:  # a child of the agent's that returned too
+            os._exit(0)
         _send(channel, {**reply, "id": request["id"], "threads": threading.active_count()})
 
 
@@ -73,10 +78,24 @@ def _load(target: str) -> Any:
         module = importlib.import_module(place)
     function: Any = module
     for part in name.split("."):
+        if not hasattr(function, part):
+            raise AttributeError(f"{place} has no {name}")
         function = getattr(function, part)
     if not callable(function):
-        raise TypeError(f"{target} is not a function")
+        raise TypeError(f"{name} is not a function but {type(function).__name__}")
+    _check_parameters(function, name)
     return function
+
+
+def _check_parameters(function: Any, name: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function that is not written in Python
+        return
+    try:
+        signature.bind({}, "", "")
+    except TypeError as fault:
+        raise TypeError(f"{name}{signature} must take (task, base_url, api_key): {fault}") from None
 
 
 def _plain(value: Any) -> Any:
@@ -91,7 +110,15 @@ def _describe(fault: BaseException) -> str:
         text = str(fault)
     except BaseException:
         text = "(its text could not be had)"
-    return f"{type(fault).__name__}: {text}"[:MAX_TEXT]
+    return f"{type(fault).__name__}: {text}"[:MAX_TEXT] + _place_of(fault)
+
+
+def _place_of(fault: BaseException) -> str:
+    """The last line of the agent's own code in the traceback, not of a library."""
+    files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(fault.__traceback__)]
+    own = [place for place in files if place[0] != __file__ and not place[0].startswith(NOT_OWN)]
+    own = [place for place in own if "site-packages" not in place[0]]
+    return f" ({os.path.basename(own[-1][0])}:{own[-1][1]})" if own else ""
 
 
 def _send(channel: int, message: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from toolwise.messages import Message, Prefix
 from toolwise.rollout.chat_tokenizer import ChatTokenizer, Tools
@@ -28,10 +28,19 @@ sampled reply."""
 
 def message_key(message: Message) -> str:
     """Equal for messages that say the same. Ids of calls count only where a result refers to one."""
-    calls = [[call.name, call.arguments] for call in message.tool_calls or ()]
+    calls = [[call.name, _same_numbers(call.arguments)] for call in message.tool_calls or ()]
     fields = [message.role, message.content or "", calls, message.reasoning_content or "", message.name or ""]
     reference = message.tool_call_id if message.role == "tool" else None
     return json.dumps([*fields, reference], sort_keys=True)
+
+
+def _same_numbers(value: Any) -> Any:
+    """JSON has one kind of number: a client may send 1.0 back as 1."""
+    if isinstance(value, dict):
+        return {key: _same_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_same_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 @dataclass(slots=True)

@@ -77,8 +77,10 @@ def extends(token_ids: Sequence[int], earlier: SampledTokens) -> bool:
 def sampled_tokens(
     result: Generation, prompt_ids: Sequence[int], alignment: Alignment, has_calls: bool
 ) -> SampledTokens:
+    versions = {} if result.token_versions is None else {"token_versions": result.token_versions}
     return SampledTokens.from_dict(
         {
+            **versions,
             "token_ids": result.token_ids,
             "logprobs": result.logprobs,
             "prompt_ids": prompt_ids,
@@ -109,6 +111,20 @@ def cut_at(result: Generation, stop: Sequence[str], chat: ChatTokenizer) -> Gene
         finish_reason="stop",
         token_versions=None if versions is None else versions[:count],
     )
+
+
+def count_chars(messages: Sequence[Message], tools: Tools) -> int:
+    """Characters of what chat templates render: texts, arguments of calls, and descriptions of tools."""
+    arguments = [call.arguments for message in messages for call in message.tool_calls or ()]
+    return sum(len(message.content or "") for message in messages) + _value_chars([arguments, list(tools or ())])
+
+
+def _value_chars(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(map(_value_chars, value.values()))
+    if isinstance(value, list):
+        return sum(map(_value_chars, value))
+    return len(value) if isinstance(value, str) else 0
 
 
 def is_valid(reply: Message, tools: Tools) -> bool:

@@ -21,6 +21,7 @@ from toolwise.rollout.agents.message_graph import GraphTurn, MessageGraph, Origi
 from toolwise.rollout.agents.recorded_call import (
     CallOptions,
     RecordedCall,
+    count_chars,
     cut_at,
     extends,
     is_valid,
@@ -61,6 +62,10 @@ class SessionLimitError(ToolwiseError):
         self.reason = reason
 
 
+class ContextLimitError(SessionLimitError):
+    """One call is too long for the model's context; the next may be shorter."""
+
+
 @dataclass(slots=True)
 class RecordedSession:
     """A session. Calls may overlap; each is recorded when it is complete."""
@@ -73,6 +78,8 @@ class RecordedSession:
     max_calls: int = 64
     max_tokens: int | None = None
     """Sampled tokens of the whole session."""
+    max_prompt_chars: int | None = None
+    """A conversation with more characters cannot fit the context: it is refused before it is rendered."""
     model_gate: Gate = UNLIMITED
     """Bounds the calls of all sessions that wait for the model at once."""
     session_id: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -80,6 +87,7 @@ class RecordedSession:
     calls: list[RecordedCall] = field(default_factory=list)
     closed: bool = False
     limit_reached: SessionLimitError | None = None
+    """What ends the session, or that its last call was too long."""
     policy_fault: str | None = None
     """The last call of the model failed for a reason that is not the agent's."""
     _graph: MessageGraph = field(init=False)
@@ -100,6 +108,7 @@ class RecordedSession:
         """Continue the conversation `messages`. Raises what the client did wrong as a `ToolwiseError`."""
         options = options or CallOptions()
         sampling = self._begin_call(options)
+        self._check_length(messages, tools)
         turn = self._graph.prompt(messages, tools)
         try:
             result = await self._generate(turn.prompt_ids, sampling)
@@ -180,6 +189,8 @@ class RecordedSession:
         """The sampling of the next call; raises if there must not be one."""
         if self.closed:
             raise SessionEndedError("this session has ended")
+        if isinstance(self.limit_reached, ContextLimitError):  # the agent may have compacted its history
+            self.limit_reached = None
         sampled = sum(len(call.tokens.token_ids) for call in self.calls)
         if self._started_calls >= self.max_calls:
             text = f"this session has made {self.max_calls} calls, as many as agent.max_calls allows"
@@ -207,9 +218,7 @@ class RecordedSession:
             async with self.model_gate:
                 result = await self.policy.generate(prompt_ids, sampling)
         except ContextFullError as full:
-            reason = StopReason.MAX_TOKENS if self.calls else StopReason.PROMPT_TOO_LONG
-            self.limit_reached = SessionLimitError(str(full), reason)
-            raise self.limit_reached from full
+            raise self._context_full(str(full)) from full
         except Exception as fault:
             self.policy_fault = f"{type(fault).__name__}: {fault}"
             raise
@@ -219,6 +228,17 @@ class RecordedSession:
             raise SessionEndedError("this session has ended")
         self.policy_fault = None
         return result
+
+    def _check_length(self, messages: Sequence[Message], tools: Tools) -> None:
+        limit = self.max_prompt_chars
+        if limit is not None and (count := count_chars(messages, tools)) > limit:
+            text = f"the messages have {count:,} characters: the model's context of {self.policy.max_context} tokens"
+            raise self._context_full(f"{text} holds at most {limit:,}")
+
+    def _context_full(self, text: str) -> ContextLimitError:
+        reason = StopReason.MAX_TOKENS if self.calls else StopReason.PROMPT_TOO_LONG
+        self.limit_reached = full = ContextLimitError(text, reason)
+        return full
 
     def _relate(self, token_ids: Sequence[int]) -> tuple[Origin, Alignment]:
         """How tokens of the client's own continue those of earlier calls."""

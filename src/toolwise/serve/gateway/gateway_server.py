@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from toolwise.concurrency.tasks import spawn
 from toolwise.errors import MissingExtraError, ToolwiseError
-from toolwise.rollout.agents.recorded_session import RecordedSession
+from toolwise.rollout.agents.recorded_session import RecordedSession, SessionPolicy
 from toolwise.serve.gateway.session_app import GATEWAY_LIMITS, SessionTable, build_session_app
+from toolwise.serve.limits import TextLimits
 
 if TYPE_CHECKING:
     import uvicorn
@@ -31,6 +32,7 @@ class Gateway:
         self._listening: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
         self._starting: asyncio.Lock | None = None
+        self._limits: tuple[SessionPolicy | None, TextLimits | None] = (None, None)
 
     async def open(self, session: RecordedSession) -> str:
         loop = asyncio.get_running_loop()
@@ -42,8 +44,16 @@ class Gateway:
             if self._serving is None or self._serving.done():
                 await self._start()
         assert self._listening is not None
+        session.max_prompt_chars = self._text_limits(session).prompt_chars
         self.sessions.add(session)
         return f"http://127.0.0.1:{self._listening.getsockname()[1]}/sessions/{session.session_id}/v1"
+
+    def _text_limits(self, session: RecordedSession) -> TextLimits:
+        policy, (of_policy, limits) = session.policy, self._limits
+        if limits is None or of_policy is not policy:
+            limits = TextLimits.of(policy.chat.tokenizer, policy.max_context)
+            self._limits = policy, limits
+        return limits
 
     def end(self, session: RecordedSession) -> None:
         self.sessions.end(session)

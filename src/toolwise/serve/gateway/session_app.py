@@ -12,14 +12,22 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolwise.concurrency.deadlines import count_abandoned
 from toolwise.errors import MissingExtraError, ModelError, TemplateLimitError, ToolwiseError
-from toolwise.rollout.agents.recorded_session import RecordedSession, SessionEndedError, SessionLimitError
+from toolwise.rollout.agents.recorded_session import (
+    ContextLimitError,
+    RecordedSession,
+    SessionEndedError,
+    SessionLimitError,
+)
 from toolwise.serve.gateway.wire_format import (
+    ChatCall,
+    GenerateCall,
     answer_events,
     chat_answer,
+    check_vocabulary,
     generate_answer,
     read_chat_call,
     read_generate_call,
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 log = logging.getLogger("toolwise.serve")
+Call = TypeVar("Call")
 MODEL = "toolwise"
 """The name of the model; clients may use any other."""
 MAX_BODY_BYTES = 32_000_000
@@ -92,14 +101,13 @@ def build_session_app(sessions: SessionTable) -> Starlette:
     limits = GATEWAY_LIMITS
     bodies = BodyReader(MAX_BODY_BYTES, limits.body_s)
 
-    async def models(raw: bytes, session: RecordedSession) -> Response:
+    async def models(call: None, session: RecordedSession) -> Response:
         policy = session.policy
         card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "toolwise"}
         more = {"max_model_len": policy.max_context, "root": policy.chat.name}  # as vLLM has them
         return JSONResponse({"object": "list", "data": [card | more]})
 
-    async def chat_completions(raw: bytes, session: RecordedSession) -> Response:
-        call = read_chat_call(raw)
+    async def chat_completions(call: ChatCall, session: RecordedSession) -> Response:
         recorded = await session.complete(call.messages, call.specs or None, call.options)
         answer = chat_answer(call, recorded, call.model or MODEL, token_texts(call, recorded, session.policy.chat))
         if not call.stream:
@@ -107,16 +115,20 @@ def build_session_app(sessions: SessionTable) -> Starlette:
         with_usage = bool((call.stream_options or {}).get("include_usage"))
         return StreamingResponse(answer_events(answer, with_usage=with_usage), media_type="text/event-stream")
 
-    async def generate(raw: bytes, session: RecordedSession) -> Response:
-        call = read_generate_call(raw)
+    async def generate(call: GenerateCall, session: RecordedSession) -> Response:
+        check_vocabulary(call, len(session.policy.chat.tokenizer))
         return JSONResponse(generate_answer(await session.generate(call.token_ids, call.options)))
 
-    def guarded(handle: Callable[[bytes, RecordedSession], Coroutine[Any, Any, Response]]) -> Any:
+    def guarded(
+        parse: Callable[[bytes], Call], handle: Callable[[Call, RecordedSession], Coroutine[Any, Any, Response]]
+    ) -> Any:
         async def endpoint(request: Request) -> Response:
             try:
                 session = sessions.find(request.path_params["session_id"], request.headers.get("authorization", ""))
                 async with bodies.read(request) as raw:
-                    answer = await _until_disconnected(request, handle(raw, session))
+                    call = parse(raw)
+                del raw  # a call that waits for the model holds no body
+                answer = await _until_disconnected(request, handle(call, session))
                 return Response(status_code=499) if answer is None else answer
             except ClientDisconnect:
                 return Response(status_code=499)
@@ -137,9 +149,9 @@ def build_session_app(sessions: SessionTable) -> Starlette:
     root = "/sessions/{session_id}"
     return Starlette(
         routes=[
-            Route(f"{root}/v1/models", guarded(models)),
-            Route(f"{root}/v1/chat/completions", guarded(chat_completions), methods=["POST"]),
-            Route(f"{root}/inference/v1/generate", guarded(generate), methods=["POST"]),
+            Route(f"{root}/v1/models", guarded(lambda raw: None, models)),
+            Route(f"{root}/v1/chat/completions", guarded(read_chat_call, chat_completions), methods=["POST"]),
+            Route(f"{root}/inference/v1/generate", guarded(read_generate_call, generate), methods=["POST"]),
         ],
         middleware=[Middleware(RequestGuard, refuse=refuse, hosts=frozenset(LOOPBACK), limits=limits, keys=ApiKeys())],
         exception_handlers={HTTPException: http_error},
@@ -154,7 +166,7 @@ def session_error(fault: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(fault, SessionEndedError):
         return 410, error_body(message, code="session_ended")
     if isinstance(fault, SessionLimitError):
-        full = "context_length_exceeded" if "context" in message else fault.reason.value
+        full = "context_length_exceeded" if isinstance(fault, ContextLimitError) else fault.reason.value
         return 400, error_body(message, param="messages", code=full)
     if isinstance(fault, ModelError | TemplateLimitError):  # the chat template refuses the messages
         return 400, error_body(message, param="messages")

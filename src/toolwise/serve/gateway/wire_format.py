@@ -117,6 +117,11 @@ def read_generate_call(raw: bytes) -> GenerateCall:
     return _validated(GenerateCall, value)
 
 
+def check_vocabulary(call: GenerateCall, size: int) -> None:
+    if (largest := max(call.token_ids)) >= size:
+        raise BadRequestError(f"token id {largest} is not in the vocabulary of {size} tokens", param="token_ids")
+
+
 def _read_object(raw: bytes) -> dict[str, Any]:
     try:
         value = read_json(raw)

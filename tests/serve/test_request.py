@@ -130,3 +130,11 @@ def test_a_tool_may_be_named() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     choice = read(tools=tools, tool_choice={"type": "function", "function": {"name": "f"}}).tool_choice
     assert choice.name == "f"
+
+
+def test_names_close_to_a_limit_on_cost_are_refused_and_others_ignored() -> None:
+    for name, meant in ("max_cots", "max_cost"), ("bugdet", "budget"), ("routes", "route"):
+        with pytest.raises(BadRequestError, match=f"did you mean '{meant}'"):
+            read_request(json.dumps(HELLO | {name: 1}).encode())
+    harmless = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "modalities")
+    read_request(json.dumps(HELLO | dict.fromkeys(harmless, "x")).encode())

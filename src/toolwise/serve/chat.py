@@ -21,7 +21,14 @@ from toolwise.rollout.parsers.json_calls import THOUGHT_OPENINGS
 from toolwise.serve.choice_stream import ChoiceStream, cut_at_stop, reply_fields
 from toolwise.serve.completion import LOGPROBS_STAGE, AnswerHead, Completion, completion_events, logprob_entries
 from toolwise.serve.constraints import ReplyConstraints, tool_specs
-from toolwise.serve.limits import MAX_CONTEXT_TOKENS, MAX_REQUEST_BODY_BYTES, TextLimits, check_model, check_new_tokens
+from toolwise.serve.limits import (
+    MAX_CONTEXT_TOKENS,
+    MAX_REQUEST_BODY_BYTES,
+    TextLimits,
+    check_chars,
+    check_model,
+    check_new_tokens,
+)
 from toolwise.serve.request import BadRequestError, ChatRequest, error_body, read_request, unsupported
 
 if TYPE_CHECKING:
@@ -189,12 +196,7 @@ class ServedModel:
         constraint = None if self._constraints is None else self._constraints.of(request)
         try:
             text = self.chat.render(request.messages, tool_specs(request) or None)
-            if len(text) > self.limits.prompt_chars:
-                raise BadRequestError(
-                    f"a prompt of {len(text)} characters cannot fit the model's {self.max_context} tokens: shorten it",
-                    param="messages",
-                    code="context_length_exceeded",
-                )
+            check_chars(len(text), self.limits, self.max_context)
             prompt = self.chat.encode(text)
         except BadRequestError:
             raise

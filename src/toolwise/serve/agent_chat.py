@@ -50,6 +50,10 @@ class ServedAgent:
     def metrics(self) -> Mapping[str, float]:
         return self.agent.policy.metrics()
 
+    def close(self) -> None:
+        """The tools stay: agents that are loaded again share them."""
+        self.agent.policy.close()
+
     async def read(self, raw: bytes) -> ChatRequest:
         return await run_in_thread(read_request, raw)
 

@@ -47,6 +47,9 @@ class Served(Protocol):
     def metrics(self) -> Mapping[str, float]:
         """Figures of the engine."""
 
+    def close(self) -> None:
+        """End what runs outside this process. May take long."""
+
 
 def build_app(
     served: Served,

@@ -57,16 +57,15 @@ class TextLimits:
 
 
 def chars_of(messages: Sequence[Message]) -> int:
-    """Characters of all texts in a conversation, without rendering it."""
+    """Characters of all texts in a conversation, without rendering it; other values count as one."""
     total, left = 0, list[Any]()
     for message in messages:
         left += [message.content, message.reasoning_content]
         left += [part for call in message.tool_calls or () for part in (call.name, call.arguments)]
     while left:  # arguments may be nested deeply
         value = left.pop()
-        if isinstance(value, str):
-            total += len(value)
-        elif isinstance(value, dict):
+        total += len(value) if isinstance(value, str) else value is not None
+        if isinstance(value, dict):
             left += [*value.keys(), *value.values()]
         elif isinstance(value, list):
             left += value

@@ -453,3 +453,13 @@ def test_a_generator_of_ones_own_refuses_it_too() -> None:
 
     with pytest.raises(PolicyError, match="needs the Toolwise engine, but this policy uses Own"):
         LocalPolicy(*shipped(), sampling(), engine=Own(), grammar=Grammar.regex("a"))
+
+
+def test_a_refused_grammar_is_refused_again_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, bad = vocabulary(), Grammar.json_schema({"type": "nothing at all"})
+    with pytest.raises(GrammarError) as first:
+        tables.compile(bad)
+    monkeypatch.setattr(tables, "_matcher", lambda grammar: pytest.fail("compiled again"))
+    with pytest.raises(GrammarError) as again:
+        tables.compile(bad)
+    assert str(again.value) == str(first.value)

@@ -404,3 +404,11 @@ def test_arguments_that_are_nested_too_deeply_do_not_end_an_episode() -> None:
     buffer.add([*chat.encode("deep"), chat.end_id], closed=True)
     text = chat.tokenizer.decode(list(buffer.prompt([question, call, result])))
     assert "too deep" in text
+
+
+def test_huge_texts_are_not_kept() -> None:
+    chat = shipped()
+    chat.encode("a short text")
+    before = set(chat._encode_cache)
+    chat.encode("a " * 60_000)
+    assert set(chat._encode_cache) == before

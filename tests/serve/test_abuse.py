@@ -223,6 +223,7 @@ HALF = "\\u" + "d800"
 VALUES: dict[str, str] = {
     "temperature −1": '"temperature": -1',
     "temperature 1e308": '"temperature": 1e308',
+    "temperature 1e-40": '"temperature": 1e-40',
     "temperature 1e999": '"temperature": 1e999',
     "temperature NaN": '"temperature": NaN',
     "temperature −Infinity": '"temperature": -Infinity',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from trained_router import small_router
 
 from toolwise.agent.agent import Agent
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.serve import Server, build_app
 from toolwise.serve.agent_chat import ServedAgent
+from toolwise.serve.request import ChatRequest
 
 torch.set_num_threads(1)
 HELLO = {"model": "mine", "messages": [{"role": "user", "content": "What is 417 * 38?"}]}
@@ -88,6 +91,11 @@ def test_a_cap_refuses_calls(plain: str) -> None:
         ({"stop": ["x"]}, "stop"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "none"}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"max_cots": 0}, "max_cots"),
         ({"budget": 1.0}, "budget"),
         ({"route": "ANSWER"}, "route"),
     ],
@@ -125,3 +133,44 @@ def test_a_route_or_budget_that_cannot_be_kept_is_the_clients_error(
 def test_a_conversation_that_does_not_fit_is_refused(plain: str) -> None:
     answer = ask(plain, messages=[{"role": "user", "content": "word " * 6000}])
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_huge_question_is_refused_before_it_is_tokenised(
+    plain: str, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    encoded: list[int] = []
+    encode = ChatTokenizer.encode
+    monkeypatch.setattr(
+        ChatTokenizer,
+        "encode",
+        lambda chat, text: encoded.append(len(text)) or encode(chat, text),  # type: ignore[func-returns-value]
+    )
+    answer = ask(plain, stream=stream, messages=[{"role": "user", "content": "17 " * 400_000}])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert encoded == []
+
+
+def test_a_long_question_is_measured_beside_the_event_loop(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    encode = ChatTokenizer.encode
+
+    def note(chat: ChatTokenizer, text: str) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return encode(chat, text)
+
+    monkeypatch.setattr(ChatTokenizer, "encode", note)
+    answer = ask(plain, messages=[{"role": "user", "content": "word " * 8000}])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert [name for name in threads if not name.startswith("toolwise-serve-text")] == []
+
+
+def test_a_request_may_only_lower_the_cost(tmp_path: Path) -> None:
+    agent = Agent(small_router(tmp_path))
+    plain = agent.config.router
+    high, low = (ChatRequest.model_validate(HELLO | {"max_cost": cost}) for cost in (9.0, 0.1))
+    for given, trained, cap in (None, 0.5, 0.5), (0.25, None, 0.25), (0.25, 0.5, 0.25), (None, None, 9.0):
+        router = plain.model_copy(update={"max_cost": trained})
+        agent.config = agent.config.model_copy(update={"router": router})
+        served = ServedAgent("mine", agent, max_cost=given)
+        assert (served._options(high)["cap"], served._options(low)["cap"]) == (cap, 0.1)

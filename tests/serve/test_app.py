@@ -18,6 +18,7 @@ from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
 from toolwise.protocols import Generation, Sampling
 from toolwise.serve import ServedModel, Server, build_app
+from toolwise.serve.app import answer_headers
 from toolwise.serve.chat import MAX_REQUEST_BODY_BYTES
 
 torch.set_num_threads(1)
@@ -189,3 +190,8 @@ def test_requests_that_come_together_are_in_the_generator_together() -> None:
         answers = asyncio.run(crowd())
     assert {a.status_code for a in answers} == {200}
     assert model.most > 4
+
+
+def test_the_routes_of_turns_are_readable_in_the_header() -> None:
+    assert answer_headers({"usage": {"route": "SEARCH > ANSWER"}}) == {"x-toolwise-route": "SEARCH > ANSWER"}
+    assert answer_headers({"usage": {"route": "a\r\nb"}}) == {"x-toolwise-route": "a%0D%0Ab"}

@@ -43,7 +43,7 @@ def agent_url() -> Iterator[str]:
 
 @pytest.fixture
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0) as made:
+    with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as made:
         yield made
 
 
@@ -96,7 +96,7 @@ def test_structured_output(client: openai.OpenAI) -> None:
 
 def test_many_at_once_from_the_async_client(url: str) -> None:
     async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as client:
 
             async def read(number: int) -> str:
                 messages = [{"role": "user", "content": f"What is {number} + 1?"}]
@@ -118,11 +118,11 @@ def test_errors_are_the_clients_own_types(client: openai.OpenAI, url: str) -> No
     with pytest.raises(openai.BadRequestError, match="context"):
         client.chat.completions.create(model="small", messages=QUESTION, max_tokens=10_000)
     with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=url, api_key="wrong", max_retries=0).models.list()
+        openai.OpenAI(base_url=url, api_key="wrong", max_retries=0, timeout=60).models.list()
 
 
 def test_an_agent_reports_route_calls_and_cost(agent_url: str) -> None:
-    client = openai.OpenAI(base_url=agent_url, api_key=KEY, max_retries=0)
+    client = openai.OpenAI(base_url=agent_url, api_key=KEY, max_retries=0, timeout=60)
     raw = client.chat.completions.with_raw_response.create(
         model="mine", messages=QUESTION, extra_body={"max_cost": 2.0}
     )

@@ -26,6 +26,12 @@ def test_counters_gauges_and_histograms() -> None:
         assert line in lines
 
 
+def test_each_turn_with_a_route_of_its_own_counts() -> None:
+    metrics = ServerMetrics()
+    metrics.count_usage({"route": "SEARCH > SEARCH > ANSWER"})
+    assert metrics.routes == {"SEARCH": 2, "ANSWER": 1}
+
+
 def test_labels_are_escaped_and_bounded() -> None:
     metrics = ServerMetrics()
     metrics.count_usage({"calls": {'a"b\n': 1}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
 from toolwise.protocols import Sampling
 from toolwise.serve.chat import ServedModel
+from toolwise.serve.constraints import ReplyConstraints
 from toolwise.serve.request import BadRequestError, read_request
 from toolwise.tools import build_tools
 
@@ -181,3 +183,62 @@ def test_more_tokens_than_the_server_allows_are_refused() -> None:
         asyncio.run(limited.complete(request))
     answer = asyncio.run(limited.complete(request.model_copy(update={"max_tokens": None})))
     assert answer["usage"]["completion_tokens"] <= 8
+
+
+def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def properties(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": schema_of(properties(1_000))},
+        {"response_format": schema_of({"enum": ["x" * 64_000]})},
+        {"tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": properties(1_000)}}]},
+    ],
+    ids=["many", "long", "tool"],
+)
+def test_schemas_that_would_take_long_to_compile_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequestError, match="too large, at most") as refused:
+        complete(**fields)
+    assert refused.value.param == next(iter(fields))
+
+
+def test_a_grammar_that_is_compiled_holds_up_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling, may_end = threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any) -> None:
+        compiling.set()
+        may_end.wait(20)
+
+    monkeypatch.setattr(ReplyConstraints, "_compile", slowly)
+
+    async def play() -> None:
+        body = {"model": "small", "messages": QUESTION, "max_tokens": 1}
+        plain = read_request(json.dumps(body).encode())
+        formed = read_request(json.dumps(body | {"response_format": JSON_SCHEMA}).encode())
+        slow = [asyncio.create_task(served().complete(formed)) for _ in range(3)]
+        await asyncio.to_thread(compiling.wait, 20)
+        answer = await asyncio.wait_for(served().complete(plain), 15)
+        assert answer["usage"]["completion_tokens"] == 1
+        may_end.set()
+        await asyncio.gather(*slow)
+
+    asyncio.run(play())
+
+
+def test_a_stop_token_outside_the_vocabulary_is_the_clients_error() -> None:
+    with pytest.raises(BadRequestError, match="not in the model's vocabulary") as refused:
+        complete(stop_token_ids=[2**31 - 1], response_format=JSON_SCHEMA)
+    assert refused.value.param == "stop_token_ids"
+
+
+def test_a_grammar_that_gets_too_complex_is_the_clients_error() -> None:
+    letters = {f"p{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 50 + 1}}}$"} for i in range(600)}
+    with pytest.raises(BadRequestError, match="the grammar of a request failed") as refused:
+        complete(temperature=0, response_format=schema_of({"type": "object", "properties": letters}))
+    assert refused.value.param == "response_format"

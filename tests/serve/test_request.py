@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from toolwise.serve.limits import chars_of
 from toolwise.serve.request import MAX_CHOICES, BadRequestError, ChatRequest, read_request
 
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -130,3 +131,19 @@ def test_a_tool_may_be_named() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     choice = read(tools=tools, tool_choice={"type": "function", "function": {"name": "f"}}).tool_choice
     assert choice.name == "f"
+
+
+def test_names_close_to_a_limit_on_cost_are_refused_and_others_ignored() -> None:
+    for name, meant in ("max_cots", "max_cost"), ("bugdet", "budget"), ("routes", "route"):
+        with pytest.raises(BadRequestError, match=f"did you mean '{meant}'"):
+            read_request(json.dumps(HELLO | {name: 1}).encode())
+    harmless = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "modalities")
+    read_request(json.dumps(HELLO | dict.fromkeys(harmless, "x")).encode())
+
+
+def test_the_length_of_a_conversation_counts_everything_that_a_template_may_show() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": [7] * 1_000})}}
+    said = {"role": "assistant", "content": None, "reasoning_content": "x" * 50, "tool_calls": [call]}
+    assert (
+        chars_of(read(messages=[{"role": "user", "content": "four"}, said]).messages) == 4 + 50 + 1 + 1 + 1 + 1 + 1_000
+    )

@@ -8,14 +8,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from trained_router import small_router
 
 from toolwise.agent.agent import Agent
-from toolwise.errors import ConfigError
+from toolwise.errors import CheckpointError, ConfigError
 from toolwise.serve.service import ServiceConfig, is_loopback, serve
 
 torch.set_num_threads(1)
@@ -101,3 +103,13 @@ def test_other_machines_may_reach_it_only_with_a_key(host: str) -> None:
 def test_the_loopback_needs_no_key(host: str) -> None:
     assert is_loopback(host)
     ServiceConfig("mine", host=host)
+
+
+def test_a_budget_that_the_router_cannot_keep_ends_the_service_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, closed = Agent(small_router(tmp_path)), []
+    monkeypatch.setattr(agent.policy, "close", lambda: closed.append(True))
+    with pytest.raises(CheckpointError, match="not calibrated for a budget"):
+        serve(ServiceConfig("mine", port=0, budget=0.5), lambda tools: agent, lambda url: pytest.fail("it started"))
+    assert closed == [True]

@@ -17,6 +17,10 @@ from toolwise.serve.weights import ReloadableWeights
 REQUEST = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}]})
 
 
+CLOSED: list[int] = []
+"""Versions, in the order in which they were closed."""
+
+
 class Model:
     """Answers with its version, once it may."""
 
@@ -24,6 +28,9 @@ class Model:
 
     def __init__(self, version: int, may: asyncio.Event) -> None:
         self.version, self.may = version, may
+
+    def close(self) -> None:
+        CLOSED.append(self.version)
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -43,6 +50,7 @@ class Model:
 
 def test_requests_under_way_keep_their_weights_and_then_the_old_ones_go() -> None:
     async def play() -> None:
+        CLOSED.clear()
         may = asyncio.Event()
         weights = ReloadableWeights(lambda version: Model(version, may))
         old = weakref.ref(weights.current)
@@ -53,9 +61,14 @@ def test_requests_under_way_keep_their_weights_and_then_the_old_ones_go() -> Non
         late = asyncio.create_task(weights.complete(REQUEST))
         await asyncio.sleep(0)
         assert old() is not None
+        assert CLOSED == []
         may.set()
         seen += [chunk async for chunk in stream]
         assert (await whole, seen, await late) == ({"version": 0}, [{"version": 0}] * 2, {"version": 1})
+        await asyncio.get_running_loop().shutdown_default_executor()
+        assert CLOSED == [0]
+        weights.close()
+        assert CLOSED == [0, 1]
         del whole, stream
         gc.collect()
         assert old() is None
@@ -76,5 +89,16 @@ def test_a_load_that_fails_keeps_the_old_weights() -> None:
         assert not await weights.reload()
         assert weights.current is before
         assert (weights.version, metrics.reloads) == (0, {"failed": 1})
+
+    asyncio.run(play())
+
+
+def test_weights_without_requests_are_closed_at_once() -> None:
+    async def play() -> None:
+        CLOSED.clear()
+        weights = ReloadableWeights(lambda version: Model(version, asyncio.Event()))
+        assert await weights.reload()
+        await asyncio.get_running_loop().shutdown_default_executor()
+        assert CLOSED == [0]
 
     asyncio.run(play())

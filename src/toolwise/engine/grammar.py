@@ -89,15 +89,23 @@ class Vocabulary:
         self.size = len(tokenizer) if size is None else size
         self._library = import_extra("llguidance", "grammar")
         self._ll_tokenizer = _ll_tokenizer(self._library, tokenizer, self.size)
-        self._compiled: dict[Grammar, Constraint] = {}
+        self._compiled: dict[Grammar, Constraint | str] = {}
+        """Or why it cannot be used."""
 
     def compile(self, grammar: Grammar) -> Constraint:
-        """Compile a grammar for any number of requests; recent ones are cached."""
-        if grammar not in self._compiled:
+        """Compile a grammar for any number of requests; recent ones, and recent refusals, are cached."""
+        known = self._compiled.get(grammar)
+        if known is None:
+            try:
+                known = Constraint(self._matcher(grammar), self._ll_tokenizer.eos_tokens, self.size)
+            except GrammarError as refusal:
+                known = str(refusal)
             if len(self._compiled) >= MAX_COMPILED:
                 self._compiled.pop(next(iter(self._compiled)))
-            self._compiled[grammar] = Constraint(self._matcher(grammar), self._ll_tokenizer.eos_tokens, self.size)
-        return self._compiled[grammar]
+            self._compiled[grammar] = known
+        if isinstance(known, str):
+            raise GrammarError(known)
+        return known
 
     def _matcher(self, grammar: Grammar) -> Any:
         matcher = self._library.LLMatcher

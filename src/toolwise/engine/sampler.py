@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolwise.engine.grammar import GrammarError
 from toolwise.engine.request import Request, ServingOptions
 from toolwise.errors import PolicyError
 from toolwise.protocols import Sampling
@@ -175,6 +176,8 @@ def _allowed(logits: Tensor, requests: Sequence[Request]) -> Tensor:
                 if not bool(mask.any()):
                     raise PolicyError("it allows no token")
                 allowed[row] = mask.to(logits.device)
+        except GrammarError as fault:  # it became too complex: the error of who asked for it
+            request.fault = GrammarError(f"the grammar of a request failed: {fault}")
         except BaseException as fault:  # user code
             request.fault = PolicyError(f"the logits mask of a request failed: {describe(fault)}")
     return allowed

@@ -28,6 +28,8 @@ from toolwise.rollout.turn_ends import CALL, QUESTION, REPLY, after_reply, find_
 Tools = Sequence[dict[str, Any]] | None
 
 ENCODE_CACHE_SIZE = 64
+MAX_CACHED_CHARS = 100_000
+"""Longer texts are encoded each time: they would fill the memory."""
 
 
 class ChatTokenizer:
@@ -193,6 +195,8 @@ class ChatTokenizer:
         ids = self._encode_cache.get(text)
         if ids is None:
             ids = self.controls.encode(text, self.controls.texts[0])
+            if len(text) > MAX_CACHED_CHARS:
+                return ids
             if len(self._encode_cache) >= ENCODE_CACHE_SIZE:
                 self._encode_cache.clear()
             self._encode_cache[text] = ids

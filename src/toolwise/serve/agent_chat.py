@@ -4,24 +4,26 @@ report the route, the calls and their cost."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from toolwise.agent.events import AgentAnswer, RouteChosen, TextDelta, ToolCalled, ToolReturned
-from toolwise.errors import PolicyError, ToolwiseError
+from toolwise.errors import ModelError, PolicyError, ToolwiseError
 from toolwise.messages import Message
 from toolwise.rollout.parsers.stream import CallStream, ContentPiece
 from toolwise.serve.chat import opens_thought, run_in_thread
 from toolwise.serve.completion import AnswerHead
-from toolwise.serve.limits import TextLimits, check_model, check_new_tokens
+from toolwise.serve.limits import TextLimits, chars_of, check_chars, check_model, check_new_tokens
 from toolwise.serve.request import BadRequestError, ChatRequest, read_request, unsupported
 from toolwise.types import StopReason
 
 if TYPE_CHECKING:
     from toolwise.agent.agent import Agent
 
+_LONG_CHARS = 20_000
+"""Conversations beyond it are measured in a thread first."""
 _PROBE = [Message(role="user", content="hello")]
 
 
@@ -48,11 +50,16 @@ class ServedAgent:
     def metrics(self) -> Mapping[str, float]:
         return self.agent.policy.metrics()
 
+    def close(self) -> None:
+        """The tools stay: agents that are loaded again share them."""
+        self.agent.policy.close()
+
     async def read(self, raw: bytes) -> ChatRequest:
         return await run_in_thread(read_request, raw)
 
     async def complete(self, request: ChatRequest) -> dict[str, Any]:
         options = self._options(request)
+        await self._check_length(request)
         try:
             answer = await self.agent.aask(request.messages, **options)
         except ToolwiseError as fault:
@@ -71,6 +78,7 @@ class ServedAgent:
         """Chunks with the text that the agent writes, without the text of its calls; calls, results and the route are
         in the field `toolwise`. The last chunk has the usage and no choices."""
         options, writer = self._options(request), _ChunkWriter(self, AnswerHead(self.name))
+        await self._check_length(request)
         try:
             async with aclosing(self.agent.astream(request.messages, **options)) as events:  # type: ignore[type-var]
                 async for event in events:
@@ -81,6 +89,20 @@ class ServedAgent:
         except ToolwiseError as fault:
             raise _refusal(fault) from fault
 
+    async def _check_length(self, request: ChatRequest) -> None:
+        """Refuse a conversation that cannot fit the context, before the agent tokenises it in the event loop."""
+        policy, chars = self.agent.policy, chars_of(request.messages)
+        check_chars(chars, self.limits, policy.max_context)
+        if chars > _LONG_CHARS and await run_in_thread(self._count_tokens, request.messages) > policy.max_context:
+            raise _too_long()
+
+    def _count_tokens(self, messages: Sequence[Message]) -> int:
+        chat = self.agent.policy.chat
+        try:
+            return len(chat.encode(chat.render(messages)))
+        except ModelError:  # the agent's own prompt, which has its tools, may do better
+            return 0
+
     def _options(self, request: ChatRequest) -> dict[str, Any]:
         """The options of `Agent.aask`; what does not apply to an agent is refused."""
         check_model(request, self.name)
@@ -90,7 +112,9 @@ class ServedAgent:
             "logprobs": request.logprobs,
             "stop_token_ids": bool(request.stop_token_ids),
             "return_token_ids": request.return_token_ids,
+            "return_tokens_as_token_ids": request.return_tokens_as_token_ids,
             "ignore_eos": request.ignore_eos,
+            "parallel_tool_calls": not request.parallel_tool_calls,
             "tool_choice": request.tool_choice not in (None, "auto"),
         } | {name: True for name in request.changed_options() if name not in ("top_p", "top_k")}
         for name, given in refused.items():
@@ -102,13 +126,12 @@ class ServedAgent:
         from toolwise.engine.request import ServingOptions
 
         limit = check_new_tokens(request, self.max_new_tokens)
-        caps = [cap for cap in (self.max_cost, request.max_cost) if cap is not None]
         sampled = bool(request.temperature)
         top_p, top_k = 1.0 if request.top_p is None else request.top_p, max(0, request.top_k or 0)
         return {
             "budget": self.budget if request.budget is None else request.budget,
             "route": request.route or "auto",
-            "cap": min(caps, default=None),
+            "cap": self._cap(request),
             "do_sample": sampled,
             "seed": (secrets.randbits(31) if sampled else 0) if request.seed is None else request.seed,
             "sampling": {
@@ -117,6 +140,14 @@ class ServedAgent:
                 "options": ServingOptions(top_p, top_k),
             },
         }
+
+    def _cap(self, request: ChatRequest) -> float | None:
+        """The most that the answer may cost: a request may only lower the server's limit, or else that of training."""
+        trained = self.agent.config.router.max_cost if self.agent.has_router else None
+        limit = trained if self.max_cost is None else self.max_cost
+        if request.max_cost is None:
+            return self.max_cost
+        return request.max_cost if limit is None else min(request.max_cost, limit)
 
     def call_stream(self) -> CallStream:
         specs = [tool.get_openai_tool_schema().model_dump() for tool in self.agent.tools.values()]
@@ -187,15 +218,19 @@ def _refusal(fault: ToolwiseError) -> ToolwiseError:
     return BadRequestError(str(fault), param="budget" if "budget" in str(fault) else "route")
 
 
+def _too_long() -> BadRequestError:
+    return BadRequestError(
+        "the conversation does not fit the model's context: shorten it",
+        param="messages",
+        code="context_length_exceeded",
+    )
+
+
 def _check_answer(answer: AgentAnswer) -> None:
     """Raise if the agent did not answer."""
     rollout = answer.rollout
     if rollout.stop_reason is StopReason.PROMPT_TOO_LONG:
-        raise BadRequestError(
-            "the conversation does not fit the model's context: shorten it",
-            param="messages",
-            code="context_length_exceeded",
-        )
+        raise _too_long()
     if rollout.fault and not answer.text:  # the fault itself may quote a tool's code: it is logged, not sent
         status = 504 if rollout.stop_reason is StopReason.DEADLINE else 500
         raise BadRequestError(f"the agent did not answer: {rollout.stop_reason.value}", status=status)

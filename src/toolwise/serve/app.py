@@ -47,6 +47,9 @@ class Served(Protocol):
     def metrics(self) -> Mapping[str, float]:
         """Figures of the engine."""
 
+    def close(self) -> None:
+        """End what runs outside this process. May take long."""
+
 
 def build_app(
     served: Served,
@@ -154,7 +157,7 @@ def answer_headers(answer: Mapping[str, Any]) -> dict[str, str]:
     figures = answer.get("usage") or answer.get("toolwise") or {}
     headers = {}
     if figures.get("route"):
-        headers["x-toolwise-route"] = quote(str(figures["route"]), safe=" /:,")
+        headers["x-toolwise-route"] = quote(str(figures["route"]), safe=" /:,>")
     if "cost" in figures:
         headers["x-toolwise-cost"] = f"{figures['cost']:g}"
     if "calls" in figures:

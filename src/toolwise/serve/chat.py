@@ -7,7 +7,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolwise.concurrency.deadlines import gather_all
@@ -20,8 +20,15 @@ from toolwise.rollout.control_tokens import strip_guard_marks
 from toolwise.rollout.parsers.json_calls import THOUGHT_OPENINGS
 from toolwise.serve.choice_stream import ChoiceStream, cut_at_stop, reply_fields
 from toolwise.serve.completion import LOGPROBS_STAGE, AnswerHead, Completion, completion_events, logprob_entries
-from toolwise.serve.constraints import ReplyConstraints, tool_specs
-from toolwise.serve.limits import MAX_CONTEXT_TOKENS, MAX_REQUEST_BODY_BYTES, TextLimits, check_model, check_new_tokens
+from toolwise.serve.constraints import ReplyConstraints, asks_for_grammar, tool_specs
+from toolwise.serve.limits import (
+    MAX_CONTEXT_TOKENS,
+    MAX_REQUEST_BODY_BYTES,
+    TextLimits,
+    check_chars,
+    check_model,
+    check_new_tokens,
+)
 from toolwise.serve.request import BadRequestError, ChatRequest, error_body, read_request, unsupported
 
 if TYPE_CHECKING:
@@ -47,7 +54,7 @@ class _Prompt:
     ids: list[int]
     thought_open: bool
     """Whether it ends inside a thought."""
-    constraint: Constraint | None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,12 @@ class ServedModel:
         from toolwise.policies.local import LocalPolicy
 
         return self.generator.metrics() if isinstance(self.generator, LocalPolicy) else {}
+
+    def close(self) -> None:
+        from toolwise.policies.local import LocalPolicy
+
+        if isinstance(self.generator, LocalPolicy):
+            self.generator.close()
 
     async def read(self, raw: bytes) -> ChatRequest:
         return await run_in_thread(read_request, raw)
@@ -165,9 +178,14 @@ class ServedModel:
             request.top_logprobs,
             on_sampled,
         )
-        return await self._constraints.policy.generate(
-            prompt.ids, sampling, constraint=prompt.constraint, stop_strings=request.stop, options=options
-        )
+        from toolwise.engine.grammar import GrammarError
+
+        try:
+            return await self._constraints.policy.generate(
+                prompt.ids, sampling, constraint=prompt.constraint, stop_strings=request.stop, options=options
+            )
+        except GrammarError as fault:  # too complex to follow: the client chose it
+            raise BadRequestError(str(fault), param=asks_for_grammar(request)) from fault
 
     async def _prepare(self, request: ChatRequest) -> _Prompt:
         """Check the request, render its prompt and compile its grammar."""
@@ -179,22 +197,19 @@ class ServedModel:
         changed = [name for name in request.changed_options() if name != "stop"]
         if changed and self._constraints is None:
             raise unsupported(changed[0], "by this server's generator")
-        return await run_in_thread(self._prompt, request)
+        if self._constraints is not None:
+            self._constraints.check_stops(request.stop_token_ids or ())
+        prompt = await run_in_thread(self._prompt, request)
+        return prompt if self._constraints is None else replace(prompt, constraint=await self._constraints.of(request))
 
     def _answer(self, request: ChatRequest, prompt: _Prompt, results: Sequence[Generation]) -> dict[str, Any]:
         choices = [self._choice(request, prompt, index, result) for index, result in enumerate(results)]
         return Completion(AnswerHead(self.name), request, prompt.ids).answer(choices, results)
 
     def _prompt(self, request: ChatRequest) -> _Prompt:
-        constraint = None if self._constraints is None else self._constraints.of(request)
         try:
             text = self.chat.render(request.messages, tool_specs(request) or None)
-            if len(text) > self.limits.prompt_chars:
-                raise BadRequestError(
-                    f"a prompt of {len(text)} characters cannot fit the model's {self.max_context} tokens: shorten it",
-                    param="messages",
-                    code="context_length_exceeded",
-                )
+            check_chars(len(text), self.limits, self.max_context)
             prompt = self.chat.encode(text)
         except BadRequestError:
             raise
@@ -205,7 +220,7 @@ class ServedModel:
             ) from fault
         if not prompt:
             raise BadRequestError("the messages render to an empty prompt", param="messages")
-        return _Prompt(prompt, opens_thought(text), constraint)
+        return _Prompt(prompt, opens_thought(text))
 
     def _max_new_tokens(self, request: ChatRequest) -> int:
         default = self.sampling.max_new_tokens

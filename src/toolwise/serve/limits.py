@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from toolwise.messages import Message
 from toolwise.serve.request import BadRequestError, ChatRequest
 
 MAX_REQUEST_BODY_BYTES = 32_000_000
@@ -52,6 +54,32 @@ class TextLimits:
         chars = min(max_context, MAX_CONTEXT_TOKENS) * max(longest, 16) * joined
         # JSON may escape a character as six bytes, and templates drop some of their input.
         return cls(chars, min(MIN_REQUEST_BODY_BYTES + 6 * chars, MAX_REQUEST_BODY_BYTES))
+
+
+def chars_of(messages: Sequence[Message]) -> int:
+    """Characters of all texts in a conversation, without rendering it; other values count as one."""
+    total, left = 0, list[Any]()
+    for message in messages:
+        left += [message.content, message.reasoning_content]
+        left += [part for call in message.tool_calls or () for part in (call.name, call.arguments)]
+    while left:  # arguments may be nested deeply
+        value = left.pop()
+        total += len(value) if isinstance(value, str) else value is not None
+        if isinstance(value, dict):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            left += value
+    return total
+
+
+def check_chars(chars: int, limits: TextLimits, max_context: int) -> None:
+    """Raise if a text of so many characters cannot fit the model's context."""
+    if chars > limits.prompt_chars:
+        raise BadRequestError(
+            f"a prompt of {chars} characters cannot fit the model's {max_context} tokens: shorten it",
+            param="messages",
+            code="context_length_exceeded",
+        )
 
 
 def check_model(request: ChatRequest, name: str) -> None:

@@ -53,7 +53,10 @@ class ServerMetrics:
         for name, count in (usage.get("calls") or {}).items():
             _count(self.tool_calls, name, count)
         if usage.get("route"):
-            _count(self.routes, usage["route"], 1)
+            from toolwise.agent.turn_inference import ROUTE_SEPARATOR
+
+            for route in usage["route"].split(ROUTE_SEPARATOR):
+                _count(self.routes, route, 1)
         self.cost += float(usage.get("cost", 0.0))
 
     def text(self, gauges: Mapping[str, float]) -> str:
@@ -61,7 +64,7 @@ class ServerMetrics:
         lines = _counter("responses_total", "HTTP responses", ("path", "status"), self.responses)
         lines += _counter("tokens_total", "Tokens read and sampled", ("kind",), self.tokens)
         lines += _counter("tool_calls_total", "Calls that the server ran", ("tool",), self.tool_calls)
-        lines += _counter("routes_total", "Answers by route", ("route",), self.routes)
+        lines += _counter("routes_total", "Routes chosen: one per answer, or per turn", ("route",), self.routes)
         lines += _counter("cost_total", "Cost of all answers", (), {(): self.cost})
         lines += _counter("reloads_total", "Reloads of the weights", ("result",), self.reloads)
         for name, text, histogram in (

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from toolwise.config.imports import did_you_mean
 from toolwise.errors import ToolwiseError
 from toolwise.messages import Message
 from toolwise.serve.json_body import read_json as read_json
@@ -21,6 +22,10 @@ MAX_STOP_IDS = 256
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 256
 MAX_TOP_LOGPROBS = 20
 MAX_NEW_TOKENS = 1 << 31
+MIN_TEMPERATURE = 1e-3
+"""Smaller ones decode greedily in all but name, and the smallest let the logits overflow."""
+_OWN_OPTIONS = ("budget", "route", "max_cost")
+_MAX_CHECKED_NAMES, _MAX_OPTION_CHARS = 100, 16
 
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "min_p": (0,),
@@ -28,6 +33,9 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
+    "functions": ([],),
+    "function_call": (),
+    "reasoning_effort": (),
 }
 """Unsupported options that change the distribution or the text, with values that have no effect (None never has)."""
 
@@ -184,6 +192,13 @@ class ChatRequest(BaseModel):
     max_cost: float | None = Field(default=None, ge=0, strict=True)
     """Mode agent: the most that this answer may cost; calls beyond it are refused."""
 
+    @field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, value: float | None) -> float | None:
+        if value is not None and 0 < value < MIN_TEMPERATURE:
+            raise ValueError(f"must be 0, which is greedy, or at least {MIN_TEMPERATURE:g}")
+        return value
+
     @model_validator(mode="after")
     def _check_choice(self) -> ChatRequest:
         names = [tool.function.name for tool in self.tools or ()]
@@ -214,6 +229,14 @@ def unsupported(name: str, why: str) -> BadRequestError:
     return BadRequestError(f"{name} is not supported {why}", param=name, code="unsupported_parameter")
 
 
+def _check_names(body: Mapping[str, Any]) -> None:
+    """Refuse a misspelt limit on cost, which would not hold. Other unknown fields are some client's own."""
+    unknown = [name for name in body if name not in ChatRequest.model_fields and len(name) <= _MAX_OPTION_CHARS]
+    for name in unknown[:_MAX_CHECKED_NAMES]:
+        if hint := did_you_mean(name, _OWN_OPTIONS):
+            raise BadRequestError(f"there is no option {name}{hint}", param=name, code="unsupported_parameter")
+
+
 def read_request(raw: bytes) -> ChatRequest:
     try:
         value = read_json(raw)
@@ -223,8 +246,9 @@ def read_request(raw: bytes) -> ChatRequest:
         raise BadRequestError("the body must be a JSON object with model and messages")
     for name, neutral in _NEUTRAL_VALUES.items():
         if value.get(name) is not None and value[name] not in neutral:
-            hint = f"omit it, or use {json.dumps(neutral[0])}"
+            hint = f"omit it, or use {json.dumps(neutral[0])}" if neutral else "omit it"
             raise BadRequestError(f"{name} is not supported: {hint}", param=name, code="unsupported_parameter")
+    _check_names(value)
     try:
         return ChatRequest.model_validate({name: field for name, field in value.items() if field is not None})
     except ValidationError as fault:

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from toolwise.concurrency.deadlines import run_async
 from toolwise.concurrency.tasks import spawn
 from toolwise.errors import ConfigError, ToolwiseError
+from toolwise.messages import Message
 from toolwise.serve.admission import Admission
 from toolwise.serve.app import Served, build_app
 from toolwise.serve.chat import ServedModel
@@ -26,6 +28,7 @@ from toolwise.serve.prometheus import ServerMetrics
 from toolwise.serve.request import ChatRequest
 from toolwise.serve.server import listen, uvicorn_config
 from toolwise.serve.weights import ReloadableWeights
+from toolwise.types import Task
 
 if TYPE_CHECKING:
     from toolwise.agent.agent import Agent
@@ -88,7 +91,10 @@ def serve(
         weights, hosts=config.hosts, limits=config.limits, keys=config.keys, admission=admission, metrics=metrics
     )
     _raise_file_limit(config.limits.connections)
-    asyncio.run(_run(config, app, weights, admission, on_start))
+    try:
+        asyncio.run(_run(config, app, weights, admission, on_start))
+    finally:
+        weights.close()
 
 
 class _Loader:
@@ -99,16 +105,31 @@ class _Loader:
         self.tools: Sequence[Any] | None = None
 
     def __call__(self, version: int) -> Served:
-        config, agent = self.config, self.load(self.tools)
+        agent = self.load(self.tools)
+        try:
+            return self._serve(agent, version)
+        except BaseException:
+            agent.policy.close()
+            raise
+
+    def _serve(self, agent: Agent, version: int) -> Served:
+        config = self.config
         agent.policy.version = version
         if config.mode == "model":
             return ServedModel.of(agent.policy, config.name, max_new_tokens=config.max_new_tokens)
         from toolwise.serve.agent_chat import ServedAgent
 
         if config.budget is not None:
-            _ = agent.routing  # raises if it has no router
+            _check_budget(agent, config)
         self.tools = list(agent.tools.values())
         return ServedAgent(config.name, agent, config.budget, config.max_cost, config.max_new_tokens)
+
+
+def _check_budget(agent: Agent, config: ServiceConfig) -> None:
+    """Raise if the agent has no router, or one that cannot keep the budget: clients could do nothing about it."""
+    question = Task(task_id="first", prompt=[Message(role="user", content="Hello")])
+    route_question = agent.routing.route_question
+    run_async(route_question(question, budget=config.budget, route=None, cap=config.max_cost, seed=0))
 
 
 async def _run(

@@ -1,11 +1,13 @@
 """Serves the newest weights. Requests under way finish on the weights they began with; both sets are in memory until
-the last of them has ended."""
+the last of them has ended, and the old ones are then closed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolwise.serve.limits import TextLimits
@@ -19,6 +21,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("toolwise.serve")
 
 
+@dataclass(slots=True, eq=False)
+class _Use:
+    """What is served, and how many requests use it."""
+
+    served: Served
+    requests: int = 0
+
+
 class ReloadableWeights:
     """`load(version)` returns what to serve; `reload` calls it again in a thread and switches new requests over."""
 
@@ -26,8 +36,14 @@ class ReloadableWeights:
         self._load, self._metrics = load, metrics or ServerMetrics()
         self.version = 0
         """Counts reloads: the `policy_version` of answers."""
-        self.current = load(0)
+        self._current = _Use(load(0))
+        self._old: list[_Use] = []
+        """Replaced ones with requests under way."""
         self._reloading = False
+
+    @property
+    def current(self) -> Served:
+        return self._current.served
 
     @property
     def name(self) -> str:
@@ -44,10 +60,36 @@ class ReloadableWeights:
         return await self.current.read(raw)
 
     async def complete(self, request: ChatRequest) -> dict[str, Any]:
-        return await self.current.complete(request)
+        with self._use() as served:
+            return await served.complete(request)
 
-    def stream(self, request: ChatRequest) -> AsyncIterator[dict[str, Any]]:
-        return self.current.stream(request)
+    async def stream(self, request: ChatRequest) -> AsyncIterator[dict[str, Any]]:
+        with self._use() as served:
+            async with aclosing(served.stream(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    yield chunk
+
+    @contextmanager
+    def _use(self) -> Iterator[Served]:
+        """The current weights, for one request; old ones are closed after their last."""
+        use = self._current
+        use.requests += 1
+        try:
+            yield use.served
+        finally:
+            use.requests -= 1
+            if use in self._old and not use.requests:
+                self._end(use)
+
+    def _end(self, use: _Use) -> None:
+        """Close old weights, in a thread; nothing waits for it."""
+        self._old.remove(use)
+        asyncio.get_running_loop().run_in_executor(None, _close, use.served)
+
+    def close(self) -> None:
+        """Close all that is left, when the server has ended."""
+        for use in (self._current, *self._old):
+            _close(use.served)
 
     async def reload(self) -> bool:
         """Load again; False if that failed, and the old weights stay, or if it is already under way."""
@@ -64,7 +106,17 @@ class ReloadableWeights:
         finally:
             self._reloading = False
         self.version += 1
-        self.current = served
+        old, self._current = self._current, _Use(served)
+        self._old.append(old)
         self._metrics.reloads["done"] += 1
         log.warning("new requests use the reloaded weights (version %d)", self.version)
+        if not old.requests:
+            self._end(old)
         return True
+
+
+def _close(served: Served) -> None:
+    try:
+        served.close()
+    except Exception as fault:  # the requests have ended: nobody is waiting for it
+        log.error("closing the weights failed: %s", describe(fault))

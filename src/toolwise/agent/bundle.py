@@ -62,7 +62,12 @@ def read_bundle(
 ) -> dict[str, Any]:
     """The settings as sections of a configuration, with `overrides`. Raises if they name code that the caller neither
     trusts nor replaces. Tools and reward are left out if they are not used."""
-    stored = {name: value for name, value in copy.deepcopy(dict(settings)).items() if name in AGENT_FIELDS}
+    if unknown := list(unknown_settings(settings, AGENT_FIELDS)):
+        raise ConfigError(
+            f"{folder}: agent.json sets {', '.join(unknown)}, which an agent folder must not choose: export the agent "
+            "again, or give it with --set"
+        )
+    stored = copy.deepcopy(dict(settings))
     try:
         if not use_reward:
             stored.pop("reward", None)
@@ -89,6 +94,29 @@ def read_bundle(
     if names:
         log.warning("trust_code is set: code of %s runs with your permissions: %s", folder, ", ".join(names))
     return merged
+
+
+def unknown_settings(settings: Mapping[str, Any], fields: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted names of settings outside `fields`, which are nested as in pydantic's `include`."""
+    for name, value in settings.items():
+        if not (inner := _inner_fields(fields, name)):
+            yield f"{prefix}{name}"
+        elif inner is not True and isinstance(value, Mapping):
+            yield from unknown_settings(value, inner, f"{prefix}{name}.")
+
+
+def known_settings(settings: Mapping[str, Any], fields: Any) -> dict[str, Any]:
+    """A copy of the settings with `fields` only."""
+    known = {}
+    for name, value in settings.items():
+        if inner := _inner_fields(fields, name):
+            known[name] = known_settings(value, inner) if inner is not True and isinstance(value, Mapping) else value
+    return known
+
+
+def _inner_fields(fields: Any, name: str) -> Any:
+    """What `fields` has under a name: True for everything, False for nothing."""
+    return fields.get(name, False) if isinstance(fields, Mapping) else name in fields
 
 
 def brings_code(settings: Mapping[str, Any]) -> bool:
@@ -137,16 +165,22 @@ def _reference_places(settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, A
 
 def _check_inside(stored: Mapping[str, Any], folder: Path) -> None:
     """Raise if the settings name a file elsewhere: a folder must not choose which of the user's files are read."""
-    paths = [str(table[key]).rpartition(":")[0] for table, key in _reference_places(stored)]
+    references = [str(table[key]) for table, key in _reference_places(stored)]
+    paths: list[str] = []
     for entry in stored["tools"]:
         table = entry if isinstance(entry, Mapping) else {"name": entry}
-        paths.append(str(table["name"]).rpartition(":")[0])
+        references.append(str(table["name"]))
         if table["name"] == "search":
             paths += [table[key] for key in ("file", "folder", "cache", "wordnet") if isinstance(table.get(key), str)]
+    files = [text if text.endswith(".py") else text.rpartition(":")[0] for text in references]
+    paths += [file for file in files if file.endswith(".py") or "/" in file or file.startswith("~")]
     for path in paths:
-        looks_like_path = path.endswith(".py") or "/" in path or path.startswith("~")
-        if looks_like_path and (path.startswith("~") or not (folder / path).resolve().is_relative_to(folder.resolve())):
+        if not is_inside(path, folder):
             raise ConfigError(f"{folder} names {path}, which is not in the folder: export the agent again")
+
+
+def is_inside(path: str, folder: Path) -> bool:
+    return not path.startswith("~") and (folder / path).resolve().is_relative_to(folder.resolve())
 
 
 class _Copies:

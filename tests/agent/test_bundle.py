@@ -95,3 +95,17 @@ def test_a_router_reads_no_file_outside_its_folder(tmp_path: Path) -> None:
                 config = find(folder)[0]
                 assert (config.router.wording, config.router.labels) == (str(folder / "own.toml"), None)
                 assert config.rollout.grammar.lark is None
+
+
+def test_an_export_copies_only_the_files_that_search_reads(tmp_path: Path) -> None:
+    notes, out = tmp_path / "notes", tmp_path / "out"
+    (notes / ".git").mkdir(parents=True)
+    (notes / "more").mkdir()
+    for name in ("a.txt", "more/b.md", ".env", ".hidden.txt", ".git/config", ".git/c.txt", "db.sqlite"):
+        (notes / name).write_text("x")
+    (tmp_path / "mine.txt").write_text("my secret")
+    (notes / "link.txt").symlink_to(tmp_path / "mine.txt")
+    config = RunConfig.model_validate({"tools": [{"name": "search", "folder": str(notes)}]})
+    assert write_bundle(config, out)["tools"] == [{"name": "search", "folder": "documents/0"}]
+    copied = [path.relative_to(out).as_posix() for path in sorted(out.rglob("*")) if path.is_file()]
+    assert copied == ["documents/0/a.txt", "documents/0/more/b.md"]

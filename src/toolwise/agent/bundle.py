@@ -21,6 +21,7 @@ from toolwise.config.schema import INFERENCE_FIELDS, RunConfig
 from toolwise.config.secret_names import find_secret, is_secret
 from toolwise.config.sibling_imports import imported_siblings
 from toolwise.errors import CheckpointError, ConfigError
+from toolwise.tools.builtin.search.tool import corpus_files
 
 log = logging.getLogger("toolwise")
 
@@ -217,9 +218,11 @@ class _Copies:
         return f"{(target / source.name).relative_to(self.folder).as_posix()}{colon}{name}"
 
     def _documents(self, table: dict[str, Any], key: str) -> None:
-        source = Path(table[key])
-        files = [path for path in source.rglob("*") if path.is_file()] if source.is_dir() else [source]
-        files = [path for path in files if path.is_file()]
+        source = Path(table[key]).expanduser()
+        try:
+            files = corpus_files({key: source})
+        except ConfigError:
+            files = ()
         size = sum(path.stat().st_size for path in files)
         if not files or size > MAX_DATA_BYTES:
             why = f"{size / 1e6:.0f} MB" if files else "not found"

@@ -109,3 +109,17 @@ def test_an_export_copies_only_the_files_that_search_reads(tmp_path: Path) -> No
     assert write_bundle(config, out)["tools"] == [{"name": "search", "folder": "documents/0"}]
     copied = [path.relative_to(out).as_posix() for path in sorted(out.rglob("*")) if path.is_file()]
     assert copied == ["documents/0/a.txt", "documents/0/more/b.md"]
+
+
+def test_an_export_has_no_secrets_of_urls_and_commands(tmp_path: Path) -> None:
+    args = ["--api-key", "hunter2", "--token=hunter2", "--url=https://me:${PASSWORD}@host", "--header", "A: ${B}"]
+    tools = [
+        {"name": "mcp", "url": "https://me:hunter2@host/mcp"},
+        {"name": "mcp", "url": "https://host/mcp?api_key=hunter2&x=${X}"},
+        {"name": "mcp", "url": "https://host/mcp?api_key=${KEY}", "headers": {"Authorization": "Bearer ${KEY}"}},
+        {"name": "mcp", "command": ["serve"], "args": args, "env": {"DATABASE_URL": "postgres://me:hunter2@host/db"}},
+    ]
+    written = write_bundle(RunConfig.model_validate({"tools": tools}), tmp_path)["tools"]
+    assert written[2] == tools[2]
+    assert "hunter2" not in json.dumps(written)
+    assert written[3]["args"] == ["--api-key", "--url=https://me:${PASSWORD}@host", "--header", "A: ${B}"]

@@ -18,7 +18,7 @@ from toolwise.config.imports import GIVEN_IN_PYTHON
 from toolwise.config.loader import apply_overrides
 from toolwise.config.paths import resolve_paths
 from toolwise.config.schema import INFERENCE_FIELDS, RunConfig
-from toolwise.config.secret_names import find_secret, is_secret
+from toolwise.config.secret_names import find_secret, is_secret, list_names
 from toolwise.config.sibling_imports import imported_siblings
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.tools.builtin.search.tool import corpus_files
@@ -263,12 +263,14 @@ def _without_secrets(value: Any, key: str = "") -> Any:
     if isinstance(value, Mapping):
         return {k: _without_secrets(item, str(k)) for k, item in value.items() if _is_public(str(k), item)}
     if isinstance(value, list):
-        return [_without_secrets(item, key) for item in value if _is_public(key, item)]
+        named = zip(list_names(value, key), value, strict=True)
+        return [_without_secrets(item, name) for name, item in named if _is_public(name, item)]
     return value
 
 
 def _is_public(name: str, value: Any) -> bool:
-    if not is_secret(name, value) or _VARIABLE.search(value):
+    variable = isinstance(value, str) and _VARIABLE.search(value)
+    if not (is_secret("", _VARIABLE.sub("", value)) if variable else is_secret(name, value)):
         return True
     log.warning("%s is not part of the export, since it looks like a secret: use ${VARIABLE}", name)
     return False

@@ -229,11 +229,8 @@ class Agent:
     def _task(self, question: Question) -> Task:
         if isinstance(question, Task):
             return question
-        if isinstance(question, str):
-            messages = [Message(role="user", content=question)] if question.strip() else []
-        else:
-            messages = as_messages(question)
-        if not messages:
+        messages = [Message(role="user", content=question)] if isinstance(question, str) else as_messages(question)
+        if not messages or (isinstance(question, str) and not question.strip()):
             raise ConfigError("the question is empty: give text or at least one message")
         return Task(task_id=f"question-{next(self._numbers)}", prompt=messages)
 

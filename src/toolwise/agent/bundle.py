@@ -65,8 +65,8 @@ def read_bundle(
     trusts nor replaces. Tools and reward are left out if they are not used."""
     if unknown := list(unknown_settings(settings, AGENT_FIELDS)):
         raise ConfigError(
-            f"{folder}: agent.json sets {', '.join(unknown)}, which an agent folder must not choose: export the agent "
-            "again, or give it with --set"
+            f"{folder}: agent.json sets {', '.join(unknown)}, which an agent folder must not choose: export it "
+            "again, and give such settings with --set"
         )
     stored = copy.deepcopy(dict(settings))
     try:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,9 @@ def test_an_agent_without_a_router_has_no_routes_and_no_budget(agent: Agent) -> 
     assert (capped.refused >= 1, capped.cost) == (True, 0.0)
     with pytest.raises(ConfigError, match="cap"):
         agent.ask(SUM, cap=-1)
-    with pytest.raises(ConfigError, match="empty"):
-        agent.ask([])
+    for nothing in ("", " \n", []):
+        with pytest.raises(ConfigError, match="the question is empty"):
+            agent.ask(nothing)
 
 
 @pytest.mark.long
@@ -99,6 +101,26 @@ def test_a_stream_can_be_left_and_reports_errors(agent: Agent) -> None:
     assert agent.ask(SUM).text == "Answer: 3087"
     with pytest.raises(ConfigError, match="has no router"):
         list(agent.stream(SUM, route="answer"))
+
+
+def test_a_stream_whose_event_loop_cannot_be_created_ends(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Any:
+        raise OSError("Too many open files")
+
+    ended: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            list(agent.stream(SUM))
+        except OSError as fault:
+            ended.append(fault)
+
+    monkeypatch.setattr(asyncio.events, "new_event_loop", fail)
+    monkeypatch.setattr(threading.Thread, "is_alive", lambda _: True)  # it has not ended yet when its fault is read
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(10)
+    assert [str(fault) for fault in ended] == ["Too many open files"]
 
 
 def test_a_conversation_goes_on_from_the_messages_of_an_answer(agent: Agent) -> None:

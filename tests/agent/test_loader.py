@@ -121,6 +121,16 @@ def test_an_exported_agent_rolls_out_as_its_run_did(run_folder: Path, tmp_path: 
     assert find_router(out, ["rollout.max_new_tokens=8"])[0].rollout.max_new_tokens == 8
 
 
+def test_an_export_brings_the_wording_of_its_router(run_folder: Path, tmp_path: Path) -> None:
+    file = run_folder / "mine.toml"
+    file.write_text("")
+    (run_folder / "config.toml").write_text(OWN.replace('"silent"', '"mine.toml"'))
+    out = export_model(run_folder, tmp_path / "exported").out
+    file.unlink()
+    assert find_router(out)[0].router.wording == str(out / "wording.toml")
+    assert str(run_folder) not in (out / "router.json").read_text()
+
+
 def test_a_folder_cannot_choose_the_parser_or_the_router(routed: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(routed, tmp_path / "routed")
     metadata = json.loads((folder / "router.json").read_text())

@@ -20,6 +20,23 @@ from toolwise.config.secret_names import is_secret, mask_secrets, secret_keys
         ("access_token", "x", True),
         ("whatever", "sk-live-123456", True),
         ("key", "a8Fh2kPq09sLmN4x", True),
+        ("url", "https://user:hunter2@host/mcp", True),
+        ("DATABASE_URL", "postgres://u:p4ssw0rd@h/db", True),
+        ("args", "DATABASE_URL=redis://:p4ssw0rd@h/0", True),
+        ("url", "https://glpat_abcdefghij0123456789@host/x.git", True),
+        ("url", "https://h/mcp?a=1&api_key=abcdef", True),
+        ("url", "https://h/mcp?token=abcdef", True),
+        ("command", "--api-key=abcdef", True),
+        ("command", "--token=abcdef", True),
+        ("command", "serve --db-password=abcdef --verbose", True),
+        ("command", "API_KEY=abcdef", True),
+        ("args", "Authorization: Bearer abcdef", True),
+        ("url", "https://host:8000/mcp?page=2&key=title", False),
+        ("url", "ssh://git@host/x.git", False),
+        ("url", "https://user:{password}@host/?api_key=%s", False),
+        ("usage", "serve --api-key=KEY --token=<token>", False),
+        ("text", "Password: ask the user. Is a=b? Use --token to sign in.", False),
+        ("command", "--max-tokens=64", False),
         ("key", "answer", False),
         ("eos_token", "<|endoftext|>", False),
         ("max_tokens", 64, False),
@@ -41,3 +58,9 @@ def test_tables_and_lists() -> None:
         "reward": {"kwargs": {"api_key": "***", "n": 1}},
         "parts": [{"passwords": 1}, {"password": "***"}, "z"],
     }
+
+
+def test_the_value_of_an_option_is_named_by_the_option() -> None:
+    command = ["serve", "--api-key", "abcdef", "--verbose", "x", "--password=y"]
+    assert list(secret_keys({"command": command})) == ["command[2]", "command[5]"]
+    assert mask_secrets(command) == ["serve", "--api-key", "***", "--verbose", "x", "***"]

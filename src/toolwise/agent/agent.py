@@ -145,10 +145,13 @@ class Agent:
             events.put(await self.aask(question, emit=events.put, **options))
 
         def run() -> None:
+            working = work()
             try:
-                run_async(work())
+                run_async(working)
             except BaseException as fault:
+                working.close()
                 events.put(fault)
+                started.put(None)  # read if `work` never ran
             events.put(None)
 
         thread = threading.Thread(target=run, name="toolwise-stream", daemon=True)
@@ -159,8 +162,8 @@ class Agent:
                     raise event
                 yield event
         finally:
-            if thread.is_alive():
-                loop, task = started.get()
+            if thread.is_alive() and (running := started.get()) is not None:
+                loop, task = running
                 with suppress(RuntimeError):  # the loop has ended meanwhile
                     loop.call_soon_threadsafe(task.cancel)
             thread.join()
@@ -227,7 +230,7 @@ class Agent:
         if isinstance(question, Task):
             return question
         messages = [Message(role="user", content=question)] if isinstance(question, str) else as_messages(question)
-        if not messages:
+        if not messages or (isinstance(question, str) and not question.strip()):
             raise ConfigError("the question is empty: give text or at least one message")
         return Task(task_id=f"question-{next(self._numbers)}", prompt=messages)
 

@@ -18,9 +18,10 @@ from toolwise.config.imports import GIVEN_IN_PYTHON
 from toolwise.config.loader import apply_overrides
 from toolwise.config.paths import resolve_paths
 from toolwise.config.schema import INFERENCE_FIELDS, RunConfig
-from toolwise.config.secret_names import find_secret, is_secret
+from toolwise.config.secret_names import find_secret, is_secret, list_names
 from toolwise.config.sibling_imports import imported_siblings
 from toolwise.errors import CheckpointError, ConfigError
+from toolwise.tools.builtin.search.tool import corpus_files
 
 log = logging.getLogger("toolwise")
 
@@ -67,7 +68,12 @@ def read_bundle(
 ) -> dict[str, Any]:
     """The settings as sections of a configuration, with `overrides`. Raises if they name code that the caller neither
     trusts nor replaces. Tools and reward are left out if they are not used."""
-    stored = {name: value for name, value in copy.deepcopy(dict(settings)).items() if name in AGENT_FIELDS}
+    if unknown := list(unknown_settings(settings, AGENT_FIELDS)):
+        raise ConfigError(
+            f"{folder}: agent.json sets {', '.join(unknown)}, which an agent folder must not choose: export it "
+            "again, and give such settings with --set"
+        )
+    stored = copy.deepcopy(dict(settings))
     try:
         if not use_reward:
             stored.pop("reward", None)
@@ -94,6 +100,29 @@ def read_bundle(
     if names:
         log.warning("trust_code is set: code of %s runs with your permissions: %s", folder, ", ".join(names))
     return merged
+
+
+def unknown_settings(settings: Mapping[str, Any], fields: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted names of settings outside `fields`, which are nested as in pydantic's `include`."""
+    for name, value in settings.items():
+        if not (inner := _inner_fields(fields, name)):
+            yield f"{prefix}{name}"
+        elif inner is not True and isinstance(value, Mapping):
+            yield from unknown_settings(value, inner, f"{prefix}{name}.")
+
+
+def known_settings(settings: Mapping[str, Any], fields: Any) -> dict[str, Any]:
+    """A copy of the settings with `fields` only."""
+    known = {}
+    for name, value in settings.items():
+        if inner := _inner_fields(fields, name):
+            known[name] = known_settings(value, inner) if inner is not True and isinstance(value, Mapping) else value
+    return known
+
+
+def _inner_fields(fields: Any, name: str) -> Any:
+    """What `fields` has under a name: True for everything, False for nothing."""
+    return fields.get(name, False) if isinstance(fields, Mapping) else name in fields
 
 
 def brings_code(settings: Mapping[str, Any]) -> bool:
@@ -142,16 +171,22 @@ def _reference_places(settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, A
 
 def _check_inside(stored: Mapping[str, Any], folder: Path) -> None:
     """Raise if the settings name a file elsewhere: a folder must not choose which of the user's files are read."""
-    paths = [str(table[key]).rpartition(":")[0] for table, key in _reference_places(stored)]
+    references = [str(table[key]) for table, key in _reference_places(stored)]
+    paths: list[str] = []
     for entry in stored["tools"]:
         table = entry if isinstance(entry, Mapping) else {"name": entry}
-        paths.append(str(table["name"]).rpartition(":")[0])
+        references.append(str(table["name"]))
         if table["name"] == "search":
             paths += [table[key] for key in ("file", "folder", "cache", "wordnet") if isinstance(table.get(key), str)]
+    files = [text if text.endswith(".py") else text.rpartition(":")[0] for text in references]
+    paths += [file for file in files if file.endswith(".py") or "/" in file or file.startswith("~")]
     for path in paths:
-        looks_like_path = path.endswith(".py") or "/" in path or path.startswith("~")
-        if looks_like_path and (path.startswith("~") or not (folder / path).resolve().is_relative_to(folder.resolve())):
+        if not is_inside(path, folder):
             raise ConfigError(f"{folder} names {path}, which is not in the folder: export the agent again")
+
+
+def is_inside(path: str, folder: Path) -> bool:
+    return not path.startswith("~") and (folder / path).resolve().is_relative_to(folder.resolve())
 
 
 class _Copies:
@@ -188,9 +223,11 @@ class _Copies:
         return f"{(target / source.name).relative_to(self.folder).as_posix()}{colon}{name}"
 
     def _documents(self, table: dict[str, Any], key: str) -> None:
-        source = Path(table[key])
-        files = [path for path in source.rglob("*") if path.is_file()] if source.is_dir() else [source]
-        files = [path for path in files if path.is_file()]
+        source = Path(table[key]).expanduser()
+        try:
+            files = corpus_files({key: source})
+        except ConfigError:
+            files = ()
         size = sum(path.stat().st_size for path in files)
         if not files or size > MAX_DATA_BYTES:
             why = f"{size / 1e6:.0f} MB" if files else "not found"
@@ -231,12 +268,14 @@ def _without_secrets(value: Any, key: str = "") -> Any:
     if isinstance(value, Mapping):
         return {k: _without_secrets(item, str(k)) for k, item in value.items() if _is_public(str(k), item)}
     if isinstance(value, list):
-        return [_without_secrets(item, key) for item in value if _is_public(key, item)]
+        named = zip(list_names(value, key), value, strict=True)
+        return [_without_secrets(item, name) for name, item in named if _is_public(name, item)]
     return value
 
 
 def _is_public(name: str, value: Any) -> bool:
-    if not is_secret(name, value) or _VARIABLE.search(value):
+    variable = isinstance(value, str) and _VARIABLE.search(value)
+    if not (is_secret("", _VARIABLE.sub("", value)) if variable else is_secret(name, value)):
         return True
     log.warning("%s is not part of the export, since it looks like a secret: use ${VARIABLE}", name)
     return False

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolwise.agent.bundle import OWN_AGENT, read_bundle
+from toolwise.agent.bundle import OWN_AGENT, is_inside, known_settings, read_bundle
 from toolwise.agent.documents import with_documents
 from toolwise.agent.inference import TrainedRouter, calibration_of
 from toolwise.agent.manifest import AGENT_FILE, read_settings, verify_agent
@@ -174,7 +174,7 @@ def find_agent(
             manifest.settings, path, overrides, trust_code=trust_code, use_tools=use_tools, use_reward=use_reward
         )
         if has_router(path):
-            settings["router"] = apply_overrides(_stored_router(path), _of_router(overrides))["router"]
+            settings["router"] = apply_overrides(_stored_router(path, overrides), _of_router(overrides))["router"]
             _require_policies(path, settings["router"])
         return build_config(RunConfig, settings, source=str(path / AGENT_FILE)), str(path)
     if _is_checkpoint(path) or _is_checkpoint(path.parent) or has_router(path) or _is_run(path):
@@ -266,11 +266,21 @@ def _is_checkpoint(source: Path) -> bool:
     return (source / checkpoint.MANIFEST).is_file()
 
 
-def _stored_router(folder: Path) -> dict[str, Any]:
-    """`router` as router.json has it. A model folder must not choose which code runs, or which server is asked."""
-    router = _read_metadata(folder).get("router") or {}
-    chosen_by_user = ("name", "kwargs", "policies")
-    return {"router": {name: value for name, value in router.items() if name not in chosen_by_user}}
+def _stored_router(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """`router` as router.json has it. A model folder must not choose which code runs, which server is asked, or which
+    files outside it are read."""
+    chosen_by_user = ("name", "kwargs", "policies", "labels")
+    stored = _read_metadata(folder).get("router") or {}
+    router = {name: value for name, value in stored.items() if name not in chosen_by_user}
+    wording = str(router.get("wording") or "")
+    if wording not in ("", "silent") and not any(each.startswith("router.wording=") for each in overrides):
+        if not is_inside(wording, folder) or not (folder / wording).is_file():
+            raise ConfigError(
+                f"{folder}: its router was trained with the wording {Path(wording).name}, which is not in the folder: "
+                "give it with --set router.wording=FILE"
+            )
+        router["wording"] = str(folder / wording)
+    return {"router": router}
 
 
 def _of_router(overrides: Sequence[str]) -> list[str]:
@@ -292,9 +302,8 @@ def _exported_config(folder: Path, overrides: Sequence[str]) -> RunConfig:
     """Of an export without agent.json, as earlier versions wrote it."""
     metadata = _read_metadata(folder)
     # Only known inference fields: a model folder must not choose, for example, which program is started.
-    settings = _stored_router(folder) | {
-        section: {name: value for name, value in (metadata.get(section) or {}).items() if name in known}
-        for section, known in INFERENCE_FIELDS.items()
+    settings = _stored_router(folder, overrides) | {
+        section: known_settings(metadata.get(section) or {}, known) for section, known in INFERENCE_FIELDS.items()
     }
     parser = settings.get("rollout", {}).get("tool_parser", "")
     settings = apply_overrides(settings, overrides)

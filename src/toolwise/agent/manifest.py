@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,14 @@ from toolwise.serialization.files import write_atomic
 from toolwise.training.checkpoint.loader import FileEntry, file_sha256, list_files
 
 AGENT_FILE = "agent.json"
-AGENT_FORMAT = 1
+AGENT_FORMAT = 2
+_READABLE_FORMATS = (1, AGENT_FORMAT)
+"""Format 1 had no checksums of hidden files and of Markdown documents."""
+_LICENCES = ("LICENSE", "NOTICE")
+_LEFT_BEHIND = ("._", ".DS_Store", ".nfs")
+"""Starts of the names of hidden files that desktops and network drives leave anywhere."""
+_OF_DOWNLOADS = (".git", ".gitattributes", ".gitignore", ".cache")
+"""What git and the hub's client keep at the top of a folder."""
 
 
 class AgentManifest(BaseModel):
@@ -37,12 +46,13 @@ class AgentManifest(BaseModel):
 def write_manifest(folder: Path, name: str, step: int, settings: dict[str, Any]) -> None:
     """Write agent.json; call it last."""
     manifest = AgentManifest(name=name, step=step, settings=settings)
-    manifest.files = {path: _entry(folder / path) for path in sorted(list_files(folder)) if _is_sealed(path)}
+    manifest.files = {path: _entry(folder / path) for path in sorted(_sealed_files(folder, manifest.format))}
     _write(folder, manifest)
 
 
 def verify_agent(folder: Path) -> AgentManifest:
-    """Return the manifest; raise if a file is missing, changed, or was added."""
+    """Return the manifest; raise if a file is missing, changed, was added, or is a link to elsewhere."""
+    _refuse_links(folder)
     manifest = _read(folder)
     for name, entry in manifest.files.items():
         file = folder / name
@@ -50,8 +60,8 @@ def verify_agent(folder: Path) -> AgentManifest:
             raise CheckpointError(f"{file} is missing: copy or export the agent again")
         if file.stat().st_size != entry.size or file_sha256(file) != entry.sha256:
             raise CheckpointError(f"{file} is not what was exported (sha256): copy or export the agent again")
-    for name in list_files(folder):
-        if _is_sealed(name) and name not in manifest.files:  # loading a model folder may use any file in it
+    for name in _sealed_files(folder, manifest.format):
+        if name not in manifest.files:  # loading a model folder may use any file in it
             raise CheckpointError(f"{folder / name} was added after the agent was exported: move it elsewhere")
     return manifest
 
@@ -75,7 +85,7 @@ def _read(folder: Path) -> AgentManifest:
         manifest = AgentManifest.model_validate_json(file.read_bytes())
     except (ValidationError, OSError):
         raise CheckpointError(f"{file} cannot be read: copy or export the agent again") from None
-    if manifest.format != AGENT_FORMAT:
+    if manifest.format not in _READABLE_FORMATS:
         raise CheckpointError(f"{file} has format {manifest.format}, this version of toolwise reads {AGENT_FORMAT}")
     if manifest.seal != manifest.digest():
         raise CheckpointError(f"{file} was changed after it was written: copy or export the agent again")
@@ -91,6 +101,35 @@ def _entry(file: Path) -> FileEntry:
     return FileEntry(size=file.stat().st_size, sha256=file_sha256(file))
 
 
+def _refuse_links(folder: Path) -> None:
+    """Raise for a link that leads out of the folder. In the hub's cache, the files of a folder are links to blobs."""
+    inside = [folder.resolve()]
+    if inside[0].parent.name == "snapshots":
+        inside.append(inside[0].parent.parent / "blobs")
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            target = Path(os.path.realpath(path))  # of a loop too
+            if not any(target.is_relative_to(place) for place in inside):
+                raise CheckpointError(f"{path} is a link that leads out of the folder: remove it, or copy the file")
+
+
+def _sealed_files(folder: Path, version: int) -> Iterator[str]:
+    """Names of the files that have a checksum in a manifest of this format."""
+    if version == 1:
+        for name in list_files(folder):
+            if name != AGENT_FILE and not name.endswith(".md") and not name.upper().startswith(_LICENCES):
+                yield name
+        return
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_dir() and _is_sealed(name):
+            yield name
+
+
 def _is_sealed(name: str) -> bool:
-    """Not the manifest itself, nor what a publisher writes: the model card and the licence."""
-    return name != AGENT_FILE and not name.endswith(".md") and not name.upper().startswith(("LICENSE", "NOTICE"))
+    """Not the manifest itself, nor what a publisher writes (the model card and the licence), nor what other programs
+    leave behind."""
+    top, slash, _ = name.partition("/")
+    if not slash and (name in (AGENT_FILE, "README.md") or name.upper().startswith(_LICENCES)):
+        return False
+    return top not in _OF_DOWNLOADS and not name.rpartition("/")[2].startswith(_LEFT_BEHIND)

@@ -1,10 +1,10 @@
-"""Detect and mask values that look like secrets, by their name and by known prefixes."""
+"""Detect and mask values that look like secrets: by their name, by known prefixes, and inside URLs and commands."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 MASK = "***"
@@ -17,6 +17,12 @@ _AMBIGUOUS_NAME = re.compile(r"(^|_)(key|token)$")
 _SECRET_VALUE = re.compile(
     r"(sk-|sk_live_|sk_test_|rk_live_|hf_|ghp_|gho_|ghs_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza|eyJ)[\w.+/=-]{8,}$"
 )
+_LOGIN = re.compile(r"://(?:[^/@\s:]*:(?![{%<$*])[^/@\s]+|[\w-]{20,})@")
+"""A URL with a password, or with a token as its user."""
+_SETTING = re.compile(r"(^|[?&]|(?:^|\s)--?)([A-Za-z_][\w.-]*)=([^&\s]+)")
+"""NAME=VALUE at the start of a text, in a URL's query or as an option of a command."""
+_PLACEHOLDER = re.compile(r"[{%<$*\[(]|\.\.|…|[A-Z_]+$")
+_HEADER = re.compile(r"(?:proxy-)?authorization:\s*[^\s{%<$*]|x-api-key:\s*[^\s{%<$*]", re.IGNORECASE)
 _RANDOM_VALUE = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.+/=-]{16,}$")
 
 
@@ -25,9 +31,28 @@ def is_secret(name: str, value: Any) -> bool:
     if not isinstance(value, str) or not value:
         return False
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_")
-    if _SECRET_VALUE.match(value) or _SECRET_NAME.search(words):
+    if _SECRET_VALUE.match(value) or _SECRET_NAME.search(words) or _contains_secret(value):
         return True
     return bool(_AMBIGUOUS_NAME.search(words) and _RANDOM_VALUE.match(value))
+
+
+def _contains_secret(text: str) -> bool:
+    """Whether a URL, a header or an option of a command has a secret in it."""
+    if _LOGIN.search(text) or _HEADER.match(text):
+        return True
+    for start, name, value in _SETTING.findall(text):
+        if not _PLACEHOLDER.match(value) and (is_secret(name, value) or (start and name.lower() == "token")):
+            return True
+    return False
+
+
+def list_names(items: Sequence[Any], name: str) -> list[str]:
+    """The name of each item of a list: the option before it, as in ["--api-key", "…"], or that of the list."""
+    before = ["", *items][: len(items)]
+    return [
+        item.lstrip("-") if isinstance(item, str) and item.startswith("--") and "=" not in item else name
+        for item in before
+    ]
 
 
 def secret_keys(table: Any, path: str = "", key: str = "") -> Iterator[str]:
@@ -35,7 +60,8 @@ def secret_keys(table: Any, path: str = "", key: str = "") -> Iterator[str]:
     if isinstance(table, Mapping):
         pairs = [(str(name), f"{path}.{name}" if path else str(name), value) for name, value in table.items()]
     elif isinstance(table, list | tuple):
-        pairs = [(key, f"{path}[{index}]", value) for index, value in enumerate(table)]
+        names = list_names(table, key)
+        pairs = [(name, f"{path}[{i}]", value) for i, (name, value) in enumerate(zip(names, table, strict=True))]
     else:
         return
     for name, location, value in pairs:
@@ -50,7 +76,7 @@ def mask_secrets(table: Any, key: str = "") -> Any:
     if isinstance(table, Mapping):
         return {name: mask_secrets(value, str(name)) for name, value in table.items()}
     if isinstance(table, list | tuple):
-        return [mask_secrets(value, key) for value in table]
+        return [mask_secrets(value, name) for name, value in zip(list_names(table, key), table, strict=True)]
     return MASK if is_secret(key, table) else table
 
 

@@ -169,6 +169,11 @@ def _record_settings(folder: Path, config: RunConfig) -> None:
             raise CheckpointError(
                 f"{file.name} of the checkpoint cannot be read ({fault}): export another checkpoint"
             ) from None
+        if config.router.wording not in ("", "silent") and isinstance(metadata.get("router"), dict):
+            wording = Path(config.router.wording)
+            metadata["router"]["wording"] = f"wording{wording.suffix}"
+            if wording.is_file():
+                shutil.copyfile(wording, folder / f"wording{wording.suffix}")
         file.write_text(json_text(metadata, indent=2) + "\n", encoding="utf-8")
 
 

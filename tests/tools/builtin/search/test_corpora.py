@@ -85,3 +85,14 @@ def test_a_configuration_may_name_several(tmp_path: Path, wordnet: Path) -> None
     corpora = read_corpora({"folder": tmp_path, "wordnet": str(wordnet)})
     assert [len(list(corpus.documents())) for corpus in corpora] == [1, 8]
     assert read_corpora({"wordnet": False}) == []
+
+
+def test_a_folder_has_no_hidden_documents_and_none_from_elsewhere(tmp_path: Path) -> None:
+    folder = tmp_path / ".corpus"
+    (folder / ".git").mkdir(parents=True)
+    for name in ("a.txt", ".b.txt", ".git/c.txt", "../mine.txt"):
+        (folder / name).write_text(name)
+    (folder / "d.md").symlink_to("a.txt")
+    (folder / "e.md").symlink_to("../mine.txt")
+    (corpus,) = read_corpora({"folder": str(folder)})
+    assert [document.title for document in corpus.documents()] == ["a", "d"]

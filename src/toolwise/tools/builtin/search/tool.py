@@ -42,10 +42,11 @@ class SearchTool(BuiltinTool):
     """Searches the task's documents (`create_kwargs`: documents, k), or else the corpus of its configuration.
 
     A corpus is `documents` (strings, or objects with title and text), `folder` (.txt and .md files, one document each,
-    and .jsonl), `file` (.jsonl or .parquet, one document per row, in `text_field` and `title_field`), `wordnet` (true,
-    or the folder of its data files), or several of these. A search returns `k` documents (1). `snippet_words` cuts each
-    to the words around the match (40 for a corpus in files, at most 64) and adds the number of matches; 0 returns only
-    full texts. `timeout_s` (10); `cache`: the folder of cached indexes.
+    and .jsonl; no hidden files, and no links that lead out of it), `file` (.jsonl or .parquet, one document per row, in
+    `text_field` and `title_field`), `wordnet` (true, or the folder of its data files), or several of these. A search
+    returns `k` documents (1). `snippet_words` cuts each to the words around the match (40 for a corpus in files, at
+    most 64) and adds the number of matches; 0 returns only full texts. `timeout_s` (10); `cache`: the folder of cached
+    indexes.
     """
 
     family = "SEARCH"
@@ -79,7 +80,7 @@ class SearchTool(BuiltinTool):
         self._shared: DocumentIndex | CorpusIndex = DocumentIndex(documents)
         if corpora:
             cache = self.config.get("cache")
-            all_corpora = [InlineCorpus(tuple(documents)), *corpora] if documents else corpora
+            all_corpora: list[Corpus] = [InlineCorpus(tuple(documents)), *corpora] if documents else [*corpora]
             self._shared = open_index(all_corpora, Path(cache).expanduser() if cache else None)
         self._instances: dict[str, tuple[DocumentIndex | CorpusIndex, int]] = {}  # the index to search, and k
 
@@ -173,16 +174,16 @@ class WordNet:
     folder: Path = WORDNET_FOLDER
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(b"".join(file_sha256(path) for path in self._files().values())).hexdigest()
+        return hashlib.sha256(b"".join(file_sha256(path) for path in self.data_files().values())).hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        for part, path in self._files().items():
+        for part, path in self.data_files().items():
             with path.open(encoding="utf-8") as lines:
                 for number, line in enumerate(lines, start=1):
                     if not line.startswith("  "):  # the licence, at the top of each file
                         yield _read_synset(line, part, f"{path}: line {number}")
 
-    def _files(self) -> dict[str, Path]:
+    def data_files(self) -> dict[str, Path]:
         files = {part: self.folder / f"data.{part}" for part in ("noun", "verb", "adj", "adv")}
         if missing := [path for path in files.values() if not path.is_file()]:
             raise ConfigError(
@@ -204,18 +205,26 @@ def _read_synset(line: str, part: str, where: str) -> Document:
     return Document(f"{', '.join(words).replace('_', ' ')} ({part})", gloss.strip())
 
 
-def read_corpora(config: Mapping[str, Any]) -> list[Corpus]:
+def read_corpora(config: Mapping[str, Any]) -> list[FileCorpus | WordNet]:
     """The corpora in files of a search tool's configuration."""
     fields = {key: config[key] for key in ("text_field", "title_field") if key in config}
     if not all(isinstance(name, str) and name for name in fields.values()):
         raise ConfigError("tool search: text_field and title_field must be names of fields")
-    corpora: list[Corpus] = []
+    corpora: list[FileCorpus | WordNet] = []
     for key, find_files in (("folder", _files_in), ("file", _document_file)):
         if config.get(key) is not None:
             corpora.append(FileCorpus(find_files(_path(config, key)), **fields))
     if config.get("wordnet"):
         corpora.append(WordNet() if config["wordnet"] is True else WordNet(_path(config, "wordnet")))
     return corpora
+
+
+def corpus_files(config: Mapping[str, Any]) -> tuple[Path, ...]:
+    """The files that a search tool with this configuration reads."""
+    files: list[Path] = []
+    for corpus in read_corpora(config):
+        files += corpus.files if isinstance(corpus, FileCorpus) else corpus.data_files().values()
+    return tuple(files)
 
 
 def read_documents(value: Any, where: str) -> list[Document]:
@@ -256,10 +265,18 @@ def _files_in(folder: Path) -> tuple[Path, ...]:
     endings = ".txt, .md or .jsonl"
     if not folder.is_dir():
         raise ConfigError(f"tool search: folder {folder} does not exist; use a folder of {endings} files")
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in FOLDER_SUFFIXES and path.is_file())
+    files = sorted(path for path in folder.rglob("*") if _is_document(path, folder))
     if not files:
         raise ConfigError(f"tool search: folder {folder} has no {endings} files; use another folder")
     return tuple(files)
+
+
+def _is_document(path: Path, folder: Path) -> bool:
+    """Neither a hidden file nor a link that leads out of the folder."""
+    if path.suffix.lower() not in FOLDER_SUFFIXES or not path.is_file():
+        return False
+    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return not hidden and path.resolve().is_relative_to(folder.resolve())
 
 
 def _document_file(path: Path) -> tuple[Path, ...]:

@@ -97,6 +97,10 @@ class Conditioning:
         """The names of the routes that a task can take."""
         return list(itertools.compress(self.routes.names, self.applicable(task) or itertools.repeat(True)))
 
+    def offered(self, task: Task, route: str) -> tuple[str, ...]:
+        """The tools of a task that may be called on a route."""
+        return allowed_tools(self.routes.find(route), self.families_of(task), hard=self.router.hard)
+
     def prices(self, route: str | None) -> Mapping[str, float]:
         """unit -> what a rollout on a route costs besides its calls"""
         return {} if route is None else self.routes.find(route).price
@@ -159,8 +163,7 @@ class Conditioning:
     def usage_of(self, rollout: Rollout, source: UsageSource | None = None) -> RouteUsage:
         """The tools a rollout used. With real tools, calls that its route refused are free."""
         families = self.families_of(rollout.task)
-        route = None if rollout.route is None else self.routes.find(rollout.route)
-        allowed = families if route is None else allowed_tools(route, families, hard=self.router.hard)
+        allowed = families if rollout.route is None else self.offered(rollout.task, rollout.route)
         return usage_of(rollout, families, allowed=allowed, source=source or self.router.usage)
 
     def costs_of(
@@ -209,7 +212,8 @@ class InferenceRouter(Router):
 
     def __post_init__(self) -> None:
         self.budgets.check_units(self.cost.units)
-        check_prices(self.routes, self.cost.units)
+        first = next(iter(self.budgets.lambdas), self.cost.units[0])
+        check_prices(self.routes, self.cost.units, max_cost=self.config.max_cost, unit=first)
 
     @property
     def routes(self) -> RouteSet:
@@ -372,7 +376,7 @@ class InferenceRouter(Router):
         if self.bins is not None:
             self.bins.load_calibrations(metadata.get(BINS_KEY) or ())
         if self.calibration is None and self.budgets.limits and self.config.eval_mode == "budget":
-            log.warning("%s", uncalibrated(self.calibration_key in metadata))
+            log.warning("%s", uncalibrated(self.calibration_key in metadata, by_turn=self.config.every == "turn"))
 
     def _read_calibration(self, state: Mapping[str, Any]) -> DeliveredBudget | None:
         """The calibration among saved metadata or state."""
@@ -385,10 +389,10 @@ def credit_of(usage: RouteUsage) -> RouterCredit:
     return RouterCredit(usage.used_any_tool, calls[Family.SEARCH] > 0, calls[Family.CALCULATE] > 0)
 
 
-def uncalibrated(other_budgets: bool) -> str:
-    """Why routes are sampled although there are budgets."""
+def uncalibrated(other_budgets: bool, *, by_turn: bool = False) -> str:
+    """Why routes are sampled although there are budgets, and what to do. `by_turn`: every turn has its route."""
     why = "is calibrated for other budgets" if other_budgets else "is not calibrated"
     return (
         f"this router {why}: routes are sampled from its head, so its budgets may be exceeded; train with "
-        "router.calibration, or give budgets to toolwise eval --budgets"
+        f"router.calibration{' and at least 256 tasks' if by_turn else ', or give budgets to toolwise eval --budgets'}"
     )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from toolwise.agent.agent import Agent
 from toolwise.agent.inference import (
     Calibration,
     RouteChoice,
@@ -119,12 +120,13 @@ def test_the_cap_of_training_holds_for_the_prices_of_routes(make_routed: Any) ->
         check_prices(conditioning.routes, ["cost"], max_cost=1.0)
 
 
-def test_a_cap_is_refused_where_tokens_have_a_price(make_routed: Any) -> None:
-    prices = {"usd": {"*": 1.0, "tokens_1k": 0.5}}
+def test_where_tokens_have_a_price_a_cap_is_refused(make_routed: Any) -> None:
+    prices = {"usd": {"calculator": 0.25, "*": 2.0, "tokens_1k": 0.5}}
     routing = load_router(make_routed(bias=[0.0, 0.0, 9.0], prices=prices), tools=["calculator", "search"])
     with pytest.raises(ConfigError, match=r"tokens or seconds have a price in 'usd'"):
         choose(routing, cap=2.0)
     assert choose(routing).route
+    assert Agent(routing).call_prices == {"calculator": 0.25, "search": 2.0}
 
 
 def test_calls_that_the_route_refused_are_told_apart(routing: TrainedRouter) -> None:

@@ -75,6 +75,12 @@ class Agent:
             raise ConfigError("this agent has no router, so it has no routes and no budget: leave them out")
         return self._routing
 
+    @property
+    def call_prices(self) -> dict[str, float]:
+        """What one call of each tool costs, in the unit of the answers' cost."""
+        price = self._price_of(Task(task_id="prices", prompt=[Message(role="user", content="")]), "")
+        return {name: price({name: 1}) for name in self.tools}
+
     def ask(self, question: Question, **options: Any) -> AgentAnswer:
         """Blocking version of `aask`; also works where an event loop is running, as in a notebook."""
         return run_async(self.aask(question, **options))

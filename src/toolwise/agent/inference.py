@@ -27,8 +27,9 @@ from toolwise.errors import CheckpointError, ConfigError, ContextFullError
 from toolwise.routing.budget_bins import BudgetBins
 from toolwise.routing.calibration import BudgetCalibration, prompt_uniform, values_and_costs
 from toolwise.routing.cost import Cost, PricesCost, price_of_calls, refused_by_route
+from toolwise.routing.delivered_budget import uncalibrated
 from toolwise.routing.head import ROUTER_METADATA_FILE
-from toolwise.routing.inference_router import PROMPT_BATCH_SIZE, Conditioning, uncalibrated
+from toolwise.routing.inference_router import PROMPT_BATCH_SIZE, Conditioning
 from toolwise.routing.routes import RouteSet
 from toolwise.routing.samples import RoutePrediction
 from toolwise.routing.threshold import Floats, Threshold

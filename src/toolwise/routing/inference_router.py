@@ -35,7 +35,7 @@ from toolwise.routing.cost import (
     usage_of,
     written_usage,
 )
-from toolwise.routing.delivered_budget import DeliveredBudget
+from toolwise.routing.delivered_budget import DeliveredBudget, uncalibrated
 from toolwise.routing.families import Family, families_of_task, offered_tools, parse_family
 from toolwise.routing.meters import CountThinking, read_meters
 from toolwise.routing.prompts import allowed_tools, condition, load_wording
@@ -212,8 +212,12 @@ class InferenceRouter(Router):
 
     def __post_init__(self) -> None:
         self.budgets.check_units(self.cost.units)
-        first = next(iter(self.budgets.lambdas), self.cost.units[0])
-        check_prices(self.routes, self.cost.units, max_cost=self.config.max_cost, unit=first)
+        check_prices(self.routes, self.cost.units, max_cost=self.config.max_cost, unit=self.unit)
+
+    @property
+    def unit(self) -> str:
+        """That of the first budget."""
+        return next(iter(self.budgets.lambdas), self.cost.units[0])
 
     @property
     def routes(self) -> RouteSet:
@@ -322,11 +326,10 @@ class InferenceRouter(Router):
         if not counts_written_calls(task, self.config.usage):
             return None
         families = self.conditioning.families_of(task)
-        unit = next(iter(self.budgets.lambdas), self.cost.units[0])
 
         def count(steps: Sequence[StepData]) -> tuple[Mapping[str, int], float]:
             usage = written_usage(steps, families)
-            return usage.calls_by_tool, self.cost(usage)[unit]
+            return usage.calls_by_tool, self.cost(usage)[self.unit]
 
         return count
 
@@ -336,7 +339,11 @@ class InferenceRouter(Router):
 
     def annotate(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
         """The rollouts with what each used, for the records; a router that learns adds its rewards and advantages."""
-        return [replace(s, router=credit_of(self.conditioning.usage_of(s.rollout))) for s in scored]
+        return [replace(s, router=self._credit_of(s.rollout, self.conditioning.usage_of(s.rollout))) for s in scored]
+
+    def _credit_of(self, rollout: Rollout, usage: RouteUsage) -> RouterCredit:
+        calls, cost = usage.calls, self.conditioning.costs_of(self.cost, rollout, usage=usage)[self.unit]
+        return RouterCredit(usage.used_any_tool, calls[Family.SEARCH] > 0, calls[Family.CALCULATE] > 0, cost=cost)
 
     def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
         """How far rollouts routed by this router exceed its budgets; None without budgets or rollouts. If it is
@@ -381,18 +388,3 @@ class InferenceRouter(Router):
     def _read_calibration(self, state: Mapping[str, Any]) -> DeliveredBudget | None:
         """The calibration among saved metadata or state."""
         return read_budget_calibration(state, self.budgets.limits)
-
-
-def credit_of(usage: RouteUsage) -> RouterCredit:
-    """What a rollout used, for its record."""
-    calls = usage.calls
-    return RouterCredit(usage.used_any_tool, calls[Family.SEARCH] > 0, calls[Family.CALCULATE] > 0)
-
-
-def uncalibrated(other_budgets: bool, *, by_turn: bool = False) -> str:
-    """Why routes are sampled although there are budgets, and what to do. `by_turn`: every turn has its route."""
-    why = "is calibrated for other budgets" if other_budgets else "is not calibrated"
-    return (
-        f"this router {why}: routes are sampled from its head, so its budgets may be exceeded; train with "
-        f"router.calibration{' and at least 256 tasks' if by_turn else ', or give budgets to toolwise eval --budgets'}"
-    )

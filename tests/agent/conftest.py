@@ -16,11 +16,13 @@ from toolwise.routing.families import ROUTES
 from toolwise.routing.head.head import HeadSettings, RouterHead, save_head
 
 
-def routed_folder(folder: Path, *, bias: Any, mode: str = "policy", spread: float = 0.0, **router: Any) -> Path:
-    """`spread` scales how much the head's output depends on the prompt."""
+def routed_folder(
+    folder: Path, *, bias: Any, mode: str = "policy", spread: float = 0.0, bins: int = 0, **router: Any
+) -> Path:
+    """`spread` scales how much the head's output depends on the prompt; `bias` has that of every random budget."""
     shutil.copytree(locate("builtin:small"), folder)
     width = int(json.loads((folder / "config.json").read_text())["hidden_size"])
-    head = RouterHead(HeadSettings(width=width, routes=tuple(map(str, ROUTES)), mode=mode))  # type: ignore[arg-type]
+    head = RouterHead(HeadSettings(width=width, routes=tuple(map(str, ROUTES)), mode=mode, bins=bins))  # type: ignore[arg-type]
     with torch.no_grad():
         head.out.bias.copy_(torch.tensor(bias))
         head.out.weight.normal_(std=spread, generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,7 @@ import pytest
 from toolwise.agent.agent import RoutedAgent
 from toolwise.agent.inference import Calibration, store_calibration
 from toolwise.agent.time_saved import time_saved
-from toolwise.envs.tool_env import ToolEnv
+from toolwise.envs.tool_env import MALFORMED_CALL_MESSAGE, ToolEnv
 from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
 from toolwise.messages import Message, ToolCall
 from toolwise.policies.scripted import ScriptedPolicy
@@ -209,6 +209,25 @@ def test_where_any_number_of_calls_costs_the_same_the_second_is_free() -> None:
     outs, _ = run(lambda inner: CappedEnv(inner, 1, lambda c: AnyCost()(RouteUsage.of(c, FAMILIES))["cost"]), steps)
     assert [m.content for out in outs for m in out[0]] == ["2", "2", "2"]
     assert all(OVER_BUDGET not in info.get("failed_calls", {}) for _, _, _, info in outs)
+
+
+def test_calls_that_the_route_rules_out_use_up_nothing() -> None:
+    def capped(inner: ToolEnv) -> CappedEnv:
+        inner.forbid_tools(["search"])
+        return CappedEnv(inner, 1, each_call)
+
+    search = ToolCall(id="s", name="search", arguments={"query": "mills"})
+    outs, _ = run(capped, [[search, search], [call(0)]])
+    refusal = "error: search is not to be used in this turn; tools: calculator"
+    assert [m.content for out in outs for m in out[0]] == [refusal, refusal, "2"]
+
+
+def test_beyond_the_cap_a_malformed_call_is_said_to_be_malformed() -> None:
+    garbled = ToolCall(id="g", name="", arguments="{")
+    ((observation, _, _, info),), _ = run(lambda inner: CappedEnv(inner, 0, each_call), [[garbled, call(1)]])
+    assert [m.content for m in observation] == [MALFORMED_CALL_MESSAGE, BUDGET_SPENT_MESSAGE]
+    assert info["failed_calls"] == {"bad_json": 1, OVER_BUDGET: 1}
+    assert "calls" not in info  # refused calls are free
 
 
 def test_an_answer_is_passed_on_and_ends_the_episode() -> None:

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from toolwise.agent.inference import Calibration, TrainedRouter, calibration_of, store_calibration, values_of
+from toolwise.agent.agent import Agent
+from toolwise.agent.inference import (
+    Calibration,
+    RouteChoice,
+    TrainedRouter,
+    calibration_of,
+    store_calibration,
+    values_of,
+)
 from toolwise.agent.loader import load_router
+from toolwise.config.router import RouterConfig
 from toolwise.errors import CheckpointError, ConfigError
+from toolwise.frontier.evaluation import route_values
+from toolwise.routing.cost import CallsCost
 from toolwise.routing.families import RouteAction
 from toolwise.routing.head import ROUTER_METADATA_FILE
+from toolwise.routing.inference_router import Conditioning
+from toolwise.routing.routes import check_prices
+from toolwise.routing.samples import RoutePrediction
 from toolwise.routing.threshold import Threshold, find_threshold
+from toolwise.tools.catalog import build_tools
 from toolwise.training import checkpoint
 from toolwise.types import Rollout, StopReason, Task, Usage
 
 TASKS = [Task(task_id=str(i), prompt=[{"role": "user", "content": f"What is {i} + {i}?"}]) for i in range(5)]
+
+TOOLS = build_tools(["calculator", "search"])
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +77,62 @@ def test_only_executed_calls_cost(routing: TrainedRouter) -> None:
     assert routing.cost_of(rollout({"calculator": 2, "search": 1}, "SEARCH-FAMILY")) == 1
     assert routing.cost_of(rollout({"calculator": 2}, "ANSWER")) == 0
     assert routing.cost_of(rollout({"oven": 2}, None)) == 2
+
+
+RANDOM: dict[str, Any] = {
+    "bias": [9.0, 0.0, 0.0, 0.0, 0.0, 9.0],  # the low budget answers directly, the high one calculates
+    "bins": 2,
+    "budgets": [{"limit": 0.9}],
+    "random_budgets": {"low": 0.1, "high": 0.9, "bins": 2},
+    "eval_mode": "argmax",
+}
+
+
+def choose(routing: TrainedRouter, budget: float | None = None, cap: float | None = None) -> RouteChoice:
+    return asyncio.run(routing.route_question(TASKS[0], budget=budget, route=None, cap=cap, seed=0))
+
+
+def test_the_odds_shown_are_those_of_the_budget_in_use(make_routed: Any) -> None:
+    routing = load_router(make_routed(**RANDOM), tools=["calculator", "search"])
+    chosen = choose(routing)
+    assert chosen.route == "CALCULATE-FAMILY"
+    assert (chosen.route_probs or {})["CALCULATE-FAMILY"] > 0.99
+    assert route_values(routing, TASKS).values.argmax(axis=1).tolist() == [2] * len(TASKS)
+    with pytest.raises(ConfigError, match=r"budget 9 is outside 0.1 to 0.9"):
+        choose(routing, budget=9.0)
+
+
+def test_the_cap_of_training_holds_for_the_prices_of_routes(make_routed: Any) -> None:
+    routes = [
+        {"name": "FREE"},
+        {"name": "DEAR", "tools": ["search"], "price": 3.0},
+        {"name": "FAIR", "tools": ["calculator"], "price": 1.0},
+    ]
+    config = RouterConfig.model_validate({"routes": routes, "max_cost": 1.0, "cost": "calls"})
+    conditioning = Conditioning(config, TOOLS)
+    base = load_router(make_routed(bias=[0.0, 9.0, 1.0]), tools=["calculator", "search"])
+    run = base.config.model_copy(update={"router": config})
+    routing = replace(base, config=run, conditioning=conditioning, cost=CallsCost())
+    prediction = RoutePrediction((-9.0, -0.1, -3.0))
+    assert routing.within_cap("DEAR", prediction, None, given=False) == "FAIR"
+    assert routing.within_cap("DEAR", prediction, 5.0, given=False) == "FAIR"
+    with pytest.raises(ConfigError, match=r"'DEAR' costs 3, more than router.max_cost \(1\)"):
+        check_prices(conditioning.routes, ["cost"], max_cost=1.0)
+
+
+def test_where_tokens_have_a_price_a_cap_is_refused(make_routed: Any) -> None:
+    prices = {"usd": {"calculator": 0.25, "*": 2.0, "tokens_1k": 0.5}}
+    routing = load_router(make_routed(bias=[0.0, 0.0, 9.0], prices=prices), tools=["calculator", "search"])
+    with pytest.raises(ConfigError, match=r"tokens or seconds have a price in 'usd'"):
+        choose(routing, cap=2.0)
+    assert choose(routing).route
+    assert Agent(routing).call_prices == {"calculator": 0.25, "search": 2.0}
+
+
+def test_calls_that_the_route_refused_are_told_apart(routing: TrainedRouter) -> None:
+    made = rollout({"calculator": 2, "search": 1, "oven": 1}, "SEARCH-FAMILY")
+    assert routing.refused_calls(made) == {"calculator": 2}
+    assert not routing.refused_calls(rollout({"calculator": 2}, None))
 
 
 def test_a_value_head_gives_rewards_and_costs(make_routed: Any) -> None:

@@ -95,3 +95,10 @@ def test_texts_of_your_own(tmp_path: Path) -> None:
     own.write_text('[budget]\nleft = "{{ lefft }}"\n')
     with pytest.raises(ConfigError, match=r"budget\.left: 'lefft' is undefined"):
         decide(budget_prompt=True, wording=str(own))
+
+
+@pytest.mark.parametrize(("asked", "held"), [(None, 1), (3.0, 1), (0.0, 0)])
+def test_a_question_can_only_lower_the_cap_of_training(asked: float | None, held: int) -> None:
+    conditioning = Conditioning(RouterConfig(cost="calls", max_cost=1.0), TOOLS)
+    decision = conditioning.decision(TASK, "CALCULATE-FAMILY", group_id="g", n=1, seed=0, prompt_id="p", max_cost=asked)
+    assert answers(decision, 2) == ["6"] * held + [BUDGET_SPENT_MESSAGE] * (2 - held)

@@ -67,6 +67,16 @@ def test_prices_in_several_units() -> None:
     assert cost(MAILED) == {"usd": 2.0, "seconds": 0.0}
 
 
+def test_a_malformed_call_costs_as_much_as_the_most_expensive_tool_that_could_be_called() -> None:
+    cost = PricesCost(prices={"usd": {"search": 0.01, "calculator": 3.0, "*": 1.0}})
+    garbled = {UNREADABLE: 1}
+    assert cost(RouteUsage.of(garbled, FAMILIES))["usd"] == 3.0
+    assert cost(RouteUsage.of(garbled, FAMILIES, offered=["search", "mail"]))["usd"] == 1.0
+    assert cost(RouteUsage.of(garbled, FAMILIES, offered=["search"]))["usd"] == 0.01
+    others = PricesCost(prices={"usd": {"search": 0.01, "*": 1.0}})
+    assert others(RouteUsage.of(garbled, FAMILIES))["usd"] == 1.0
+
+
 def test_prices_of_the_tools() -> None:
     tools = build_tools([{"name": "calculator", "price": 0.25}, "search"])
     assert build_cost(RouterConfig(), tools)(BOTH) == {"cost": 1.0 + 3 * 0.25}

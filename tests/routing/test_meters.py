@@ -131,3 +131,10 @@ def test_a_followed_multiplier_is_the_units_at_its_price() -> None:
     budgets.step()
     assert followed.value == 0.25 * budgets.lambdas["usd"] > 0.5
     assert followed.state_dict() == {}
+
+
+def test_a_cap_on_calls_is_refused_in_a_unit_that_prices_tokens() -> None:
+    prices = {"usd": {"*": 1.0}, "wait": {"*": 1.0, "seconds": 1.0}}
+    RouterConfig(prices=prices, max_cost=1.0)
+    with pytest.raises(ValueError, match=r"max_cost refuses calls and cannot hold the price of seconds in prices.wait"):
+        RouterConfig(prices=prices, max_cost=1.0, budgets=[BudgetConfig(limit=1.0, unit="wait")])

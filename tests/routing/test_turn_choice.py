@@ -18,6 +18,7 @@ from toolwise.routing.prompts import unconditioned
 from toolwise.routing.samples import RoutePrediction
 from toolwise.routing.turn_choice import (
     TurnChooser,
+    refused_turn_calls,
     spending_weights,
     total_costs,
     turn_costs,
@@ -115,6 +116,11 @@ def test_a_turn_that_failed_costs_nothing() -> None:
     assert total_costs(CallsCost(), turn_costs(SILENT, CallsCost(), rollout([], []))) == dict.fromkeys(
         CallsCost().units, 0.0
     )
+
+
+def test_calls_that_the_route_of_their_turn_refused_are_told_apart() -> None:
+    made = rollout([SEARCH, ANSWER], [{"search": 1, "calculator": 1}, {"search": 2}])
+    assert refused_turn_calls(SILENT, made) == {"calculator": 1, "search": 2}
 
 
 def test_the_price_of_a_route_is_paid_at_every_turn() -> None:

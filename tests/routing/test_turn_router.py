@@ -173,6 +173,8 @@ def test_delivery_follows_the_shift_or_the_mode() -> None:
         {"warm_start_epochs": 1},
         {"divide_by_std": True},
         {"standardize_by_kind": True},
+        {"prices": {"usd": {"*": 1.0, "tokens_1k": 1.0}}},
+        {"prices": {"usd": {"*": 1.0}, "wait": {"seconds": 1.0}}},
         {"budgets": [{"limit": 1.0}, {"limit": 1.0, "unit": "search"}]},
         {
             "routes": [{"name": "a"}, {"name": "b", "policy": "expert", "price": 1.0}],

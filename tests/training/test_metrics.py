@@ -9,11 +9,13 @@ import pytest
 
 from toolwise.messages import Message
 from toolwise.training.metrics import mean, reported_metrics, summarize, summarize_validation, validation_metrics
+from toolwise.training.records import RolloutRecord
 from toolwise.types import (
     EvaluateResult,
     EvaluationFault,
     MetricResult,
     Rollout,
+    RouterCredit,
     ScoredRollout,
     StepData,
     StopReason,
@@ -181,6 +183,14 @@ def test_routes_are_told_apart() -> None:
         assert (figures["route/SEARCH-FAMILY/share"], figures["route/SEARCH-FAMILY/cost"]) == (0.75, 2.0)
         assert figures["route/SEARCH-FAMILY/score"] == 0.75
     assert not [name for name in summarize([scored(1.0)]) if name.startswith("route/")]
+
+
+def test_costs_are_those_of_the_router_s_price_list() -> None:
+    made = replace(scored(1.0, cost=7.0), router=RouterCredit(True, True, False, cost=0.25))
+    made = replace(made, rollout=replace(made.rollout, route="SEARCH-FAMILY"))
+    assert (summarize([made])["cost/mean"], summarize_validation([made])["cost"]) == (0.25, 0.25)
+    assert summarize([made])["route/SEARCH-FAMILY/cost"] == 0.25
+    assert RolloutRecord.of(made).cost == 0.25
 
 
 def test_the_mean() -> None:

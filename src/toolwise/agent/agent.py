@@ -10,6 +10,7 @@ import itertools
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -73,6 +74,12 @@ class Agent:
         if self._routing is None:
             raise ConfigError("this agent has no router, so it has no routes and no budget: leave them out")
         return self._routing
+
+    @property
+    def call_prices(self) -> dict[str, float]:
+        """What one call of each tool costs, in the unit of the answers' cost."""
+        price = self._price_of(Task(task_id="prices", prompt=[Message(role="user", content="")]), "")
+        return {name: price({name: 1}) for name in self.tools}
 
     def ask(self, question: Question, **options: Any) -> AgentAnswer:
         """Blocking version of `aask`; also works where an event loop is running, as in a notebook."""
@@ -183,12 +190,12 @@ class Agent:
                 0.0,
                 cap - (self._routing.route_price(choice.route) if self._routing is not None and choice.route else 0.0),
             )
-            request.env = cast("BaseEnv", CappedEnv(request.env, left, self._price_of(task)))
+            request.env = cast("BaseEnv", CappedEnv(request.env, left, self._price_of(task, choice.route)))
         return request
 
-    def _price_of(self, task: Task) -> Price:
+    def _price_of(self, task: Task, route: str) -> Price:
         if self._routing is not None:
-            return self._routing.price_of(task)
+            return self._routing.price_of(task, route)
         prices = {name: tool.price for name, tool in self.tools.items()}
         unknown = max(prices.values(), default=1.0)
         return lambda calls: sum(prices.get(name, unknown) * count for name, count in calls.items())
@@ -213,14 +220,15 @@ class Agent:
         replies = [message.content or "" for message in rollout.messages if message.role == "assistant"]
         direct = routing is not None and choice.route == routing.routes.direct and not rollout.unanswered
         calibration = routing.calibration if routing is not None else None
+        refused = Counter[str]() if routing is None else routing.refused_calls(rollout)
         return AgentAnswer(
             # An agent that never acted has no answer: an assistant message is then part of the prompt.
             text=replies[-1] if replies and not rollout.unanswered else "",
             route=route,
             route_probs=route_probs,
             cost=rollout.usage.cost if routing is None else routing.cost_of(rollout),
-            calls=dict(rollout.usage.calls),
-            refused=rollout.usage.failed_calls.get(OVER_BUDGET, 0),
+            calls=dict(Counter(rollout.usage.calls) - refused),
+            refused=rollout.usage.failed_calls.get(OVER_BUDGET, 0) + refused.total(),
             seconds=time.perf_counter() - start,
             rollout=rollout,
             with_tools_s=calibration.with_tools_s if calibration is not None and direct else None,

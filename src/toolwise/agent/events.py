@@ -47,7 +47,7 @@ class AgentAnswer:
     """Cost of the calls that were executed, in the unit of the budget; without a router the tools' prices."""
     calls: Mapping[str, int]
     refused: int
-    """Calls refused because of the cap."""
+    """Calls refused because of the cap, or because the route does not offer their tool."""
     seconds: float
     """Wall time, including routing."""
     rollout: Rollout

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,10 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError, ContextFullError
 from toolwise.routing.budget_bins import BudgetBins
 from toolwise.routing.calibration import BudgetCalibration, prompt_uniform, values_and_costs
-from toolwise.routing.cost import Cost, RouteUsage, merge_unknown_calls
+from toolwise.routing.cost import Cost, PricesCost, price_of_calls, refused_by_route
+from toolwise.routing.delivered_budget import uncalibrated
 from toolwise.routing.head import ROUTER_METADATA_FILE
-from toolwise.routing.inference_router import PROMPT_BATCH_SIZE, Conditioning, uncalibrated
+from toolwise.routing.inference_router import PROMPT_BATCH_SIZE, Conditioning
 from toolwise.routing.routes import RouteSet
 from toolwise.routing.samples import RoutePrediction
 from toolwise.routing.threshold import Floats, Threshold
@@ -192,10 +194,12 @@ class TrainedRouter:
         self, task: Task, *, budget: float | None, route: str | None, cap: float | None, seed: int
     ) -> RouteChoice:
         """How to answer one question; `route` is one that the caller wants."""
+        self._check_cap(cap)
         too_long: ContextFullError | None = None
         names = self.routes.names
         try:
             (prediction,) = await self.predict_in_engine([task])
+            prediction = self.at_budget(prediction, task, budget)
             route_probs = {str(name): prob for name, prob in zip(names, prediction.probs, strict=True)}
             chosen = route or self.choose(prediction, task, budget=budget, seed=seed)
             chosen = self.within_cap(chosen, prediction, cap, given=route is not None)
@@ -205,6 +209,13 @@ class TrainedRouter:
             route_probs, chosen, too_long = {}, fallback, None if route else full
         decision = self.decide(task, chosen, seed=seed, budget=budget, max_cost=cap)
         return RouteChoice(decision, str(chosen), route_probs, None if too_long is None else str(too_long))
+
+    def at_budget(self, prediction: RoutePrediction, task: Task, budget: float | None) -> RoutePrediction:
+        """The prediction that a budget is served by; None: the default. With random budgets it is that for the budget,
+        or, if they are not calibrated, that for the default, which the thresholds of `toolwise eval --budgets` fit."""
+        if self.bins is None:
+            return prediction
+        return prediction.at(self.bins.pick(budget if self.bins.calibrations else None, task.prompt))
 
     def choose(self, prediction: RoutePrediction, task: Task, *, budget: float | None, seed: int) -> str:
         """The route by the threshold for `budget`, by default the trained one. The lottery of a threshold depends on
@@ -222,10 +233,12 @@ class TrainedRouter:
             return self.routes.names[trained.route(prediction, task.prompt)]
         if self.calibration is None:
             known = "" if trained is None else f" other than the trained one ({trained.limits[0]:g})"
+            if self.bins is not None:
+                self.bins.weights(budget)  # raises if it is outside of the trained ones
             raise CheckpointError(
                 f"this router is not calibrated for a budget{known}: run toolwise eval CHECKPOINT --budgets …"
             )
-        values, costs = values_of(prediction)
+        values, costs = values_of(self.at_budget(prediction, task, budget))
         chances = prompt_uniform(task.prompt, "neighbour"), prompt_uniform(task.prompt)
         return self.routes.names[self.calibration.route(values, costs, budget, chances)]
 
@@ -273,10 +286,23 @@ class TrainedRouter:
             max_cost=max_cost,
         )
 
-    def price_of(self, task: Task) -> Callable[[Mapping[str, int]], float]:
-        """What calls of a task's tools cost, in the unit of the budget."""
-        families = self.conditioning.families_of(task)
-        return lambda calls: self.cost(RouteUsage.of(merge_unknown_calls(calls, families), families))[self.unit]
+    def price_of(self, task: Task, route: str = "") -> Callable[[Mapping[str, int]], float]:
+        """What calls of a task's tools cost on a route, in the unit of the budget."""
+        offered = self.conditioning.offered(task, route) if route else ()
+        return partial(price_of_calls, self.cost, self.conditioning.families_of(task), self.unit, offered=offered)
+
+    def refused_calls(self, rollout: Rollout) -> Counter[str]:
+        """Calls by tool that the route does not offer: they were refused, and are free."""
+        if not self.tools or rollout.route is None:
+            return Counter()
+        offered = self.conditioning.offered(rollout.task, rollout.route)
+        return refused_by_route(rollout.usage.calls, self.conditioning.families_of(rollout.task), offered)
+
+    def _check_cap(self, cap: float | None) -> None:
+        if cap is not None and isinstance(self.cost, PricesCost) and self.cost.prices_meters(self.unit):
+            raise ConfigError(
+                f"tokens or seconds have a price in {self.unit!r}, which a cap on calls cannot hold: leave the cap out"
+            )
 
     def route_price(self, route: str) -> float:
         """What a route costs besides its calls, in the unit of the budget."""
@@ -284,7 +310,9 @@ class TrainedRouter:
 
     def within_cap(self, route: str, prediction: RoutePrediction, cap: float | None, *, given: bool) -> str:
         """`route`, or if it alone costs more than `cap` the head's best of those that do not; raises if a `given` route
-        does, or all do."""
+        does, or all do. The cap of training holds as well."""
+        caps = [each for each in (cap, self.config.router.max_cost) if each is not None]
+        cap = min(caps, default=None)
         if cap is None or not cap >= 0 or self.route_price(route) <= cap:
             return route
         names = self.routes.names
@@ -300,8 +328,8 @@ class TrainedRouter:
 
 
 @cache
-def warn_sampled() -> None:
-    log.warning("%s", uncalibrated(other_budgets=False))
+def warn_sampled(*, by_turn: bool = False) -> None:
+    log.warning("%s", uncalibrated(other_budgets=False, by_turn=by_turn))
 
 
 def values_of(prediction: RoutePrediction) -> tuple[Floats, Floats | None]:

@@ -35,7 +35,7 @@ async def time_saved(agent: Agent, tasks: Sequence[Task], *, limit: int = 16) ->
         return None
     pairs = zip(tasks, routing.predict(tasks), strict=True)
     index = routing.routes.index(name)
-    direct = [task for task, prediction in pairs if prediction.argmax() == index][:limit]
+    direct = [task for task, prediction in pairs if routing.at_budget(prediction, task, None).argmax() == index][:limit]
     if not direct:
         return None
     await agent.answer(direct[0], route=name)  # warm up

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -15,6 +16,7 @@ from toolwise.routing.samples import RoutePrediction
 from toolwise.routing.turn_calibration import TurnCalibration
 from toolwise.routing.turn_choice import (
     TurnChooser,
+    refused_turn_calls,
     spending_weights,
     total_costs,
     turn_costs,
@@ -56,7 +58,11 @@ class TrainedTurnRouter(TrainedRouter):
         features = await self.engine.encode(prompt_ids, pool=self.predictor.head.settings.pool)
         return self.predictor.predict_encoded(prompt_ids, features, self.multipliers)
 
+    def refused_calls(self, rollout: Rollout) -> Counter[str]:
+        return refused_turn_calls(self.conditioning, rollout) if self.tools else Counter()
+
     def _check_cap(self, cap: float | None) -> None:
+        super()._check_cap(cap)
         priced = next((route.name for route in self.routes if self.route_price(route.name)), None)
         if cap is not None and priced is not None:
             raise ConfigError(
@@ -87,7 +93,7 @@ class _Choose:
         if config.eval_mode == "argmax":
             return prediction.argmax()
         if config.eval_mode == "budget" and config.budgets:
-            warn_sampled()
+            warn_sampled(by_turn=True)
         return prediction.sample(Random(f"{self.seed}/{turn}/{prompt_uniform(self.task.prompt)}"))
 
 

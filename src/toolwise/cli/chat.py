@@ -38,7 +38,11 @@ def chat(
     ] = None,
     cap: Annotated[
         float | None,
-        typer.Option("--max-cost", min=0, help="Maximum cost of the conversation; tool calls beyond it are refused."),
+        typer.Option(
+            "--max-cost",
+            min=0,
+            help="Maximum cost of the conversation; tool calls beyond it are refused. Not if tokens or seconds cost.",
+        ),
     ] = None,
     route: Annotated[str, typer.Option(help="Force a route; auto: the router's.")] = "auto",
     tools: Annotated[
@@ -154,8 +158,9 @@ class Conversation:
             names = ", ".join(map(str, self.agent.routing.routes.names)) if self.agent.has_router else "none: no router"
             print_line(f"route: {self.route}; there are auto, {names}" if self.agent.has_router else f"routes: {names}")
         elif name == "/tools":
+            prices = self.agent.call_prices
             for tool in self.agent.tools.values():
-                print_line(f"{tool.name} (costs {tool.price:g}): {tool.tool_schema.function.description}")
+                print_line(f"{tool.name} (costs {prices[tool.name]:g}): {tool.tool_schema.function.description}")
             if not self.agent.tools:
                 print_line("the agent has no tools")
         elif name == "/save":

@@ -214,7 +214,11 @@ def run(
     ] = "auto",
     cap: Annotated[
         float | None,
-        typer.Option("--max-cost", min=0, help="Maximum cost of this question; tool calls beyond it are refused."),
+        typer.Option(
+            "--max-cost",
+            min=0,
+            help="Maximum cost of this question; tool calls beyond it are refused. Not if tokens or seconds cost.",
+        ),
     ] = None,
     tools: Annotated[
         list[str] | None,

@@ -14,6 +14,10 @@ from toolwise.config.routes import RouteConfig, RoutePolicyConfig, check_routes
 STRATIFIED_UP_TO = 4
 """Routes that are tried equally often by default; more are sampled."""
 Sampling = Literal["one", "independent", "stratified"]
+TOKEN_METERS = ("tokens", "thinking_tokens", "prompt_tokens")
+"""What a price list can price besides calls (routing/meters.py), also per 1,000 with _1k."""
+SECONDS_METER = "seconds"
+METER_NAMES = (*TOKEN_METERS, SECONDS_METER, *(f"{name}_1k" for name in TOKEN_METERS))
 
 
 class BudgetConfig(Section):
@@ -154,7 +158,8 @@ class RouterConfig(Section):
     """Draw the first budget of each prompt at random: { low = 0.1, high = 0.9, bins = 5 }"""
     max_cost: float | None = Field(default=None, ge=0.0)
     """Hard cap on what the calls and the route of one episode may cost, in the unit of the first budget: calls beyond
-    it are refused with an error that the model reads. Budgets limit means, this limits every episode."""
+    it are refused with an error that the model reads. Budgets limit means, this limits every episode. Not for a unit
+    with a price of tokens or seconds."""
     budget_prompt: bool = False
     """Tell the agent its budget in a line at the end of the prompt, and after each tool result what is left of it."""
     budget_window: int = Field(default=0, ge=0)
@@ -239,7 +244,16 @@ class RouterConfig(Section):
             for name, price in table.items():
                 if not 0 <= price < math.inf:
                     raise ValueError(f"prices.{unit}.{name} is {price:g}: give a number of at least 0")
+        first = self.budgets[0].unit if self.budgets else next(iter(self.prices), "")
+        if self.max_cost is not None and (metered := self._metered(first)) is not None:
+            raise ValueError(
+                f"max_cost refuses calls and cannot hold the price of {metered} in prices.{first}: remove one of them"
+            )
         return self
+
+    def _metered(self, *units: str) -> str | None:
+        """A price of some units that is not one of calls."""
+        return next((name for unit in units for name in self.prices.get(unit, {}) if name in METER_NAMES), None)
 
     @model_validator(mode="after")
     def _check_something_learns(self) -> RouterConfig:
@@ -300,6 +314,7 @@ class RouterConfig(Section):
             "random_budgets": self.random_budgets is not None,
             "budget_prompt": self.budget_prompt,
             "max_cost": self.max_cost is not None,
+            f"a price of {self._metered(*self.prices)}, which are counted per episode": self._metered(*self.prices),
         }
         for setting, present in refused.items():
             if present:

@@ -71,6 +71,10 @@ class BaseEnv(ABC):
         that has its own route. An environment without tools has nothing to refuse."""
         return
 
+    def refuses(self, name: str) -> bool:
+        """Whether the route rules out calls of this tool, which are then answered with an error and cost nothing."""
+        return False
+
     def phase_of(self, action: Any) -> Phase:
         """What `step` will do with `action`: run tools or the environment, or let a simulated user reply."""
         return "tool"

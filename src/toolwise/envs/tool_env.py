@@ -25,6 +25,10 @@ from toolwise.untrusted.bounds import MAX_SCORE, in_bounds
 
 T = TypeVar("T")
 
+MALFORMED_CALL_MESSAGE = "error: the call is not a JSON object with name and arguments"
+MALFORMED_CALL = "bad_json"
+"""The key under which calls that cannot be parsed are counted in `failed_calls`."""
+
 
 @dataclass(slots=True)  # not frozen: created every turn, and freezing triples the cost
 class CallOutcome:
@@ -72,6 +76,7 @@ class ToolEnv(BaseEnv):
         self._episode_tools = {**self.tools, **(unseen or {})}
         # Tools that the agent can see but not call: the route leaves the prompt unchanged.
         self._forbidden = frozenset(forbidden)
+        self._where = "for this request"
         self.tool_timeout_s = tool_timeout_s
         self._timeout_text = f"took longer than {tool_timeout_s:g} s"
         self.max_result_chars = max_result_chars
@@ -84,7 +89,10 @@ class ToolEnv(BaseEnv):
         return [tool_spec(tool, self.task) for tool in self.tools.values()]
 
     def forbid_tools(self, names: Collection[str]) -> None:
-        self._forbidden = frozenset(names)
+        self._forbidden, self._where = frozenset(names), "in this turn"
+
+    def refuses(self, name: str) -> bool:
+        return name in self._forbidden or name in self._removed_tools
 
     async def reset(self) -> str:
         for name in self._episode_tools:
@@ -163,11 +171,11 @@ class ToolEnv(BaseEnv):
     async def _call(self, call: ToolCall) -> CallOutcome:
         tool = self.tools.get(call.name) if self._may_call(call.name) else None
         if isinstance(call.arguments, str):
-            return CallOutcome("error: the call is not a JSON object with name and arguments", failure="bad_json")
+            return CallOutcome(MALFORMED_CALL_MESSAGE, failure=MALFORMED_CALL)
         if tool is None:
             tools = f"tools: {', '.join(filter(self._may_call, self.tools)) or 'none'}"
             if call.name in self.tools:
-                return self._failure(f"{call.name} is not to be used for this request; {tools}", "forbidden_tool")
+                return self._failure(f"{call.name} is not to be used {self._where}; {tools}", "forbidden_tool")
             return self._failure(f"there is no tool {call.name!r}; {tools}", "unknown_tool")
         if problems := validate_arguments(schema_for(tool, self.task), call.arguments):
             return self._failure("; ".join(problems), "bad_arguments")
@@ -208,8 +216,7 @@ class ToolEnv(BaseEnv):
         tool, so that garbling a call saves nothing. A call that the route refuses is free."""
         if self._may_call(call.name):
             return self.tools[call.name].price
-        refused = call.name in self._forbidden or call.name in self._removed_tools
-        return 0.0 if refused else self._malformed_price
+        return 0.0 if self.refuses(call.name) else self._malformed_price
 
     def _may_call(self, name: str) -> bool:
         return name in self.tools and name not in self._forbidden

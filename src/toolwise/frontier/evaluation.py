@@ -117,7 +117,12 @@ async def evaluate_frontier(
 
 
 def route_values(routing: TrainedRouter, tasks: Sequence[Task]) -> RouteValues:
-    values, costs = zip(*map(values_of, routing.predict(tasks)), strict=True)
+    """With random budgets, those for the default one: every threshold is fitted to them."""
+    predictions = [
+        prediction if routing.bins is None else prediction.at(routing.bins.pick(None, task.prompt))
+        for task, prediction in zip(tasks, routing.predict(tasks), strict=True)
+    ]
+    values, costs = zip(*map(values_of, predictions), strict=True)
     samples = costs[0] is None
     return RouteValues(np.stack(values), None if samples else np.stack(costs), samples)
 

@@ -7,7 +7,7 @@ episode are different things: a mean says what episodes may cost on average, a c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -77,19 +77,23 @@ class Spender(Protocol):
 
     def families_of(self, task: Task) -> Mapping[str, str]: ...
 
+    def offered(self, task: Task, route: str) -> Collection[str]: ...
+
 
 def allowance_for(
     spender: Spender, task: Task, route: Route, budget: float | None, max_cost: float | None
 ) -> Allowance:
-    """`budget` and `max_cost` replace those of the configuration."""
+    """`budget` replaces that of the configuration; `max_cost` can only lower the configured one."""
     router, prompt = spender.router, spender.budget_prompt
     if prompt is None and router.max_cost is None:
         return Allowance()
-    cap = router.max_cost if max_cost is None else max_cost
+    caps = [each for each in (router.max_cost, max_cost) if each is not None]
+    cap = min(caps, default=None)
     unit = router.budgets[0].unit if router.budgets else spender.cost.units[0]
     route_price = route.price.get(unit, 0.0)
     left = math.inf if cap is None else max(0.0, cap - route_price)
-    price = partial(price_of_calls, spender.cost, spender.families_of(task), unit)
+    offered = spender.offered(task, route.name)
+    price = partial(price_of_calls, spender.cost, spender.families_of(task), unit, offered=offered)
     if prompt is None:
         return Allowance("", partial(CappedEnv, cap=left, price=price))
     note = partial(prompt.left, budget, cap, route_price)

@@ -42,9 +42,11 @@ UsageSource = Literal["auto", "executed", "text"]
 class RouteUsage:
     calls_by_tool: Mapping[str, int] = field(default_factory=dict)
     families: Mapping[str, str] = field(default_factory=dict)
-    """The family of each tool in `calls_by_tool`."""
+    """The family of each tool in `calls_by_tool` and `offered`."""
     meters: Mapping[str, float] = field(default_factory=dict)
     """Amounts of what a price list prices besides calls, by its names for them."""
+    offered: tuple[str, ...] = ()
+    """The tools that could be called, whose highest price a call that names no tool costs; empty: any tool."""
 
     @property
     def calls(self) -> dict[str, int]:
@@ -60,10 +62,13 @@ class RouteUsage:
         return any(self.calls_by_tool.values())
 
     @classmethod
-    def of(cls, calls_by_tool: Mapping[str, int], families: Mapping[str, str]) -> RouteUsage:
+    def of(
+        cls, calls_by_tool: Mapping[str, int], families: Mapping[str, str], *, offered: Collection[str] = ()
+    ) -> RouteUsage:
         """A tool that is not in `families` is classified by its name."""
         calls = {tool: count for tool, count in calls_by_tool.items() if count}
-        return cls(calls, {tool: family_of_call(tool, families) for tool in calls})
+        known = {tool: family_of_call(tool, families) for tool in (*calls, *offered)}
+        return cls(calls, known, offered=tuple(offered))
 
 
 def usage_of(
@@ -80,9 +85,10 @@ def usage_of(
     if counts_written_calls(rollout.task, source):
         return written_usage(rollout.steps, families)
     # As the environment charges: calls of available tools, including failed ones, and calls that name no tool.
-    reachable = {UNREADABLE, *(families if allowed is None else allowed)}
+    offered = tuple(families if allowed is None else allowed)
+    reachable = {UNREADABLE, *offered}
     calls = merge_unknown_calls(rollout.usage.calls, families).items()
-    return RouteUsage.of({tool: count for tool, count in calls if tool in reachable}, families)
+    return RouteUsage.of({tool: count for tool, count in calls if tool in reachable}, families, offered=offered)
 
 
 def counts_written_calls(task: Task, source: UsageSource) -> bool:
@@ -126,6 +132,11 @@ def merge_unknown_calls(calls: Mapping[str, int], families: Mapping[str, str]) -
     for tool, count in calls.items():
         counts[tool if tool in families else UNREADABLE] += count
     return counts
+
+
+def refused_by_route(calls: Mapping[str, int], families: Mapping[str, str], offered: Collection[str]) -> Counter[str]:
+    """Calls of the task's tools that are not among the `offered` ones."""
+    return Counter({tool: count for tool, count in calls.items() if tool in families and tool not in offered})
 
 
 DEFAULT_FAMILIES: tuple[str, ...] = tuple(Family)
@@ -180,12 +191,15 @@ class CallsCost(_FamiliesCost):
 class PricesCost(Section):
     """`cost = "prices"`: a price list in any number of units: per call for each tool, per token, per second.
 
-    A call that names no tool costs as much as the most expensive one, so that malformed calls save nothing.
+    A call that names no tool costs as much as the most expensive one that could be called, so that malformed calls
+    save nothing.
     """
 
     prices: dict[str, dict[str, Price]] = Field(min_length=1)
-    """unit -> {tool name, or family, or "*" for all others -> price of a call; a meter -> price of one}. Tools without
-    a price are free."""
+    """unit -> {tool name, or family, or "*" for all others -> price of a call; a meter -> price of one}. A tool costs
+    what its name says, else its family, else "*"; without any of them it is free."""
+    _star_is_default: bool = PrivateAttr(default=False)
+    """Whether "*" is the default price of tools that a prompt only describes, and not a price of the user's."""
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -212,10 +226,14 @@ class PricesCost(Section):
         )
 
     def _calls(self, unit: str, usage: RouteUsage) -> float:
-        return math.fsum(
-            count * self.price_of(unit, tool, usage.families.get(tool, Family.OTHER))
-            for tool, count in usage.calls_by_tool.items()
-        )
+        families = usage.families
+
+        def price(tool: str) -> float:
+            if tool == UNREADABLE and usage.offered and UNREADABLE not in self.prices[unit]:
+                return max(self.price_of(unit, name, families.get(name, Family.OTHER)) for name in usage.offered)
+            return self.price_of(unit, tool, families.get(tool, Family.OTHER))
+
+        return math.fsum(count * price(tool) for tool, count in usage.calls_by_tool.items())
 
     def _metered(self, unit: str, usage: RouteUsage) -> float:
         return math.fsum(p * usage.meters.get(key, 0.0) for key, p in self.prices[unit].items() if key in METERS)
@@ -223,7 +241,8 @@ class PricesCost(Section):
     def price_of(self, unit: str, tool: str, family: str) -> float:
         table = {key: price for key, price in self.prices[unit].items() if key not in METERS}
         if tool == UNREADABLE and UNREADABLE not in table:
-            return max((price for key, price in table.items() if key != "*"), default=table.get("*", 0.0))
+            named = [price for key, price in table.items() if key != "*" or not self._star_is_default]
+            return max(named, default=table.get("*", 0.0))
         return next((table[key] for key in (tool, str(family), family.lower(), "*") if key in table), 0.0)
 
 
@@ -250,12 +269,17 @@ def build_cost(router: RouterConfig, tools: Mapping[str, BaseTool]) -> Cost:
         raise ConfigError('router.cost is "tools", which uses the prices of the tools: remove router.cost_kwargs')
     # Tools that a prompt only describes have the default price.
     prices = {name: tool.price for name, tool in tools.items()} | {"*": BaseTool.price}
-    return build_config(PricesCost, {"prices": {COST_UNIT: prices}}, source="the prices of the tools")
+    own = build_config(PricesCost, {"prices": {COST_UNIT: prices}}, source="the prices of the tools")
+    own._star_is_default = True
+    return own
 
 
-def price_of_calls(cost: Cost, families: Mapping[str, str], unit: str, calls: Mapping[str, int]) -> float:
-    """What calls of a task's tools cost in a unit, given as tool name -> number of calls."""
-    return cost(RouteUsage.of(merge_unknown_calls(calls, families), families))[unit]
+def price_of_calls(
+    cost: Cost, families: Mapping[str, str], unit: str, calls: Mapping[str, int], *, offered: Collection[str] = ()
+) -> float:
+    """What calls of a task's tools cost in a unit, given as tool name -> number of calls, where `offered` ones could be
+    called."""
+    return cost(RouteUsage.of(merge_unknown_calls(calls, families), families, offered=offered))[unit]
 
 
 def _families_of(router: RouterConfig) -> tuple[str, ...]:

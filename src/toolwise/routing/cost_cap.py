@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from toolwise.envs.base import BaseEnv, Observation
+from toolwise.envs.tool_env import MALFORMED_CALL, MALFORMED_CALL_MESSAGE
 from toolwise.messages import Message, ToolCall
 from toolwise.routing.cost import UNREADABLE
 
@@ -21,11 +22,20 @@ Price = Callable[[Mapping[str, int]], float]
 """Total cost of calls, given as tool name -> number of calls."""
 
 
+_REFUSALS = {OVER_BUDGET: BUDGET_SPENT_MESSAGE, MALFORMED_CALL: MALFORMED_CALL_MESSAGE}
+
+
+def _kind(call: ToolCall) -> str:
+    """Why a call beyond the cap failed."""
+    return MALFORMED_CALL if isinstance(call.arguments, str) else OVER_BUDGET
+
+
 class CappedEnv:
     """Wraps `inner` and refuses calls that would bring the cost above `cap`.
 
     Calls of one turn are checked in order, each with the accepted ones before it. A call that adds no cost, as the
-    second one does if any number of calls costs the same, is always accepted. All but `step` is that of `inner`; tools
+    second one does if any number of calls costs the same, is always accepted, and so is one that the route rules out,
+    which is free. A refused call that cannot be parsed is told so instead. All but `step` is that of `inner`; tools
     stay in the prompt after the cap is reached, because changing it would invalidate the KV cache. `note` is what the
     last result of a turn adds about the cost so far.
     """
@@ -52,11 +62,12 @@ class CappedEnv:
         messages = [
             next(results)
             if good
-            else Message.unchecked("tool", BUDGET_SPENT_MESSAGE, tool_call_id=call.id, name=call.name or None)
+            else Message.unchecked("tool", _REFUSALS[_kind(call)], tool_call_id=call.id, name=call.name or None)
             for call, good in zip(calls, accepted, strict=True)
         ]
         # Refused calls count as failed only: `calls` are those that were executed and paid for.
-        failed = Counter(info.get("failed_calls") or {}) + Counter({OVER_BUDGET: accepted.count(False)})
+        refused = Counter(_kind(call) for call, good in zip(calls, accepted, strict=True) if not good)
+        failed = Counter(info.get("failed_calls") or {}) + refused
         info = {**info, "is_action_valid": False, "failed_calls": dict(failed)}
         return self._noted([*messages, *results]), reward, done, info
 
@@ -69,6 +80,8 @@ class CappedEnv:
         return [*before, last.model_copy(update={"content": f"{last.content or ''}\n{text}"})]
 
     def _admit(self, call: ToolCall) -> bool:
+        if self.inner.refuses(call.name):
+            return True
         calls = self._calls_made + Counter({call.name or UNREADABLE: 1})
         if self.price(calls) > max(self.cap, self.price(self._calls_made)) + 1e-9:
             return False

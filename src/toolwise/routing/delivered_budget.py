@@ -35,3 +35,12 @@ class DeliveredBudget:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def uncalibrated(other_budgets: bool, *, by_turn: bool = False) -> str:
+    """Why routes are sampled although there are budgets, and what to do. `by_turn`: every turn has its route."""
+    why = "is calibrated for other budgets" if other_budgets else "is not calibrated"
+    return (
+        f"this router {why}: routes are sampled from its head, so its budgets may be exceeded; train with "
+        f"router.calibration{' and at least 256 tasks' if by_turn else ', or give budgets to toolwise eval --budgets'}"
+    )

@@ -35,7 +35,7 @@ from toolwise.routing.cost import (
     usage_of,
     written_usage,
 )
-from toolwise.routing.delivered_budget import DeliveredBudget
+from toolwise.routing.delivered_budget import DeliveredBudget, uncalibrated
 from toolwise.routing.families import Family, families_of_task, offered_tools, parse_family
 from toolwise.routing.meters import CountThinking, read_meters
 from toolwise.routing.prompts import allowed_tools, condition, load_wording
@@ -96,6 +96,10 @@ class Conditioning:
     def routes_of(self, task: Task) -> list[str]:
         """The names of the routes that a task can take."""
         return list(itertools.compress(self.routes.names, self.applicable(task) or itertools.repeat(True)))
+
+    def offered(self, task: Task, route: str) -> tuple[str, ...]:
+        """The tools of a task that may be called on a route."""
+        return allowed_tools(self.routes.find(route), self.families_of(task), hard=self.router.hard)
 
     def prices(self, route: str | None) -> Mapping[str, float]:
         """unit -> what a rollout on a route costs besides its calls"""
@@ -159,8 +163,7 @@ class Conditioning:
     def usage_of(self, rollout: Rollout, source: UsageSource | None = None) -> RouteUsage:
         """The tools a rollout used. With real tools, calls that its route refused are free."""
         families = self.families_of(rollout.task)
-        route = None if rollout.route is None else self.routes.find(rollout.route)
-        allowed = families if route is None else allowed_tools(route, families, hard=self.router.hard)
+        allowed = families if rollout.route is None else self.offered(rollout.task, rollout.route)
         return usage_of(rollout, families, allowed=allowed, source=source or self.router.usage)
 
     def costs_of(
@@ -209,7 +212,12 @@ class InferenceRouter(Router):
 
     def __post_init__(self) -> None:
         self.budgets.check_units(self.cost.units)
-        check_prices(self.routes, self.cost.units)
+        check_prices(self.routes, self.cost.units, max_cost=self.config.max_cost, unit=self.unit)
+
+    @property
+    def unit(self) -> str:
+        """That of the first budget."""
+        return next(iter(self.budgets.lambdas), self.cost.units[0])
 
     @property
     def routes(self) -> RouteSet:
@@ -318,11 +326,10 @@ class InferenceRouter(Router):
         if not counts_written_calls(task, self.config.usage):
             return None
         families = self.conditioning.families_of(task)
-        unit = next(iter(self.budgets.lambdas), self.cost.units[0])
 
         def count(steps: Sequence[StepData]) -> tuple[Mapping[str, int], float]:
             usage = written_usage(steps, families)
-            return usage.calls_by_tool, self.cost(usage)[unit]
+            return usage.calls_by_tool, self.cost(usage)[self.unit]
 
         return count
 
@@ -332,7 +339,11 @@ class InferenceRouter(Router):
 
     def annotate(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
         """The rollouts with what each used, for the records; a router that learns adds its rewards and advantages."""
-        return [replace(s, router=credit_of(self.conditioning.usage_of(s.rollout))) for s in scored]
+        return [replace(s, router=self._credit_of(s.rollout, self.conditioning.usage_of(s.rollout))) for s in scored]
+
+    def _credit_of(self, rollout: Rollout, usage: RouteUsage) -> RouterCredit:
+        calls, cost = usage.calls, self.conditioning.costs_of(self.cost, rollout, usage=usage)[self.unit]
+        return RouterCredit(usage.used_any_tool, calls[Family.SEARCH] > 0, calls[Family.CALCULATE] > 0, cost=cost)
 
     def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
         """How far rollouts routed by this router exceed its budgets; None without budgets or rollouts. If it is
@@ -372,23 +383,8 @@ class InferenceRouter(Router):
         if self.bins is not None:
             self.bins.load_calibrations(metadata.get(BINS_KEY) or ())
         if self.calibration is None and self.budgets.limits and self.config.eval_mode == "budget":
-            log.warning("%s", uncalibrated(self.calibration_key in metadata))
+            log.warning("%s", uncalibrated(self.calibration_key in metadata, by_turn=self.config.every == "turn"))
 
     def _read_calibration(self, state: Mapping[str, Any]) -> DeliveredBudget | None:
         """The calibration among saved metadata or state."""
         return read_budget_calibration(state, self.budgets.limits)
-
-
-def credit_of(usage: RouteUsage) -> RouterCredit:
-    """What a rollout used, for its record."""
-    calls = usage.calls
-    return RouterCredit(usage.used_any_tool, calls[Family.SEARCH] > 0, calls[Family.CALCULATE] > 0)
-
-
-def uncalibrated(other_budgets: bool) -> str:
-    """Why routes are sampled although there are budgets."""
-    why = "is calibrated for other budgets" if other_budgets else "is not calibrated"
-    return (
-        f"this router {why}: routes are sampled from its head, so its budgets may be exceeded; train with "
-        "router.calibration, or give budgets to toolwise eval --budgets"
-    )

@@ -20,7 +20,7 @@ from toolwise.routing.budget_bins import BINS_KEY
 from toolwise.routing.calibration import KEY
 from toolwise.routing.cost import RouteUsage
 from toolwise.routing.families import MIXED, Target
-from toolwise.routing.inference_router import InferenceRouter, PredictedPrompt, credit_of
+from toolwise.routing.inference_router import InferenceRouter, PredictedPrompt
 from toolwise.routing.route_advantages import (
     KindStandardizer,
     RouteOutcome,
@@ -133,7 +133,9 @@ class LearnedRouter(InferenceRouter):
         annotated = []
         for s, usage in zip(scored, usages, strict=True):
             reward, advantage = learned.get(s.rollout.rollout_id, (None, None))
-            annotated.append(replace(s, router=replace(credit_of(usage), reward=reward, advantage=advantage)))
+            annotated.append(
+                replace(s, router=replace(self._credit_of(s.rollout, usage), reward=reward, advantage=advantage))
+            )
         return annotated
 
     def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from toolwise.config.router import METER_NAMES, SECONDS_METER
 from toolwise.types import Rollout
 
 CountThinking = Callable[[Rollout], int]
 THINKING_METER = "thinking_tokens"
 _THOUSANDS = "_1k"
-_TOKEN_METERS = ("tokens", THINKING_METER, "prompt_tokens")
-SECONDS_METER = "seconds"
-METERS: dict[str, tuple[str, float]] = {name: (name, 1.0) for name in (*_TOKEN_METERS, SECONDS_METER)} | {
-    f"{name}{_THOUSANDS}": (name, 1e-3) for name in _TOKEN_METERS
+METERS: dict[str, tuple[str, float]] = {
+    name: (name.removesuffix(_THOUSANDS), 1e-3 if name.endswith(_THOUSANDS) else 1.0) for name in METER_NAMES
 }
 """name in a price list -> (what is measured, the factor from its amount to that of the name)"""
 

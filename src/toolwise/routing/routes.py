@@ -207,11 +207,18 @@ def least_cost(routes: RouteSet, families_by_task: Sequence[Mapping[str, str]], 
     return sum(least) / len(least) if least else 0.0
 
 
-def check_prices(routes: RouteSet, units: Sequence[str]) -> None:
-    """Raises unless every price of a route is in one of `units`."""
+def check_prices(
+    routes: RouteSet, units: Sequence[str], *, max_cost: float | None = None, unit: str = COST_UNIT
+) -> None:
+    """Raises unless every price of a route is in one of `units`, and in `unit` at most `max_cost`."""
     for route in routes:
-        for unit in route.price:
-            if unit not in units:
+        if max_cost is not None and (price := route.price.get(unit, 0.0)) > max_cost:
+            raise ConfigError(
+                f"route {route.name!r} costs {price:g}, more than router.max_cost ({max_cost:g}): raise that, or "
+                "remove the route"
+            )
+        for priced in route.price:
+            if priced not in units:
                 raise ConfigError(
-                    f"route {route.name!r} has a price in {unit!r}, but costs are in {', '.join(units)}: use these"
+                    f"route {route.name!r} has a price in {priced!r}, but costs are in {', '.join(units)}: use these"
                 )

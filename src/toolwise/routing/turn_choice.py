@@ -18,6 +18,7 @@ from toolwise.routing.cost import (
     UsageSource,
     counts_written_calls,
     merge_unknown_calls,
+    refused_by_route,
     written_usage,
 )
 from toolwise.routing.inference_router import Conditioning
@@ -116,11 +117,19 @@ def turn_usages(conditioning: Conditioning, rollout: Rollout, source: UsageSourc
         calls[-1] += Counter(rollout.usage.calls) - sum(calls, Counter())
     usages = []
     for chosen, counts in zip(rollout.turn_routes, calls, strict=False):
-        allowed = allowed_tools(conditioning.routes.find(chosen.route), families, hard=router.hard)
-        reachable = {UNREADABLE, *allowed}
+        reachable = {UNREADABLE, *conditioning.offered(rollout.task, chosen.route)}
         merged = merge_unknown_calls(counts, families).items()
         usages.append(RouteUsage.of({tool: count for tool, count in merged if tool in reachable}, families))
     return usages
+
+
+def refused_turn_calls(conditioning: Conditioning, rollout: Rollout) -> Counter[str]:
+    """Calls by tool that the route of their turn does not offer: they were refused, and are free."""
+    families, refused = conditioning.families_of(rollout.task), Counter[str]()
+    for chosen, step in zip(rollout.turn_routes, rollout.steps, strict=False):
+        offered = conditioning.offered(rollout.task, chosen.route)
+        refused += refused_by_route(step.step_info.get("calls") or {}, families, offered)
+    return refused
 
 
 def turn_costs(

@@ -90,8 +90,7 @@ class TurnRouter(InferenceRouter):
         return self._sampled(prediction, prompt_id, turn, offset)
 
     def _weights(self, task: Task) -> tuple[float, ...]:
-        unit = next(iter(self.budgets.limits), self.cost.units[0])
-        return spending_weights(self.conditioning, self.cost, task, unit)
+        return spending_weights(self.conditioning, self.cost, task, self.unit)
 
     def costs_of(self, rollout: Rollout) -> dict[str, float]:
         return total_costs(self.cost, self.costs_by_turn(rollout))
@@ -102,7 +101,8 @@ class TurnRouter(InferenceRouter):
     def _used(self, rollout: Rollout) -> RouterCredit:
         usages = turn_usages(self.conditioning, rollout)
         search, calculate = (any(u.calls[f] for u in usages) for f in (Family.SEARCH, Family.CALCULATE))
-        return RouterCredit(any(usage.used_any_tool for usage in usages), search, calculate)
+        used, cost = any(usage.used_any_tool for usage in usages), self.costs_of(rollout)[self.unit]
+        return RouterCredit(used, search, calculate, cost=cost)
 
     def _delivered(self, scored: Sequence[ScoredRollout]) -> list[dict[str, float]]:
         return [self.costs_of(s.rollout) for s in scored if s.rollout.turn_routes and not s.rollout.unanswered]

@@ -4,8 +4,9 @@ limited over its latest rollouts."""
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -39,7 +40,7 @@ def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
     counted = [s for s in scored if s.result.has_valid_score]
     metrics: Metrics = {
         "rollouts": float(len(scored)),
-        "cost/mean": mean([s.rollout.usage.cost for s in scored]),
+        "cost/mean": mean([s.cost for s in scored]),
         "calls/mean": mean([float(sum(s.rollout.usage.calls.values())) for s in scored]),
         "calls/failed": mean([float(sum(s.rollout.usage.failed_calls.values())) for s in scored]),
         "tools/queue_s": sum(s.rollout.usage.queue_s for s in scored)
@@ -79,7 +80,7 @@ def route_metrics(scored: Sequence[ScoredRollout]) -> Metrics:
         counted = [s.score for s in members if s.result.has_valid_score]
         metrics |= {
             f"route/{route}/share": len(members) / len(scored),
-            f"route/{route}/cost": mean([s.rollout.usage.cost for s in members]),
+            f"route/{route}/cost": mean([s.cost for s in members]),
         }
         metrics |= {f"route/{route}/score": mean(counted)} if counted else {}
     return metrics
@@ -114,7 +115,7 @@ def _group_metrics(scored: Sequence[ScoredRollout]) -> dict[str, Any]:
     """Has no score if nothing could be scored: a 0 would suggest a bad model."""
     counted = [s for s in scored if s.result.has_valid_score]
     totals = {
-        "cost": mean([s.rollout.usage.cost for s in scored]),
+        "cost": mean([s.cost for s in scored]),
         "tokens": mean([float(s.rollout.usage.sampled_tokens) for s in scored]),
         "errors": sum(not s.result.has_valid_score or is_faulty(s) for s in scored),
     }
@@ -134,6 +135,12 @@ def reported_metrics(counted: Sequence[ScoredRollout]) -> dict[str, list[float]]
             if metric.is_score_valid:
                 values[name].append(metric.score)
     return dict(sorted(values.items()))
+
+
+def budget_unit(names: Iterable[str]) -> str | None:
+    """The unit of a router's first budget, from the names of its metrics; None if it has none."""
+    found = (re.fullmatch(r"router/([^/@]+)/budget", name) for name in names)
+    return next((match[1] for match in found if match), None)
 
 
 def _most_common(by_name: Mapping[str, Sequence[object]], limit: int = MAX_METRICS) -> list[str]:

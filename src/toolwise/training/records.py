@@ -124,7 +124,7 @@ class RolloutRecord:
             stop_reason=rollout.stop_reason.value,
             fault=rollout.fault,
             infrastructure_fault=rollout.infrastructure_fault,
-            cost=rollout.usage.cost,
+            cost=scored.cost,
             calls=dict(rollout.usage.calls),
             failed_calls=dict(rollout.usage.failed_calls),
             trained_on=credited is not None,

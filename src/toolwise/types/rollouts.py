@@ -284,6 +284,8 @@ class RouterCredit:
     """Of the rollout's route: `router_advantages`, and as in GRPO also `router_returns`."""
     turn_advantages: tuple[float, ...] = ()
     """Of the route of each turn, if they were routed one by one."""
+    cost: float | None = None
+    """What the rollout cost in the unit of the first budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +306,12 @@ class ScoredRollout:
         if self.result.score is None:
             raise ValueError(f"rollout {self.rollout.rollout_id} has no score")
         return self.result.score
+
+    @property
+    def cost(self) -> float:
+        """In the unit of its router's first budget; without a router, by the tools' own prices."""
+        known = None if self.router is None else self.router.cost
+        return self.rollout.usage.cost if known is None else known
 
     @property
     def trainable(self) -> bool:

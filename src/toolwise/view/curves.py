@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
+from toolwise.training.metrics import budget_unit
 from toolwise.training.run_folder import RunFolder, Series
 from toolwise.training.trackers.conversation import clean_text, shorten
 from toolwise.view.comparison import headline, rows_by_kind
@@ -97,8 +98,9 @@ def _draw_speed(axes: Any, run: RunFolder, palette: Palette) -> None:
 
 
 def _draw_cost(axes: Any, run: RunFolder, palette: Palette) -> None:
-    _draw_series(axes, run.series("router/cost/mean", "cost/mean"), run.series("eval/cost"), palette.cost)
-    if (limit := run.series("router/cost/budget"))[0]:
+    unit = next((unit for line in run.metrics if (unit := budget_unit(line)) is not None), "cost")
+    _draw_series(axes, run.series(f"router/{unit}/mean", "cost/mean"), run.series("eval/cost"), palette.cost)
+    if (limit := run.series(f"router/{unit}/budget"))[0]:
         axes.plot(*limit, color=palette.ink, linewidth=1.1, linestyle="--", label="budget")
     axes.set_ylim(bottom=0)
     label_step_axes(axes, "cost of tools, per task", palette)

@@ -170,6 +170,7 @@ def test_a_router_with_tools_is_not() -> None:
     ("prices", "said"),
     [
         ({"usd": {"serch": 1.0, "*": 1.0}}, "has a price for 'serch', which is neither a tool of the tasks (search"),
+        ({"usd": {"calculater": 1.0, "*": 1.0}}, "; did you mean 'calculator'?"),
         ({"usd": {"search": 1.0}}, "the tool 'calculator' has no price: add it to a table of router.prices"),
         ({"usd": {"tokens": 1.0}}, "the tool 'search' has no price"),
     ],

@@ -66,6 +66,14 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
     assert second.startswith("step 2/10  score 0.500")
 
 
+def test_the_cost_of_a_price_list_is_shown_in_the_unit_of_its_first_budget() -> None:
+    tracker, out = plain_tracker(every_s=0)
+    shown = {"router/usd/mean": 0.25, "router/usd/lambda": 1.5, "router/usd/budget": 0.5, "cost/mean": 7.0}
+    tracker.log(1, {"router/usd@0.1/budget": 0.1, **shown, "router/seconds/budget": 9.0})
+    tracker.close()
+    assert out.getvalue() == "step 1/10  cost 0.250 of 0.5  λ 1.500\n"
+
+
 def test_fast_steps_are_held_back_but_validation_and_the_last_step_are_not() -> None:
     tracker, out = plain_tracker(every_s=3600)
     for step in range(1, 11):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 
 from toolwise.config.imports import did_you_mean
+from toolwise.config.router import SECONDS_METER
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.rewards.combine import CompositeReward
@@ -14,7 +15,7 @@ from toolwise.rewards.executor import EPISODE_REWARDS
 from toolwise.routing.cost import UNREADABLE, Cost, PricesCost, build_cost
 from toolwise.routing.families import Family, tool_descriptions
 from toolwise.routing.inference_router import Conditioning
-from toolwise.routing.meters import METERS, SECONDS_METER
+from toolwise.routing.meters import METERS
 from toolwise.routing.routes import RouteSet, check_prices, check_route_tools, least_cost
 from toolwise.tools.base import BaseTool
 from toolwise.training.diagnosis.symptoms import prompt_too_long
@@ -105,9 +106,10 @@ def _check_price_list(config: RunConfig, tools: Mapping[str, BaseTool], tasks: S
     for unit, table in router.prices.items():
         for name in table:
             if name not in valid:
+                hint = did_you_mean(name, {*known, *tools}) or did_you_mean(name, valid)
                 raise ConfigError(
                     f"router.prices.{unit} has a price for {name!r}, which is neither a tool of the tasks "
-                    f"({', '.join(known)}), a family, nor one of {', '.join(METERS)}{did_you_mean(name, valid)}"
+                    f"({', '.join(known)}), a family, nor one of {', '.join(METERS)}{hint}"
                 )
     priced = {key for table in router.prices.values() for key in table}
     for tool, family in known.items():
@@ -123,7 +125,8 @@ def _check_own_routes(config: RunConfig, tools: Mapping[str, BaseTool], tasks: S
     families = [conditioning.families_of(task) for task in tasks]
     check_route_tools(routes, families)
     cost = build_cost(config.router, tools)
-    check_prices(routes, cost.units)
+    first = next((budget.unit for budget in config.router.budgets), cost.units[0])
+    check_prices(routes, cost.units, max_cost=config.router.max_cost, unit=first)
     _check_table_of_prices(cost, routes, families)
     for budget in config.router.budgets:
         if budget.unit in cost.units and (least := least_cost(routes, families, budget.unit)) > budget.limit + 1e-9:

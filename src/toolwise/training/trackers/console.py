@@ -17,6 +17,7 @@ from rich.text import Text
 from toolwise.protocols import Callback, Tracker
 from toolwise.terminal import write_line
 from toolwise.terminal.display import Console, Live
+from toolwise.training.metrics import budget_unit
 from toolwise.training.records import RolloutRecord
 from toolwise.training.trackers.conversation import clean_text, conversation_turns, shorten
 from toolwise.types import StepEvent
@@ -25,13 +26,14 @@ DISPLAYED_METRICS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("loss", ("loss",), ("eval/loss",)),
     ("score", ("router/r_task", "score/mean"), ("eval/score",)),
     ("correct", ("correct/mean", "reward/correct/mean"), ("eval/correct",)),
-    ("cost", ("router/cost/mean", "cost/mean"), ("eval/cost",)),
-    ("λ", ("router/cost/lambda",), ()),
+    ("cost", ("router/UNIT/mean", "cost/mean"), ("eval/cost",)),
+    ("λ", ("router/UNIT/lambda",), ()),
     ("entropy", ("actor/entropy",), ()),
     ("tokens/s", ("time/tokens_per_s",), ()),
 )
-"""(name, metrics of a training step, metrics of a validation); the first metric present is shown. A router
-explores routes that its policy would not take, so the policy's own score and cost precede the means of all rollouts."""
+"""(name, metrics of a training step, metrics of a validation); the first metric present is shown. UNIT is that of
+the first budget. A router explores routes that its policy would not take, so the policy's own score and cost precede
+the means of all rollouts."""
 
 MIN_PANEL_S = 4.0
 """Minimum time a rollout stays on the live display, so that it can be read."""
@@ -112,6 +114,7 @@ class ConsoleTracker(Tracker, Callback):
         self._validation: dict[str, list[float]] = {name: [] for name, _, _ in DISPLAYED_METRICS}
         self._routes: dict[str, float] = {}
         self._budget: float | None = None
+        self._unit = "cost"
         self._rollout_panels: list[tuple[float, RenderableType]] = []
         self._printed_at = self._rollout_at = -math.inf
         self._live: Live | None = None
@@ -122,9 +125,10 @@ class ConsoleTracker(Tracker, Callback):
         self._step = max(self._step, step)
         evaluated = any(name.startswith("eval/") for name in metrics)
         self._routes = route_shares(metrics) or self._routes
-        self._budget = metrics.get("router/cost/budget", self._budget)
+        self._unit = budget_unit(metrics) or self._unit
+        self._budget = metrics.get(f"router/{self._unit}/budget", self._budget)
         for histories, of_validation in ((self._training, False), (self._validation, True)):
-            for name, value in _displayed_values(metrics, evaluated=of_validation).items():
+            for name, value in self._displayed_values(metrics, evaluated=of_validation).items():
                 histories[name].append(value)
         if not evaluated:
             self._step_times = [*self._step_times[-19:], (time.monotonic(), step)]
@@ -185,13 +189,16 @@ class ConsoleTracker(Tracker, Callback):
 
     def _plain_line(self, step: int, metrics: Mapping[str, float], evaluated: bool) -> str:
         parts = [f"step {step}/{self._total}", *(["validation"] if evaluated else [])]
-        values = _displayed_values(metrics, evaluated=evaluated)
+        values = self._displayed_values(metrics, evaluated=evaluated)
         parts += [f"{name} {self._format_value(name, value)}" for name, value in values.items()]
         parts += [f"faults {faults:.0f}"] if (faults := metrics.get("faults/rollouts")) else []
         parts.append(" ".join(f"{route} {share:.0%}" for route, share in route_shares(metrics).items()))
         if (left := self._seconds_left()) is not None and not evaluated and step < self._total:
             parts.append(f"{format_duration(left)} left")
         return "  ".join(filter(None, parts))
+
+    def _displayed_values(self, metrics: Mapping[str, Any], *, evaluated: bool) -> dict[str, float]:
+        return displayed_values(metrics, evaluated=evaluated, unit=self._unit)
 
     def _format_value(self, name: str, value: float) -> str:
         within = f" of {self._budget:g}" if name == "cost" and self._budget is not None else ""
@@ -250,14 +257,14 @@ def _is_live_terminal(console: Console) -> bool:
         return False
 
 
-def _displayed_values(metrics: Mapping[str, Any], *, evaluated: bool) -> dict[str, float]:
+def displayed_values(metrics: Mapping[str, Any], *, evaluated: bool, unit: str) -> dict[str, float]:
     """The displayed metrics of a training step, or of a validation."""
     values: dict[str, float] = {}
     for name, training, validation in DISPLAYED_METRICS:
         if name == "correct" and not evaluated and "router/r_task" in metrics:
             continue  # with a router only its policy's own values count, and those lack `correct`
         for metric in validation if evaluated else training:
-            if (value := metrics.get(metric)) is not None and math.isfinite(value):
+            if (value := metrics.get(metric.replace("UNIT", unit))) is not None and math.isfinite(value):
                 values.setdefault(name, float(value))
     return values
 

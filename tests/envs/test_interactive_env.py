@@ -218,3 +218,11 @@ def test_a_text_environment_cannot_have_a_user() -> None:
 
     with pytest.raises(ConfigError, match="Text takes every text as an action"):
         InteractiveEnv(Text(), User(), TASK)
+
+
+def test_the_route_of_a_turn_rules_out_tools_beside_a_user_too() -> None:
+    env = an_env(User("Thanks."))
+    env.forbid_tools(["calculator"])
+    assert env.refuses("calculator")
+    messages = roll_out(env, [SUM, "6", "Bye."]).messages
+    assert "error: calculator is not to be used in this turn; tools: none" in [m.content for m in messages]

@@ -408,6 +408,7 @@ def test_every_prompt_is_routed_and_charged_for_the_budget_it_drew() -> None:
         assert s.router.reward == pytest.approx(
             s.score - drawn[s.rollout.group_id] * sum(s.rollout.usage.calls.values())
         )
+        assert s.router.cost == sum(s.rollout.usage.calls.values())
 
 
 def test_only_the_budgets_that_were_drawn_move_and_once_a_step() -> None:

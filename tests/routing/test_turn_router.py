@@ -17,6 +17,7 @@ from toolwise.errors import ConfigError
 from toolwise.messages import Message
 from toolwise.routing.budget import Budgets
 from toolwise.routing.cost import CallsCost
+from toolwise.routing.delivered_budget import uncalibrated
 from toolwise.routing.head.builder import turn_engine
 from toolwise.routing.inference_router import Conditioning
 from toolwise.routing.prompts import RoutedMessage
@@ -187,6 +188,11 @@ def test_what_does_not_work_at_every_turn_is_refused(settings: dict[str, Any]) -
     with pytest.raises(ValidationError, match=r'every = "turn" does not work with'):
         RouterConfig.model_validate({"enable": True, "every": "turn", **settings})
     RouterConfig.model_validate({"enable": True, **settings})
+
+
+def test_without_a_calibration_a_turn_router_does_not_send_one_to_what_refuses_it() -> None:
+    assert "eval --budgets" in uncalibrated(False)
+    assert uncalibrated(False, by_turn=True).endswith("train with router.calibration and at least 256 tasks")
 
 
 def test_a_mask_needs_turns_and_a_frozen_actor() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from string import Template
 from typing import Any, ClassVar
 
@@ -233,6 +233,12 @@ class InteractiveEnv(BaseEnv):
 
     def unread_calls(self, action: Any) -> dict[str, Any]:
         return self.env.unread_calls(action)
+
+    def forbid_tools(self, names: Collection[str]) -> None:
+        self.env.forbid_tools(names)
+
+    def refuses(self, name: str) -> bool:
+        return self.env.refuses(name)
 
     def phase_of(self, action: Any) -> Phase:
         return self.env.phase_of(action) if action.get("tool_calls") else "interaction"

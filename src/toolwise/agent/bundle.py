@@ -68,12 +68,12 @@ def read_bundle(
 ) -> dict[str, Any]:
     """The settings as sections of a configuration, with `overrides`. Raises if they name code that the caller neither
     trusts nor replaces. Tools and reward are left out if they are not used."""
-    if unknown := list(unknown_settings(settings, AGENT_FIELDS)):
+    stored = {name: value for name, value in copy.deepcopy(dict(settings)).items() if name != OWN_AGENT}
+    if unknown := list(unknown_settings(stored, AGENT_FIELDS)):
         raise ConfigError(
             f"{folder}: agent.json sets {', '.join(unknown)}, which an agent folder must not choose: export it "
             "again, and give such settings with --set"
         )
-    stored = copy.deepcopy(dict(settings))
     try:
         if not use_reward:
             stored.pop("reward", None)

@@ -25,7 +25,12 @@ class Terminal:
     def __init__(self, *arguments: object, folder: Path) -> None:
         self.controller, terminal = pty.openpty()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
-        code = "import fcntl, termios, sys; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from toolwise.cli import main; main()"
+        code = (
+            "import fcntl, signal, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+            # A test that was started in the background may ignore it, and its children too.
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            "from toolwise.cli import main; main()"
+        )
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, arguments)],
             stdin=terminal,

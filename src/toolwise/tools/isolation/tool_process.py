@@ -41,6 +41,7 @@ POLL_S = 0.2
 _DEFAULTS = {
     "PYTHONHASHSEED": "0",  # the same set order in all workers
     "OPENBLAS_NUM_THREADS": "1",  # numpy's import would start threads, and a process with threads cannot be forked
+    "PYTHONUNBUFFERED": "1",  # what a call prints without a line end is logged in its place
 }
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from selection import quick_first
 
 from toolwise.config.imports import load_reference
 from toolwise.config.sibling_imports import imported_siblings
@@ -52,7 +53,7 @@ def project(folder: Path, name: str, value: float) -> Path:
     return folder / name / "reward.py"
 
 
-@pytest.mark.parametrize("tier", ["off", "basic", "standard", "namespaced"])
+@pytest.mark.parametrize("tier", quick_first(["off", "basic", "standard", "namespaced"], ["off", "standard"]))
 def test_each_reward_gets_the_helpers_of_its_own_folder(tier: str, tmp_path: Path) -> None:
     files = {name: project(tmp_path, name, value) for name, value in (("a", 1.0), ("b", 2.0))}
     path = list(sys.path)

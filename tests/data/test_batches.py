@@ -131,3 +131,10 @@ def test_a_torn_state_is_refused_and_changes_nothing(torn: dict[str, Any]) -> No
     with pytest.raises(CheckpointError, match="damaged"):
         batches.load_state_dict(before | torn)
     assert batches.state_dict() == before
+
+
+def test_upcoming_tasks_are_those_of_the_next_batch() -> None:
+    batches = Batches(make_tasks(7), 3, seed=1)
+    next(batches)
+    upcoming = [task.task_id for task in batches.upcoming()]
+    assert upcoming == [task.task_id for task in batches.upcoming()] == ids(batches, 1)[0]

@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from selection import quick_first
 
 from toolwise.data.files import MAX_DATA_VARIABLE, MAX_LINE_MB, read_rows, write_rows
 from toolwise.errors import ConfigError, DataError, ToolwiseError
@@ -202,7 +203,7 @@ print(int(peak.split()[1]) // 1024)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("make", [_dictionary_bomb, _one_group_bomb, _row_bomb])
+@pytest.mark.parametrize("make", quick_first([_dictionary_bomb, _one_group_bomb, _row_bomb], [_one_group_bomb]))
 def test_a_small_file_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
     path = tmp_path / "x.parquet"
     make(path)

@@ -188,7 +188,6 @@ MOVED = {
     "router_config": "config.router",
     "routing.actions": "routing.families",
     "routing.baselines": "routing.route_advantages",
-    "routing.conditioning": "routing.inference_router",
     "routing.credit": "routing.route_advantages",
     "routing.direct": "routing.routers",
     "routing.direct_router": "routing.routers",

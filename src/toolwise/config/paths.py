@@ -46,6 +46,17 @@ def _path(value: Any, folder: Path) -> Any:
     return str(folder / Path(value).expanduser()) if isinstance(value, str | Path) and str(value) else value
 
 
+def _sources(value: Any, folder: Path) -> Any:
+    """A task file, or a list of files and of tables with a `path`."""
+    if isinstance(value, list):
+        return [_sources(item, folder) for item in value]
+    return value | {"path": _path(value["path"], folder)} if _is_source(value) else _path(value, folder)
+
+
+def _is_source(value: Any) -> bool:
+    return isinstance(value, dict) and "path" in value
+
+
 def _existing_folder(value: Any, folder: Path) -> Any:
     """Resolve existing folders only: anything else may be a hub name."""
     resolved = _path(value, folder)
@@ -72,6 +83,10 @@ def _program(value: Any, folder: Path) -> Any:
 def _relative(value: Any, folder: Path) -> Any:
     if isinstance(value, dict) and "name" in value:  # a tool, tracker or callback with its options
         return value | {"name": _relative(value["name"], folder)}
+    if isinstance(value, list):
+        return [_relative(item, folder) for item in value]
+    if _is_source(value):
+        return value | {"path": _relative(value["path"], folder)}
     text = str(value) if isinstance(value, str | Path) else ""
     file, colon, name = text.rpartition(":") if ".py:" in text else (text, "", "")
     if not Path(file).is_absolute() or not Path(file).resolve().is_relative_to(folder):
@@ -89,8 +104,9 @@ def _tool(value: Any, folder: Path) -> Any:
 
 _TOOL_PATHS = {"search": ("folder", "file", "cache", "wordnet"), "mcp": ("cwd",)}
 _PATH_RULES: dict[str, PathRule] = {
-    "data.train": _path,
-    "data.val": _path,
+    "data.train": _sources,
+    "data.val": _sources,
+    "data.cache": _path,
     "model.path": _existing_folder,
     "model.chat_template": _path,
     "rollout.tool_parser": _reference,
@@ -99,6 +115,7 @@ _PATH_RULES: dict[str, PathRule] = {
     "rollout.grammar.lark": _path,
     "critic.path": _existing_folder,
     "tools.*": _tool,
+    "data.sampler": _reference,
     "router.name": _reference,
     "router.labels": _path,
     "router.wording": _wording,

@@ -93,8 +93,9 @@ class RolloutConfig(ChatConfig):
     leave (docs/memory.md), on a CPU up to 4 GiB."""
     max_batch: PositiveInt = 256
     """Maximum number of requests that generate together."""
-    max_concurrent: PositiveInt = 1024
-    """Maximum number of concurrent episodes."""
+    max_concurrent: PositiveInt | Literal["auto"] = 1024
+    """Maximum number of concurrent episodes of a batch. "auto": of all batches together, by the measured share of their
+    time in which they generate and by what the KV cache holds: docs/async.md."""
     max_concurrent_requests: PositiveInt | None = None
     """How many of them may wait for the model; unset: all."""
     max_concurrent_envs: PositiveInt | None = None
@@ -103,3 +104,8 @@ class RolloutConfig(ChatConfig):
     """Wall-clock limit of an episode in seconds, including tools and waiting."""
     max_episode_tokens: PositiveInt | None = None
     """Maximum tokens sampled per episode."""
+
+    @property
+    def most_concurrent(self) -> int:
+        """`max_concurrent`, where something else limits it."""
+        return 1024 if self.max_concurrent == "auto" else self.max_concurrent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -215,8 +216,24 @@ class RouterConfig(Section):
         return "stratified" if routes <= STRATIFIED_UP_TO else "independent"
 
     @property
+    def trains_weights(self) -> bool:
+        """Whether a step changes the model's weights: for the actor, or for the router alone."""
+        return self.train_actor or (self.enable and self.backbone != "frozen")
+
+    @property
     def own_routes(self) -> bool:
         return bool(self.routes) or self.per_tool
+
+    @property
+    def price_list(self) -> dict[str, Any]:
+        """unit -> its table: `prices`, or those of cost = "prices"; empty if neither is given."""
+        given = self.cost_kwargs.get("prices") if self.cost == "prices" and not self.prices else self.prices
+        return dict(given) if isinstance(given, Mapping) else {}
+
+    @property
+    def price_list_name(self) -> str:
+        """The setting that `price_list` comes from."""
+        return "prices" if self.prices else "cost_kwargs.prices"
 
     @model_validator(mode="before")
     @classmethod
@@ -238,22 +255,25 @@ class RouterConfig(Section):
     def _check_prices(self) -> RouterConfig:
         if self.prices and (self.cost not in ("tools", "prices") or self.cost_kwargs):
             raise ValueError("prices is a price list, and so are cost and cost_kwargs: set prices alone")
-        for unit, table in self.prices.items():
+        where, tables = self.price_list_name, self.price_list
+        for unit, table in tables.items():
             if not table:
-                raise ValueError(f"prices.{unit} is empty: name what costs something in it, or remove it")
-            for name, price in table.items():
-                if not 0 <= price < math.inf:
-                    raise ValueError(f"prices.{unit}.{name} is {price:g}: give a number of at least 0")
-        first = self.budgets[0].unit if self.budgets else next(iter(self.prices), "")
+                raise ValueError(f"{where}.{unit} is empty: name what costs something in it, or remove it")
+            for name, price in table.items() if isinstance(table, Mapping) else ():
+                if isinstance(price, int | float) and not 0 <= price < math.inf:
+                    raise ValueError(f"{where}.{unit}.{name} is {price:g}: give a number of at least 0")
+        first = self.budgets[0].unit if self.budgets else next(iter(tables), "")
         if self.max_cost is not None and (metered := self._metered(first)) is not None:
             raise ValueError(
-                f"max_cost refuses calls and cannot hold the price of {metered} in prices.{first}: remove one of them"
+                f"max_cost refuses calls and cannot hold the price of {metered} in {where}.{first}: remove one of them"
             )
         return self
 
     def _metered(self, *units: str) -> str | None:
         """A price of some units that is not one of calls."""
-        return next((name for unit in units for name in self.prices.get(unit, {}) if name in METER_NAMES), None)
+        tables = (self.price_list.get(unit) for unit in units)
+        names = (name for table in tables if isinstance(table, Mapping) for name in table)
+        return next((name for name in names if name in METER_NAMES), None)
 
     @model_validator(mode="after")
     def _check_something_learns(self) -> RouterConfig:
@@ -314,7 +334,9 @@ class RouterConfig(Section):
             "random_budgets": self.random_budgets is not None,
             "budget_prompt": self.budget_prompt,
             "max_cost": self.max_cost is not None,
-            f"a price of {self._metered(*self.prices)}, which are counted per episode": self._metered(*self.prices),
+            f"a price of {self._metered(*self.price_list)}, which are counted per episode": self._metered(
+                *self.price_list
+            ),
         }
         for setting, present in refused.items():
             if present:

@@ -10,9 +10,12 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from toolwise.config.agent import AgentConfig
 from toolwise.config.algorithm import AlgorithmConfig
+from toolwise.config.cluster import ClusterConfig
 from toolwise.config.correction import CorrectionConfig
+from toolwise.config.data import DataConfig
 from toolwise.config.loader import Section, apply_overrides, build_config, read_settings
 from toolwise.config.paths import resolve_paths
+from toolwise.config.records import RecordsConfig
 from toolwise.config.rollout import RolloutConfig
 from toolwise.config.router import RouterConfig
 from toolwise.config.trainer import TrainerConfig
@@ -39,23 +42,6 @@ class ModelConfig(Section):
     threads: PositiveInt | None = None
     """CPU threads; unset: one for models under 4 million weights, where waking other threads costs more than it
     saves."""
-
-
-class DataConfig(Section):
-    train: Path | None = None
-    """Training tasks: a Parquet or JSONL file."""
-    val: Path | None = None
-    """Held-out validation tasks; never trained on."""
-    batch_size: PositiveInt = 16
-    """Tasks per step."""
-    shuffle: bool = True
-    """Shuffle the tasks in every epoch."""
-    drop_last: bool = True
-    """Drop the last, incomplete batch of an epoch."""
-    limit: PositiveInt | None = None
-    """Use only the first `limit` training rows."""
-    val_limit: PositiveInt | None = None
-    """Use only the first `val_limit` validation rows."""
 
 
 class MultiTurnConfig(Section):
@@ -331,6 +317,8 @@ class RunConfig(Section):
     critic: CriticConfig = CriticConfig()
     validation: ValidationConfig = ValidationConfig()
     trainer: TrainerConfig = TrainerConfig()
+    records: RecordsConfig = RecordsConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
 
 INFERENCE_FIELDS: dict[str, Any] = {

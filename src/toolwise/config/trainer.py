@@ -13,7 +13,7 @@ class ObserverEntry(Section):
     """A tracker or callback with arguments."""
 
     name: str
-    """package.module:Name or path/to/file.py:Name."""
+    """package.module:Name or path/to/file.py:Name; of a tracker also "tensorboard", "wandb" or "mlflow"."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class or function."""
 
@@ -24,8 +24,8 @@ class ObserverSettings(Section):
     console: bool = True
     """Show progress on the console."""
     trackers: list[str | ObserverEntry] = Field(default_factory=list)
-    """Trackers, which receive the metrics: classes as package.module:Name or path/to/file.py:Name, or tables {name = …,
-    kwargs = {…}}: docs/trackers.md."""
+    """Trackers, which receive the metrics: "tensorboard", "wandb", "mlflow" (each an extra), or your own as
+    package.module:Name or path/to/file.py:Name; tables {name = …, kwargs = {…}} add options: docs/trackers.md."""
     callbacks: list[str | ObserverEntry] = Field(default_factory=list)
     """Callbacks, which see every step, validation and checkpoint and may stop the run; given like trackers."""
     observer_timeout_s: PositiveFloat = 300.0

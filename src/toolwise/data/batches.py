@@ -8,6 +8,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
+from toolwise.data.mixture import mixture_order, shuffled
+from toolwise.data.task_set import Indices, TaskSet, task_id_lists
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.types import Task
 
@@ -15,6 +19,7 @@ from toolwise.types import Task
 class Batches(Iterator[list[Task]]):
     """Each epoch is a new permutation that depends only on (seed, epoch), so the state is two numbers.
 
+    Tasks from sources with weights are drawn in these shares: an epoch has as many tasks as all sources together.
     Without `drop_last` the last batch of an epoch may be short; no batch spans two epochs.
     """
 
@@ -39,11 +44,11 @@ class Batches(Iterator[list[Task]]):
         ):
             if is_wrong:
                 raise ConfigError(problem)
-        self.tasks = list(tasks)
+        self.tasks: Sequence[Task] = tasks if isinstance(tasks, TaskSet) else list(tasks)
+        self._mixture = tasks.mixture if isinstance(tasks, TaskSet) else []
         self._batch_size, self._drop_last = batch_size, drop_last
         self._seed, self._shuffle = seed, shuffle
-        task_ids = json.dumps([task.task_id for task in tasks])
-        self._fingerprint = hashlib.sha256(task_ids.encode()).hexdigest()
+        self._fingerprint = _fingerprint(tasks)
         self.epoch = self._position = 0
         self._order = self._permutation(0)
 
@@ -51,13 +56,24 @@ class Batches(Iterator[list[Task]]):
     def batches_per_epoch(self) -> int:
         return (math.floor if self._drop_last else math.ceil)(len(self.tasks) / self._batch_size)
 
+    @property
+    def next_size(self) -> int:
+        """Number of tasks in the next batch."""
+        left = len(self.tasks) - self._position
+        whole = left if left >= (self._batch_size if self._drop_last else 1) else len(self.tasks)
+        return min(self._batch_size, whole)
+
     def __next__(self) -> list[Task]:
         if len(self.tasks) - self._position < (self._batch_size if self._drop_last else 1):
             self.epoch, self._position = self.epoch + 1, 0
             self._order = self._permutation(self.epoch)
-        indices = self._order[self._position : self._position + self._batch_size]
+        indices = self._order[self._position : self._position + self._batch_size].tolist()
         self._position += len(indices)
         return [self.tasks[i] for i in indices]
+
+    def upcoming(self) -> list[Task]:
+        """The tasks of the next batch, without going on to it; none at the end of an epoch."""
+        return [self.tasks[i] for i in self._order[self._position : self._position + self._batch_size]]
 
     def state_dict(self) -> dict[str, Any]:
         """`position` counts tasks, not batches, so that a run can resume with a different batch size."""
@@ -67,6 +83,7 @@ class Batches(Iterator[list[Task]]):
             "fingerprint": self._fingerprint,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            **({"mixture": [list(part) for part in self._mixture]} if self._mixture else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -81,6 +98,11 @@ class Batches(Iterator[list[Task]]):
                     f"the checkpoint's data {name} is {state.get(name)!r}, but now it is {current!r}: the order of "
                     f"tasks would change mid-epoch; resume with {name} = {state.get(name)!r}"
                 )
+        if not _is_same_mixture(state.get("mixture", ()), self._mixture):
+            raise CheckpointError(
+                "the checkpoint was made with other weights of data.train: the order of tasks would change mid-epoch; "
+                "resume with the weights of the first run"
+            )
         epoch, position = state.get("epoch"), state.get("position")
         if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= len(self.tasks):
             raise CheckpointError(
@@ -90,10 +112,27 @@ class Batches(Iterator[list[Task]]):
         self.epoch, self._position = epoch, position
         self._order = self._permutation(epoch)
 
-    def _permutation(self, epoch: int) -> list[int]:
-        import numpy as np
-
+    def _permutation(self, epoch: int) -> Indices:
+        if self._mixture:
+            return mixture_order(self._mixture, self._seed, epoch, shuffle=self._shuffle)
         if not self._shuffle:
-            return list(range(len(self.tasks)))
-        generator = np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=(epoch,)))
-        return list(map(int, generator.permutation(len(self.tasks))))
+            return np.arange(len(self.tasks), dtype=np.int64)
+        return shuffled(len(self.tasks), self._seed, epoch)
+
+
+def _is_same_mixture(saved: Sequence[Sequence[float]], current: Sequence[tuple[int, float]]) -> bool:
+    """Weights may differ in their last digit: they were once computed from the number of tasks."""
+    return len(saved) == len(current) and all(
+        size == old[0] and math.isclose(weight, old[1]) for old, (size, weight) in zip(saved, current, strict=True)
+    )
+
+
+def _fingerprint(tasks: Sequence[Task]) -> str:
+    """The SHA-256 of the ids as one JSON list, which is never in memory as a whole."""
+    digest, separator = hashlib.sha256(b"["), b""
+    for task_ids in task_id_lists(tasks):
+        if task_ids:
+            digest.update(separator + json.dumps(task_ids)[1:-1].encode())
+            separator = b", "
+    digest.update(b"]")
+    return digest.hexdigest()

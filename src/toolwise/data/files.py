@@ -47,23 +47,30 @@ def read_rows(path: str | Path, *, limit: int | None = None) -> list[Row]:
     path = Path(path)
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}; give at least 1, or leave it out to read every row of {path}")
+    return [row for row, _ in iterate_rows(path, ReadBudget(path), limit=limit)]
+
+
+def iterate_rows(path: Path, budget: ReadBudget, *, limit: int | None = None) -> Iterator[tuple[Row, bytes | None]]:
+    """Yields at most `limit` rows, each with its line if the file is JSONL; an empty file is an error."""
     if path.suffix.lower() not in READABLE:
         raise DataError(
             f"{path}: has {path.suffix or 'no suffix'}; tasks are read from {', '.join(READABLE)} files: convert it"
         )
-    budget = ReadBudget(path)
+    row = None
     with open_data(path) as file:
         if path.suffix.lower() == ".parquet":
             from toolwise.data.parquet import read_parquet
 
-            source = read_parquet(path, file, budget, limit)
+            source: Iterator[tuple[Row, bytes | None]] = (
+                (row, None) for row in read_parquet(path, file, budget, limit)
+            )
         else:
             check_text(path, file)
             source = (_read_jsonl if path.suffix.lower() == ".jsonl" else _read_json)(path, file, budget)
-        rows = list(islice(source, limit))
-    if not rows:
+        for row in islice(source, limit):
+            yield row
+    if row is None:
         raise DataError(f"{path}: has no rows; give a file with at least one")
-    return rows
 
 
 def write_rows(rows: Sequence[Row], path: str | Path) -> None:
@@ -103,7 +110,7 @@ def drop_nulls(value: Any) -> Any:
     return value
 
 
-def _read_jsonl(path: Path, file: BinaryIO, budget: ReadBudget) -> Iterator[Row]:
+def _read_jsonl(path: Path, file: BinaryIO, budget: ReadBudget) -> Iterator[tuple[Row, bytes | None]]:
     row = 0
     for number, raw in enumerate(read_lines(path, file, budget), start=1):
         line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
@@ -118,11 +125,11 @@ def _read_jsonl(path: Path, file: BinaryIO, budget: ReadBudget) -> Iterator[Row]
             raise DataError(f"{where}: not JSON ({one_line(error)}); each line must be one JSON object") from error
         if not isinstance(value, dict):
             raise DataError(f"{where}: a {_json_type(value)}, not a JSON object; each line must be one object")
-        yield value
+        yield value, line
         row += 1
 
 
-def _read_json(path: Path, file: BinaryIO, budget: ReadBudget) -> Iterator[Row]:
+def _read_json(path: Path, file: BinaryIO, budget: ReadBudget) -> Iterator[tuple[Row, bytes | None]]:
     raw = file.read(budget.bytes + 1)
     budget.spend(len(raw))
     try:
@@ -141,7 +148,7 @@ def _read_json(path: Path, file: BinaryIO, budget: ReadBudget) -> Iterator[Row]:
             raise DataError(
                 f"{path}: row {row} (0-based): a {_json_type(item)}, not an object; make every row an object"
             )
-        yield item
+        yield item, None
 
 
 def _write_parquet(rows: Sequence[Row], path: Path) -> None:
@@ -171,9 +178,11 @@ def _json_type(value: Any) -> str:
 class ReadBudget:
     """The number of bytes that may still be read from one file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, at_least: int = 0) -> None:
+        """`at_least` raises the default limit, not one that the user has set."""
         self.path = path
-        self.bytes = self._left = max_data_bytes()
+        limit = max_data_bytes()
+        self.bytes = self._left = limit if os.environ.get(MAX_DATA_VARIABLE) else max(limit, at_least)
 
     def spend(self, count: int) -> None:
         self._left -= count

@@ -18,6 +18,7 @@ _MAX_BATCH_ROWS = 1024
 _MIN_BATCH_ROWS = 16
 _MAX_BATCH_BYTES = 128 << 20
 """Limit on what one read unpacks, assuming that each row is as large as its whole row group."""
+_PLAIN_TYPES = frozenset({str, bool, int, float, type(None)})
 _MAX_COMPRESSION_RATIO = 50
 """Text compresses about 5 to 1; 50 to 1 suggests a decompression bomb."""
 
@@ -122,7 +123,7 @@ def _to_json_value(path: Path, column: str, value: Any) -> Any:
 
     Nulls under keys are dropped: a struct column has the same keys in all rows, so Parquet fills in nulls.
     """
-    if value is None or isinstance(value, str | bool | int | float):
+    if type(value) in _PLAIN_TYPES:
         return value
     if isinstance(value, list | tuple):
         return [_to_json_value(path, column, item) for item in value]

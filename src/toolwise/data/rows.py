@@ -50,6 +50,7 @@ _RESERVED_ARGUMENTS = frozenset(
 )
 _LABEL_COLUMNS = ("router_target_action", "tool_families", "router_labelled_by")
 """Columns added by `toolwise data label`; like the labels of a sidecar file, they go into `extra_info`."""
+_PLAIN_TYPES = frozenset({str, int, bool, type(None)})
 _TASK_OPTIONS = frozenset({"tools", "tools_kwargs", "interaction_kwargs", "need_tools_kwargs"})
 
 
@@ -58,52 +59,78 @@ def load_tasks(path: str | Path, *, limit: int | None = None) -> list[Task]:
     return tasks_from_rows(Path(path), read_rows(path, limit=limit))
 
 
-def tasks_from_rows(path: Path, rows: Iterable[Task | Mapping[str, Any]]) -> list[Task]:
-    """`path` is for ids and errors."""
+def tasks_from_rows(path: Path, rows: Iterable[Task | Mapping[str, Any]], *, name: str = "") -> list[Task]:
+    """`path` is for errors and, without a `name`, for ids."""
     tasks: list[Task] = []
     rows_by_id: dict[str, int] = {}
     for number, row in enumerate(rows):
-        task = row if isinstance(row, Task) else read_task(path, number, dict(row), rows_by_id)
+        task = row if isinstance(row, Task) else read_task(path, number, dict(row), rows_by_id, name=name)
         rows_by_id[task.task_id] = number
         tasks.append(task)
     return tasks
 
 
-def read_task(path: Path, number: int, row: Row, rows_by_id: Mapping[str, int]) -> Task:
-    """Reads one row. `path` and `number` are for its id and errors; `rows_by_id` maps ids to earlier rows."""
+def read_task(path: Path, number: int, row: Row, rows_by_id: Mapping[str, int], *, name: str = "") -> Task:
+    """Reads one row. `path` and `number` are for its id and errors; `rows_by_id` maps ids to earlier rows; ids begin
+    with `name`, by default the file's."""
     try:
-        return _RowReader(path, number, row).task(rows_by_id)
+        return _RowReader(path, number, row, name or path.stem).task(rows_by_id)
     except RecursionError:
         raise row_error(path, number, "(whole row)", "nested too deeply to be read; flatten it") from None
+
+
+def has_own_id(row: Mapping[str, Any]) -> bool:
+    """Whether the row has a `task_id`; NaN is read as null."""
+    value = row.get("task_id")
+    return value is not None and value == value
+
+
+def id_prefix(name: str, extra_info: Mapping[str, Any]) -> str:
+    """What the id of a row without a `task_id` begins with: the file's name and the row's split."""
+    split = extra_info.get("split")
+    return f"{name}/{split}" if split else name
 
 
 class _RowReader:
     """Converts one row to a task, and keeps what error messages need."""
 
-    def __init__(self, path: Path, number: int, row: Row) -> None:
-        self.path = path
+    def __init__(self, path: Path, number: int, row: Row, name: str) -> None:
+        self.path, self.name = path, name
         self.number = number
         self.row = {
-            key: _without_nulls(key, value)
-            for key, value in ((key, self.without_nan(key, value)) for key, value in row.items())
+            key: value
+            for key, value in ((key, self.clean_column(key, value)) for key, value in row.items())
             if value is not None
         }
-        self.extra = drop_nulls(self.parse_object(self.row.get("extra_info"), "extra_info"))
+        extra = self.row.get("extra_info")
+        parsed = self.parse_object(extra, "extra_info")
+        self.extra = drop_nulls(parsed) if isinstance(extra, str) else dict(parsed)
         self.extra |= {name: self.row[name] for name in _LABEL_COLUMNS if name in self.row}
         if isinstance(self.extra.get("tool_families"), str):
             self.extra["tool_families"] = self.parse_object(self.extra["tool_families"], "tool_families")
         self.reward_model = self.parse_object(self.row.get("reward_model"), "reward_model")
 
-    def without_nan(self, field: str, value: Any) -> Any:
-        """Replaces NaN, which many programs write for a missing number, by null."""
+    def clean_column(self, column: str, value: Any, field: str = "") -> Any:
+        """Drops nulls under keys, which Parquet structs fill in; a ground truth keeps them."""
+        field = field or column
+        if column == "reward_model" and isinstance(value, dict):
+            inner = ((key, self.clean_column(key, item, field)) for key, item in value.items())
+            return {key: item for key, item in inner if item is not None}
+        return self.clean(field, value, keep_nulls=column == "ground_truth")
+
+    def clean(self, field: str, value: Any, *, keep_nulls: bool = False) -> Any:
+        """Replaces NaN, which many programs write for a missing number, by null, and drops nulls under keys."""
+        if type(value) in _PLAIN_TYPES:  # most values: tested first, as every value of every row passes here
+            return value
         if isinstance(value, float) and not math.isfinite(value):
             if math.isnan(value):
                 return None
             raise self.error(field, f"is {value}, which is not valid JSON; write a finite number or leave it out")
         if isinstance(value, list):
-            return [self.without_nan(field, item) for item in value]
+            return [self.clean(field, item, keep_nulls=keep_nulls) for item in value]
         if isinstance(value, dict):
-            return {key: self.without_nan(field, item) for key, item in value.items()}
+            cleaned = {key: self.clean(field, item, keep_nulls=keep_nulls) for key, item in value.items()}
+            return cleaned if keep_nulls else {key: item for key, item in cleaned.items() if item is not None}
         return value
 
     def error(self, field: str, problem: str) -> DataError:
@@ -250,8 +277,7 @@ class _RowReader:
                     "task_id", f"{task_id!r} is already the id of row {rows_by_id[task_id]}; make each id unique"
                 )
             return task_id
-        split = self.extra.get("split")
-        prefix = f"{self.path.stem}/{split}" if split else self.path.stem
+        prefix = id_prefix(self.name, self.extra)
         if "index" in self.extra:
             candidate = f"{prefix}/{self.identifier(self.extra['index'], 'extra_info.index')}"
             if candidate not in rows_by_id:
@@ -269,12 +295,3 @@ class _RowReader:
         if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
             raise self.error(field, f"{value!r:.80} is not an id; give an integer or a string")
         return str(value)
-
-
-def _without_nulls(column: str, value: Any) -> Any:
-    """Drops nulls under keys, which Parquet structs fill in; a ground truth is left unchanged."""
-    if column == "ground_truth":
-        return value
-    if column == "reward_model" and isinstance(value, dict):
-        return {key: _without_nulls(key, item) for key, item in value.items() if item is not None}
-    return drop_nulls(value)

@@ -27,11 +27,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shapes import SHAPES
+from shapes import GROUPED_1_6B, SHAPES
 
 HERE = Path(__file__).parent
 SMALL = HERE.parent / "src" / "toolwise" / "models" / "small"
 MODELS = {"tiny": SHAPES["0.9m"]} | {name: SHAPES[name] for name in ("135m", "1.6b", "8b")}
+MODELS["1.6b-grouped"] = GROUPED_1_6B
 ROWS = {
     "weights": ("weights, with merged copies", "GB", None),
     "gradients": ("gradients", "GB", None),

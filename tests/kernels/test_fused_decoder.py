@@ -96,7 +96,7 @@ def test_a_shared_prefix_gives_the_stock_logits(name: str) -> None:
 
 def weight_of(decoder: FusedDecoder) -> torch.Tensor:
     """Projections to queries, keys and values in the first layer."""
-    found: torch.Tensor = decoder.layers[0].qkv.keywords["weight"]  # type: ignore[attr-defined]  # a partial
+    found: torch.Tensor = decoder.layers[0].qkv.weight
     return found
 
 

@@ -21,7 +21,7 @@ def on_gpu(values: object) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("splits", [None, 2])
+@pytest.mark.parametrize("splits", [None, 1, 2])
 @torch.inference_mode()
 def test_queries_are_rotated_and_tokens_stored_on_the_way(norm: bool, splits: int | None) -> None:
     torch.manual_seed(0)

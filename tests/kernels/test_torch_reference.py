@@ -240,12 +240,69 @@ def sample() -> Case:
     return [logits, temperatures, *numbers], returned, [ints(tokens, torch.int64), torch.tensor(logprobs)]
 
 
+def norm_linear() -> Case:
+    """act(gate) · up for [gate, up] = x / √(mean of the squares + ε) Wᵀ + b."""
+    x, weight, bias, squares = randn(5, 24), randn(2 * 20, 24), randn(2 * 20), randn(5, 3) ** 2
+    factor = (squares.sum(1, keepdim=True) / 24 + EPS).rsqrt()
+    gate, up = (x * factor @ weight.T + bias).chunk(2, -1)
+    return [x, weight, bias, squares, EPS, "silu"], returned, [gate / (1 + (-gate).exp()) * up]
+
+
+def linear_add() -> Case:
+    x, weight, bias, residual, gain = randn(5, 24), randn(20, 24), randn(20), randn(5, 20), randn(20)
+    total = residual + x @ weight.T + bias
+
+    def sums(found: Any, args: Any) -> Any:
+        return [*found[:2], found[2].sum(1)]
+
+    return [x, weight, bias, residual, gain], sums, [total, total * gain, (total**2).sum(1)]
+
+
+def begin_step() -> Case:
+    """The second row has a prefix of one block; the third is not active."""
+    tables = ints([[7, 9], [4, 0], [3, 2]])
+    fields = [
+        ints([BLOCK + 2, 2 * BLOCK - 1, 5], torch.int64),
+        ints([0, BLOCK, 0], torch.int64),
+        ints([1, 1, 0], torch.int64),
+    ]
+    slots = ints([9 * BLOCK + 2, 4 * BLOCK + BLOCK - 1, -1], torch.int64)
+    return [*fields, tables, BLOCK], returned, [slots, ints([BLOCK + 3, BLOCK, 0])]
+
+
+def end_step() -> Case:
+    """Rows that go on, sampled a stop token, reached their limit, and were not active."""
+    tokens, logprobs, stops = ints([11, 12, 13, 14], torch.int64), randn(4), ints([[-1, 5], [5, 12]] * 2, torch.int64)
+    ids, positions, sampled = [
+        ints([1, 2, 3, 4], torch.int64),
+        ints([8] * 4, torch.int64),
+        ints([0, 1, 2, 3], torch.int64),
+    ]
+    limits, active = ints([9, 9, 3, 9], torch.int64), ints([1, 1, 1, 0], torch.int64)
+    step, all_tokens, all_logprobs = ints([1], torch.int64), torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4)
+    wanted_tokens, wanted_logprobs = all_tokens.clone(), all_logprobs.double()
+    wanted_tokens[1], wanted_logprobs[1] = ints([11, 12, 13, -1], torch.int64), logprobs
+    wanted = [
+        ints([11, 12, 13, 4], torch.int64), ints([9, 9, 9, 8], torch.int64), ints([1, 2, 3, 3], torch.int64),
+        ints([1, 0, 0, 0], torch.int64), ints([2], torch.int64), wanted_tokens, wanted_logprobs,
+    ]  # fmt: skip
+
+    def written(found: Any, args: Any) -> Any:
+        return [*args[3:6], *args[7:]]
+
+    return (
+        [tokens, logprobs, stops, ids, positions, sampled, limits, active, step, all_tokens, all_logprobs],
+        written,
+        wanted,
+    )
+
+
 CASES: dict[str, Callable[[], Case]] = {
     function.__name__: function
     for function in (
-        add_rms_norm, gated_silu_backward, gelu_tanh_mul, merge, paged_attention_decode, paged_attention_prefill,
-        rms_norm, rms_norm_backward, rope_and_store, rotate, sample, shared_prefix_decode, silu_mul, silu_mul_backward,
-        softmax_sums, softmax_sums_backward, store_kv,
+        add_rms_norm, begin_step, end_step, gated_silu_backward, gelu_tanh_mul, linear_add, merge, norm_linear,
+        paged_attention_decode, paged_attention_prefill, rms_norm, rms_norm_backward, rope_and_store, rotate, sample,
+        shared_prefix_decode, silu_mul, silu_mul_backward, softmax_sums, softmax_sums_backward, store_kv,
     )
 }  # fmt: skip
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

@@ -37,6 +37,7 @@ Rope = tuple[Tensor, Tensor]
 """cos and sin of each row's position, [rows, 1, size]; sin carries the sign of the rotation."""
 Ropes = Mapping[str, Rope]
 """The rope of each layer that has one, by its name in the description."""
+Projection = Callable[[Tensor], Tensor]
 PROBE_TOKENS, MAX_PROBED_POSITION = 6, 1 << 20
 _PROBLEMS: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
 
@@ -108,14 +109,15 @@ def ropes_per_step(decoder: Decoder, starts: np.ndarray[Any, Any], steps: int) -
 
 
 class CpuForward:
-    """The current parameters of a model, collected once per call: looking them up takes time too."""
+    """The current parameters of a model, collected once per call: looking them up takes time too. `project` makes the
+    function of a linear layer."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, project: Callable[[Any], Projection] | None = None) -> None:
         embed = decoder.trunk.embed_tokens
         self.embed = partial(embedding, weight=embed.weight) if type(embed) is Embedding else embed
         self.embed_scale = decoder.embed_scale
         self.norm = decoder.norm.weight.to(embed.weight.dtype), decoder.norm.epsilon
-        self.layers = [_Layer.of(layer) for layer in decoder.layers]
+        self.layers = [_Layer.of(layer, project or _projection) for layer in decoder.layers]
 
     def forward(self, ids: Tensor, ropes: Ropes, attend: AttentionFn) -> Tensor:
         """Final hidden states [rows, width], from one token per row."""
@@ -140,7 +142,6 @@ class CpuForward:
 
 
 Norm = tuple[Tensor, float]
-Projection = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,25 +169,25 @@ class _Layer:
     """Whether the outputs of attention and MLP are normed or scaled before they are added."""
 
     @classmethod
-    def of(cls, layer: DecoderLayer) -> _Layer:
+    def of(cls, layer: DecoderLayer, project: Callable[[Any], Projection]) -> _Layer:
         shape, size = layer.attention, layer.attention.key_size
         keys = shape.key_heads * size
         return cls(
             size=size,
             scale=shape.scale,
-            qkv=tuple(map(_projection, layer.qkv)),
+            qkv=tuple(map(project, layer.qkv)),
             widths=[shape.heads * size, keys, keys],
             query_norm=_norm(layer.q_norm),
             key_norm=_norm(layer.k_norm),
             norms_heads=layer.q_norm is None or len(layer.q_norm.module.weight) == size,
-            out=_projection(layer.out),
+            out=project(layer.out),
             before_attention=_norm(layer.before_attention),
             after_attention=_norm(layer.after_attention),
             before_mlp=_norm(layer.before_mlp),
             after_mlp=_norm(layer.after_mlp),
-            gate_up=tuple(map(_projection, layer.gate_up)),
+            gate_up=tuple(map(project, layer.gate_up)),
             activation=layer.activation,
-            down=_projection(layer.down),
+            down=project(layer.down),
             rope=layer.rope,
             residual_scale=layer.residual_scale,
             changes_output=bool(layer.after_attention or layer.after_mlp or layer.residual_scale != 1.0),

@@ -21,6 +21,7 @@ from torch import Tensor
 from toolwise.engine import sampler
 from toolwise.engine.blocks import Lease
 from toolwise.engine.cpu_forward import AttentionFn, CpuForward, ropes_at, ropes_per_step
+from toolwise.engine.cpu_packed import PackedProjections, packing_problem
 from toolwise.engine.cpu_prefill import fits_prefill, read_tokens
 from toolwise.engine.paged_attention import Formula, attend_in_groups
 from toolwise.engine.request import Request
@@ -28,6 +29,8 @@ from toolwise.engine.runner import Inputs, Runner, SplitChunks
 from toolwise.engine.scheduler import Plan
 from toolwise.models.decoder_layers import Decoder, UndescribedError, describe_decoder
 from toolwise.models.dense_attention import dense_attention
+from toolwise.models.logits import logits_head
+from toolwise.models.merged_weights import plain_layer
 
 SPARE_TOKENS = 64
 """Spare room in a new window beyond the tokens held: moving to a larger one takes time."""
@@ -122,6 +125,7 @@ class CpuRunner(Runner):
     def __init__(self, model: Any, block_size: int, head: Callable[[Tensor], Tensor]) -> None:
         self.decoder: Decoder | None = None
         self._forward: CpuForward | None = None
+        self._packed: PackedProjections | None = None
         super().__init__(model, block_size)
         self.head = head
         self._windows_by_width: dict[int, KVWindows] = {}
@@ -158,16 +162,27 @@ class CpuRunner(Runner):
         """The parameters as they were at the last change or pause."""
         assert self.decoder is not None
         if self._forward is None:
-            self._forward = CpuForward(self.decoder)
+            self._forward = CpuForward(self.decoder, self._packed)
         return self._forward
 
     def refresh(self) -> None:
         super().refresh()
         self._forward = None
+        if self._packed is not None:
+            self._packed.clear()
         try:
             self.decoder = describe_decoder(self.model, self.trunk)
         except UndescribedError:  # adapters may have replaced a part that must be plain
             self.decoder = None
+
+    def pack_weights(self) -> bool:
+        """Compute with packed weights from now on, if that pays: for serving, where they seldom change."""
+        if self.decoder is None or packing_problem(self._size) is not None:
+            return False
+        self._packed = packed = PackedProjections()
+        self._forward = None
+        self.head = logits_head(self.model, layer=lambda module: packed(plain_layer(module)))  # type: ignore[arg-type,return-value]
+        return True
 
     def is_brief(self, tokens: int) -> bool:
         """Whether reading so many tokens takes no longer than handing them to another thread does on a busy machine."""

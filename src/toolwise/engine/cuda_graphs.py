@@ -7,6 +7,7 @@ same step runs uncaptured, which is how it is tested.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,8 @@ MAX_STOP_TOKENS = 8
 """Stop tokens per request that fit on the device; a request with more decodes step by step."""
 MIN_SHARED_FRACTION = 0.2
 """Fraction of key reads that must be saved to pay for the two extra launches of shared prefixes."""
+CAPTURE = threading.Lock()
+"""Held during a capture, and by those who use the device beside the engine: see device_streams.py."""
 ROW_FIELDS = ("ids", "positions", "prefix", "seeds", "sampled", "limits", "greedy", "active")
 Shape = tuple[int, int, int]
 """Rows, groups and members of the largest group, each padded; 0 groups if nothing is shared."""
@@ -88,6 +91,7 @@ class MultiStepDecoder:
         self.rows = rows
         self._state = _DecodeState.of(rows, columns, self.device)
         self._sample = kernel("sample", self.device)
+        self._begin_step, self._end_step = (kernel(name, self.device) for name in ("begin_step", "end_step"))
         self._send = partial(to_device, device=self.device)
         self.shapes: set[Shape] = set()
         self._graphs: dict[Shape, Any] = {}
@@ -129,51 +133,44 @@ class MultiStepDecoder:
         rows, groups, members = shape
         s = self._state
         f = {name: field[:rows] for name, field in s.fields.items()}
-        active, positions, tables = f["active"] > 0, f["positions"], s.tables[:rows]
-        offset = positions - f["prefix"]
-        block = tables.gather(1, (offset // self.block_size)[:, None]).squeeze(1).long()
-        slots = torch.where(active, block * self.block_size + positions % self.block_size, -1)
-        lengths = torch.where(active, offset + 1, 0).int()
+        tables = s.tables[:rows]
+        slots, lengths = self._begin_step(f["positions"], f["prefix"], f["active"], tables, self.block_size)
         prefixes = None
         if groups:
             prefixes = PrefixGroups(
                 s.prefix_tables[:groups], s.prefix_lengths[:groups], s.member_starts[: groups + 1], s.members[:rows],
                 members,
             )  # fmt: skip
-        hidden = self.fused.forward_decode(f["ids"], positions, self.cache, slots, tables, lengths, prefixes)
-        tokens, logprobs = self._sample(
-            self.head(hidden), s.temperatures[:rows], f["seeds"], f["sampled"], f["greedy"] > 0
-        )
-        s.tokens[:, :rows].index_copy_(0, s.step, torch.where(active, tokens, -1)[None])
-        s.logprobs[:, :rows].index_copy_(0, s.step, logprobs[None])
-        f["sampled"] += active
-        f["positions"] += active
-        f["ids"].copy_(torch.where(active, tokens, f["ids"]))
-        unfinished = (tokens[:, None] != s.stops[:rows]).all(1) & (f["sampled"] < f["limits"])
-        f["active"].copy_(active & unfinished)
-        s.step += 1
+        hidden = self.fused.forward_decode(f["ids"], f["positions"], self.cache, slots, tables, lengths, prefixes)
+        tokens, logprobs = self._sample(self.head(hidden), s.temperatures[:rows], f["seeds"], f["sampled"], f["greedy"])
+        moved = (f[name] for name in ("ids", "positions", "sampled", "limits", "active"))
+        self._end_step(tokens, logprobs, s.stops[:rows], *moved, s.step, s.tokens, s.logprobs)
 
     def _graph(self, shape: Shape) -> Callable[[], None]:
         if self.device.type != "cuda":
             return lambda: self._step(shape)
         if shape not in self._graphs:
-            saved = {name: field.clone() for name, field in self._state.fields.items()}
-            stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(stream):  # warm up: compile kernels and let libraries plan before the capture
-                self._state.fields["active"].zero_()
-                self._step(shape)
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._step(shape)
-            self._pool = self._pool or graph.pool()
-            self._graphs[shape] = graph
-            for name, field in self._state.fields.items():
-                field.copy_(saved[name])
-            self._state.step.zero_()
+            with CAPTURE:
+                self._graphs[shape] = self._captured(shape)
         replay: Callable[[], None] = self._graphs[shape].replay
         return replay
+
+    def _captured(self, shape: Shape) -> Any:
+        saved = {name: field.clone() for name, field in self._state.fields.items()}
+        stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):  # warm up: compile kernels and let libraries plan before the capture
+            self._state.fields["active"].zero_()
+            self._step(shape)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._step(shape)
+        self._pool = self._pool or graph.pool()
+        for name, field in self._state.fields.items():
+            field.copy_(saved[name])
+        self._state.step.zero_()
+        return graph
 
     # --- loading the state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from toolwise.engine.request import Request
 from toolwise.engine.runner import Inputs, Runner
 from toolwise.kernels import available
 from toolwise.kernels.fused_decoder import FusedDecoder, PagedCache, storage_key, unsupported_reason
+
+log = logging.getLogger("toolwise.engine")
 
 
 def fused_kernels_problem(model: Any) -> str | None:
@@ -94,15 +97,20 @@ class CudaRunner(Runner):
         """Shapes of the multi-step graphs used since the cache was allocated."""
         return () if self._multi_step is None else tuple(self._multi_step.shapes)
 
+    def join_weights(self) -> None:
+        """Build the decoder if there is none for the parameters as they are."""
+        if self._layout_is_current:
+            return
+        if self._fused is None or self._layout != storage_key(self.model):
+            self._fused = FusedDecoder(self.model)
+            self._layout = storage_key(self.model)
+            self._cache = self._multi_step = None
+        self._layout_is_current = True
+
     def _ready(self) -> tuple[FusedDecoder, PagedCache]:
         """The decoder and cache, rebuilt if parameters have moved: CUDA graphs hold addresses. Looked up once per
         `begin`, since walking through the parameters takes as long as a step."""
-        if not self._layout_is_current:
-            if self._fused is None or self._layout != storage_key(self.model):
-                self._fused = FusedDecoder(self.model)
-                self._layout = storage_key(self.model)
-                self._cache = self._multi_step = None
-            self._layout_is_current = True
+        self.join_weights()
         assert self._fused is not None
         if self._cache is None:
             with torch.inference_mode():

@@ -20,7 +20,7 @@ from torch import Tensor
 from toolwise.engine.blocks import BlockManager, check_length
 from toolwise.engine.cpu_runner import CpuRunner
 from toolwise.engine.cuda_runner import CudaRunner, supports_fused_kernels
-from toolwise.engine.delivery import deliver, report_tokens
+from toolwise.engine.delivery import TokenStreams, deliver
 from toolwise.engine.paths import FAST, TRANSFORMERS, engine_path, log_general_path
 from toolwise.engine.request import NO_OPTIONS, ContinuationScores, LogitsMask, OnTokens, Request, ServingOptions
 from toolwise.engine.results import Decode, OutputProcessor
@@ -37,8 +37,6 @@ from toolwise.untrusted.user_code import describe
 
 MAX_STEPS_WHILE_QUEUED = 8
 """Decode steps per scheduling round while other requests wait for a slot, so that finished ones make room soon."""
-MAX_STEPS_WHILE_STREAMED, MAX_STREAM_DELAY_S = 4, 0.05
-"""Decode steps per round if someone reads along: as many as take this long, at most four, at least one."""
 MAX_EVICTING_STEPS = 32
 MANY_ARRIVALS = 8
 FIXED_ROWS = 64
@@ -104,7 +102,7 @@ class Engine(GenerationEngine):
             fixed_chunks=deterministic,
         )
         self.results = OutputProcessor(self.blocks, head, decode)
-        self.steps, self.busy_s, self._step_s = 0, 0.0, MAX_STREAM_DELAY_S
+        self.steps, self.busy_s, self.streams = 0, 0.0, TokenStreams()
         self.most_blocks = 0
         """The most blocks that requests have held at a time."""
         self._pending_actions: deque[Callable[[], None]] = deque()
@@ -223,7 +221,7 @@ class Engine(GenerationEngine):
             finished = self.results.process_step(plan, states, rows, self.version, self._admit_followers)
         self.steps += 1
         self.most_blocks = max(self.most_blocks, self.blocks.in_use)
-        report_tokens(plan)
+        self.streams.report(plan, finished)
         self._finish(finished)
 
     def _admit_followers(self) -> Plan:
@@ -241,14 +239,14 @@ class Engine(GenerationEngine):
         others = bool(self.scheduler.waiting) or len(plan) < len(self.scheduler.running)
         max_steps = MAX_STEPS_WHILE_QUEUED if others else runner.max_decode_steps
         if any(request.streams for request in plan):
-            max_steps = min(MAX_STEPS_WHILE_STREAMED, max(1, int(MAX_STREAM_DELAY_S / self._step_s)))
+            max_steps = min(max_steps, self.streams.max_steps)
         steps = self._reserve_steps({r: min(max_steps, r.sampling.max_new_tokens - r.sampled) for r in plan})
         if not steps:
             return None
         self._prepare()
         start = time.perf_counter()
         tokens, logprobs = runner.decode_multi_step(list(plan), steps, lambda: bool(self._pending_actions))
-        self._step_s = (time.perf_counter() - start) / len(tokens[0])
+        self.streams.step_s = (time.perf_counter() - start) / len(tokens[0])
         finished = self.results.process_multi_step(list(plan), tokens, logprobs, self.version)
         for request in plan:  # if it was interrupted, others need the blocks that it has not used
             self.blocks.trim(request.lease, len(request.tokens))

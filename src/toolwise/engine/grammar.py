@@ -92,6 +92,10 @@ class Vocabulary:
         self._compiled: dict[Grammar, Constraint | str] = {}
         """Or why it cannot be used."""
 
+    def is_compiled(self, grammar: Grammar) -> bool:
+        """Whether `compile` has its result already."""
+        return grammar in self._compiled
+
     def compile(self, grammar: Grammar) -> Constraint:
         """Compile a grammar for any number of requests; recent ones, and recent refusals, are cached."""
         known = self._compiled.get(grammar)

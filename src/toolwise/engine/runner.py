@@ -27,7 +27,7 @@ from toolwise.models.weight_sharing import register_attention, shared_copy
 
 SplitChunks = Callable[[Request, int], Iterator[tuple[int, int]]]
 MAX_CPU_CACHE_BYTES = 4 << 30
-CPU_BATCH_TOKENS, MAX_GPU_BATCH_TOKENS = 4096, 65_536
+CPU_BATCH_TOKENS, MAX_GPU_BATCH_TOKENS = 4096, 262_144
 
 
 @dataclass(slots=True)

@@ -60,9 +60,13 @@ MAX_HEAD_SIZE = 256
 
 _MODULES = {
     "add_rms_norm": "pointwise",
+    "begin_step": "decode_step",
+    "end_step": "decode_step",
     "gated_silu_backward": "backward",
     "gelu_tanh_mul": "pointwise",
+    "linear_add": "decode_linear",
     "merge": "heads",
+    "norm_linear": "decode_linear",
     "paged_attention_decode": "decode_attention",
     "paged_attention_prefill": "prefill_attention",
     "rms_norm": "pointwise",
@@ -78,6 +82,8 @@ _MODULES = {
     "store_kv": "cache_write",
 }
 
+_REFERENCES = dict.fromkeys(("begin_step", "end_step", "linear_add", "norm_linear"), "decode_reference")
+
 
 def available(device: torch.device | str) -> bool:
     """Whether the Triton kernels can run on `device`."""
@@ -86,7 +92,7 @@ def available(device: torch.device | str) -> bool:
 
 def kernel(name: str, device: torch.device | str) -> Any:
     """The implementation of `name` for `device`; look it up once if you call it often."""
-    module = _MODULES[name] if available(device) else "torch_reference"
+    module = _MODULES[name] if available(device) else _REFERENCES.get(name, "torch_reference")
     return getattr(import_module(f"toolwise.kernels.{module}"), name)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from toolwise.errors import PolicyError
-from toolwise.kernels import MAX_HEAD_SIZE, kernel
+from toolwise.kernels import MAX_HEAD_SIZE, available, kernel
 from toolwise.kernels.fused_layer import FusedLayer, fused_layer
 from toolwise.kernels.new_tokens import NewTokens
 from toolwise.models.decoder_layers import UndescribedError, describe_decoder
@@ -98,12 +98,16 @@ class FusedDecoder:
         self.decode: Callable[..., torch.Tensor] = kernel("paged_attention_decode", device)
         self.prefill: Callable[..., torch.Tensor] = kernel("paged_attention_prefill", device)
         self.shared_decode: Callable[..., torch.Tensor] = kernel("shared_prefix_decode", device)
+        self.norm_linear: Callable[..., torch.Tensor] = kernel("norm_linear", device)
+        self.linear_add = kernel("linear_add", device)
+        self.is_small = all(layer.is_small for layer in self.layers)
+        if self.is_small and available(device):  # the kernel before attention lets it be launched ahead
+            self.decode = partial(self.decode, dependent=True)
+            self.shared_decode = partial(self.shared_decode, dependent=True)
 
     def forward(self, ids: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Token ids [T] to normed hidden states [T, W]; `attend` handles the cache."""
-        residual: torch.Tensor = self.decoder.trunk.embed_tokens(ids)
-        if self.decoder.embed_scale != 1.0:
-            residual = residual * self.decoder.embed_scale
+        residual = self._embed(ids)
         first = self.layers[0].before_attention
         hidden = residual if first is None else self.rms_norm(residual, first)
         next_norms = [layer.before_attention for layer in self.layers[1:]] + [self.norm]
@@ -118,6 +122,33 @@ class FusedDecoder:
                 mixed, residual, next_norm, after=layer.after_mlp, scale=layer.residual_scale
             )
         return hidden
+
+    def _forward_small(self, ids: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """`forward` for one token per request of a small model: norms, activation and residual sums are computed by the
+        kernels of the projections."""
+        residual = self._embed(ids)
+        hidden = self.rms_norm(residual, self.layers[0].before_attention)
+        squares: torch.Tensor | None = None
+        next_norms = [*(layer.before_attention for layer in self.layers[1:]), None]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+            qkv = self.norm_linear(hidden, *layer.qkv, squares, self.eps).view(len(ids), -1, self.dim)
+            mixed = attend(index, qkv).flatten(1)
+            residual, hidden, squares = self._linear_add(mixed, layer.out, residual, layer.before_mlp)
+            active = self.norm_linear(hidden, *layer.gate_up, squares, self.eps, layer.gate)
+            residual, hidden, squares = self._linear_add(active, layer.down, residual, next_norm)
+        return self.rms_norm(residual, self.norm)
+
+    def _linear_add(
+        self, x: torch.Tensor, projection: Any, residual: torch.Tensor, next_norm: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self.linear_add(
+            x, projection.weight, projection.bias, residual, next_norm, self.plus_one
+        )
+        return found
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.decoder.trunk.embed_tokens(ids)
+        return embedded if self.decoder.embed_scale == 1.0 else embedded * self.decoder.embed_scale
 
     def _norm_all_heads(self, layer: FusedLayer, qkv: torch.Tensor) -> torch.Tensor:
         """Norm the queries and the keys of all heads together, in place (OLMo 2)."""
@@ -153,7 +184,7 @@ class FusedDecoder:
                 q, *kv_cache, *shared, prefixes.max_members, block_tables, lengths, new=new, **formula
             )
 
-        return self.forward(ids, attend)
+        return self._forward_small(ids, attend) if self.is_small else self.forward(ids, attend)
 
     def forward_prefill(
         self,

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +17,17 @@ from toolwise.kernels import kernel
 from toolwise.models.decoder_layers import Activation, DecoderLayer, RmsNorm, gelu_tanh
 
 ProjectionFn = Callable[[torch.Tensor], torch.Tensor]
+MAX_SMALL_WIDTH = 1024
+"""Hidden states of models whose decode steps `kernels/decode_linear.py` computes; wider ones are faster with the
+products of the library."""
+
+
+class Projection(NamedTuple):
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -25,7 +35,7 @@ class FusedLayer:
     """The weights of one layer: views of the model's own parameters."""
 
     before_attention: torch.Tensor | None
-    qkv: ProjectionFn
+    qkv: Projection
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     norms_heads: bool
@@ -36,12 +46,29 @@ class FusedLayer:
     out: ProjectionFn
     after_attention: torch.Tensor | None
     before_mlp: torch.Tensor | None
-    gate_up: ProjectionFn
+    gate_up: Projection
     activate: ProjectionFn
     """act(gate) · up"""
     down: ProjectionFn
     after_mlp: torch.Tensor | None
     residual_scale: float
+    gate: str | None
+    """The activation as an argument of `norm_linear`; None if it has another."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the layer can run in the kernels of `decode_linear.py`, and is small enough for them to be faster."""
+        plain = type(self.out) is nn.Linear and type(self.down) is nn.Linear and self.residual_scale == 1.0
+        norms_before = self.before_attention is not None and self.before_mlp is not None
+        norms_after = self.after_attention is not None or self.after_mlp is not None
+        whole_norms = self.q_norm is not None and not self.norms_heads
+        width = self.qkv.weight.shape[1]
+        known = plain and norms_before and not norms_after and not whole_norms and self.gate is not None
+        return known and width <= MAX_SMALL_WIDTH and _computes_fast(self.qkv.weight)
+
+
+def _computes_fast(weight: torch.Tensor) -> bool:
+    return not weight.is_cuda or weight.element_size() == 2
 
 
 def fused_layer(layer: DecoderLayer, device: torch.device) -> FusedLayer:
@@ -65,6 +92,7 @@ def fused_layer(layer: DecoderLayer, device: torch.device) -> FusedLayer:
         down=layer.down,
         after_mlp=weight(layer.after_mlp),
         residual_scale=layer.residual_scale,
+        gate="silu" if layer.activation is F.silu else "gelu_tanh" if layer.activation is gelu_tanh else None,
     )
 
 
@@ -80,11 +108,11 @@ def _gated_activation(activation: Activation, device: torch.device) -> Projectio
     return gated
 
 
-def _fused_projection(parts: Sequence[Any]) -> ProjectionFn:
+def _fused_projection(parts: Sequence[Any]) -> Projection:
     """Concatenated outputs of layers with the same input, in one matmul."""
     weight = fuse_parameters([part.weight for part in parts])
     bias = None if parts[0].bias is None else fuse_parameters([part.bias for part in parts])
-    return partial(F.linear, weight=weight, bias=bias)
+    return Projection(weight, bias)
 
 
 def common_storage(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -77,7 +77,7 @@ def _silu_mul_backward(gate, up, grad, grad_gate, grad_up, count, TILE: tl.const
 
 
 def _warps(width: int) -> int:
-    return min(8, max(1, width // 256))
+    return int(min(8, max(1, triton.next_power_of_2(width) // 256)))
 
 
 def rms_norm(

@@ -27,7 +27,8 @@ from toolwise.kernels.attention_parts import (
     score_constants,
     store_output,
 )
-from toolwise.kernels.decode_attention import decode_one, merge_splits, splits_for
+from toolwise.kernels.decode_attention import decode_one, decode_part, merge_splits, splits_for
+from toolwise.kernels.dependent_launch import dependent_launch, wait_for_inputs
 from toolwise.kernels.new_tokens import NewTokens
 
 MAX_ROWS = 64
@@ -109,12 +110,85 @@ def _prefixes_and_tails(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["slots_in_all"])
+def _prefixes(
+    q, k_cache, v_cache, tables, lengths, tail_lengths, starts, members, out, lse, cos, sin, q_weight,
+    q_stride, table_stride, scale, eps, slots_in_all,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ROW_TILES: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, NEW: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
+):  # fmt: skip
+    """Program (kv head, split, row tile, group)."""
+    wait_for_inputs(True)
+    kv_head, rest = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
+    split, rest = rest % SPLITS, rest // SPLITS
+    _prefix_one(
+        kv_head, rest % ROW_TILES, split, rest // ROW_TILES, q, k_cache, v_cache, tables, lengths, tail_lengths, starts,
+        members, out, lse, cos, sin, q_weight, q_stride, table_stride, scale, eps, slots_in_all, KV_HEADS, GROUP, ROWS,
+        DIM, WIDE, BLOCK, KEYS, SPLITS, WINDOW, CAP, NEW, ROTARY, NORM, PLUS_ONE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tails(
+    q, k_cache, v_cache, tables, lengths, parts, part_lse, out, new_k, new_v, cos, sin, slots, q_weight, k_weight,
+    q_stride, kv_stride, table_stride, scale, eps,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    NEW: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
+):  # fmt: skip
+    """Program (kv head, request), launched while `_prefixes` still runs, which waited for everything that this reads
+    first; its own results are waited for and merged at the end."""
+    kv_head, request = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
+    acc, top, total = decode_part(
+        kv_head, 0, request, q, k_cache, v_cache, tables, lengths, new_k, new_v, cos, sin, slots, q_weight, k_weight,
+        q_stride, kv_stride, table_stride, scale, eps, KV_HEADS, GROUP, ROWS, DIM, WIDE, BLOCK, KEYS, 1, WINDOW, CAP,
+        NEW, ROTARY, NORM, PLUS_ONE,
+    )  # fmt: skip
+    wait_for_inputs(True)
+    row, d = tl.arange(0, ROWS), tl.arange(0, WIDE)
+    heads = kv_head * GROUP + row
+    for part in tl.static_range(PARTS):
+        rows = (request.to(tl.int64) * PARTS + part) * (KV_HEADS * GROUP) + heads
+        lse = tl.load(part_lse + rows, mask=row < GROUP, other=float("-inf"))
+        some = lse > float("-inf")
+        inside = some[:, None]
+        if WIDE != DIM:
+            inside = inside & (d < DIM)[None, :]
+        value = tl.load(parts + rows[:, None] * DIM + d[None, :], mask=inside, other=0.0)
+        higher = tl.maximum(top, lse)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink, weight = tl.exp2(top - base), tl.exp2(lse - base)
+        acc = acc * shrink[:, None] + value * weight[:, None]
+        total, top = total * shrink + weight, higher
+    rows = request.to(tl.int64) * (KV_HEADS * GROUP) + heads
+    store_output(acc, top, total, out, out, rows, row < GROUP, DIM, WIDE, False)
+
+
 def _programs(q: torch.Tensor, tails: int) -> tuple[Tiles, int]:
     """Tiles, and the number of programs that the prefixes are split into at least: few, since each of them has more to
     compute than a tail's, and every split is one more to merge. Measured on an H200 with heads of 64 in bf16."""
     if row_bytes(q) > 256:
         return default_tiles(q, 2, 8), 264
     return (Tiles(keys=32, warps=1), 264) if tails >= MANY_TAILS else (Tiles(keys=128, warps=4), 132)
+
+
+def _apart(q: torch.Tensor) -> tuple[Tiles, Tiles] | None:
+    """Tiles of prefixes and tails that are launched one after the other; None for heads that are too large for them.
+    Measured on an H200 with heads of 64 in bf16."""
+    if row_bytes(q) > 256:
+        return None
+    return Tiles(keys=128, warps=4, stages=2), Tiles(keys=32, warps=1)
+
+
+def _most_keys(tables: torch.Tensor, block: int, window: int | None) -> int:
+    return min(tables.shape[1] * block, window or tables.shape[1] * block)
+
+
+def _partial_outputs(q: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, dim = q.shape
+    parts = torch.empty(batch, slots, heads, dim, dtype=torch.float32, device=q.device)
+    return parts, torch.empty(batch, slots, heads, dtype=torch.float32, device=q.device)
 
 
 def shared_prefix_decode(
@@ -136,6 +210,7 @@ def shared_prefix_decode(
     new: NewTokens | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    dependent: bool = False,
 ) -> torch.Tensor:
     """Attention of q[B, H, D]: request b of group g over the keys of prefix g, then those of its own tail; with `new`,
     also rope and the cache write, as in `paged_attention_decode`.
@@ -148,30 +223,41 @@ def shared_prefix_decode(
     batch, heads, dim = q.shape
     _, block, kv_heads, _ = k_cache.shape
     default, prefix_programs = _programs(q, batch * kv_heads)
-    tiles = tiles or default
-    groups, group = prefix_lengths.shape[0], heads // kv_heads
+    tiles, apart = tiles or default, _apart(q)
+    groups, group = len(prefix_lengths), heads // kv_heads
     rows = min(default_rows(q, MAX_ROWS), max(16, triton.next_power_of_2(max_members * group)))
     row_tiles = triton.cdiv(max_members * group, rows)
-    most_keys, most_tail_keys = (
-        min(tables.shape[1] * block, window or tables.shape[1] * block) for tables in (prefix_tables, tail_tables)
-    )
-    splits = splits_for(groups * kv_heads * row_tiles, most_keys, tiles, prefix_programs)
-    tails = tail_splits or splits_for(batch * kv_heads, most_tail_keys, tiles)
-    parts = torch.empty(batch, splits + tails, heads, dim, dtype=torch.float32, device=q.device)
-    lse = torch.empty(batch, splits + tails, heads, dtype=torch.float32, device=q.device)
+    programs = groups * kv_heads * row_tiles
+    splits = splits_for(programs, _most_keys(prefix_tables, block, window), tiles, prefix_programs)
+    tails = tail_splits or splits_for(batch * kv_heads, _most_keys(tail_tables, block, window), tiles)
     n = new or NewTokens(q, q, q, q, tail_lengths)
     factor, cap = score_constants(scale, softcap)
-    prefix_programs = kv_heads * row_tiles * splits * groups
-    _prefixes_and_tails[(prefix_programs + kv_heads * tails * batch,)](
+    q_weight, k_weight = (q if weight is None else weight for weight in (n.q_weight, n.k_weight))
+    tail_rows, wide = max(16, triton.next_power_of_2(group)), padded_dim(dim)
+    formula = (window or 0, cap, new is not None, n.cos.shape[-1], n.q_weight is not None, n.plus_one)
+    out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device) if out is None else out
+    overlap = apart if tails == 1 and dependent_launch(q.device) else None
+    parts, lse = _partial_outputs(q, splits + (0 if overlap else tails))
+    if overlap is not None:
+        of_prefixes, of_tails = overlap
+        _prefixes[(programs * splits,)](
+            q, k_cache, v_cache, prefix_tables, prefix_lengths, tail_lengths, member_starts, members, parts, lse, n.cos,
+            n.sin, q_weight, q.stride(0), prefix_tables.stride(0), factor, n.eps, splits, kv_heads, group, rows,
+            row_tiles, dim, wide, block, of_prefixes.keys, splits, *formula,
+            num_warps=of_prefixes.warps, num_stages=of_prefixes.stages, launch_pdl=dependent,
+        )  # fmt: skip
+        _tails[(kv_heads * batch,)](
+            q, k_cache, v_cache, tail_tables, tail_lengths, parts, lse, out, n.k, n.v, n.cos, n.sin, n.slots, q_weight,
+            k_weight, q.stride(0), n.k.stride(0), tail_tables.stride(0), factor, n.eps, kv_heads, group, tail_rows, dim,
+            wide, block, of_tails.keys, splits, *formula,
+            num_warps=of_tails.warps, num_stages=of_tails.stages, launch_pdl=True,
+        )  # fmt: skip
+        return out
+    _prefixes_and_tails[(programs * splits + kv_heads * tails * batch,)](
         q, k_cache, v_cache, prefix_tables, prefix_lengths, tail_tables, tail_lengths, member_starts, members, parts,
-        lse, n.k, n.v, n.cos, n.sin, n.slots, q if n.q_weight is None else n.q_weight,
-        q if n.k_weight is None else n.k_weight,
-        q.stride(0), n.k.stride(0), prefix_tables.stride(0), tail_tables.stride(0), factor, n.eps, splits + tails,
-        prefix_programs,
-        kv_heads, group, rows, row_tiles, max(16, triton.next_power_of_2(group)), dim, padded_dim(dim), block,
-        tiles.keys, splits, tails, window or 0, cap, new is not None, n.cos.shape[-1], n.q_weight is not None,
-        n.plus_one,
+        lse, n.k, n.v, n.cos, n.sin, n.slots, q_weight, k_weight, q.stride(0), n.k.stride(0), prefix_tables.stride(0),
+        tail_tables.stride(0), factor, n.eps, splits + tails, programs * splits,
+        kv_heads, group, rows, row_tiles, tail_rows, dim, wide, block, tiles.keys, splits, tails, *formula,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device) if out is None else out
     return merge_splits(parts, lse, out)

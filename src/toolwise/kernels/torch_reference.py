@@ -292,5 +292,5 @@ def sample(
     cumulative = logprobs.double().exp().cumsum(-1)
     goal = (uniforms(seeds, positions) * cumulative[:, -1])[:, None]
     sampled = torch.searchsorted(cumulative, goal, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
-    tokens = torch.where(greedy, logprobs.argmax(-1), sampled)
+    tokens = torch.where(greedy.bool(), logprobs.argmax(-1), sampled)
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)

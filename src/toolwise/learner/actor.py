@@ -3,7 +3,7 @@ ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,9 +33,11 @@ from toolwise.learner.optimizer import Optimizer
 from toolwise.learner.packing import Packed
 from toolwise.learner.reference import build_reference
 from toolwise.learner.rows import require_tokens
+from toolwise.learner.sharding import is_sharded, run_pass, shard_model
+from toolwise.learner.token_statistics import TokenStatistics
 from toolwise.models.loader import load_weights
 from toolwise.protocols import Annotation, Metrics, PolicyLoss
-from toolwise.types import AnnotatedRollout, CreditedRollout, ScoredRollout, ThinkingByRollout
+from toolwise.types import AnnotatedRollout, CreditedRollout, ScoredRollout, ThinkingByRollout, UpdatedTokens
 
 MAX_PROBE_ROWS = 8
 
@@ -63,9 +65,10 @@ class Actor:
         critic: Critic | None = None,
         extra_parameters: Sequence[Tensor] = (),
         loss: PolicyLoss | None = None,
+        shard: bool = False,
     ) -> None:
         """`extra_parameters`: weights outside `model` that the actor's optimiser updates too. `loss`: that of the
-        configuration if None."""
+        configuration if None. `shard`: divide the weights among all processes."""
         actor, algorithm = config.actor, config.algorithm
         if algorithm.kl == "loss":
             check_kl_loss(algorithm.kl_estimator)
@@ -77,7 +80,19 @@ class Actor:
         self._recomputes = uses_old_logprobs(actor, self.loss) and not actor.one_step
         """Whether `annotate` computes the old log-probs; a single step takes its own."""
         self.version = self._at_version = 0
+        self.updated: Mapping[str, UpdatedTokens] = {}
+        self._statistics: TokenStatistics | None = None
         self.adapters = Adapters(model, actor.lora, config.seed) if actor.lora.rank else None
+        required: dict[Annotation, bool] = {
+            "old_logprobs": self._recomputes,
+            "ref_logprobs": algorithm.kl != "none",
+            "values": critic is not None,
+        }
+        self.required_annotations = needs | {name for name, is_required in required.items() if is_required}
+        self.reference = build_reference(model, self.adapters) if "ref_logprobs" in self.required_annotations else None
+        for sharded in (model, self.reference) if shard else ():
+            if sharded is not None:
+                shard_model(sharded)
         self.optimizer = Optimizer(
             [*model.parameters(), *extra_parameters],
             actor,
@@ -87,15 +102,9 @@ class Actor:
             state=actor.optimizer_state,
         )
         self.kl = KlCoefficient(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
-        required: dict[Annotation, bool] = {
-            "old_logprobs": self._recomputes,
-            "ref_logprobs": algorithm.kl != "none",
-            "values": critic is not None,
-        }
-        self.required_annotations = needs | {name for name, is_required in required.items() if is_required}
-        self.reference = build_reference(model, self.adapters) if "ref_logprobs" in self.required_annotations else None
         if "values" in self.required_annotations and critic is None:
             raise ConfigError("the advantage estimator needs values but the actor has no critic: pass one")
+        self._trunk: TrunkForward | None = None
         self.memory = MicroBatchLimit(actor.micro_batch_tokens or default_pass_tokens(model, self.optimizer, actor))
         self.optimizer.reserve = self.memory.reserve
         if critic is not None:
@@ -112,12 +121,18 @@ class Actor:
         device: torch.device = next(self.model.parameters()).device
         return device
 
+    @property
+    def precision(self) -> torch.dtype:
+        """Of log-probs and losses: fp32, or the weights' own if that is higher."""
+        return torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+
     def annotate(
         self, scored: Sequence[ScoredRollout], thinking: ThinkingByRollout | None = None
     ) -> list[AnnotatedRollout]:
         """Add old log-probs, reference log-probs and values, each only if the estimator or the settings need it."""
         require_tokens(scored)
-        columns = self._annotations(scored) if self.required_annotations and scored else {}
+        takes_part = bool(scored) or is_sharded(self.model)  # other processes' passes wait for this one's
+        columns = self._annotations(scored) if self.required_annotations and takes_part else {}
         kl_coef = self.kl.value if self.config.algorithm.kl == "reward" else None
         return [
             AnnotatedRollout(
@@ -148,10 +163,12 @@ class Actor:
         [tokens] = distributed.sum_over_ranks([float(len(batch.trainable_rows()))], self.device)
         at_version, version = self.version, self.version + 1
         self._at_version = at_version
+        self.updated = {}
         if not tokens:
             self.version = version
             return {"actor/updates": 0.0}
         self._check(batch)
+        self._statistics = TokenStatistics(batch)
         metrics: Metrics = {}
         if self.critic is not None:
             self.version = version
@@ -172,6 +189,7 @@ class Actor:
             for name, value in (step.metrics | norms).items():
                 sums[name] = sums.get(name, 0.0) + value
             updates += 1
+        self.updated, self._statistics = self._statistics.per_rollout(credited), None
         means = {name: value / updates for name, value in sums.items()}
         return metrics | self._report(batch, means, updates) | self.memory.take_metrics()
 
@@ -183,6 +201,7 @@ class Actor:
         if not rows:
             return {}
         self._check(batch)
+        self._statistics = None
         self._at_version = self.version
         try:
             logprobs = self._gradients(batch, rows).logprobs
@@ -234,12 +253,16 @@ class Actor:
     def _accumulate(
         self, batch: Batch, rows: list[int], weights: Tensor, max_tokens: int
     ) -> tuple[Tensor, Tensor, MetricSums]:
-        logprobs = torch.full((len(batch),), torch.nan, device=self.device)
-        loss_share = torch.zeros(len(batch.rollout_ids), device=self.device)
+        logprobs = torch.full((len(batch),), torch.nan, device=self.device, dtype=self.precision)
+        loss_share = torch.zeros(len(batch.rollout_ids), device=self.device, dtype=self.precision)
         sums = MetricSums(self.device, metric_names(self.config.actor, self.loss))
-        trunk = TrunkForward(self.model)
+        trunk = self._trunk = TrunkForward.prepared(self.model, self._trunk)
         for packed, columns in batch.packed(rows, self.model, self.config.actor, max_tokens):
             new_logprobs, entropy = self._forward(self.model, trunk, packed)
+            if columns is None:
+                (new_logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+                self.optimizer.accumulate_gradients()
+                continue
             terms = policy_loss_terms(
                 self.config, self.loss, self.kl.value, batch, columns, new_logprobs, entropy, self._at_version
             )
@@ -248,6 +271,8 @@ class Actor:
             (terms.total * weight).sum().backward()  # type: ignore[no-untyped-call]
             self.optimizer.accumulate_gradients()
             logprobs[columns] = new_logprobs.detach()
+            if self._statistics is not None:
+                self._statistics.add(columns, new_logprobs, entropy, terms.metrics)
             loss_share.index_add_(0, batch.rollout[columns], terms.total.detach().abs() * weight)
             sums.add(terms, weight, packed.T)
         return logprobs, loss_share, sums
@@ -255,13 +280,8 @@ class Actor:
     def _forward(
         self, model: Any, trunk: TrunkForward, packed: Packed, temperature: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        return token_logprobs(
-            model,
-            trunk(packed),
-            packed,
-            temperature or self.config.rollout.temperature,
-            chunk_tokens=self.config.actor.logit_chunk_tokens,
-        )
+        chosen, chunk = temperature or self.config.rollout.temperature, self.config.actor.logit_chunk_tokens
+        return run_pass(model, lambda: token_logprobs(model, trunk(packed), packed, chosen, chunk_tokens=chunk))
 
     @torch.no_grad()
     def _logprobs(
@@ -270,9 +290,11 @@ class Actor:
         chosen = batch.trainable_rows() if rows is None else rows
 
         def compute(max_tokens: int) -> Tensor:
-            logprobs, trunk = torch.zeros(len(batch), device=self.device), TrunkForward(model)
+            logprobs, trunk = torch.zeros(len(batch), device=self.device, dtype=self.precision), TrunkForward(model)
             for packed, columns in batch.packed(chosen, model, self.config.actor, max_tokens):
-                logprobs[columns] = self._forward(model, trunk, packed, temperature)[0]
+                computed = self._forward(model, trunk, packed, temperature)[0]
+                if columns is not None:
+                    logprobs[columns] = computed
             return logprobs
 
         return self.memory.fit(compute, batch.lengths(chosen))
@@ -328,6 +350,8 @@ class Actor:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "learners" in state:
+            raise CheckpointError("the checkpoint is of several learners: resume it on a cluster (--cluster)")
         for name, part in (("critic", self.critic), ("adapters", self.adapters)):
             if (part is None) != (name not in state):
                 has = "has none" if part is not None else "has one"

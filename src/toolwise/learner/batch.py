@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from toolwise.learner.forward import can_share_prefixes, prefers_node_layout
 from toolwise.learner.packing import Packed, micro_batches
 from toolwise.learner.router_columns import RouterColumns, router_columns
 from toolwise.learner.rows import Row, build_rows
+from toolwise.learner.sharding import equal_passes
 from toolwise.types import AnnotatedRollout, CreditedRollout, ScoredRollout, StepData
 
 if TYPE_CHECKING:
@@ -80,9 +82,22 @@ class Batch:
 
     def packed(
         self, rows: Sequence[int], model: Any, config: ActorConfig, max_tokens: int | None = None
-    ) -> Iterator[tuple[Packed, Tensor]]:
+    ) -> Iterator[tuple[Packed, Tensor | None]]:
         """Yield micro-batches of these rows for `model`, each with the column indices of its sampled tokens.
-        `max_tokens` takes the place of `actor.micro_batch_tokens`."""
+        `max_tokens` takes the place of `actor.micro_batch_tokens`. None in place of the indices: a filler, whose pass
+        must be run and must add nothing (`sharding.equal_passes`)."""
+        parts = self._packed(rows, model, config, max_tokens)
+        for (part, columns), is_filler in equal_passes(model, parts, partial(self._filler, model, config)):
+            yield part, None if is_filler else columns
+
+    def _filler(self, model: Any, config: ActorConfig) -> tuple[Packed, Tensor]:
+        row = Row("", [0, 0], [False, True], [0.0, 0.0], [0.0, 0.0])
+        [part] = micro_batches([row], config.pass_tokens, device=self.device, nodes=prefers_node_layout(model))
+        return part, torch.zeros(1, dtype=torch.long, device=self.device)
+
+    def _packed(
+        self, rows: Sequence[int], model: Any, config: ActorConfig, max_tokens: int | None
+    ) -> Iterator[tuple[Packed, Tensor]]:
         if not rows:
             return
         chosen = torch.tensor(list(rows), device=self.device)
@@ -127,7 +142,7 @@ def build_batch(credited: Sequence[CreditedRollout], device: Any = "cpu") -> Bat
     rollout_of_token = np.repeat(
         [i for i, rollout in enumerate(credited) for _ in rollout.steps] or [0], counts if steps else 0
     )
-    sampled = np.concatenate([np.array(row.sampled, dtype=bool) for row in rows]) if rows else np.zeros(0, bool)
+    sampled = np.concatenate([np.frombuffer(bytes(row.sampled), bool) for row in rows]) if rows else np.zeros(0, bool)
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     row_starts = np.cumsum(lengths) - lengths
     positions = np.arange(lengths.sum()) - np.repeat(row_starts, lengths)

@@ -21,17 +21,20 @@ def build_learner(
     load_critic: Callable[[str], Any],
     extra_parameters: Sequence[Any] = (),
     loss: PolicyLoss | None = None,
+    shard: bool = False,
 ) -> Actor:
     """Return the actor, with a critic and a reference if needed. `load_critic` loads the model at `critic.path`;
     `extra_parameters` are weights outside `model` that the actor's optimiser updates too; `loss` replaces that of
-    `actor.policy_loss`."""
+    `actor.policy_loss`; `shard` divides the weights among all processes."""
     critic = None
     if "values" in estimator.needs:
         path = config.critic.path
         trunk = load_critic(path) if path else copy.deepcopy(model)
         _check_vocabulary(trunk, model, path)
-        critic = Critic(trunk, config, per=estimator.per)
-    return Actor(model, config, needs=estimator.needs, critic=critic, extra_parameters=extra_parameters, loss=loss)
+        critic = Critic(trunk, config, per=estimator.per, shard=shard)
+    return Actor(
+        model, config, needs=estimator.needs, critic=critic, extra_parameters=extra_parameters, loss=loss, shard=shard
+    )
 
 
 def _check_vocabulary(trunk: Any, model: Any, path: str) -> None:

@@ -22,18 +22,23 @@ from toolwise.learner.losses import clipped_value_loss
 from toolwise.learner.memory import MicroBatchLimit
 from toolwise.learner.mini_batches import mini_batches
 from toolwise.learner.optimizer import Optimizer
+from toolwise.learner.sharding import run_pass, shard_model
 from toolwise.protocols import Metrics
 
 
 class Critic:
-    def __init__(self, model: Any, config: RunConfig, *, per: Literal["token", "turn"] = "token") -> None:
+    def __init__(
+        self, model: Any, config: RunConfig, *, per: Literal["token", "turn"] = "token", shard: bool = False
+    ) -> None:
         """Takes ownership of `model`. The estimator decides whether it learns a value for every sampled token, or only
-        for the first of each turn."""
+        for the first of each turn. `shard`: divide the weights among all processes."""
         self.config = config
         self.memory = MicroBatchLimit(config.actor.pass_tokens)
         self.per = per
         self.model = model.eval().requires_grad_(False)
         self.trunk = model.get_decoder().requires_grad_(True)
+        if shard:
+            shard_model(model)
         width = int(self.trunk.get_input_embeddings().weight.shape[1])
         device = next(model.parameters()).device
         self.head = torch.nn.Linear(int(getattr(self.trunk.config, "hidden_size", width)), 1, device=device)
@@ -54,16 +59,18 @@ class Critic:
         rows = batch.trainable_rows()
 
         def compute(max_tokens: int) -> Tensor:
-            values = torch.zeros(len(batch), device=batch.device)
+            values = torch.zeros(len(batch), device=batch.device, dtype=self.head.weight.dtype)
             for packed, columns in batch.packed(rows, self.model, self.config.actor, max_tokens):
-                values[columns] = self._values(packed)
+                computed = self._values(packed)
+                if columns is not None:
+                    values[columns] = computed
             return values
 
         return self.memory.fit(compute, batch.lengths(rows))
 
     def _values(self, packed: Any) -> Tensor:
-        hidden = hidden_states(self.model, packed)[packed.source]
-        values: Tensor = self.head(hidden.float()).squeeze(-1)
+        hidden = run_pass(self.model, lambda: hidden_states(self.model, packed))[packed.source]
+        values: Tensor = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
         return values
 
     def update(self, batch: Batch, version: int) -> Metrics:
@@ -107,7 +114,12 @@ class Critic:
         assert batch.returns is not None
         sums = torch.zeros(2, device=batch.device)
         for packed, columns in batch.packed(rows, self.model, self.config.actor, max_tokens):
-            values, weight = self._values(packed), weights[columns]
+            values = self._values(packed)
+            if columns is None:
+                (values.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+                self.optimizer.accumulate_gradients()
+                continue
+            weight = weights[columns]
             losses, clipped = clipped_value_loss(
                 values, batch.values[columns], batch.returns[columns], clip=self.config.critic.value_clip or None
             )

@@ -11,20 +11,19 @@ projection is the trainable layer in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from toolwise.kernels import available, kernel
-from toolwise.kernels.fused_layer import common_storage, fuse_parameters
+from toolwise.learner.joint_projections import AdaptedProjection, Projection, joint_projection
 from toolwise.learner.row_trees import Segment
 from toolwise.learner.tree_attention import (
     FlashKernel,
@@ -43,15 +42,8 @@ from toolwise.models.decoder_layers import (
     longrope_limit,
     max_context,
 )
-from toolwise.models.merged_weights import (
-    AdaptedLinear,
-    adapter_gradients,
-    is_adapter,
-    merged_copy,
-    trainable_layer,
-)
+from toolwise.models.merged_weights import is_adapter, merged_copy, trainable_layer
 
-Projection = Callable[[Tensor], Tensor]
 _PROBLEMS: Any = WeakIdKeyDictionary()
 """What keeps a model from this path, by its first parameter, which is the same object in all copies of the model."""
 PROBE_TOKENS, MAX_PROBED_POSITION = 24, 1 << 17
@@ -138,7 +130,7 @@ class _Layer:
 
 class DecoderForward:
     """The decoder of a model, prepared for the micro-batches of one update, during which neither its modules nor its
-    adapters change."""
+    adapters change; `refresh` prepares it for the next update."""
 
     def __init__(self, model: Any, attention: FlashKernel | None = None) -> None:
         plain = merged_copy(model)
@@ -146,9 +138,15 @@ class DecoderForward:
         self.attention = attention or FlashKernel()
         self.recompute = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         sources = None if plain is model else _by_plain_module(plain, model)
+        self._trainable: dict[int, tuple[Any, Any]] = {}
+        """By the id of an adapter: the adapter, and the layer in its place."""
 
         def trainable(parts: Sequence[Any]) -> list[Any]:
-            return list(parts) if sources is None else [trainable_layer(sources[id(part)]) for part in parts]
+            if sources is None:
+                return list(parts)
+            found = [(sources[id(part)], trainable_layer(sources[id(part)])) for part in parts]
+            self._trainable |= {id(source): (source, layer) for source, layer in found if layer is not source}
+            return [layer for _, layer in found]
 
         self.layers = [
             _Layer(
@@ -160,6 +158,14 @@ class DecoderForward:
             )
             for layer in self.decoder.layers
         ]
+
+    def refresh(self) -> bool:
+        """Take the adapters as they are now; False if their merged weights are elsewhere, so that it must be built
+        again. The modules and the parameters of the model must be the same as before."""
+        if any(trainable_layer(adapter) is not layer for adapter, layer in self._trainable.values()):
+            return False
+        projections = (p for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down))
+        return all(p.refresh() for p in projections if isinstance(p, AdaptedProjection))
 
     def __call__(self, ids: Tensor, positions: Tensor, parts: Parts) -> Tensor:
         """[T, d]: the last hidden state of each of the packed tokens."""
@@ -220,80 +226,6 @@ def _norm_heads(qkv: Tensor, heads: int, key_heads: int, q_norm: Any, k_norm: An
         F.rms_norm(x, x.shape[-1:], norm.module.weight, norm.epsilon) for x, norm in ((query, q_norm), (key, k_norm))
     )
     return torch.cat([query, key, value], 1)
-
-
-def joint_projection(parts: Sequence[Any]) -> Projection:
-    """The outputs of layers with the same input, concatenated: one product where their weights can be joined."""
-    if len(parts) == 1:
-        only: Projection = parts[0]
-        return only
-    plain = all(type(part) is nn.Linear for part in parts)
-    if len({part.bias is None for part in parts}) > 1 or not (plain or all(map(_has_frozen_weight, parts))):
-        return lambda x: torch.cat([part(x) for part in parts], -1)
-    weights, biases = [part.weight for part in parts], [part.bias for part in parts if part.bias is not None]
-    owned = all(weight.requires_grad for weight in weights) or all(isinstance(part, AdaptedLinear) for part in parts)
-    if not owned and common_storage(weights) is None:
-        # Others may have joined these weights in another way, and would move them back.
-        return lambda x: torch.cat([part(x) for part in parts], -1)
-    weight, bias = fuse_parameters(weights), fuse_parameters(biases) if biases else None
-    if plain:
-        return lambda x: JointLinear.apply(x, weight, bias, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
-    ends = list(accumulate(map(len, weights), initial=0))
-    adapted = [
-        (part, slice(*span)) for part, span in zip(parts, pairwise(ends), strict=True) if hasattr(part, "lora_a")
-    ]
-    where = [(part.scaling, span) for part, span in adapted]
-    adapters = [tensor for part, _ in adapted for tensor in (part.lora_a, part.lora_b)]
-    return lambda x: JointMergedLinear.apply(x, weight, bias, where, *adapters)  # type: ignore[no-untyped-call]
-
-
-def _has_frozen_weight(part: Any) -> bool:
-    if isinstance(part, AdaptedLinear):
-        return not part.transposed
-    return type(part) is nn.Linear and not any(parameter.requires_grad for parameter in part.parameters())
-
-
-class JointLinear(torch.autograd.Function):
-    """x·Wᵀ + b for the joint weight of several layers, which get the gradients of their rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, count: int, *parts: Tensor) -> Tensor:
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[4:]) else None, weight)
-        ctx.sizes, ctx.biased = [len(part) for part in parts[:count]], len(parts) > count
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        grad = grads[0]
-        weights: Sequence[Tensor | None] = [None] * len(ctx.sizes)
-        biases: Sequence[Tensor | None] = [None] * (len(ctx.sizes) * ctx.biased)
-        if any(ctx.needs_input_grad[4:]):
-            weights = torch.split(grad.t() @ x, ctx.sizes)
-            biases = torch.split(grad.sum(0), ctx.sizes) if ctx.biased else ()
-        return grad @ weight if ctx.needs_input_grad[0] else None, None, None, None, *weights, *biases
-
-
-class JointMergedLinear(torch.autograd.Function):
-    """`MergedProduct` of several layers with one joint weight, which is frozen. `where`: scaling and rows of each
-    adapted layer, whose A and B follow."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, where: list[tuple[float, slice]], *adapters: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, *adapters)
-        ctx.where = where
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weight, *adapters = ctx.saved_tensors
-        grad = grads[0]
-        found: list[Tensor] = []
-        for (scaling, rows), lora_a, lora_b in zip(ctx.where, adapters[::2], adapters[1::2], strict=True):
-            found += adapter_gradients(grad[:, rows], x, lora_a, lora_b, scaling)
-        return grad @ weight if ctx.needs_input_grad[0] else None, None, None, None, *found
 
 
 class Norm(torch.autograd.Function):

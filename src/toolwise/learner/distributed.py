@@ -6,11 +6,13 @@ are summed, not averaged, and equal those of a single process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def is_distributed() -> bool:
@@ -33,7 +35,26 @@ def sum_gradients(weights: Iterable[Tensor]) -> None:
     for weight in weights:
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        dist.all_reduce(weight.grad)
+        if not isinstance(weight.grad, DTensor):  # which is summed in the backward pass
+            dist.all_reduce(weight.grad)
+
+
+def clip_gradients(weights: Iterable[Tensor], max_norm: float) -> float:
+    """Scale the gradients down to `max_norm`, over all processes if they are sharded; return their norm before."""
+    weights = list(weights)
+    sharded = [weight.grad.to_local() for weight in weights if isinstance(weight.grad, DTensor)]
+    if not sharded:
+        return float(torch.nn.utils.clip_grad_norm_(weights, max_norm))
+    whole = [weight.grad for weight in weights if weight.grad is not None and not isinstance(weight.grad, DTensor)]
+    [squared] = sum_over_ranks([float(_squared_norm(sharded))], sharded[0].device)
+    norm = math.sqrt(squared + float(_squared_norm(whole)))
+    if norm > max_norm:
+        torch._foreach_mul_([*sharded, *whole], max_norm / (norm + 1e-6))
+    return norm
+
+
+def _squared_norm(tensors: Sequence[Tensor]) -> float:
+    return sum(float(tensor.double().square().sum()) for tensor in tensors)
 
 
 def _all_reduce(values: Sequence[float], device: torch.device | str, op: dist.ReduceOp.RedOpType) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,12 +13,17 @@ VALUES_PER_TENSOR = 64
 """Values hashed per tensor; an update changes nearly all of them."""
 
 
-@torch.no_grad()
 def fingerprint(model: Any) -> str:
     """Hash a sample of the weights."""
+    return fingerprint_of(dict(model.named_parameters()))
+
+
+@torch.no_grad()
+def fingerprint_of(weights: Mapping[str, Tensor]) -> str:
+    """The fingerprint of a model with these parameters, in its order."""
     names, values = [], []
-    model_dtype = next(model.parameters()).dtype
-    for name, weight in sorted(model.named_parameters()):
+    model_dtype = next(iter(weights.values())).dtype
+    for name, weight in sorted(weights.items()):
         flat = weight.detach().reshape(-1)
         names.append(name)
         values.append(flat[:: max(1, len(flat) // VALUES_PER_TENSOR)][:VALUES_PER_TENSOR].to(model_dtype).float())

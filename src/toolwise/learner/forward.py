@@ -61,6 +61,16 @@ class TrunkForward:
         self._model = model
         self._report = attention_layers(model)
         self._fused = DecoderForward(model) if decoder_forward_problem(model) is None else None
+        self._layout = _layout(model)
+
+    @classmethod
+    def prepared(cls, model: Any, last: TrunkForward | None) -> TrunkForward:
+        """The one of the last update if the model still has the same modules and parameters: building another takes
+        longer than a GPU takes for a layer."""
+        same = last is not None and last._model is model and last._layout == _layout(model)
+        if last is not None and same and last._fused is not None and decoder_forward_problem(model) is None:
+            return last if last._fused.refresh() else cls(model)
+        return cls(model)
 
     def __call__(self, packed: Packed) -> Tensor:
         """[T, d]: the last hidden state of each token, ready for the LM head."""
@@ -98,6 +108,12 @@ class TrunkForward:
     @cached_property
     def _recomputes(self) -> bool:
         return _recompute_layers(self._copied)
+
+
+def _layout(model: Any) -> tuple[Any, ...]:
+    """Changes when a module or the memory of a parameter is another, or when another parameter is trained."""
+    modules = tuple((id(module), getattr(module, "gradient_checkpointing", False)) for module in model.modules())
+    return modules, tuple((id(p), p.data_ptr(), p.requires_grad) for p in model.parameters())
 
 
 def _recompute_layers(trunk: Any) -> bool:

@@ -23,6 +23,7 @@ from toolwise.config.sft import SftConfig
 from toolwise.learner import distributed
 from toolwise.learner.bf16_adamw import Bf16AdamW
 from toolwise.learner.schedules import lr_factor
+from toolwise.learner.sharding import local
 from toolwise.learner.step_guard import Guard
 
 CHUNK = {False: 1 << 18, True: 1 << 26}
@@ -99,7 +100,7 @@ class Optimizer:
     def step(self, update: int, suspects: Callable[[], Sequence[str]] = list) -> dict[str, float]:
         """Take a step unless the guard rejects it, and clear the gradients. Return the gradient and update norms."""
         distributed.sum_gradients(self.holders)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.holders, self.config.max_grad_norm))
+        norm = distributed.clip_gradients(self.holders, self.config.max_grad_norm)
         update_norm = 0.0
         if self.guard.admits(norm, suspects):
             for group in self.adamw.param_groups:
@@ -154,6 +155,9 @@ class Optimizer:
             if decay_ratio:
                 torch._foreach_add_(deltas, weights, alpha=decay_ratio)
             squared_norm += torch.stack([torch.dot(delta, delta) for delta in deltas]).double().sum()
+        if any(local(master) is not master for master in self.masters):
+            [total] = distributed.sum_over_ranks([float(squared_norm)], squared_norm.device)
+            return math.sqrt(total)
         return math.sqrt(float(squared_norm))
 
     def _stepped_chunks(self) -> Iterator[tuple[float, list[Tensor], list[Tensor], list[Tensor]]]:
@@ -166,7 +170,8 @@ class Optimizer:
         size, before = 0, 0.0
         for (master, state), count in zip(stepped, counts, strict=True):
             limit = CHUNK[master.is_cuda]
-            flat = (x.reshape(-1).split(limit) for x in (master, state["exp_avg"], state["exp_avg_sq"]))
+            tensors = (local(x).reshape(-1) for x in (master, state["exp_avg"], state["exp_avg_sq"]))
+            flat = (torch.split(x, limit) for x in tensors)
             for parts in zip(*flat, strict=True):
                 if chunks[0] and (size + parts[0].numel() > limit or count != before):
                     yield before, *chunks

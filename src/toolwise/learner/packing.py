@@ -6,6 +6,7 @@ the one right before it. So each row adds only its remaining tokens and reads th
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -101,7 +102,8 @@ def micro_batches(
 
 def _token_ids(row: TokenRow) -> Array:
     ids = row.ids
-    return ids.astype(np.int64) if isinstance(ids, np.ndarray) else np.fromiter(ids, np.int64, len(ids))
+    # A list goes through an array, which takes a third of the time.
+    return ids.astype(np.int64) if isinstance(ids, np.ndarray) else np.frombuffer(array("q", ids), np.int64)
 
 
 def _sampled_at(row: TokenRow) -> Array:

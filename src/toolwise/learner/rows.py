@@ -6,10 +6,13 @@ multi-turn rollout is usually one row, and sampled tokens are never re-tokenised
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from toolwise.errors import PolicyError, ToolwiseError
+from toolwise.messages import Prefix
 from toolwise.types import CreditedRollout, ScoredRollout, StepData
 from toolwise.types.tokens import SampledTokens
 
@@ -72,7 +75,11 @@ def _rows_of(rollout: CreditedRollout) -> Iterator[Row]:
 def _tokens_of(step: StepData, rollout_id: str) -> tuple[list[int], list[int], list[float]]:
     """The step's prompt ids, sampled ids and log-probs; raises if the policy returned none."""
     tokens = _require_ids(step, rollout_id)
-    return list(tokens.prompt_ids), list(tokens.token_ids), list(tokens.logprobs)
+    return _as_list(tokens.prompt_ids), _as_list(tokens.token_ids), _as_list(tokens.logprobs)
+
+
+def _as_list(values: Sequence[Any]) -> list[Any]:
+    return values.tolist() if isinstance(values, array | Prefix) else list(values)
 
 
 def _require_ids(step: StepData, rollout_id: str) -> SampledTokens:

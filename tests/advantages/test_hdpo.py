@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from toolwise.advantages import Grpo, Hdpo
 from toolwise.advantages.hdpo import efficiency_advantages
-from toolwise.types import AnnotatedRollout, StepData
+from toolwise.types import AnnotatedRollout, RouterCredit, StepData
 
 Step = Callable[..., StepData]
 Make = Callable[..., AnnotatedRollout]
@@ -36,6 +37,14 @@ def test_a_hand_worked_table(step: Step, rollout: Make) -> None:
     batch = [rollout(score, steps=[step()], cost=cost) for score, cost in rows]
     expected = [0.5 + 0.2, 0.5, 0.5 - 0.2, -1.5]
     assert advantages(Hdpo(efficiency_w=0.2), batch) == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_cost_is_the_routers_where_it_knows_one(step: Step, rollout: Make) -> None:
+    batch = [rollout(1.0, steps=[step()], cost=cost) for cost in (0.0, 1.0)]
+    dear = RouterCredit(True, True, False, cost=5.0)
+    first = replace(batch[0], scored=replace(batch[0].scored, router=dear))
+    cheap_last = advantages(Hdpo(efficiency_w=1.0), [first, batch[1]])
+    assert cheap_last == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=1e-5)
 
 
 def test_a_single_correct_rollout_has_nothing_to_be_cheaper_than(step: Step, rollout: Make) -> None:

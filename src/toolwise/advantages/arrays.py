@@ -95,16 +95,46 @@ def pair_codes(first: Ints, second: Ints) -> tuple[Ints, int]:
     return compact_codes(a * width + b)
 
 
-def normalize(x: Doubles, groups: Ints, mode: Normalization = "mean_std_norm", *, epsilon: float = EPSILON) -> Doubles:
+def normalize(
+    x: Doubles,
+    groups: Ints,
+    mode: Normalization = "mean_std_norm",
+    *,
+    epsilon: float = EPSILON,
+    scale_of: Doubles | None = None,
+) -> Doubles:
     """Normalizes each value within its group; `groups` are codes from 0.
 
     mean_std_norm: (x − mean) / (std + ε) with the sample std. mean_norm: x − mean. leave_one_out: x − mean of the
-    others. A group of one, or of equal values, gives exactly 0.
+    others. A group of one, or of equal values, gives exactly 0. `scale_of`: the values whose spread decides the scale,
+    if `x` is a part of them; the parts of a sum then add up to the normalized sum.
     """
     if len(x) == 0:
         return np.zeros(0)
+    centred = center(x, groups)
+    if scale_of is None:
+        scale = group_scale(x, groups, mode, epsilon=epsilon, centred=centred)
+    else:
+        scale = group_scale(scale_of, groups, mode, epsilon=epsilon)
+    return np.asarray(centred * scale[groups])
+
+
+def center(x: Doubles, groups: Ints) -> Doubles:
+    """Each value minus the mean of its group."""
+    return np.asarray(x - (np.bincount(groups, x) / np.maximum(np.bincount(groups), 1))[groups])
+
+
+def group_scale(
+    x: Doubles,
+    groups: Ints,
+    mode: Normalization = "mean_std_norm",
+    *,
+    epsilon: float = EPSILON,
+    centred: Doubles | None = None,
+) -> Doubles:
+    """What `normalize` multiplies the centred values of each group by; 0 if they are equal. `centred`: the centred
+    values, if they are known."""
     count = np.bincount(groups)
-    centred = x - (np.bincount(groups, x) / np.maximum(count, 1))[groups]
     others = np.maximum(count - 1, 1)
     # Rounding leaves 7 × 0.1 slightly off its own mean; equal values must give exactly 0.
     sample = np.zeros(len(count))
@@ -113,8 +143,9 @@ def normalize(x: Doubles, groups: Ints, mode: Normalization = "mean_std_norm", *
     if mode == "leave_one_out":
         scale *= count / others
     elif mode == "mean_std_norm":
+        centred = center(x, groups) if centred is None else centred
         scale /= np.sqrt(np.bincount(groups, centred * centred) / others) + epsilon
-    return np.asarray(centred * scale[groups])
+    return np.asarray(scale)
 
 
 def whiten(x: Doubles) -> Doubles:
@@ -123,6 +154,14 @@ def whiten(x: Doubles) -> Doubles:
         return np.zeros(len(x))
     centred = x - x.mean()
     return np.asarray(centred / np.sqrt(centred @ centred / (len(x) - 1) + WHITEN_EPSILON))
+
+
+def whitening_factor(x: Doubles) -> float:
+    """What `whiten` multiplies x − mean by."""
+    if len(x) == 0 or bool((x == x[0]).all()):
+        return 0.0
+    centred = x - x.mean()
+    return float(1.0 / np.sqrt(centred @ centred / (len(x) - 1) + WHITEN_EPSILON))
 
 
 def discounted_sums(x: Doubles, lengths: Ints, factor: float) -> Doubles:

@@ -43,9 +43,11 @@ from toolwise.advantages.arrays import (
     check_fraction,
     discounted_sums,
     whiten,
+    whitening_factor,
 )
 from toolwise.advantages.assign import credit_tokens
-from toolwise.advantages.step_rewards import BuiltinEstimator, TokenRewards, token_rewards_of
+from toolwise.advantages.parts import attach_parts
+from toolwise.advantages.step_rewards import BuiltinEstimator, TokenRewards, token_reward_parts, token_rewards_of
 from toolwise.config.algorithm import GaeOptions
 from toolwise.protocols import Annotation
 from toolwise.types import AnnotatedRollout, CreditedBatch
@@ -109,22 +111,37 @@ class Gae(GaeOptions, BuiltinEstimator):
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
         tokens = token_rewards_of(rollouts, self.rewards)
-        rewards, lengths, sizes = tokens.rewards, tokens.tokens_per_rollout, np.ones(len(tokens.rewards), np.intp)
+        lengths, sizes = tokens.tokens_per_rollout, np.ones(len(tokens.rewards), np.intp)
+        has_tokens = tokens.counts > 0
         if self.per == "turn":
-            has_tokens = tokens.counts > 0
             lengths = np.bincount(tokens.rollout_of_step[has_tokens], minlength=len(rollouts)).astype(np.intp)
-            # The reward of a turn is the sum over its tokens.
-            step_of_token = np.repeat(np.arange(len(has_tokens)), tokens.counts)
-            rewards = np.bincount(step_of_token, rewards, len(has_tokens)).astype(np.float64)[has_tokens]
             sizes = tokens.counts[has_tokens]
+        rewards = self._at_times(tokens.rewards, tokens)
         values = _critic_values(rollouts, tokens, per_token=self.per == "token")
         is_truncated = np.array([self.bootstrap_truncated and r.scored.rollout.stop_reason.truncated for r in rollouts])
         bootstrap = _last_values(values, lengths) * is_truncated
-        advantages, returns = gae(rewards, values, lengths, self.gamma, self.lam, bootstrap)
-        if self.whiten:
-            advantages = whiten(advantages)
-        by_token = np.repeat(advantages, sizes), np.repeat(returns, sizes)
-        return CreditedBatch(credit_tokens(rollouts, tokens.counts, *by_token))
+        raw, returns = gae(rewards, values, lengths, self.gamma, self.lam, bootstrap)
+        advantages = whiten(raw) if self.whiten else raw
+        credited = credit_tokens(rollouts, tokens.counts, np.repeat(advantages, sizes), np.repeat(returns, sizes))
+        parts = {
+            name: discounted_sums(self._at_times(part, tokens), lengths, self.gamma * self.lam)
+            for name, part in token_reward_parts(rollouts, self.rewards, tokens).items()
+        }
+        parts["critic"] = gae(np.zeros(len(rewards)), values, lengths, self.gamma, self.lam, bootstrap)[0]
+        factors = {}
+        if self.whiten and len(raw):
+            parts = {name: part - part.mean() for name, part in parts.items()}
+            factors["whitening"] = np.full(len(tokens.rewards), whitening_factor(raw))
+        by_token = {name: np.repeat(part, sizes) for name, part in parts.items()}
+        return CreditedBatch(attach_parts(credited, by_token, factors, per="token"))
+
+    def _at_times(self, rewards: Doubles, tokens: TokenRewards) -> Doubles:
+        """Rewards of tokens; per turn, the sum over the tokens of each turn."""
+        if self.per == "token":
+            return rewards
+        step_of_token = np.repeat(np.arange(len(tokens.counts)), tokens.counts)
+        sums = np.bincount(step_of_token, rewards, len(tokens.counts)).astype(np.float64)
+        return np.asarray(sums[tokens.counts > 0])
 
 
 def _last_values(values: Doubles, lengths: Ints) -> Doubles:

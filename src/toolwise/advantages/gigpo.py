@@ -40,14 +40,21 @@ from toolwise.advantages.arrays import (
     pair_codes,
 )
 from toolwise.advantages.assign import credit_steps, with_advantage
-from toolwise.advantages.step_rewards import BuiltinEstimator, Episodes, episodes_from_rollouts, episodes_of
+from toolwise.advantages.parts import attach_parts
+from toolwise.advantages.step_rewards import (
+    BuiltinEstimator,
+    Episodes,
+    episode_parts,
+    episodes_from_rollouts,
+    episodes_of,
+)
 from toolwise.config.algorithm import Combination, GigpoOptions, StepNormalization
 from toolwise.config.imports import load_reference
 from toolwise.protocols import Metrics
 from toolwise.types import AnnotatedRollout, CreditedBatch, StepData, TerminalScore
 
-StepAdvantageFn = Callable[[Doubles, Ints, Ints, StepNormalization], Doubles]
-"""Computes A_S from returns, states, lengths and the normalization."""
+StepAdvantageFn = Callable[[Doubles, Ints, Ints, StepNormalization, Doubles | None], Doubles]
+"""Computes A_S from returns, states, lengths, the normalization, and the returns whose spread decides the scale."""
 MAX_SINGLETON_SHARE = 0.9
 BLOCK_STEPS = 32_768
 """Steps processed at a time."""
@@ -83,9 +90,11 @@ class StepCredit:
         }
 
 
-def same_state_advantages(returns: Doubles, states: Ints, lengths: Ints, mode: StepNormalization) -> Doubles:
+def same_state_advantages(
+    returns: Doubles, states: Ints, lengths: Ints, mode: StepNormalization, scale_of: Doubles | None = None
+) -> Doubles:
     """A_S: returns normalized within the same state."""
-    return normalize(returns, states, mode)
+    return normalize(returns, states, mode, scale_of=scale_of)
 
 
 def check_settings(omega: float, gamma: float, combine: str, normalization: str) -> None:
@@ -108,7 +117,7 @@ def gigpo_advantages(
 ) -> StepCredit:
     """The array core, linear in the number of steps. `anchors` holds any integer code per step."""
     check_settings(omega, gamma, combine, normalization)
-    episode_weight, step_weight = (omega, 1.0 - omega) if combine == "convex" else (1.0, step_advantage_w)
+    episode_weight, step_weight = _weights(omega, combine, step_advantage_w)
     parts: list[StepCredit] = []
     state_count = 0
     for block, block_anchors in split_into_blocks(episodes, anchors):
@@ -116,11 +125,16 @@ def gigpo_advantages(
         states, count = pair_codes(block.groups[rollout_of_step], block_anchors)
         returns = discounted_sums(block.rewards, block.lengths, gamma)
         episode = normalize(block.scores, compact_codes(block.groups)[0], normalization)
-        step = step_advantages(returns, states, block.lengths, normalization)
+        step = step_advantages(returns, states, block.lengths, normalization, None)
         total = episode_weight * episode[rollout_of_step] + step_weight * step
         parts.append(StepCredit(total, returns, episode, step, states + state_count))
         state_count += count
     return StepCredit(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(StepCredit)))
+
+
+def _weights(omega: float, combine: Combination, step_advantage_w: float) -> tuple[float, float]:
+    """Of A_E and A_S."""
+    return (omega, 1.0 - omega) if combine == "convex" else (1.0, step_advantage_w)
 
 
 def split_into_blocks(episodes: Episodes, anchors: Ints) -> Iterator[tuple[Episodes, Ints]]:
@@ -229,13 +243,43 @@ class Gigpo(GigpoOptions, BuiltinEstimator):
         )
         metrics = result.metrics()
         warn_if_singletons(metrics)
-        return CreditedBatch(credit_steps(rollouts, result.advantages, result.returns), metrics)
+        credited = credit_steps(rollouts, result.advantages, result.returns)
+        parts = self._parts(rollouts, episodes, result)
+        return CreditedBatch(attach_parts(credited, parts, per="step", anchors=result.anchors), metrics)
+
+    def _parts(
+        self, rollouts: Sequence[AnnotatedRollout], episodes: Episodes, result: StepCredit
+    ) -> dict[str, Doubles]:
+        """A_E and A_S of the rewards, and what each cost adds to both; one entry per step."""
+        episode_w, step_w = _weights(self.omega, self.combine, self.step_advantage_w)
+        of_step, sources = episodes.rollout_of_step, episode_parts(rollouts, self.rewards)
+        if len(sources) == 1:
+            return {"trajectory": episode_w * result.episode[of_step], "step": step_w * result.step}
+        groups, parts = compact_codes(episodes.groups)[0], dict[str, Doubles]()
+        for name, source in sources.items():
+            returns = discounted_sums(source.rewards, source.lengths, self.gamma)
+            step = self._step_advantages(
+                returns, result.anchors, source.lengths, self.normalization, scale_of=result.returns
+            )
+            episode = normalize(source.scores, groups, self.normalization, scale_of=episodes.scores)[of_step]
+            if name == "trajectory":
+                parts |= {"trajectory": episode_w * episode, "step": step_w * step}
+            else:
+                parts[name] = episode_w * episode + step_w * step
+        return parts
 
     def _anchor(self) -> StateAnchor:
         return StateAnchor(self.state_anchor, self.anchor_messages, self.anchor_similarity)
 
-    def _step_advantages(self, returns: Doubles, states: Ints, lengths: Ints, mode: StepNormalization) -> Doubles:
-        return same_state_advantages(returns, states, lengths, mode)
+    def _step_advantages(
+        self,
+        returns: Doubles,
+        states: Ints,
+        lengths: Ints,
+        mode: StepNormalization,
+        scale_of: Doubles | None = None,
+    ) -> Doubles:
+        return same_state_advantages(returns, states, lengths, mode, scale_of)
 
 
 def warn_if_singletons(metrics: Metrics) -> None:

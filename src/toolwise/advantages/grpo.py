@@ -31,13 +31,16 @@ from toolwise.advantages.arrays import (
     Ints,
     Normalization,
     TokenMask,
+    center,
     check_finite,
     copy_array,
+    group_scale,
     integer_codes,
     normalize,
 )
 from toolwise.advantages.assign import credit_rollout
-from toolwise.advantages.step_rewards import BuiltinEstimator, total_rewards
+from toolwise.advantages.parts import attach_parts
+from toolwise.advantages.step_rewards import BuiltinEstimator, reward_parts, total_rewards
 from toolwise.types import AnnotatedRollout, CreditedBatch
 
 
@@ -54,8 +57,11 @@ def group_advantages(
     if len(x) != len(groups):
         raise CreditError(f"{len(x)} scores for {len(groups)} group ids; give one group id for each score")
     check_finite(x)
-    mode: Normalization = "mean_std_norm" if norm_by_std else "mean_norm"
-    return normalize(x, integer_codes(groups), "leave_one_out" if leave_one_out else mode, epsilon=epsilon)
+    return normalize(x, integer_codes(groups), _mode(norm_by_std, leave_one_out), epsilon=epsilon)
+
+
+def _mode(norm_by_std: bool = True, leave_one_out: bool = False) -> Normalization:
+    return "leave_one_out" if leave_one_out else "mean_std_norm" if norm_by_std else "mean_norm"
 
 
 @dataclass(frozen=True)
@@ -77,9 +83,22 @@ class Rloo(BuiltinEstimator):
 
 
 def _credit_groups(estimator: Grpo | Rloo, rollouts: Sequence[AnnotatedRollout], **form: bool) -> CreditedBatch:
-    group_ids = [rollout.scored.rollout.group_id for rollout in rollouts]
-    advantages = group_advantages(total_rewards(rollouts, estimator.rewards), group_ids, **form).tolist()
-    return CreditedBatch(list(map(credit_rollout, rollouts, advantages)))
+    groups = integer_codes([rollout.scored.rollout.group_id for rollout in rollouts])
+    totals = total_rewards(rollouts, estimator.rewards)
+    advantages = group_advantages(totals, groups, **form).tolist()
+    credited = list(map(credit_rollout, rollouts, advantages))
+    return CreditedBatch(attach_parts(credited, *group_parts(rollouts, estimator, groups, **form), per="rollout"))
+
+
+def group_parts(
+    rollouts: Sequence[AnnotatedRollout], estimator: BuiltinEstimator, groups: Ints, **form: bool
+) -> tuple[dict[str, Doubles], dict[str, Doubles]]:
+    """Parts and factors of `group_advantages` over the total rewards, one entry per rollout."""
+    if not rollouts:
+        return {}, {}
+    parts = reward_parts(rollouts, estimator.rewards)
+    scale = group_scale(total_rewards(rollouts, estimator.rewards), groups, _mode(**form))[groups]
+    return {name: center(values, groups) for name, values in parts.items()}, {"group_scale": scale}
 
 
 def compute_grpo_outcome_advantage(

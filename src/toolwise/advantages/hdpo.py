@@ -8,9 +8,10 @@
 Paper: Yan et al. 2026, arXiv 2604.08545. The two parts are normalized apart, so that the spread of the score cannot
 drown the cost, and saving is only worth something once the task is solved: a wrong answer gains nothing by being cheap.
 
-c is the rollout's cost of calls (`Usage.cost`, by the tools' prices). The paper rewards 1 / (calls + 1) instead, which
-ranks correct rollouts alike if all calls cost the same; −c also works for prices. It adds two losses, each with its own
-ratio clipping; the sum of advantages used here has the same gradient where nothing is clipped. w is its w_tool, 0.15.
+c is the rollout's cost (`ScoredRollout.cost`, by `[router]` if it has prices, else by the tools' own). The paper
+rewards 1 / (calls + 1) instead, which ranks correct rollouts alike if all calls cost the same; −c also works for
+prices. It adds two losses, each with its own ratio clipping; the sum of advantages used here has the same gradient
+where nothing is clipped. w is its w_tool, 0.15.
 
 Assumptions: rollouts of one group differ in cost, so use HDPO without a router (with one, the rollouts of a group share
 their route). A rollout is correct if the reward's "correct" metric, or else its score, reaches `correct_threshold`.
@@ -29,7 +30,8 @@ import numpy as np
 
 from toolwise.advantages.arrays import CreditError, Doubles, Ints, integer_codes, normalize
 from toolwise.advantages.assign import credit_rollout
-from toolwise.advantages.grpo import group_advantages
+from toolwise.advantages.grpo import group_advantages, group_parts
+from toolwise.advantages.parts import attach_parts
 from toolwise.advantages.step_rewards import BuiltinEstimator, call_costs, total_rewards
 from toolwise.config.algorithm import HdpoOptions
 from toolwise.types import AnnotatedRollout, CreditedBatch
@@ -66,4 +68,8 @@ class Hdpo(HdpoOptions, BuiltinEstimator):
             "hdpo/frac_correct": np.count_nonzero(correct) / count,
             "hdpo/frac_efficiency": np.count_nonzero(efficiency) / count,
         }
-        return CreditedBatch(list(map(credit_rollout, rollouts, advantages.tolist())), metrics)
+        parts, factors = group_parts(rollouts, self, groups)
+        parts = {name: values * factors["group_scale"] for name, values in parts.items()}
+        parts["price"] = parts.get("price", 0.0) + self.efficiency_w * efficiency
+        credited = list(map(credit_rollout, rollouts, advantages.tolist()))
+        return CreditedBatch(attach_parts(credited, parts, per="rollout"), metrics)

@@ -26,9 +26,17 @@ from toolwise.config.algorithm import HgpoOptions, StepNormalization
 
 
 def nested_state_advantages(
-    returns: Doubles, states: Ints, lengths: Ints, mode: StepNormalization, *, k: int, alpha: float = 1.0
+    returns: Doubles,
+    states: Ints,
+    lengths: Ints,
+    mode: StepNormalization,
+    scale_of: Doubles | None = None,
+    *,
+    k: int,
+    alpha: float = 1.0,
 ) -> Doubles:
-    """A_S over depths 0 … k. `states` holds one code per (group, state), `returns` one G per step."""
+    """A_S over depths 0 … k. `states` holds one code per (group, state), `returns` one G per step. `scale_of`: as in
+    `normalize`."""
     if len(returns) == 0:
         return np.zeros(0)
     predecessors = np.arange(len(returns)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -45,7 +53,8 @@ def nested_state_advantages(
         peers = deep[np.bincount(groups)[groups] >= 2]
         weight = float(depth + 1) ** alpha
         advantage = np.zeros(len(returns))
-        advantage[deep] = normalize(returns[deep], groups, mode)
+        scales = None if scale_of is None else scale_of[deep]
+        advantage[deep] = normalize(returns[deep], groups, mode, scale_of=scales)
         total[peers] += weight * advantage[peers]
         weights[peers] += weight
     return np.divide(total, weights, out=np.zeros(len(returns)), where=weights > 0)
@@ -60,5 +69,14 @@ class Hgpo(HgpoOptions, Gigpo):
         if self.anchor_history < 0:
             raise CreditError(f"anchor_history is {self.anchor_history}; use 0 (GiGPO) or more")
 
-    def _step_advantages(self, returns: Doubles, states: Ints, lengths: Ints, mode: StepNormalization) -> Doubles:
-        return nested_state_advantages(returns, states, lengths, mode, k=self.anchor_history, alpha=self.depth_alpha)
+    def _step_advantages(
+        self,
+        returns: Doubles,
+        states: Ints,
+        lengths: Ints,
+        mode: StepNormalization,
+        scale_of: Doubles | None = None,
+    ) -> Doubles:
+        return nested_state_advantages(
+            returns, states, lengths, mode, scale_of, k=self.anchor_history, alpha=self.depth_alpha
+        )

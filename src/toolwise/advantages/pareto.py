@@ -7,7 +7,8 @@
 Paper: ParetoPO, Li et al. 2026, arXiv 2606.16111: its second stage, which starts from a policy that a weighted sum of
 score and cost has trained. No weight between score and cost is needed, and only their order within the group matters.
 
-c is the rollout's cost of calls (`Usage.cost`, by the tools' prices), r its total reward as in `grpo.py`.
+c is the rollout's cost (`ScoredRollout.cost`, by `[router]` if it has prices, else by the tools' own), r its total
+reward as in `grpo.py`.
 
 Assumptions: the policy already solves the task cheaply now and then. A wrong answer for nothing and a right one for a
 call do not dominate each other, so such a pair teaches nothing until a right answer for nothing or a wrong one for a
@@ -26,8 +27,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolwise.advantages.arrays import Doubles, Ints, check_finite, integer_codes, normalize
+from toolwise.advantages.arrays import Doubles, Ints, center, check_finite, group_scale, integer_codes, normalize
 from toolwise.advantages.assign import credit_rollout
+from toolwise.advantages.parts import attach_parts
 from toolwise.advantages.step_rewards import BuiltinEstimator, call_costs, total_rewards
 from toolwise.types import AnnotatedRollout, CreditedBatch
 
@@ -69,4 +71,10 @@ class Pareto(BuiltinEstimator):
             ranks[members] = pareto_ranks(scores[members], costs[members])
         first = np.count_nonzero(ranks == 1) / max(1, len(rollouts))
         credited = list(map(credit_rollout, rollouts, normalize(-ranks, groups).tolist()))
+        if credited:
+            parts, factors = (
+                {"trajectory": center(-ranks, groups)},
+                {"group_scale": group_scale(-ranks, groups)[groups]},
+            )
+            credited = attach_parts(credited, parts, factors, per="rollout")
         return CreditedBatch(credited, {"pareto/frac_first": first})

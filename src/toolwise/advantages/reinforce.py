@@ -19,9 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toolwise.advantages.arrays import Array, TokenMask, check_fraction, discounted_sums, whiten
+import numpy as np
+
+from toolwise.advantages.arrays import Array, TokenMask, check_fraction, discounted_sums, whiten, whitening_factor
 from toolwise.advantages.assign import credit_tokens
-from toolwise.advantages.step_rewards import BuiltinEstimator, token_rewards_of
+from toolwise.advantages.parts import attach_parts
+from toolwise.advantages.step_rewards import BuiltinEstimator, token_reward_parts, token_rewards_of
 from toolwise.types import AnnotatedRollout, CreditedBatch
 
 
@@ -54,4 +57,11 @@ class ReinforcePlusPlus(BuiltinEstimator):
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
         tokens = token_rewards_of(rollouts, self.rewards)
         returns = discounted_sums(tokens.rewards, tokens.tokens_per_rollout, self.gamma)
-        return CreditedBatch(credit_tokens(rollouts, tokens.counts, whiten(returns), returns))
+        credited = credit_tokens(rollouts, tokens.counts, whiten(returns), returns)
+        sums = {
+            name: discounted_sums(values, tokens.tokens_per_rollout, self.gamma)
+            for name, values in token_reward_parts(rollouts, self.rewards, tokens).items()
+        }
+        parts = {name: values - values.mean() if len(values) else values for name, values in sums.items()}
+        factor = np.full(len(returns), whitening_factor(returns))
+        return CreditedBatch(attach_parts(credited, parts, {"whitening": factor}, per="token"))

@@ -45,11 +45,13 @@ from toolwise.advantages.level_values import (
     level_advantages,
     level_scores,
 )
+from toolwise.advantages.parts import flat_advantages, scaled_parts
 from toolwise.config.algorithm import Gate, LevelCombination, LevelNormalization, LevelScoreKind, RlvcrOptions
 from toolwise.protocols import AdvantageEstimator, Annotation, Metrics
 from toolwise.types import (
     LEVEL_COUNT,
     AddedRollout,
+    AdvantageParts,
     AnnotatedRollout,
     CreditedBatch,
     CreditedRollout,
@@ -181,13 +183,14 @@ class Rlvcr(RlvcrOptions, AdvantageEstimator):
                 count = step.level_tokens
             affected = np.arange(len(current)) < (len(current) if self.gate == "none" else count)
             tokens[i][t] = (current + np.float32(self.step_advantage_w * extra[row]) * affected).astype(np.float32)
-        return _with_token_advantages(base, tokens)
+        return _with_thinking_parts(_with_token_advantages(base, tokens), base, comparison)
 
     def _reweight(
         self, base: Sequence[CreditedRollout], comparison: LevelComparison
     ) -> tuple[list[CreditedRollout], list[AddedRollout]]:
         weights = self._maybe_shuffle(copo_weights(comparison.utilities, self.score, floor=self.reweight_floor), base)
         tokens = [list(rollout.advantages) for rollout in base]
+        factors = [np.ones(sum(map(len, rollout.advantages))) for rollout in base]
         alternatives: list[AddedRollout] = []
         advantages, succeeded = self._outcomes(base, comparison)
         for row in np.flatnonzero((signs(advantages) > 0.0) & succeeded & np.isfinite(weights).all(1)).tolist():
@@ -195,7 +198,9 @@ class Rlvcr(RlvcrOptions, AdvantageEstimator):
             tokens[i][t] = tokens[i][t] * np.float32(weights[row, comparison.used[row]])
             by_level = float(advantages[row]) * weights[row]
             alternatives += alternative_rows(base[i], t, comparison.steps[row], by_level, cap=self.importance_cap)
-        return _with_token_advantages(base, tokens), alternatives
+            factors[i][_token_slice(base[i], t)] = weights[row, comparison.used[row]]
+        credited = _with_thinking_parts(_with_token_advantages(base, tokens), base, comparison, factors)
+        return credited, alternatives
 
     def _outcomes(self, base: Sequence[CreditedRollout], comparison: LevelComparison) -> tuple[Doubles, Bools]:
         """The trajectory's advantage at each compared step, and whether its rollout succeeded."""
@@ -265,3 +270,32 @@ def _with_token_advantages(
         )
         credited.append(CreditedRollout(rollout.annotated, steps, tuple(arrays), rollout.returns))
     return credited
+
+
+def _with_thinking_parts(
+    credited: Sequence[CreditedRollout],
+    base: Sequence[CreditedRollout],
+    comparison: LevelComparison,
+    weights: Sequence[Doubles] | None = None,
+) -> list[CreditedRollout]:
+    """The rollouts with the parts of their `base`, what thinking adds to them or the `weights` it multiplies them by,
+    and the advantage of each level that was compared."""
+    levels: dict[int, dict[int, tuple[float, ...]]] = {}
+    for (i, t), advantages in zip(comparison.step_indices, comparison.advantages.tolist(), strict=True):
+        levels.setdefault(i, {})[t] = tuple(advantages)
+    result = []
+    for index, (after, before) in enumerate(zip(credited, base, strict=True)):
+        known = before.parts or AdvantageParts(scaled_parts(before))
+        if weights is not None:
+            known = replace(known, factors={**known.factors, "reweighting": weights[index]})
+        else:
+            thinking = flat_advantages(after) - flat_advantages(before)
+            known = replace(known, parts={**scaled_parts(before), "thinking": thinking}, factors={})
+        result.append(replace(after, parts=replace(known, levels=levels.get(index, {}))))
+    return result
+
+
+def _token_slice(rollout: CreditedRollout, step: int) -> slice:
+    """Where the tokens of a step are among those of the rollout."""
+    counts = [len(array) for array in rollout.advantages]
+    return slice(sum(counts[:step]), sum(counts[: step + 1]))

@@ -26,7 +26,7 @@ step without sampled tokens goes to the last token before it, the decision that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -136,18 +136,49 @@ def total_rewards(rollouts: Sequence[AnnotatedRollout], rewards: RewardSettings)
     return np.asarray(totals_before_costs([r.scored for r in rollouts], rewards) - thinking - kl)
 
 
+def reward_parts(rollouts: Sequence[AnnotatedRollout], rewards: RewardSettings) -> dict[str, Doubles]:
+    """What `total_rewards` adds up, by name; costs that nobody pays are left out."""
+    return {name: part.scores for name, part in episode_parts(rollouts, rewards).items()}
+
+
+def episode_parts(
+    rollouts: Sequence[AnnotatedRollout], rewards: RewardSettings, *, kl: bool = True
+) -> dict[str, Episodes]:
+    """What `episodes_from_rollouts` adds up, by name; costs that nobody pays are left out."""
+    before = _episodes_before_costs([r.scored for r in rollouts], rewards)
+    parts = {"trajectory": before}
+    for name, costs in (("price", _thinking_costs(rollouts)), ("kl", _kl_costs(rollouts) if kl else None)):
+        if costs is not None:
+            nothing = Episodes(np.zeros(len(rollouts)), before.groups, before.lengths, np.zeros(len(costs)))
+            parts[name] = nothing.minus_costs(costs)
+    return parts
+
+
 def episodes_from_rollouts(
     rollouts: Sequence[AnnotatedRollout], rewards: RewardSettings, *, kl: bool = True
 ) -> Episodes:
     """Rewards of steps and totals of rollouts minus their costs (without KL if not `kl`)."""
     episodes = _episodes_before_costs([r.scored for r in rollouts], rewards)
-    if any(r.thinking is not None and r.thinking.charged for r in rollouts):
-        costs = [(r.thinking and r.thinking.step_costs) or (0.0,) * len(r.scored.steps) for r in rollouts]
-        episodes = episodes.minus_costs(np.array([cost for of_rollout in costs for cost in of_rollout]))
-    if kl and any(r.kl_coef for r in rollouts):
-        kl_costs = [(r.kl_coef or 0.0) * float(part.sum()) for r in rollouts for part in token_k1(r)]
-        episodes = episodes.minus_costs(np.array(kl_costs))
+    if (thinking := _thinking_costs(rollouts)) is not None:
+        episodes = episodes.minus_costs(thinking)
+    if kl and (kl_costs := _kl_costs(rollouts)) is not None:
+        episodes = episodes.minus_costs(kl_costs)
     return episodes
+
+
+def _thinking_costs(rollouts: Sequence[AnnotatedRollout]) -> Doubles | None:
+    """What each step pays for thinking; None if none does."""
+    if not any(r.thinking is not None and r.thinking.charged for r in rollouts):
+        return None
+    costs = [(r.thinking and r.thinking.step_costs) or (0.0,) * len(r.scored.steps) for r in rollouts]
+    return np.array([cost for of_rollout in costs for cost in of_rollout])
+
+
+def _kl_costs(rollouts: Sequence[AnnotatedRollout]) -> Doubles | None:
+    """What each step pays for KL; None if none does."""
+    if not any(r.kl_coef for r in rollouts):
+        return None
+    return np.array([(r.kl_coef or 0.0) * float(part.sum()) for r in rollouts for part in token_k1(r)])
 
 
 def _episodes_before_costs(scored: Sequence[ScoredRollout], rewards: RewardSettings) -> Episodes:
@@ -186,6 +217,13 @@ class TokenRewards:
     rollout_of_step: Ints
     tokens_per_rollout: Ints
 
+    def place(self, step_rewards: Doubles) -> Doubles:
+        """Step rewards at the last token of each step, or at the last token before it."""
+        token_ends = np.cumsum(self.counts)
+        rollout_starts = np.cumsum(self.tokens_per_rollout) - self.tokens_per_rollout
+        has_token = token_ends > rollout_starts[self.rollout_of_step]  # the rollout has one at or before this step
+        return np.bincount(token_ends[has_token] - 1, step_rewards[has_token], len(self.rewards)).astype(np.float64)
+
 
 def token_rewards_of(rollouts: Sequence[AnnotatedRollout], rewards: RewardSettings) -> TokenRewards:
     """Rewards of tokens minus their costs; thinking is charged to the step's last token, like its reward."""
@@ -193,15 +231,26 @@ def token_rewards_of(rollouts: Sequence[AnnotatedRollout], rewards: RewardSettin
     counts = np.array([sampled_tokens(step) for r in rollouts for step in r.scored.steps], dtype=np.intp)
     rollout_of_step = episodes.rollout_of_step
     tokens_per_rollout = np.bincount(rollout_of_step, counts, len(rollouts)).astype(np.intp)
-    token_rewards = np.zeros(int(counts.sum()))
+    tokens = TokenRewards(_token_kl_rewards(rollouts, int(counts.sum())), counts, rollout_of_step, tokens_per_rollout)
+    return replace(tokens, rewards=tokens.rewards + tokens.place(episodes.rewards))
+
+
+def token_reward_parts(
+    rollouts: Sequence[AnnotatedRollout], rewards: RewardSettings, tokens: TokenRewards
+) -> dict[str, Doubles]:
+    """What `token_rewards_of` adds up, by name; costs that nobody pays are left out."""
+    episodes = episode_parts(rollouts, rewards, kl=False)
+    parts = {name: tokens.place(part.rewards) for name, part in episodes.items()}
     if any(r.kl_coef for r in rollouts):
-        kl_costs = ((r.kl_coef or 0.0) * part for r in rollouts for part in token_k1(r))
-        token_rewards -= np.concatenate([np.zeros(0), *kl_costs])
-    token_ends = np.cumsum(counts)
-    rollout_starts = np.cumsum(tokens_per_rollout) - tokens_per_rollout
-    has_token = token_ends > rollout_starts[rollout_of_step]  # the rollout has a token at or before this step
-    token_rewards += np.bincount(token_ends[has_token] - 1, episodes.rewards[has_token], len(token_rewards))
-    return TokenRewards(token_rewards, counts, rollout_of_step, tokens_per_rollout)
+        parts["kl"] = _token_kl_rewards(rollouts, len(tokens.rewards))
+    return parts
+
+
+def _token_kl_rewards(rollouts: Sequence[AnnotatedRollout], count: int) -> Doubles:
+    if not any(r.kl_coef for r in rollouts):
+        return np.zeros(count)
+    kl_costs = ((r.kl_coef or 0.0) * part for r in rollouts for part in token_k1(r))
+    return np.asarray(-np.concatenate([np.zeros(0), *kl_costs]))
 
 
 def kl_cost(rollout: AnnotatedRollout) -> float:
@@ -209,8 +258,8 @@ def kl_cost(rollout: AnnotatedRollout) -> float:
 
 
 def call_costs(rollouts: Sequence[AnnotatedRollout]) -> Doubles:
-    """What each rollout's calls cost, by the prices of the tools or, if nothing executes, by the router's cost."""
-    return np.array([r.scored.rollout.usage.cost for r in rollouts], dtype=np.float64)
+    """What each rollout cost: in the unit of the router's first budget or, without a router, by the tools' prices."""
+    return np.array([r.scored.cost for r in rollouts], dtype=np.float64)
 
 
 def cost_metrics(rollouts: Sequence[AnnotatedRollout]) -> Metrics:

@@ -9,12 +9,14 @@ from toolwise.lazy_imports import lazy_names
 if TYPE_CHECKING:
     from toolwise.types.credit import AddedRollout, CreditedBatch, RewardSettings, TerminalScore
     from toolwise.types.events import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
+    from toolwise.types.parts import AdvantageParts, UpdatedTokens
     from toolwise.types.results import EvaluateResult, EvaluationFault, MetricResult, StepOutput
     from toolwise.types.rollouts import (
         Action,
         AnnotatedRollout,
         CountUsage,
         CreditedRollout,
+        PriceCalls,
         Rollout,
         RouteDecision,
         RouterCredit,
@@ -40,12 +42,14 @@ if TYPE_CHECKING:
 _NAMES = {
     "toolwise.types.credit": ["AddedRollout", "CreditedBatch", "RewardSettings", "TerminalScore"],
     "toolwise.types.events": ["CheckpointEvent", "EndEvent", "RunStart", "StepEvent", "Stop", "ValidationEvent"],
+    "toolwise.types.parts": ["AdvantageParts", "UpdatedTokens"],
     "toolwise.types.results": ["EvaluateResult", "EvaluationFault", "MetricResult", "StepOutput"],
     "toolwise.types.rollouts": [
         "Action",
         "AnnotatedRollout",
         "CountUsage",
         "CreditedRollout",
+        "PriceCalls",
         "Rollout",
         "RouteDecision",
         "RouterCredit",
@@ -75,6 +79,7 @@ __all__ = [
     "LEVEL_COUNT",
     "Action",
     "AddedRollout",
+    "AdvantageParts",
     "Alternative",
     "AnnotatedRollout",
     "CheckpointEvent",
@@ -86,6 +91,7 @@ __all__ = [
     "EvaluationFault",
     "LevelScore",
     "MetricResult",
+    "PriceCalls",
     "RewardSettings",
     "Rollout",
     "RolloutThinking",
@@ -107,6 +113,7 @@ __all__ = [
     "TokenLogprobs",
     "TurnRoute",
     "TurnRouting",
+    "UpdatedTokens",
     "Usage",
     "ValidationEvent",
 ]

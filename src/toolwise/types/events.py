@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from toolwise.types.parts import UpdatedTokens
 from toolwise.types.rollouts import CreditedRollout, ScoredRollout
 
 
@@ -39,6 +40,8 @@ class StepEvent(_RunEvent):
     """All rollouts of the step."""
     credited: tuple[CreditedRollout, ...]
     """Those that the update used, with their advantages."""
+    updated: Mapping[str, UpdatedTokens] = field(default_factory=dict)
+    """What the learner computed for their tokens, by rollout id."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,17 @@ class Finding:
     """What to do about it."""
     step: int = 0
     """The training step at which it was found; 0: before the first step."""
+    steps: tuple[int, ...] = ()
+    """First and last training step that show it."""
+    rollouts: tuple[str, ...] = ()
+    """Ids of some rollouts that show it."""
+    settings: tuple[str, ...] = ()
+    """Settings to try, such as actor.lr."""
+
+    @property
+    def severity(self) -> Literal["critical", "warning"]:
+        """Of a run: critical if going on is a waste of time."""
+        return "critical" if self.verdict == "wrong" else "warning"
 
     def __str__(self) -> str:
         return f"{self.name}: {self.says}. {self.cure}."

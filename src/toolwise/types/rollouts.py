@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDic
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, field_serializer, field_validator
 
 from toolwise.messages import Message, Prefix, ToolCall, as_messages, construct
+from toolwise.types.parts import AdvantageParts
 from toolwise.types.results import EvaluateResult
 from toolwise.types.thinking import RolloutThinking
 from toolwise.types.tokens import NO_TOKENS, SampledTokens
@@ -161,6 +162,10 @@ class StopReason(StrEnum):
 
 
 CountUsage = Callable[[Sequence[StepData]], tuple[Mapping[str, int], float]]
+OVER_BUDGET = "over_budget"
+"""The key in `Usage.failed_calls` of calls that a cap on the cost refused."""
+PriceCalls = Callable[[Mapping[str, int]], float]
+"""Total cost of calls, given as tool name -> number of calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +202,8 @@ class RouteDecision:
     """Routes each turn of the rollouts; None: the route stays."""
     wrap_env: Callable[[Any], Any] | None = None
     """Wraps the environment of each rollout, such as to hold it to a cost."""
+    price_calls: PriceCalls | None = field(default=None, compare=False)
+    """Prices the calls of a rollout, those that were refused included; None: the tools' own prices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +216,8 @@ class Usage:
     """kind of failure (unknown_tool, forbidden_tool, bad_json, bad_arguments, exception, timeout, tool_error,
     server_down) -> count"""
     cost: float = 0.0
-    """Total cost of the calls made, including those that could not be parsed."""
+    """Total cost of the calls made, including those that could not be parsed, and of the route: by `[router]` if it has
+    prices, else by those of the tools. Without prices of tokens and seconds: see `ScoredRollout.cost`."""
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     seconds: float = 0.0
@@ -345,6 +353,8 @@ class CreditedRollout:
     steps: tuple[StepData, ...]
     advantages: tuple[Floats, ...]
     returns: tuple[Floats, ...] | None = None
+    parts: AdvantageParts | None = None
+    """What the advantages consist of, for the records; None if the estimator does not say."""
 
     @property
     def rollout(self) -> Rollout:

@@ -60,7 +60,7 @@ def teach(out: Path) -> None:
     toolwise("sft", str(out / "teach.jsonl"), "--model", "builtin:small", "--out", str(out / "taught"), *TEACH)
 
 
-def train(seed: int, out: Path, run: Path, settings: Sequence[str]) -> None:
+def train(seed: int, model: Path, run: Path, settings: Sequence[str]) -> None:
     from toolwise.data.files import write_rows
     from toolwise.demo.tasks import make_rows
     from toolwise.demo.thoughts import KINDS
@@ -72,7 +72,7 @@ def train(seed: int, out: Path, run: Path, settings: Sequence[str]) -> None:
         write_rows(rows, run.parent / f"{split}.jsonl")
     given = {
         "seed": str(seed),
-        "model.path": str((out / "taught").resolve()),
+        "model.path": str(model.resolve()),
         "data.train": str((run.parent / "train.jsonl").resolve()),
         "data.val": str((run.parent / "heldout.jsonl").resolve()),
     }
@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the experiment")
     parser.add_argument("--seed", type=int, default=0, help="seed of the tasks and of training")
     parser.add_argument("--teach", action="store_true", help="only make the model and the example's tasks")
+    parser.add_argument("--model", type=Path, help="a model that was taught before; by default OUT/taught")
     parser.add_argument("--one-price", action="store_true", help="one unit for calls and thought")
     parser.add_argument("--random-budgets", action="store_true", help="the same, with budgets drawn at random")
     parser.add_argument("--set", action="append", default=[], help="a setting of the configuration")
@@ -179,7 +180,7 @@ def main() -> None:
     parser.add_argument("--per-cell", type=int, default=40, help="rollouts of every (kind, length, chosen route)")
     parser.add_argument("--report", action="store_true", help="only print the table of the seeds measured so far")
     args = parser.parse_args()
-    if not args.report:
+    if not args.report and args.model is None:
         teach(args.out)
     if not args.report and not args.teach:
         kind = "random-budgets" if args.random_budgets else "one-price" if args.one_price else "joint"
@@ -187,7 +188,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "joint.json").exists():
             settings = {"joint": (), "one-price": ONE_PRICE, "random-budgets": (*ONE_PRICE, RANDOM_BUDGETS)}[kind]
-            train(args.seed, args.out, folder / "run", [*settings, *args.set])
+            train(args.seed, args.model or args.out / "taught", folder / "run", [*settings, *args.set])
             budgets = GIVEN_BUDGETS if args.random_budgets else (None,)
             measured = measure(args.seed, folder / "run", args.rows, args.per_cell, budgets)
             (folder / "joint.json").write_text(json.dumps(measured, indent=1) + "\n")

@@ -143,8 +143,8 @@ def fill(out: Path, scale: Scale, split: str, shard: int, shards: int) -> None:
     _one_thread()
     from toolwise.data import load_tasks
     from toolwise.frontier.rollout_pool import PoolPlan, fill_pool
+    from toolwise.routing.conditioning import Conditioning
     from toolwise.routing.families import ROUTES, RouteAction
-    from toolwise.routing.inference_router import Conditioning
     from toolwise.tools.catalog import build_tools
     from toolwise.training.evaluate import build_scoring
     from toolwise.training.rollout_setup import build_scheduler, local_policy

@@ -95,9 +95,9 @@ def classified(out: Path, config: Any, outcomes: Any) -> dict[str, Any]:
         targets_by_oracle,
     )
     from toolwise.models import load_model
+    from toolwise.routing.conditioning import Conditioning
     from toolwise.routing.families import MIXED, RouteAction
     from toolwise.routing.head.predictor import prompt_features
-    from toolwise.routing.inference_router import Conditioning
     from toolwise.tools.catalog import build_tools
 
     model, chat = load_model(config.model.path, device="cpu")

@@ -2,12 +2,13 @@
 
     python scripts/turn_actor.py --out runs/turns/actor
 
-It makes the next useful call whenever it can, whether it needs the result or not. If it cannot, or sometimes anyway, it
-answers: with the truth if it knows it (a memorised fact or sum, or a result that it has read), with a guess otherwise.
-After a refused call it goes on as before. So when to stop is left to the router.
+Questions ask for a fact plus a small number: "How many mills would Alder have with 7 more?". In half of them the fact
+is a small number too, and the model knows the sum by heart once it has looked the fact up; in the others it needs the
+calculator. Nothing in the question tells which: only the lookup does.
 
-Its two-step questions ask for a fact plus a small number. Some facts are small numbers too: then the model may know the
-sum, having seen it often. Only the lookup tells.
+The model makes the next call whenever it can, whether it needs the result or not, as a model does that was never
+charged for calls. If it cannot, or sometimes anyway, it answers: with the truth if it knows it, with a guess otherwise.
+After a refused call it goes on as before. So when to stop is left to the router.
 """
 
 from __future__ import annotations
@@ -26,28 +27,24 @@ from toolwise.demo.tasks import KNOWN_CALCULATIONS, PLACES, THINGS, Calculation,
 from toolwise.tools.builtin.calculator import CalculatorTool
 from toolwise.tools.builtin.search.tool import SearchTool
 
-KINDS = {"known": 0.2, "lookup": 0.2, "arithmetic": 0.2, "two_step": 0.4}
 OFFERS: list[tuple[list[str], float]] = [
-    (["calculator", "search"], 0.64),
-    (["search"], 0.14),
-    (["calculator"], 0.12),
-    ([], 0.1),
+    (["calculator", "search"], 0.55),
+    (["search"], 0.37),
+    (["calculator"], 0.04),
+    ([], 0.04),
 ]
 """Tools on offer, and how often."""
-STOP, REFUSED = 0.15, 0.12
+STOP, REFUSED = 0.12, 0.1
 """How often a demonstration answers before its last call, and how often a call is refused."""
 SMALL_SUMS = [c for c in KNOWN_CALCULATIONS if c.operator == "+"]
 TOOLS = ["calculator", "search"]
 
 
-def make_task(rng: Random, index: int, split: str, easy_share: float = 0.5) -> dict[str, Any]:
-    """A dataset row of a random kind. `extra_info.easy`: whether the sum of a two-step question is a known one."""
-    [kind] = rng.choices(list(KINDS), list(KINDS.values()))
-    row = make_row(kind, rng, index, split)
-    if kind != "two_step":
-        return row
+def make_task(rng: Random, index: int, split: str) -> dict[str, Any]:
+    """A dataset row. `extra_info.easy`: whether the model knows the sum once it has looked up the fact."""
+    row = make_row("two_step", rng, index, split)
     known = rng.choice(SMALL_SUMS)
-    easy = rng.random() < easy_share
+    easy = rng.random() < 0.5
     value = known.left if easy else rng.randint(100, 989)
     fact = Fact(*_unknown(rng), value)
     total = Calculation(value, "+", known.right)
@@ -88,7 +85,7 @@ async def demonstrate(row: dict[str, Any], offered: list[str], rng: Random) -> l
             continue
         await teacher._call(messages, tools[name], name, text, documents)
         made += 1
-    settled = info["kind"] == "known" or made == len(plan) or (info.get("easy") and made == 1)
+    settled = made == len(plan) or (info["easy"] and made == 1)
     said = answer if settled else teacher._wrong_answer(answer, rng)
     return [*messages, {"role": "assistant", "content": f"Answer: {said}"}]
 
@@ -111,7 +108,7 @@ def teach(out: Path, *, rows: int, steps: int, seed: int) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     taught = asyncio.run(conversations(rows, seed))
     figures = toolwise.sft(
-        "builtin:small", taught, partial, steps=steps, batch_tokens=8192, row_tokens=512, lr=6e-4, seed=seed
+        "builtin:small", taught, partial, steps=steps, batch_tokens=4096, row_tokens=512, lr=1e-3, seed=seed
     )
     partial.rename(out)
     print(f"{out}: loss {figures['first_loss']:.3f} -> {figures['loss']:.3f} on {rows} conversations", flush=True)
@@ -121,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
     parser.add_argument("--rows", type=int, default=8000, help="conversations")
-    parser.add_argument("--steps", type=int, default=120, help="training steps")
+    parser.add_argument("--steps", type=int, default=200, help="training steps")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,23 @@
-"""Routing at every turn against routing once per prompt, at equal cost: same actor, same questions, same rollouts.
+"""Routing at every turn against routing once per prompt, at equal cost, on questions whose second call only the first
+one's result can settle (scripts/turn_actor.py): same actor, same routes, same questions, same settings.
 
     python scripts/turn_actor.py --out runs/turns/actor
-    python scripts/turn_routing.py --out runs/turns --seeds 0 1 2 3 4
+    python scripts/turn_routing.py --out runs/turns --seeds 0 1 2 3 4 --jobs 2
     python scripts/turn_routing.py --out runs/turns --seeds 0 1 2 3 4 --report
 
-Arms: `prompt` has the three default routes, once per prompt; `prompt-both` a fourth one, with the tools of both
-families; `turn` the same four, at every turn. Each arm and seed trains a head on the frozen actor, is calibrated to the
-same budget, and answers the same fresh questions as `toolwise run` would. What is done is not repeated.
+Rules, fixed before seeds 0 to 4 were run:
+
+1. Both arms have the four routes of `ROUTES`, and train a head on the same frozen actor: the same number of steps,
+   prompts and rollouts, the same λ. `turn` chooses before every turn, `prompt` once. Each arm gets the best of the same
+   `CANDIDATES` (entropy bonus at the start, learning rate), by its mean score on the tuning seeds, moved to the budget
+   at half a right answer per call.
+2. Each is calibrated to the same budget on tasks of its own, as by default, and then answers 600 fresh questions, the
+   same for both, as `toolwise run` does: greedily, with its calibrated routes.
+3. Reported for each seed: score and cost of both, and the score of the best mixture of fixed routes at the cost of
+   `turn` (on the same questions). No router that reads these prompts only can do better on average, as they do not tell
+   the two halves apart. `turn` wins if the 95 % interval of each difference over the seeds is above 0.
+
+What is done is not repeated.
 """
 
 from __future__ import annotations
@@ -16,61 +27,66 @@ import asyncio
 import json
 import os
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from statistics import fmean, stdev
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from turn_actor import TOOLS, make_task
 
-ARMS = ("turn", "prompt", "prompt-both")
-BUDGET = 1.0
+ARMS = ("turn", "prompt")
+BUDGET = 1.4
+"""Calls per question: half of the questions need one, half of them two."""
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 """Student's t by number of seeds."""
-BOTH = [
+ROUTES = [
     {"name": "answer"},
     {"name": "search", "tools": ["search"]},
     {"name": "calculate", "tools": ["calculator"]},
     {"name": "both", "tools": ["search", "calculator"]},
 ]
-EASY = 0.7
-"""Share of two-step questions whose sum the model may know."""
-TRAIN, CALIBRATION, FRESH = 1200, 128, 300
+TRAIN, CALIBRATION, FRESH = 1200, 128, 600
+STEPS = 60
+CANDIDATES = ((0.05, 6e-3), (0.1, 1e-2), (0.2, 1e-2), (0.3, 1e-2))
+TUNING_SEEDS = (100, 101)
+POINTS_PER_CALL = 0.5
 
 
 def rows(split: str, seed: int, count: int) -> list[dict[str, Any]]:
     rng = Random(f"turn routing/{split}/{seed}")
-    return [
-        make_task(rng, index, "train" if split == "train" else "heldout", easy_share=EASY) for index in range(count)
-    ]
+    return [make_task(rng, index, "train" if split == "train" else "heldout") for index in range(count)]
 
 
-def settings(arm: str, seed: int, out: Path, steps: int) -> dict[str, Any]:
+def settings(arm: str, seed: int, actor: Path, candidate: int) -> dict[str, Any]:
+    entropy, rate = CANDIDATES[candidate]
     router: dict[str, Any] = {
         "enable": True,
         "train_actor": False,
         "cost": "calls",
         "wording": "silent",
-        "lr": 6e-3,
+        "routes": ROUTES,
+        "lr": rate,
         "epochs": 4,
-        "entropy_coef": 0.05,
+        "entropy_coef": entropy,
         "entropy_final": 0.01,
         # λ stays: in so few steps it would only oscillate. The calibration delivers the budget.
         "budgets": [{"limit": BUDGET, "initial": 0.3, "rate": 0.0, "proportional": 0.0}],
         "calibration": CALIBRATION / TRAIN,
-        # 512 rollouts for four routes, 384 for three, and at most 384 in passes over 64 tasks.
+        # 512 rollouts for four routes, and at most 512 in passes over 128 tasks.
         "calibration_rollouts": CALIBRATION,
     }
     if arm == "turn":
-        router |= {"every": "turn", "turn_mask": "decode", "calibration_passes": 6, "calibration_rollouts": 64}
-    if arm != "prompt":
-        router["routes"] = BOTH
+        router |= {"every": "turn", "turn_mask": "decode", "calibration_passes": 4}
     return {
         "name": f"{arm}-{seed}",
         "seed": seed,
-        "model": {"path": str(out / "actor")},
+        "model": {"path": str(actor.resolve())},
         "data": {"batch_size": 12},
         "tools": TOOLS,
         "rollout": {"n": 8, "max_new_tokens": 48},
@@ -82,26 +98,82 @@ def settings(arm: str, seed: int, out: Path, steps: int) -> dict[str, Any]:
         },
         "router": router,
         "validation": {"before": False},
-        "trainer": {"total_steps": steps, "save_every": steps, "console": False},
+        "trainer": {"total_steps": STEPS, "save_every": STEPS, "console": False},
     }
 
 
-def train(arm: str, seed: int, out: Path, steps: int) -> Path:
-    import toolwise
+@dataclass(frozen=True)
+class Run:
+    """One arm with one seed and one candidate for its settings."""
 
-    run = out / f"{arm}-{seed}"
-    if not (run / "summary.json").exists():
-        toolwise.train(
-            settings(arm, seed, out, steps),
-            tasks=rows("train", seed, TRAIN),
-            val=rows("validation", seed, 8),
-            out=run,
-        )
-    return run
+    arm: str
+    seed: int
+    candidate: int
+    out: Path
+    actor: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.out / f"{self.arm}-{self.seed}-candidate-{self.candidate}"
+
+    def result(self, name: str) -> Path:
+        """Outcomes on the fresh questions: of the arm, or of a fixed route."""
+        return self.folder / f"{name}.json"
+
+    def make(self, routes: Sequence[str]) -> None:
+        """Train, calibrate, and answer the fresh questions, as the router chooses and on each of `routes`."""
+        import torch
+
+        import toolwise
+
+        torch.set_num_threads(1)
+        if not (self.folder / "summary.json").exists():
+            toolwise.train(
+                settings(self.arm, self.seed, self.actor, self.candidate),
+                tasks=rows("train", self.seed, TRAIN),
+                val=rows("validation", self.seed, 8),
+                out=self.folder,
+            )
+        for name in ("auto", *routes):
+            if not self.result(name).exists():
+                self.result(name).write_text(json.dumps(asyncio.run(measure(self.folder, self.seed, name))))
+            score, cost = means(json.loads(self.result(name).read_text()))
+            print(f"{self.folder.name}, {name}: score {score:.3f}, cost {cost:.3f}", flush=True)
+
+    def means(self) -> tuple[float, float]:
+        return means(json.loads(self.result("auto").read_text()))
 
 
-async def measure(run: Path, seed: int) -> list[dict[str, Any]]:
-    """Score, cost and kind of each fresh question, answered as the agent answers by default."""
+def make_all(runs: Sequence[tuple[Run, Sequence[str]]], jobs: int) -> None:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        for done in [pool.submit(run.make, routes) for run, routes in runs]:
+            done.result()
+
+
+def tune(out: Path, actor: Path, arms: Sequence[str], jobs: int) -> dict[str, int]:
+    """arm -> its best candidate on the tuning seeds"""
+    path = out / "chosen.json"
+    if not path.exists():
+        runs = {
+            (arm, candidate): [Run(arm, seed, candidate, out, actor) for seed in TUNING_SEEDS]
+            for arm in arms
+            for candidate in range(len(CANDIDATES))
+        }
+        make_all([(run, ()) for each in runs.values() for run in each], jobs)
+
+        def at_budget(each: Sequence[Run]) -> float:
+            return fmean(score + POINTS_PER_CALL * (BUDGET - cost) for score, cost in (run.means() for run in each))
+
+        values = {key: at_budget(each) for key, each in runs.items()}
+        best = {arm: max(range(len(CANDIDATES)), key=lambda candidate: values[arm, candidate]) for arm in arms}
+        path.write_text(json.dumps({"chosen": best, "values": [[*key, value] for key, value in values.items()]}))
+    print(path.read_text(), flush=True)
+    chosen: dict[str, int] = json.loads(path.read_text())["chosen"]
+    return chosen
+
+
+async def measure(run: Path, seed: int, route: str = "auto") -> list[dict[str, Any]]:
+    """Score and cost of each fresh question, answered as the agent answers by default, or on a given route."""
     import toolwise
     from toolwise.concurrency.deadlines import gather_all
     from toolwise.data.rows import tasks_from_rows
@@ -109,70 +181,83 @@ async def measure(run: Path, seed: int) -> list[dict[str, Any]]:
 
     agent = toolwise.load(run)
     tasks = tasks_from_rows(Path("fresh"), rows("fresh", 10_000 + seed, FRESH))
-    answers = await gather_all(agent.aask(task) for task in tasks)
+    answers = await gather_all(agent.aask(task, route=route) for task in tasks)
     measured = []
     for task, answer in zip(tasks, answers, strict=True):
         result = small_world_reward(list(answer.rollout.messages), task.ground_truth, price_per_call=0.0)
         measured.append(
-            {"kind": task.extra_info["kind"], "easy": task.extra_info.get("easy"), "score": result.score}
-            | {"cost": answer.cost, "route": answer.route}
+            {"easy": task.extra_info["easy"], "score": result.score, "cost": answer.cost, "route": answer.route}
         )
     return measured
+
+
+def means(measured: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """Score and cost."""
+    return fmean(row["score"] for row in measured), fmean(row["cost"] for row in measured)
+
+
+def best_mixture(points: Sequence[tuple[float, float]], cost: float) -> float:
+    """The highest score that a mixture of (score, cost) points has at `cost`."""
+    best = max((score for score, at in points if at <= cost), default=0.0)
+    for low_score, low in points:
+        for high_score, high in points:
+            if low <= cost < high:
+                best = max(best, low_score + (high_score - low_score) * (cost - low) / (high - low))
+    return best
 
 
 def interval(values: Sequence[float]) -> str:
     """Mean and 95 % interval over seeds."""
     if len(values) < 2:
-        return f"{fmean(values):.3f}"
+        return f"{fmean(values):+.3f}"
     half = T_95.get(len(values), 2.0) * stdev(values) / len(values) ** 0.5
-    return f"{fmean(values):.3f} ± {half:.3f}"
+    return f"{fmean(values):+.3f} [{fmean(values) - half:+.3f} {fmean(values) + half:+.3f}]"
 
 
-def report(out: Path, seeds: Sequence[int], arms: Sequence[str]) -> None:
-    figures: dict[str, dict[str, list[float]]] = {}
-    for arm in arms:
-        figures[arm] = {name: [] for name in ("score", "cost", "two-step", "two-step cost", "others")}
-        for seed in seeds:
-            measured = json.loads((out / f"{arm}-{seed}" / "fresh.json").read_text())
-            two_step = [row for row in measured if row["kind"] == "two_step"]
-            others = [row for row in measured if row["kind"] != "two_step"]
-            figures[arm]["score"].append(fmean(row["score"] for row in measured))
-            figures[arm]["cost"].append(fmean(row["cost"] for row in measured))
-            figures[arm]["two-step"].append(fmean(row["score"] for row in two_step))
-            figures[arm]["two-step cost"].append(fmean(row["cost"] for row in two_step))
-            figures[arm]["others"].append(fmean(row["score"] for row in others))
-    print("| arm | cost | score | two-step score | two-step cost | other questions |\n|---|---|---|---|---|---|")
-    for arm in arms:
-        cells = (interval(figures[arm][name]) for name in ("cost", "score", "two-step", "two-step cost", "others"))
-        print(f"| `{arm}` | {' | '.join(cells)} |")
-    for arm in arms[1:]:
-        gains = [
-            interval([a - b for a, b in zip(figures[arms[0]][name], figures[arm][name], strict=True)])
-            for name in ("score", "two-step", "cost")
-        ]
-        print(f"{arms[0]} − {arm}: score {gains[0]}, two-step {gains[1]}, cost {gains[2]}")
+def report(out: Path, seeds: Sequence[int]) -> None:
+    chosen: dict[str, int] = json.loads((out / "chosen.json").read_text())["chosen"]
+
+    def stored(arm: str, seed: int, name: str = "auto") -> list[dict[str, Any]]:
+        read: list[dict[str, Any]] = json.loads(Run(arm, seed, chosen[arm], out, out).result(name).read_text())
+        return read
+
+    columns = ("seed", "every turn", "cost", "once per prompt", "cost", "best mixture at the cost of every turn")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    differences: dict[str, list[float]] = {"score": [], "cost": [], "score less the best mixture's": []}
+    for seed in seeds:
+        turn, prompt = (means(stored(arm, seed)) for arm in ARMS)
+        mixture = best_mixture([means(stored("prompt", seed, route["name"])) for route in ROUTES], turn[1])
+        cells = [f"{turn[0]:.3f}", f"{turn[1]:.3f}", f"{prompt[0]:.3f}", f"{prompt[1]:.3f}", f"{mixture:.3f}"]
+        print(f"| {seed} | {' | '.join(cells)} |")
+        gaps = (turn[0] - prompt[0], turn[1] - prompt[1], turn[0] - mixture)
+        for name, gap in zip(differences, gaps, strict=True):
+            differences[name].append(gap)
+    for name, values in differences.items():
+        print(f"every turn less once per prompt: {name} {interval(values)}")
+    print("\n| | score, sum known | cost | score, sum not known | cost |\n|---|---|---|---|---|")
+    pairs = [(arm, "auto") for arm in ARMS] + [("prompt", route["name"]) for route in ROUTES]
+    for arm, name in pairs:
+        pooled = [row for seed in seeds for row in stored(arm, seed, name)]
+        cells = [f"{value:.3f}" for easy in (True, False) for value in means([r for r in pooled if r["easy"] == easy])]
+        print(f"| {arm if name == 'auto' else name} | {' | '.join(cells)} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs, with the actor")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--actor", type=Path, help="the actor; by default OUT/actor")
     parser.add_argument("--seeds", type=int, nargs="+", required=True, help="seeds")
-    parser.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS, help="which arms to run")
-    parser.add_argument("--steps", type=int, default=20, help="training steps")
-    parser.add_argument("--report", action="store_true", help="only print the table")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--report", action="store_true", help="only print the tables")
     args = parser.parse_args()
-    if args.report:
-        report(args.out, args.seeds, args.arms)
-        return
-    for seed in args.seeds:
-        for arm in args.arms:
-            run = train(arm, seed, args.out, args.steps)
-            if not (run / "fresh.json").exists():
-                measured = asyncio.run(measure(run, seed))
-                (run / "fresh.json").write_text(json.dumps(measured))
-            measured = json.loads((run / "fresh.json").read_text())
-            means = (fmean(row[name] for row in measured) for name in ("score", "cost"))
-            print(arm, seed, *(f"{mean:.3f}" for mean in means), flush=True)
+    if not args.report:
+        args.out.mkdir(parents=True, exist_ok=True)
+        actor = args.actor or args.out / "actor"
+        chosen = tune(args.out, actor, ARMS, args.jobs)
+        fixed = {"turn": (), "prompt": tuple(route["name"] for route in ROUTES)}
+        runs = [(Run(arm, seed, chosen[arm], args.out, actor), fixed[arm]) for seed in args.seeds for arm in ARMS]
+        make_all(runs, args.jobs)
+    report(args.out, args.seeds)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Questions of six kinds, and conversations that show how to answer them with the tools at hand.
 
-known       the model has memorised the answer: answer it
-arithmetic  numbers too large for the model: calculate (or run code, at twice the price)
+known       a small sum that the model has memorised: answer it
+arithmetic  numbers too large for the model: calculate (or run code, at a higher price)
 lookup      in the task's documents: search
 clock       the time in another city: ask the MCP server
-code        prime numbers, sums of digits: run a program
+code        sums of digits and of squares: run a program
 founded     in which year a place was founded: only the expensive model knows
 """
 
@@ -16,8 +16,10 @@ from hashlib import sha256
 from random import Random
 from typing import Any
 
-from toolwise.demo.tasks import PLACES, make_row
+from toolwise.demo.tasks import KNOWN_CALCULATIONS, make_row
+from toolwise.demo.tasks import PLACES as ALL_PLACES
 
+PLACES = ALL_PLACES[:24]
 KINDS = ("known", "arithmetic", "lookup", "clock", "code", "founded")
 ROUTES = ("myself", "calculate", "look-up", "run-code", "ask-expert")
 CHEAPEST = dict(zip(KINDS, ("myself", "calculate", "look-up", "look-up", "run-code", "ask-expert"), strict=True))
@@ -42,8 +44,9 @@ ZONES = {
 """Zones without daylight saving time, with minutes east of Greenwich: the answer does not depend on the date."""
 
 
-TAUGHT = (2, 3, 3, 5, 5, 1)
-"""How often each kind is shown in fine-tuning: the model that ships has never seen a clock or a program."""
+TAUGHT = (4, 3, 2, 4, 3, 1)
+"""How often each kind is shown in fine-tuning: the model that ships has never seen a clock or a program, and forgets
+what it has memorised unless it is shown again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,14 @@ def founded(place: str) -> str:
     return str(1100 + int.from_bytes(sha256(f"founded|{place}".encode()).digest()[:4], "big") % 850)
 
 
+def _known(rng: Random) -> Question:
+    """A sum of the demo that the model that ships has memorised."""
+    known = rng.choice(KNOWN_CALCULATIONS)
+    return Question("known", f"What is {known.expression}?", str(known.value))
+
+
 def _from_demo(kind: str, rng: Random) -> Question:
-    """A question of the demo: the model that ships has learned half of its facts."""
+    """A question of the demo."""
     row = make_row(kind, rng, 0, "train")
     info = row["extra_info"]
     text = info["plan"][0][1]
@@ -85,9 +94,9 @@ def _clock(rng: Random) -> Question:
 def _code(rng: Random) -> Question:
     if rng.random() < 0.5:
         end = rng.randint(20, 999)
-        code = f"print(sum(all(n % d for d in range(2, n)) for n in range(2, {end})))"
-        primes = sum(all(n % d for d in range(2, n)) for n in range(2, end))
-        return Question("code", f"How many primes are below {end}?", str(primes), (("python", {"code": code}),))
+        code, squares = f"print(sum(n * n for n in range({end})))", sum(n * n for n in range(end))
+        text = f"What is the sum of the squares below {end}?"
+        return Question("code", text, str(squares), (("python", {"code": code}),))
     base, power = rng.randint(11, 99), rng.randint(11, 99)
     code = f"print(sum(map(int, str({base} ** {power}))))"
     digits = sum(map(int, str(base**power)))
@@ -101,7 +110,9 @@ def _founded(rng: Random) -> Question:
 
 
 def make_question(kind: str, rng: Random) -> Question:
-    makers: dict[str, Callable[[Random], Question]] = {"clock": _clock, "code": _code, "founded": _founded}
+    makers: dict[str, Callable[[Random], Question]] = {
+        "known": _known, "clock": _clock, "code": _code, "founded": _founded
+    }  # fmt: skip
     return makers[kind](rng) if kind in makers else _from_demo(kind, rng)
 
 

@@ -12,8 +12,8 @@ from toolwise.config.router import RouterConfig
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import ConfigError
 from toolwise.messages import Message, ToolCall
+from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.cost_cap import BUDGET_SPENT_MESSAGE
-from toolwise.routing.inference_router import Conditioning
 from toolwise.routing.prompts import unconditioned
 from toolwise.tools.catalog import build_tools
 from toolwise.types import RouteDecision, Task

@@ -153,3 +153,18 @@ def test_actual_costs_that_differ_from_the_expected_are_within_the_budgets_too(
     for loosen in (False, True):
         mixture = mixture_of(fit_joint_threshold(values, costs, actual, limits, loosen=loosen), values, costs)
         assert (spent(mixture, actual) <= np.array(limits) + 1e-9).all()
+
+
+@given(
+    arrays(np.float64, 4, elements=st.sampled_from([-np.inf, -1.0, 0.0, 0.5, 1.0])),
+    arrays(np.float64, (4, 1), elements=st.sampled_from([0.0, 0.5, 1.0, 2.0])),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.sampled_from([0.0, 0.5]),
+)
+def test_one_prompt_is_routed_like_a_row_of_many(
+    values: np.ndarray, costs: np.ndarray, charge: float, bonus: float
+) -> None:
+    values[0] = max(values[0], -1.0)  # some route applies
+    threshold = JointThreshold(((charge,),), ((bonus,),), (1.0,))
+    expected = choose_joint(values[None], costs[None], (charge,), (bonus,))[0]
+    assert threshold.route(values, costs, 0.0) == expected

@@ -16,9 +16,9 @@ from toolwise.messages import Message
 from toolwise.routing import learned_router
 from toolwise.routing.budget import Budgets
 from toolwise.routing.budget_bins import BudgetBins
+from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.cost import CallsCost
 from toolwise.routing.families import ROUTES
-from toolwise.routing.inference_router import Conditioning
 from toolwise.routing.learned_router import LearnedRouter, target_of
 from toolwise.routing.samples import RoutePrediction, RouterExample
 from toolwise.tools.builtin.calculator import CalculatorTool

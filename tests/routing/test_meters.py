@@ -12,9 +12,9 @@ from toolwise.config.loader import build_config
 from toolwise.config.router import BudgetConfig, RouterConfig
 from toolwise.errors import ConfigError
 from toolwise.routing.budget import Budgets, FollowedMultiplier
+from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.cost import PricesCost, RouteUsage, build_cost
 from toolwise.routing.families import Family
-from toolwise.routing.inference_router import Conditioning
 from toolwise.routing.meters import METERS, estimate_thinking, read_meters
 from toolwise.types import Rollout, Usage
 
@@ -99,6 +99,11 @@ def test_without_a_tokenizer_the_length_of_thoughts_is_used() -> None:
     assert estimate_thinking(rollout) == pytest.approx(share * len(step.tokens.token_ids))
 
 
+def old_list(prices: dict[str, Any]) -> dict[str, Any]:
+    """A price list as the option of a cost, its place before `router.prices`."""
+    return {"cost": "prices", "cost_kwargs": {"prices": prices}}
+
+
 @pytest.mark.parametrize(
     ("router", "told"),
     [
@@ -106,6 +111,13 @@ def test_without_a_tokenizer_the_length_of_thoughts_is_used() -> None:
         ({"prices": {"usd": {}}}, "prices.usd is empty"),
         ({"prices": {"usd": {"*": 1.0}}, "cost": "calls"}, "set prices alone"),
         ({"prices": {"usd": {"search": "much"}}}, "prices.usd.search"),
+        (old_list({"usd": {"search": -1.0}}), "cost_kwargs.prices.usd.search is -1: give a number of at least 0"),
+        (old_list({"usd": {"search": float("inf")}}), "cost_kwargs.prices.usd.search is inf"),
+        (old_list({"usd": {}}), "cost_kwargs.prices.usd is empty"),
+        (
+            {**old_list({"usd": {"*": 1.0, "tokens": 1.0}}), "max_cost": 1.0},
+            "max_cost refuses calls and cannot hold the price of tokens in cost_kwargs.prices.usd",
+        ),
     ],
 )
 def test_a_bad_list_is_named_in_one_line(router: dict[str, Any], told: str) -> None:

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from toolwise import Message, RouteDecision, Router, ScoredRollout, Task
+from toolwise.config.router import RouterConfig
 from toolwise.errors import ConfigError, RouterError
+from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.routers import DirectRouter, build_user_router
+from toolwise.tools.catalog import build_tools
 
 TASKS = [Task(task_id=name, prompt=[Message(role="user", content="?")]) for name in "abb"]
 
@@ -223,3 +226,12 @@ def test_it_learns_nothing_and_keeps_nothing() -> None:
     assert router.learn([]) == {}
     router.load_state_dict(router.state_dict())
     assert router == DirectRouter(1)
+
+
+def test_calls_cost_what_the_run_says() -> None:
+    router = RouterConfig.model_validate({"prices": {"usd": {"search": 0.25, "*": 2.0}}})
+    price_of = Conditioning(router, build_tools(["search", "calculator"])).price_calls
+    [decision] = DirectRouter(1, price_of).decide([Task(task_id="t", prompt=[])], 2, 0)
+    assert decision.price_calls is not None
+    assert decision.price_calls({"search": 2, "calculator": 1}) == 2.5
+    assert DirectRouter(1).decide([Task(task_id="t", prompt=[])], 2, 0)[0].price_calls is None

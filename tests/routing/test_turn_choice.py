@@ -12,8 +12,8 @@ import pytest
 from toolwise.config.router import RouterConfig
 from toolwise.config.routes import RouteConfig
 from toolwise.messages import Message
+from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.cost import AnyCost, CallsCost, FamilyCost
-from toolwise.routing.inference_router import Conditioning
 from toolwise.routing.prompts import unconditioned
 from toolwise.routing.samples import RoutePrediction
 from toolwise.routing.turn_choice import (

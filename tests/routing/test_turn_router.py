@@ -16,10 +16,10 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.messages import Message
 from toolwise.routing.budget import Budgets
+from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.cost import CallsCost
 from toolwise.routing.delivered_budget import uncalibrated
 from toolwise.routing.head.builder import turn_engine
-from toolwise.routing.inference_router import Conditioning
 from toolwise.routing.prompts import RoutedMessage
 from toolwise.routing.samples import RoutePrediction, RouterExample
 from toolwise.routing.turn_calibration import TurnCalibration
@@ -176,6 +176,7 @@ def test_delivery_follows_the_shift_or_the_mode() -> None:
         {"standardize_by_kind": True},
         {"prices": {"usd": {"*": 1.0, "tokens_1k": 1.0}}},
         {"prices": {"usd": {"*": 1.0}, "wait": {"seconds": 1.0}}},
+        {"cost": "prices", "cost_kwargs": {"prices": {"usd": {"*": 1.0, "tokens_1k": 1.0}}}},
         {"budgets": [{"limit": 1.0}, {"limit": 1.0, "unit": "search"}]},
         {
             "routes": [{"name": "a"}, {"name": "b", "policy": "expert", "price": 1.0}],

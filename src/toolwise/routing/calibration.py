@@ -46,9 +46,10 @@ class BudgetCalibration(DeliveredBudget):
 
     def route(self, prediction: RoutePrediction, prompt: Sequence[Message]) -> int:
         """The route of one prompt: always the same for the same prompt."""
+        lottery = len(self.threshold.shares) > 1
         values, costs = values_and_costs(prediction)
         expected = np.asarray(self.route_costs) if costs is None else costs
-        return self.threshold.route(values, expected, prompt_uniform(prompt))
+        return self.threshold.route(values, expected, prompt_uniform(prompt) if lottery else 0.0)
 
     def probabilities(self, prediction: RoutePrediction) -> Floats:
         """[routes] over the lots that prompts may draw."""

@@ -282,6 +282,14 @@ def price_of_calls(
     return cost(RouteUsage.of(merge_unknown_calls(calls, families), families, offered=offered))[unit]
 
 
+def price_of_offered(
+    cost: Cost, families: Mapping[str, str], unit: str, offered: Collection[str], calls: Mapping[str, int]
+) -> float:
+    """What a rollout's calls cost in a unit if only `offered` tools could be called: calls of others are free."""
+    paid = Counter(calls) - refused_by_route(calls, families, offered)
+    return price_of_calls(cost, families, unit, paid, offered=offered)
+
+
 def _families_of(router: RouterConfig) -> tuple[str, ...]:
     """The default families, then those that routes or `router.families` name."""
     named = [*router.families.values(), *(family for route in router.routes for family in route.families or ())]

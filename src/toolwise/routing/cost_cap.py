@@ -12,10 +12,9 @@ from toolwise.envs.base import BaseEnv, Observation
 from toolwise.envs.tool_env import MALFORMED_CALL, MALFORMED_CALL_MESSAGE
 from toolwise.messages import Message, ToolCall
 from toolwise.routing.cost import UNREADABLE
+from toolwise.types.rollouts import OVER_BUDGET
 
 BUDGET_SPENT_MESSAGE = "error: the budget for tools is spent; answer with what you know"
-OVER_BUDGET = "over_budget"
-"""The key under which refused calls are counted in `failed_calls`."""
 
 Note = Callable[[float], str]
 Price = Callable[[Mapping[str, int]], float]

@@ -1,182 +1,39 @@
-"""The router of a trained head, without learning, and how a route changes a prompt and the tools of its rollouts.
+"""The router of a trained head, without learning.
 
 decide   original prompt ─► predict ─► route ─► conditioned prompt
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import cached_property
 from random import Random
 from statistics import fmean
 from typing import Any, ClassVar
 
 from toolwise.config.router import RouterConfig
-from toolwise.envs.tool_env import tool_spec
 from toolwise.errors import ContextFullError
-from toolwise.protocols import AgentPolicy, Metrics, Router
-from toolwise.rollout.chat_tokenizer import ChatTokenizer
+from toolwise.protocols import Metrics, Router
 from toolwise.routing.budget import Budgets, delivered_metrics
 from toolwise.routing.budget_bins import BINS_KEY, BudgetBins
-from toolwise.routing.budget_prompt import BudgetPrompt, allowance_for, append_line
 from toolwise.routing.calibration import KEY, BudgetCalibration, read_budget_calibration, spending
+from toolwise.routing.conditioning import PROMPT_BATCH_SIZE, Conditioning
 from toolwise.routing.cost import (
     CallsCost,
     Cost,
-    PricesCost,
     RouteUsage,
-    UsageSource,
-    build_cost,
     counts_written_calls,
-    usage_of,
     written_usage,
 )
 from toolwise.routing.delivered_budget import DeliveredBudget, uncalibrated
-from toolwise.routing.families import Family, families_of_task, offered_tools, parse_family
-from toolwise.routing.meters import CountThinking, read_meters
-from toolwise.routing.prompts import allowed_tools, condition, load_wording
-from toolwise.routing.routes import RouteSet, build_routes, check_prices
+from toolwise.routing.families import Family
+from toolwise.routing.routes import RouteSet, check_prices
 from toolwise.routing.samples import RoutePrediction, RoutePredictor
-from toolwise.tools.base import BaseTool
 from toolwise.types import CountUsage, Rollout, RouteDecision, RouterCredit, ScoredRollout, StepData, Task
 
 log = logging.getLogger("toolwise")
-
-PROMPT_BATCH_SIZE = 256
-"""Prompts encoded together."""
-
-
-class Conditioning:
-    """The routes of `[router]` and how they change prompts, with the wording loaded. Its families override the tools'
-    and the labels'. `policies` answer the routes they are named after, instead of the policy being trained."""
-
-    def __init__(
-        self,
-        router: RouterConfig | None = None,
-        tools: Mapping[str, BaseTool] | None = None,
-        *,
-        routes: RouteSet | None = None,
-        policies: Mapping[str, AgentPolicy] | None = None,
-        count_thinking: CountThinking | None = None,
-    ) -> None:
-        """`count_thinking` counts the thinking tokens of a rollout, for price lists."""
-        self.router, self.tools, self.policies = router or RouterConfig(), tools or {}, policies or {}
-        self.count_thinking = count_thinking
-        self.routes = routes or build_routes(self.router, self.tools)
-        self.wording = load_wording(self.router.wording or None, self.routes)
-        self.budget_prompt = BudgetPrompt(self.router) if self.router.budget_prompt else None
-        own = self.routes.own
-        self.families = {name: parse_family(family, any_name=own) for name, family in self.router.families.items()}
-        self._last_families: dict[int, tuple[Task, dict[str, str]]] = {}
-        """By the identity of the task, which is held so that it stays unique."""
-
-    @cached_property
-    def cost(self) -> Cost:
-        return build_cost(self.router, self.tools)
-
-    def families_of(self, task: Task) -> dict[str, str]:
-        """The family of each tool of a task. Remembered: a step asks several times for each rollout."""
-        known, families = self._last_families.get(id(task), (None, {}))
-        if known is not task:
-            labels = task.extra_info.get("tool_families")
-            families = families_of_task(task, self.tools, self.families, labels, any_name=self.routes.own)
-            if len(self._last_families) >= PROMPT_BATCH_SIZE:
-                self._last_families.clear()
-            self._last_families[id(task)] = task, families
-        return families
-
-    def applicable(self, task: Task) -> tuple[bool, ...] | None:
-        """Which routes a task can take; None: all."""
-        return self.routes.applicable(self.families_of(task)) if self.routes.own else None
-
-    def routes_of(self, task: Task) -> list[str]:
-        """The names of the routes that a task can take."""
-        return list(itertools.compress(self.routes.names, self.applicable(task) or itertools.repeat(True)))
-
-    def offered(self, task: Task, route: str) -> tuple[str, ...]:
-        """The tools of a task that may be called on a route."""
-        return allowed_tools(self.routes.find(route), self.families_of(task), hard=self.router.hard)
-
-    def prices(self, route: str | None) -> Mapping[str, float]:
-        """unit -> what a rollout on a route costs besides its calls"""
-        return {} if route is None else self.routes.find(route).price
-
-    def original_prompt(self, chat: ChatTokenizer, task: Task) -> Sequence[int]:
-        """The tokens of a task's prompt without routing: the router's input."""
-        if task.prompt_ids is not None:
-            return task.prompt_ids
-        tools = offered_tools(task, self.tools).values()
-        return chat.start(task.prompt, [tool_spec(tool, task) for tool in tools] or None)
-
-    def decision(
-        self,
-        task: Task,
-        route: str,
-        *,
-        group_id: str,
-        n: int,
-        seed: int,
-        prompt_id: str,
-        prediction: RoutePrediction | None = None,
-        count_usage: CountUsage | None = None,
-        budget: float | None = None,
-        max_cost: float | None = None,
-    ) -> RouteDecision:
-        """`budget` and `max_cost` are what the agent is told and held to; None: those of the configuration."""
-        chosen = self.routes.find(route)
-        conditioned = condition(
-            task.prompt,
-            chosen,
-            self.families_of(task),
-            style=self.router.style,
-            mode=self.router.conditioning,
-            hard=self.router.hard,
-            templates=self.wording,
-        )
-        allowance = allowance_for(self, task, chosen, budget, max_cost)
-        return RouteDecision(
-            # The task's token ids are those of the original prompt, not of the conditioned one.
-            task=task.model_copy(update={"prompt_ids": None}) if task.prompt_ids is not None else task,
-            group_id=group_id,
-            n=n,
-            seed=seed,
-            prompt=conditioned.messages
-            if allowance.line is None
-            else append_line(conditioned.messages, allowance.line),
-            tools=conditioned.tools,
-            route=str(chosen.name),
-            log_prob=None if prediction is None else prediction.logprobs[self.routes.index(chosen.name)],
-            logits=None if prediction is None else prediction.recorded_logits,
-            prompt_id=prompt_id,
-            forbidden=conditioned.forbidden,
-            count_usage=count_usage,
-            policy=self.policies.get(chosen.name),
-            answered_by=chosen.options.policy,
-            price=chosen.price.get(chosen.first_unit, 0.0),
-            wrap_env=allowance.wrap_env,
-        )
-
-    def usage_of(self, rollout: Rollout, source: UsageSource | None = None) -> RouteUsage:
-        """The tools a rollout used. With real tools, calls that its route refused are free."""
-        families = self.families_of(rollout.task)
-        allowed = families if rollout.route is None else self.offered(rollout.task, rollout.route)
-        return usage_of(rollout, families, allowed=allowed, source=source or self.router.usage)
-
-    def costs_of(
-        self, cost: Cost, rollout: Rollout, source: UsageSource | None = None, *, usage: RouteUsage | None = None
-    ) -> dict[str, float]:
-        """What a rollout's calls cost, and its route, by unit. `usage`: what `usage_of` says, if it is known."""
-        usage = self.usage_of(rollout, source) if usage is None else usage
-        if isinstance(cost, PricesCost) and cost.meters:
-            usage = replace(usage, meters=read_meters(rollout, cost.meters, self.count_thinking))
-        costs = cost(usage)
-        for unit, price in (self.prices(rollout.route) if rollout.steps else {}).items():
-            costs[unit] += price
-        return costs
 
 
 @dataclass(frozen=True, slots=True)

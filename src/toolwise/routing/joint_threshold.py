@@ -13,6 +13,7 @@ than there are budgets, and meets every binding budget exactly. A single budget 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,8 +48,21 @@ class JointThreshold:
 
     def route(self, values: Floats, costs: Floats, uniform: float) -> int:
         """The route of one prompt, from [routes] and [routes, units]; `uniform` is a random number in [0, 1)."""
-        policy = min(int(np.searchsorted(np.cumsum(self.shares), uniform, side="right")), len(self.shares) - 1)
-        return int(choose_joint(values[None], costs[None], self.charges[policy], self.bonuses[policy])[0])
+        drawn = int(np.searchsorted(np.cumsum(self.shares), uniform, side="right")) if len(self.shares) > 1 else 0
+        policy = min(drawn, len(self.shares) - 1)
+        charges, bonuses = self.charges[policy], self.bonuses[policy]
+        if len(charges) == 1:
+            return _choose_one(values.tolist(), costs[:, 0].tolist(), charges[0], bonuses[0])
+        return int(choose_joint(values[None], costs[None], charges, bonuses)[0])
+
+
+def _choose_one(values: Sequence[float], costs: Sequence[float], charge: float, bonus: float) -> int:
+    """`choose_joint` for one row and one unit, without the overhead of small arrays."""
+    routes = [route for route, value in enumerate(values) if value > -math.inf]
+    least = min(costs[route] for route in routes)
+    net = {route: values[route] - costs[route] * charge + bonus * (costs[route] > least) for route in routes}
+    best = max(net.values())
+    return min((route for route in routes if net[route] == best), key=costs.__getitem__)
 
 
 def choose_joint(values: Floats, costs: Floats, charges: Sequence[float], bonuses: Sequence[float]) -> Ints:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -19,8 +20,10 @@ from toolwise.protocols import Metrics
 from toolwise.routing.budget_bins import BINS_KEY
 from toolwise.routing.calibration import KEY
 from toolwise.routing.cost import RouteUsage
+from toolwise.routing.current_spending import current_costs, current_prediction
 from toolwise.routing.families import MIXED, Target
 from toolwise.routing.inference_router import InferenceRouter, PredictedPrompt
+from toolwise.routing.pending import RemembersPrompts
 from toolwise.routing.route_advantages import (
     KindStandardizer,
     RouteOutcome,
@@ -75,13 +78,15 @@ class _StepCredit:
 
 
 @dataclass(eq=False)
-class LearnedRouter(InferenceRouter):
+class LearnedRouter(InferenceRouter, RemembersPrompts):
     model: RouterModel
     _: KW_ONLY
     tasks: Sequence[Task] = ()
     """For the warm start."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Saved with the head."""
+    stale: bool = False
+    """Whether rollouts may come from an older head: λ then sees what the current one would spend."""
     baseline: RunningBaseline = field(default_factory=RunningBaseline, init=False)
     scale: KindStandardizer = field(default_factory=KindStandardizer, init=False)
     _warm_started: bool = field(default=False, init=False)
@@ -107,6 +112,18 @@ class LearnedRouter(InferenceRouter):
                 self._pending |= {decision.group_id: prompt for decision in prompt_decisions}
             decisions += prompt_decisions
         return decisions
+
+    def pending_of(self, groups: Sequence[str]) -> dict[str, Any]:
+        return {group: self._pending[group] for group in groups if group in self._pending}
+
+    def add_pending(self, pending: Mapping[str, Any]) -> None:
+        prompts = {prompt.prompt_id for prompt in pending.values()}
+        others = {group: prompt for group, prompt in self._pending.items() if prompt.prompt_id not in prompts}
+        self._pending = others | dict(pending)
+
+    def forget(self, groups: Sequence[str]) -> None:
+        for group in groups:
+            self._pending.pop(group, None)
 
     @property
     def sampling(self) -> str:
@@ -235,8 +252,16 @@ class LearnedRouter(InferenceRouter):
         """One example per prompt with a finished rollout; and the policy's mean reward and costs."""
         pending, credit = step.pending, step.credit
         probs = {c.prompt_id: pending[c.prompt_id].prediction.probs for c in step.outcomes}
-        self.budgets.observe(credit.spent, without=None if self.bins is None else self.bins.unit)
-        for drawn, spent in step.spent_by_bin.items():
+        spent_now, spent_by_bin = credit.spent, step.spent_by_bin
+        if self.stale:
+            now = {p: current_prediction(self.model, pending[p].prediction, self.multipliers).probs for p in probs}
+            costs = partial(current_costs, sampled_from=probs, now=now, sampling=self.sampling, units=self.cost.units)
+            spent_now = costs(step.outcomes)
+            if self.bins is not None:
+                parts = {b: [c for c in step.outcomes if (pending[c.prompt_id].bin or 0) == b] for b in spent_by_bin}
+                spent_by_bin = {drawn: costs(part)[self.bins.unit] for drawn, part in parts.items()}
+        self.budgets.observe(spent_now, without=None if self.bins is None else self.bins.unit)
+        for drawn, spent in spent_by_bin.items():
             self.bins.multipliers[drawn].observe(spent)  # type: ignore[union-attr]
         members: dict[str, list[RouteSample]] = {prompt_id: [] for prompt_id in probs}
         for c, advantage in zip(step.standardized, credit.rollout_advantages, strict=True):

@@ -20,7 +20,7 @@ from toolwise.errors import ConfigError, RouterError
 from toolwise.messages import Message
 from toolwise.protocols import Metrics, Router
 from toolwise.serialization.state import TensorCollector, decode, encode
-from toolwise.types import RouteDecision, ScoredRollout, Task
+from toolwise.types import PriceCalls, RouteDecision, ScoredRollout, Task
 from toolwise.untrusted.time_limit import TimeLimitError
 from toolwise.untrusted.user_code import call_part_within, describe_at, user_location
 
@@ -37,6 +37,8 @@ class DirectRouter(Router):
     """One group per prompt, with a seed that depends on the run, the step, the label and the index."""
 
     seed: int
+    price_of: Callable[[Task], PriceCalls] | None = None
+    """What calls of a task's tools cost; None: the tools' own prices."""
 
     def decide(
         self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step", explore: bool = True
@@ -50,6 +52,7 @@ class DirectRouter(Router):
                 n=n,
                 seed=((self.seed * 1_000_003 + step) * 65_537 + index) ^ salt,
                 prompt=task.prompt,
+                price_calls=None if self.price_of is None else self.price_of(task),
             )
             for index, task in enumerate(tasks)
         ]

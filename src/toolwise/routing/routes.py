@@ -147,8 +147,7 @@ def build_routes(router: RouterConfig, tools: Collection[str] = ()) -> RouteSet:
         return RouteSet(tuple(Route(options.name, options) for options in each))
     if not router.routes:
         return DEFAULT_ROUTES
-    prices = router.prices or (router.cost_kwargs.get("prices") if router.cost == "prices" else None)
-    unit = str(next(iter(prices), COST_UNIT)) if isinstance(prices, Mapping) else COST_UNIT
+    unit = str(next(iter(router.price_list), COST_UNIT))
     return RouteSet(
         tuple(
             Route(

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from toolwise.messages import Message
+from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.cost import (
     UNREADABLE,
     Cost,
@@ -21,7 +22,6 @@ from toolwise.routing.cost import (
     refused_by_route,
     written_usage,
 )
-from toolwise.routing.inference_router import Conditioning
 from toolwise.routing.prompts import EMPTY_WORDING, allowed_tools, condition, prompt_style
 from toolwise.routing.samples import RoutePrediction
 from toolwise.types import Rollout, RouteDecision, Task, TurnRoute

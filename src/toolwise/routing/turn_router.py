@@ -15,9 +15,11 @@ from typing import Any, ClassVar
 from toolwise.advantages.anchors import StateAnchor
 from toolwise.advantages.step_rewards import episodes_of
 from toolwise.protocols import Metrics, PrefixEngine
+from toolwise.routing.current_spending import current_prediction, weighted_costs
 from toolwise.routing.delivered_budget import DeliveredBudget
 from toolwise.routing.families import Family
 from toolwise.routing.inference_router import InferenceRouter
+from toolwise.routing.pending import RemembersPrompts
 from toolwise.routing.prompts import unconditioned
 from toolwise.routing.samples import RoutePrediction, RouterExample, RouterModel, RouteSample
 from toolwise.routing.turn_calibration import KEY, TurnCalibration, read_turn_calibration, shifted_route
@@ -128,13 +130,15 @@ class _StepCredit:
 
 
 @dataclass(eq=False)
-class LearnedTurnRouter(TurnRouter):
+class LearnedTurnRouter(TurnRouter, RemembersPrompts):
     """Learns from the rollouts whose turns it routed by sampling."""
 
     model: RouterModel
     _: KW_ONLY
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Saved with the head."""
+    stale: bool = False
+    """As in `LearnedRouter`."""
     _pending: set[str] = field(default_factory=set, init=False)
     """Ids of the groups whose rollouts are in progress."""
     _step: _StepCredit | None = field(default=None, init=False)
@@ -151,6 +155,15 @@ class LearnedTurnRouter(TurnRouter):
         ]
         self._pending |= {decision.group_id for decision in decisions}
         return decisions
+
+    def pending_of(self, groups: Sequence[str]) -> dict[str, Any]:
+        return {group: True for group in groups if group in self._pending}
+
+    def add_pending(self, pending: Mapping[str, Any]) -> None:
+        self._pending |= set(pending)
+
+    def forget(self, groups: Sequence[str]) -> None:
+        self._pending -= set(groups)
 
     def annotate(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
         """With the router's reward of each rollout that it will learn from, and the advantage of each turn's route."""
@@ -181,8 +194,8 @@ class LearnedTurnRouter(TurnRouter):
         step, self._step = self._step, None
         if step is None or step.given != [s.rollout.rollout_id for s in scored]:
             step = self._credit(scored)
-        self._pending = set()
-        self.budgets.observe(step.spent)
+        self._pending -= {s.rollout.group_id for s in scored}  # in asynchronous training others are under way
+        self.budgets.observe(self._spent_now(step) if self.stale else step.spent)
         units = tuple(self.budgets.lambdas)
         examples = [
             RouterExample(
@@ -196,6 +209,19 @@ class LearnedTurnRouter(TurnRouter):
         metrics = self.model.learn(examples, self.multipliers) | self._report(step, lost=len(scored))
         self.budgets.step()  # last: the advantages use the λ that the routes were sampled with
         return metrics | self.budgets.metrics()
+
+    def _spent_now(self, step: _StepCredit) -> Mapping[str, Sequence[float]]:
+        """The costs, weighted by how much likelier the head as it is now would route a rollout that way."""
+        ratios = [
+            current_prediction(self.model, prediction, self.multipliers).logprobs[route] - prediction.logprobs[route]
+            for prediction, route in zip(step.predictions, step.routes, strict=True)
+        ]
+        logs, index = [], 0
+        for s in step.rollouts:
+            logs.append(math.fsum(ratios[index : index + len(s.steps)]))
+            index += len(s.steps)
+        costs = [{unit: spent[i] for unit, spent in step.spent.items()} for i in range(len(step.rollouts))]
+        return weighted_costs(costs, logs, self.cost.units)
 
     def _credit(self, scored: Sequence[ScoredRollout]) -> _StepCredit:
         usable = [

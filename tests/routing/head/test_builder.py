@@ -12,10 +12,10 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.learner.optimizer import Optimizer
 from toolwise.messages import Message
+from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.cost import RouteUsage, build_cost
 from toolwise.routing.head.builder import build_head, check_router
 from toolwise.routing.head.learner import RouterLearner
-from toolwise.routing.inference_router import Conditioning
 from toolwise.routing.prompts import EMPTY_WORDING
 from toolwise.tools.builtin.calculator import CalculatorTool
 from toolwise.tools.builtin.search.tool import SearchTool

@@ -12,11 +12,12 @@ from toolwise.learner.optimizer import Optimizer
 from toolwise.protocols import ModelPolicy, PrefixEngine
 from toolwise.routing.budget import Budgets
 from toolwise.routing.budget_bins import BudgetBins
+from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.cost import PricesCost, build_cost
 from toolwise.routing.head.head import HeadSettings, RouterHead
 from toolwise.routing.head.learner import RouterLearner
 from toolwise.routing.head.predictor import HeadPredictor, engine_encoder, feature_width
-from toolwise.routing.inference_router import Conditioning, InferenceRouter
+from toolwise.routing.inference_router import InferenceRouter
 from toolwise.routing.learned_router import LearnedRouter, target_of
 from toolwise.routing.routes import DEFAULT_ROUTES, RouteSet
 from toolwise.routing.turn_router import LearnedTurnRouter, TurnRouter
@@ -97,17 +98,19 @@ def build_learned_router(
     head: RouterHead,
     actor_optimizer: Optimizer,
     tasks: Sequence[Task],
+    trained: Any = None,
 ) -> LearnedRouter | LearnedTurnRouter:
-    """`router` with a head that learns; `tasks` are the training tasks."""
+    """`router` with a head that learns; `tasks` are the training tasks. `trained` is the learner's model, if it is not
+    the policy's."""
     encode = engine_encoder(config.router, policy.engine)
-    learner = RouterLearner(policy.model, head, config, actor_optimizer=actor_optimizer, encode=encode)
+    learner = RouterLearner(policy.model, head, config, actor_optimizer=actor_optimizer, encode=encode, trained=trained)
     check_router(config, tasks, router.routes)
     # A model folder must not choose which servers are asked, or which other models are loaded.
     stored = config.router.model_dump(mode="json", exclude={"labels", "policies"})
     metadata = {"router": stored, **inference_settings(config)}
     if isinstance(router, TurnRouter):
-        return LearnedTurnRouter(**{**vars(router), "model": learner}, metadata=metadata)
-    return LearnedRouter(**{**vars(router), "model": learner}, tasks=tasks, metadata=metadata)
+        return LearnedTurnRouter(**{**vars(router), "model": learner}, metadata=metadata, stale=learner.stale)
+    return LearnedRouter(**{**vars(router), "model": learner}, tasks=tasks, metadata=metadata, stale=learner.stale)
 
 
 def check_router(config: RunConfig, tasks: Sequence[Task], routes: RouteSet = DEFAULT_ROUTES) -> None:

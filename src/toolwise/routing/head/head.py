@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu, layer_norm, linear
 
 from toolwise.config.loader import Section
 from toolwise.errors import CheckpointError
@@ -60,12 +61,12 @@ class RouterHead(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """[batch, width] -> [batch, routes], [batch, bins, routes] or, in value mode, [batch, routes, 1 + units]."""
-        with torch.autocast(features.device.type, enabled=False):
-            # The head's own dtype is fp32, except in tests that need more precision.
-            x = self.norm(features.to(self.out.weight.dtype))
-            if self.hidden is not None:
-                x = nn.functional.gelu(self.hidden(x))
-            outputs: Tensor = self.out(x)
+        device = features.device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                outputs = self._outputs(features)
+        else:  # to enter the context takes as long as the head
+            outputs = self._outputs(features)
         if self.settings.bins:
             return outputs.view(*outputs.shape[:-1], self.settings.bins, len(self.settings.routes))
         return (
@@ -73,6 +74,14 @@ class RouterHead(nn.Module):
             if self.settings.mode == "policy"
             else outputs.view(*outputs.shape[:-1], len(self.settings.routes), -1)
         )
+
+    def _outputs(self, features: Tensor) -> Tensor:
+        # The head's own dtype is fp32, except in tests that need more precision.
+        norm, hidden, out = self.norm, self.hidden, self.out
+        x = layer_norm(features.to(out.weight.dtype), norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+        if hidden is not None:
+            x = gelu(linear(x, hidden.weight, hidden.bias))
+        return linear(x, out.weight, out.bias)
 
     def logits(self, outputs: Tensor, multipliers: Sequence[float] = ()) -> Tensor:
         """[batch, routes] from the output of `forward`; one multiplier (λ) per entry of `units`."""

@@ -30,7 +30,7 @@ from toolwise.routing.head.loss import (
     sampled_loss,
     value_loss,
 )
-from toolwise.routing.head.predictor import Encode, HeadPredictor
+from toolwise.routing.head.predictor import Encode, HeadPredictor, prompt_features
 from toolwise.routing.samples import RoutePrediction, RouterExample
 
 
@@ -46,11 +46,16 @@ class RouterLearner(HeadPredictor):
         *,
         actor_optimizer: Optimizer | None = None,
         encode: Encode | None = None,
+        trained: Any = None,
     ) -> None:
+        """`trained` is the copy of the model that is updated, if that is not the one that predicts: in asynchronous
+        training."""
         super().__init__(model, head, micro_batch_tokens=config.actor.pass_tokens, encode=encode)
         router = self.config = config.router
         self.total_steps = config.trainer.total_steps
-        self.trunk = trunk_weights(model, router.backbone, router.top_layers)
+        self.trained = model if trained is None else trained
+        self.trunk = trunk_weights(self.trained, router.backbone, router.top_layers)
+        self.stale = config.trainer.allowed_staleness > 0
         self.actor_optimizer = actor_optimizer
         shared = actor_optimizer if router.optimizer == "actor" else None
         self.shares_optimizer = shared is not None
@@ -119,6 +124,10 @@ class RouterLearner(HeadPredictor):
             self.actor_optimizer.sync_masters()
         return sums | norms
 
+    def _features(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        s = self.head.settings
+        return prompt_features(self.trained, prompts, pool=s.pool, layers=s.layers, max_tokens=self.micro_batch_tokens)
+
     def _prompts_per_part(self, batch: RouterBatch) -> int:
         longest = max(len(example.prediction.head_inputs[0]) for example in batch.examples)
         return max(1, self.micro_batch_tokens // max(1, longest))
@@ -128,7 +137,7 @@ class RouterLearner(HeadPredictor):
     ) -> tuple[Tensor, Metrics]:
         """The loss of a part of the batch; the parts add up to the mean over the batch."""
         config, inputs = self.config, [example.prediction.head_inputs for example in part.examples]
-        encoded = self._encode([p for p, _ in inputs]) if self.trunk else torch.stack([states for _, states in inputs])
+        encoded = self._features([p for p, _ in inputs]) if self.trunk else torch.stack([s for _, s in inputs])
         outputs = part.of_bins(self.head(encoded))
         prompts, rollouts = len(batch.examples), max(1, len(batch.actions))
         if self.head.settings.mode == "value" and not only_labels:
@@ -141,7 +150,7 @@ class RouterLearner(HeadPredictor):
         supervised = label_loss(logits, part.labels) / labelled
         if only_labels:
             return supervised, {"label_loss": float(supervised.detach())}
-        clip = config.clip_ratio if config.epochs > 1 else None
+        clip = config.clip_ratio if config.epochs > 1 or self.stale else None  # against the head that sampled
         if part.advantages is not None:
             policy = expected_loss(logits, part.advantages, part.has_advantage, part.old_logprobs, clip=clip) / prompts
         else:
@@ -160,7 +169,7 @@ class RouterLearner(HeadPredictor):
     def _others_frozen(self) -> Iterator[None]:
         """No gradients for weights that the router does not train: they would leak into the actor's step."""
         trained = {id(weight) for weight in self.trunk}
-        others = [w for w in self.model.parameters() if self.trunk and w.requires_grad and id(w) not in trained]
+        others = [w for w in self.trained.parameters() if self.trunk and w.requires_grad and id(w) not in trained]
         for weight in others:
             weight.requires_grad_(False)
         try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolwise.data.files import Row, read_rows, row_error, write_rows
+from toolwise.data.task_set import change_tasks, task_id_lists
 from toolwise.errors import DataError, ToolwiseError
 from toolwise.routing.families import Target, parse_family, parse_target
 from toolwise.serialization.files import write_atomic
@@ -47,17 +48,25 @@ class Label:
         }
 
 
-def join_labels(tasks: Sequence[Task], labels: Iterable[Label]) -> tuple[list[Task], str]:
+def join_labels(tasks: Sequence[Task], labels: Iterable[Label]) -> tuple[Sequence[Task], str]:
     """The tasks with the labels in their `extra_info`, where they override those of the data; and a line about them."""
     by_id = {label.task_id: label for label in labels}
-    known = {task.task_id for task in tasks}
-    unlabelled = [task.task_id for task in tasks if task.task_id not in by_id]
-    unmatched = [name for name in by_id if name not in known]
-    parts = [f"{len(known & by_id.keys())} of {len(tasks)} tasks have a label"]
-    parts += [f"{len(unlabelled)} have none, first {unlabelled[0]}"] if unlabelled else []
+    matched: set[str] = set()
+    unlabelled, first = 0, ""
+    for task_id in (task_id for task_ids in task_id_lists(tasks) for task_id in task_ids):
+        if task_id in by_id:
+            matched.add(task_id)
+        else:
+            unlabelled, first = unlabelled + 1, first or task_id
+    unmatched = [name for name in by_id if name not in matched]
+    parts = [f"{len(matched)} of {len(tasks)} tasks have a label"]
+    parts += [f"{unlabelled} have none, first {first}"] if unlabelled else []
     parts += [f"{len(unmatched)} labels match no task, first {unmatched[0]}"] if unmatched else []
-    joined = [_with_label(task, by_id[task.task_id]) if task.task_id in by_id else task for task in tasks]
-    return joined, "; ".join(parts)
+
+    def with_label(task: Task) -> Task:
+        return _with_label(task, by_id[task.task_id]) if task.task_id in by_id else task
+
+    return change_tasks(tasks, with_label, keeps_profiles=False), "; ".join(parts)
 
 
 def _with_label(task: Task, label: Label) -> Task:

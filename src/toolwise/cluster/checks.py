@@ -1,0 +1,50 @@
+"""Refuses settings that a cluster cannot do, before any process starts."""
+
+from __future__ import annotations
+
+from toolwise.config.imports import GIVEN_IN_PYTHON
+from toolwise.config.schema import RunConfig
+from toolwise.errors import ConfigError
+
+
+def check_cluster(config: RunConfig) -> None:
+    """Raise with one line for the first setting that does not go with `cluster.address`. `config` is what the run
+    records: workers load by name what was given in Python."""
+    if not config.cluster.enabled:
+        return
+    router, cluster = config.router, config.cluster
+    several = cluster.learners > 1
+    for refused, problem in (
+        (config.agent.enabled, "an agent of your own (agent.run, agent.command)"),
+        (router.enable and router.every == "turn", 'router.every = "turn": set it to "prompt"'),
+        (
+            router.enable and router.budget_prompt and router.random_budgets is not None,
+            "router.budget_prompt with router.random_budgets",
+        ),
+        (
+            several and cluster.sharding == "fsdp" and bool(config.actor.lora.rank),
+            'cluster.sharding = "fsdp" and adapters, which are small: set it to "replicated"',
+        ),
+        (
+            several and cluster.sharding == "fsdp" and config.actor.optimizer_state == "cpu",
+            'cluster.sharding = "fsdp" and actor.optimizer_state = "cpu": set it to "fp32" or "bf16"',
+        ),
+        (several and not router.train_actor, "cluster.learners above 1 without training the actor: set it to 1"),
+        (
+            several and router.enable and (router.backbone != "frozen" or router.optimizer == "actor"),
+            'cluster.learners above 1 and a router on the actor\'s weights: set router.backbone = "frozen" and '
+            'router.optimizer = "own"',
+        ),
+    ):
+        if refused:
+            raise ConfigError(f"cluster.address does not go with {problem}")
+    for text in _given_in_python(config.model_dump(mode="json", exclude={"trainer"})):
+        what = text.removeprefix(GIVEN_IN_PYTHON)
+        raise ConfigError(f"{what} exists only in this process: workers load code by name, so put it into a file")
+
+
+def _given_in_python(value: object) -> list[str]:
+    if isinstance(value, str):
+        return [value] if value.startswith(GIVEN_IN_PYTHON) else []
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for item in items for text in _given_in_python(item)]

@@ -1,0 +1,150 @@
+"""A learner: one rank of a group that divides each batch. All ranks hold the same weights, or a part of them each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from toolwise.cluster.interface import ClusterError, Payload
+from toolwise.cluster.learner_codec import annotations_to_payload, credited_from_payload, scored_from_payload
+from toolwise.cluster.learner_state import LearnerState
+from toolwise.cluster.node_files import unpack_settings
+from toolwise.cluster.plain_data import from_payload
+from toolwise.cluster.weight_transfer import bits_of, install, transferred, whole_copy
+from toolwise.config.schema import RunConfig
+from toolwise.learner.actor import Actor
+from toolwise.learner.builder import build_learner
+from toolwise.learner.fingerprint import fingerprint_of
+from toolwise.learner.sharding import is_sharded, whole_weights, write_whole
+from toolwise.models import load_model
+from toolwise.training.components import load_estimator, load_loss
+from toolwise.training.rollout_setup import load_options
+
+
+class LearnerWorker:
+    """Its methods are called on all ranks at once: they compute together."""
+
+    def __init__(self, name: str, payload: Payload) -> None:
+        self.name = name
+        self._folder = TemporaryDirectory(prefix="toolwise-learner-")
+        self.config: RunConfig = unpack_settings(payload, Path(self._folder.name))
+        torch.set_num_threads(max(1, int(self.config.cluster.learner_cpus)))
+        if self.config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.rank, self.ranks = 0, 1
+        self.actor: Actor
+        self.state: LearnerState
+
+    async def handle(self, method: str, payload: Payload) -> Payload:
+        methods = {
+            "address": self._address,
+            "connect": self._connect,
+            "annotate": self._annotate,
+            "update": self._update,
+            "weights": self._weights,
+            "install": self._install,
+            "snapshot": self._snapshot,
+            "write": self._write,
+            "load": self._load,
+            "load_state": self._load_state,
+        }
+        if method not in methods:
+            raise ClusterError(f"a learner has no {method}")
+        return await asyncio.to_thread(methods[method], payload)  # calls do not overlap: the group waits for each
+
+    def _address(self, payload: Payload) -> Payload:
+        """Where the ranks meet: a free port of this node, which is the first rank's."""
+        host = "127.0.0.1" if self.config.cluster.local else socket.gethostbyname(socket.gethostname())
+        with socket.socket() as free:
+            free.bind((host, 0))
+            return {"address": f"tcp://{host}:{free.getsockname()[1]}".encode()}
+
+    def _connect(self, payload: Payload) -> Payload:
+        self.rank, self.ranks = int(payload["rank"]), int(payload["ranks"])
+        address, limit = bytes(payload["address"]).decode(), self.config.cluster.update_s  # type: ignore[arg-type]
+        gpu = self.config.cluster.learner_gpus > 0
+        if not gpu and self.config.cluster.local:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "nccl" if gpu else "gloo",
+            init_method=address,
+            rank=self.rank,
+            world_size=self.ranks,
+            timeout=timedelta(seconds=limit),
+        )
+        path = self.config.model.path
+        model, _ = load_model(path, **load_options(self.config, path))
+        self.actor = build_learner(
+            self.config,
+            model,
+            load_estimator(self.config),
+            load_critic=partial(_load_critic, self.config),
+            loss=load_loss(self.config),
+            shard=self.config.cluster.sharding == "fsdp",
+        )
+        self.state = LearnerState(self.actor, self.rank, self.ranks)
+        return {"fingerprint": fingerprint_of(whole_weights(model)).encode(), "pid": os.getpid()}
+
+    def _annotate(self, payload: Payload) -> Payload:
+        return annotations_to_payload(self.actor.annotate(scored_from_payload(payload)))
+
+    def _update(self, payload: Payload) -> Payload:
+        metrics = self.actor.update(credited_from_payload(payload))
+        facts = {"metrics": metrics, "kl": self.actor.kl.state_dict(), "guard": self.actor.optimizer.guard.skipped}
+        checksum = b"" if is_sharded(self.actor.model) else self.actor.weights_checksum().encode()
+        return {
+            "facts": json.dumps(facts, allow_nan=True).encode(),
+            "version": self.actor.version,
+            "checksum": checksum,
+        }
+
+    def _weights(self, payload: Payload) -> Payload:
+        """The whole weights, from the first rank."""
+        weights = whole_weights(self.actor.model)
+        if self.rank:
+            return {}
+        return whole_copy(bits_of(transferred(weights)), self.actor.version, fingerprint_of(weights))
+
+    def _install(self, payload: Payload) -> Payload:
+        """Weights of a checkpoint, in place of those of the model's folder."""
+        weights = {name: weight.detach().clone() for name, weight in whole_weights(self.actor.model).items()}
+        version, _ = install(transferred(weights), payload, 0)
+        write_whole(self.actor.model, weights)
+        self.actor.optimizer.sync_masters()
+        self.actor.version = version
+        return {}
+
+    def _snapshot(self, payload: Payload) -> Payload:
+        return {"bytes": self.state.snapshot()}
+
+    def _write(self, payload: Payload) -> Payload:
+        facts = self.state.write(Path(bytes(payload["folder"]).decode()))  # type: ignore[arg-type]
+        return {"facts": json.dumps(facts, allow_nan=False).encode()}
+
+    def _load(self, payload: Payload) -> Payload:
+        self.state.load(Path(bytes(payload["folder"]).decode()))  # type: ignore[arg-type]
+        return {}
+
+    def _load_state(self, payload: Payload) -> Payload:
+        """The state of a learner in one process."""
+        self.actor.load_state_dict(from_payload(payload))
+        return {}
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._folder.cleanup()
+
+
+def _load_critic(config: RunConfig, path: str) -> Any:
+    return load_model(path, **load_options(config, path))[0]

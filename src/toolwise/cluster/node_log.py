@@ -1,0 +1,47 @@
+"""What happens on the nodes, in the run folder: logs/NAME.log of each process, and cluster.jsonl, with a line for each
+group, transfer, start and death, and counters of every worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolwise.serialization.json_text import json_line
+from toolwise.terminal import escape_controls
+
+MAX_LOG_BYTES = 8 << 20
+"""Of each process; later lines are dropped."""
+COUNTERS_S = 10.0
+"""Counters of a process are written this often."""
+
+
+class NodeLog:
+    """Appends to the files of the run folder `out`."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self._start = time.monotonic()
+        self._counted: dict[str, float] = {}
+
+    def add(self, name: str, lines: bytes, counters: Mapping[str, float]) -> None:
+        """What came with a reply: new lines of the worker's log, and its counters."""
+        if lines:
+            path = self.out / "logs" / f"{name}.log"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists() or path.stat().st_size < MAX_LOG_BYTES:
+                text = "".join(f"{escape_controls(line)}\n" for line in lines.decode("utf-8", "replace").splitlines())
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(text)
+        now = time.monotonic()
+        if now - self._counted.get(name, -COUNTERS_S) >= COUNTERS_S:
+            self._counted[name] = now
+            self.event("counters", name, **counters)
+
+    def event(self, kind: str, worker: str, **numbers: Any) -> None:
+        """One line of cluster.jsonl; `at_s` counts from the start of this process."""
+        line = {"at_s": round(time.monotonic() - self._start, 4), "event": kind, "process": worker, **numbers}
+        self.out.mkdir(parents=True, exist_ok=True)
+        with (self.out / "cluster.jsonl").open("ab") as file:
+            file.write(json_line(line))

@@ -1,0 +1,63 @@
+"""A group of learners computes what one process computes: gradients, their norms, and ten updates, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import learner_ranks
+import pytest
+import torch
+from rank_runs import largest_gap, run_ranks
+
+from toolwise.cluster.learner_codec import divide
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, torch.Tensor]:
+    return learner_ranks.learn(0, 1)
+
+
+@pytest.mark.long
+def test_two_ranks_learn_what_one_does(alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    for found in run_ranks(2, tmp_path, "plain"):
+        assert largest_gap(found, alone) < 1e-10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_more_ranks_than_groups_learn_what_one_does(ranks: int, alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """With 8 ranks and 5 rollouts, three have none."""
+    for found in run_ranks(ranks, tmp_path, "plain"):
+        assert largest_gap(found, alone) < 1e-10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_sharded_ranks_learn_what_one_does(ranks: int, alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    for found in run_ranks(ranks, tmp_path, "shard"):
+        assert largest_gap(found, alone) < 1e-10
+
+
+@pytest.mark.long
+def test_ranks_with_adapters_learn_what_one_does(tmp_path: Path) -> None:
+    expected = learner_ranks.learn(0, 1, lora=True)
+    for found in run_ranks(2, tmp_path, "lora"):
+        assert largest_gap(found, expected) < 1e-10
+
+
+@pytest.mark.long
+def test_a_factor_in_the_gradients_is_noticed(alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    assert largest_gap(run_ranks(2, tmp_path, "planted")[0], alone) > 0.4
+
+
+def test_groups_stay_whole_and_ranks_get_as_many_tokens() -> None:
+    sizes, groups = [10, 10, 5, 5, 30], ["a", "a", "b", "b", "c"]
+    assert divide(sizes, sizes, groups, 2) == [[4], [0, 1, 2, 3]]
+
+
+def test_with_fewer_groups_than_ranks_rollouts_are_divided() -> None:
+    parts = divide([3, 2, 1], [3, 2, 1], ["a", "a", "a"], 5)
+    assert sorted(index for part in parts for index in part) == [0, 1, 2]
+    assert [len(part) for part in parts] == [1, 1, 1, 0, 0]

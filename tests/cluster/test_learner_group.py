@@ -1,0 +1,206 @@
+"""A group of learners is a learner; on real Ray a run with two learns, one of them dies, and other numbers go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from cluster_cases import build, cluster_config, train_steps
+
+from toolwise import Callback
+from toolwise.cluster.interface import (
+    CallTimeoutError,
+    ClusterError,
+    Payload,
+    ProcessDiedError,
+    RemoteCallError,
+    Resources,
+    Stored,
+)
+from toolwise.cluster.learner_group import LearnerGroup, LearnersLostError
+from toolwise.cluster.learner_worker import LearnerWorker
+from toolwise.cluster.node_files import pack_settings
+from toolwise.cluster.simulated import SimulatedCluster, Weather
+from toolwise.config.schema import RunConfig
+from toolwise.learner.actor import Actor
+
+RAY = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: pip install 'toolwise[ray]'")
+
+
+class KillsLearner(Callback):
+    """Kills a learner's process after the second step, once."""
+
+    def on_step(self, event: Any) -> None:
+        marker = event.run_folder / "killed"
+        if event.step == 2 and not marker.exists():
+            marker.touch()
+            lines = map(json.loads, (event.run_folder / "cluster.jsonl").read_text().splitlines())
+            os.kill([line["pid"] for line in lines if line["process"] == "learner-1"][-1], signal.SIGKILL)
+
+
+def settings(**cluster: Any) -> dict[str, Any]:
+    return {
+        "cluster": {"workers": 1, "worker_cpus": 0.5, "learners": 2, "learner_cpus": 0.5, **cluster},
+        "rollout": {"n": 4},
+        "trainer": {"total_steps": 3, "save_every": 1},
+    }
+
+
+def train(cli: Any, config: Path, out: Path, *options: Any) -> dict[str, Any]:
+    ended = cli("train", config, "--cluster", "local", "--out", out, *options)
+    assert ended.status == 0, ended.err
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
+
+
+@pytest.fixture
+def learners() -> Iterator[SimulatedCluster]:
+    """Real learners in this process, one at a time: torch has one process group."""
+    built: list[LearnerWorker] = []
+
+    def build_learner(payload: Payload) -> LearnerWorker:
+        while built:
+            built.pop().close()
+        built.append(LearnerWorker("learner-0", payload))
+        return built[-1]
+
+    yield SimulatedCluster({"learner": build_learner}, Weather())
+    while built:
+        built.pop().close()
+
+
+def new_group(cluster: SimulatedCluster, config: RunConfig) -> LearnerGroup:
+    settings, files = pack_settings(config)
+    run = build(config)
+    run.close()
+    group = LearnerGroup(cluster, config, cast("Actor", run.learner), settings, Stored(files, 0))
+    group.start()
+    return group
+
+
+@pytest.mark.parametrize("actor", [{}, pytest.param({"lora": {"rank": 2}}, marks=pytest.mark.long)])
+def test_a_group_learns_saves_and_goes_on_as_one_process(
+    actor: dict[str, Any], learners: SimulatedCluster, tmp_path: Path
+) -> None:
+    config = cluster_config(
+        actor={"lr": 1e-3, "mismatch_check": "off", **actor},
+        algorithm={"kl": "loss", "kl_coef": 0.1},
+        cluster={"address": "local", "learners": 1},
+    )
+    batches: list[Any] = []
+    expected = []
+    run = build(config)
+    update = run.learner.update
+    run.learner.update = lambda credited: batches.append(credited) or update(credited)  # type: ignore[method-assign]
+    for _ in range(2):
+        asyncio.run(train_steps(run, 1))
+        expected.append(run.learner.weights_checksum())
+    run.close()
+    group = new_group(learners, config)
+    scored = [c.annotated.scored for c in batches[0]]
+    for mine, its in zip(group.annotate(scored), (c.annotated for c in batches[0]), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(mine.ref_logprobs or (), its.ref_logprobs or (), strict=True))
+    assert group.update(batches[0])["actor/updates"] == 1.0
+    assert group.weights_checksum() == expected[0]
+    state, weights = group.state_dict(), group.weights_to_save()
+    group.save_model(tmp_path, None if weights is None else dict(weights))
+    group.update(batches[1])
+    assert (group.version, group.weights_checksum()) == (2, expected[1])
+    group.close()
+    later = new_group(learners, config)
+    later.load_state_dict(state)
+    later.load_weights(tmp_path)
+    assert (later.version, later.weights_checksum()) == (1, expected[0])
+    later.update(batches[1])
+    assert later.weights_checksum() == expected[1]
+    later.close()
+
+
+def test_a_group_without_its_learners_says_so(learners: SimulatedCluster) -> None:
+    group = new_group(learners, cluster_config(cluster={"address": "local", "learners": 1}))
+    learners.end(learners.alive[0], "out of memory")
+    with pytest.raises(LearnersLostError, match="out of memory"):
+        group.update([])
+    with pytest.raises(LearnersLostError, match="no learners"):
+        group.update([])
+    group.close()
+
+
+class Fails:
+    """A learner whose code raises `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def handle(self, method: str, payload: Payload) -> Payload:
+        raise self.error
+
+
+def with_traceback(message: str, text: str) -> RemoteCallError:
+    error = RemoteCallError(message)
+    error.add_note(text)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RemoteCallError("learner-0: ValueError: no such loss"), False),
+        (RemoteCallError("learner-0: RuntimeError: [/x/gloo/transport/tcp/pair.cc:5] Connection closed"), True),
+        (with_traceback("learner-0: Last error:", "torch.distributed.DistBackendError: …"), True),
+        (ProcessDiedError("learner-0 died: out of memory"), True),
+        (CallTimeoutError("learner-0 did not answer update within 9 s"), True),
+    ],
+)
+def test_only_lost_learners_start_again(error: Exception, lost: bool) -> None:
+    cluster = SimulatedCluster({"learner": lambda payload: Fails(error)}, Weather())
+    local = cast("Actor", SimpleNamespace(model=None))
+    group = LearnerGroup(cluster, cluster_config(cluster={"address": "local", "learners": 1}), local, {}, None)
+    group._ranks = [group._wait(cluster.start("learner", "learner-0", {}, Resources(), deadline_s=1.0))]
+    with pytest.raises(ClusterError) as raised:
+        group._call("update", [{}])
+    assert str(error) in str(raised.value)
+    assert isinstance(raised.value, LearnersLostError) == lost
+    assert not cluster.alive
+    with pytest.raises(ClusterError) as later:  # such as when the run tries to save its state
+        group._call("snapshot", [{}])
+    assert isinstance(later.value, LearnersLostError) == lost
+    group.close()
+
+
+@pytest.mark.long
+@RAY
+@pytest.mark.parametrize("sharding", ["replicated", "fsdp"])
+def test_a_run_of_two_learners_goes_on_with_one_and_with_three(
+    sharding: str, cli: Any, make_config: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    config = make_config(tmp_path, settings(sharding=sharding))
+    assert train(cli, config, out)["steps"] == 3
+    state = max((out / "checkpoints").iterdir()) / "model" / "learners"
+    assert {path.name for path in state.iterdir()} == {
+        "learners.json",
+        "rank-00000-of-00002.safetensors",
+        "rank-00001-of-00002.safetensors",
+    }
+    for steps, learners in ((4, 1), (5, 3)):
+        changes = ("--set", f"trainer.total_steps={steps}", "--set", f"cluster.learners={learners}", "--resume")
+        assert train(cli, config, out, *changes)["steps"] == steps
+
+
+@pytest.mark.long
+@RAY
+def test_a_group_starts_again_when_a_learner_dies(cli: Any, make_config: Any, tmp_path: Path) -> None:
+    changes = settings()
+    changes["trainer"]["callbacks"] = [f"{__file__}:KillsLearner"]
+    assert train(cli, make_config(tmp_path, changes), tmp_path / "run")["steps"] == 3
+    assert (tmp_path / "run" / "killed").exists()

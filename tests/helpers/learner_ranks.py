@@ -1,0 +1,159 @@
+"""Learners of a group as forked processes, run by test_learner_codec.py as `learner_ranks.py RANKS FOLDER JOB`.
+
+Everything is in float64, with plain SGD: Adam would hide a factor in the gradients.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+import torch
+from learner_cases import LR, changed, sample, tiny_model
+from safetensors.torch import load_file, save_file
+
+from toolwise.cluster.learner_codec import credited_from_payload, credited_to_payload, divide, token_count
+from toolwise.cluster.learner_state import LearnerState
+from toolwise.cluster.shard_files import MANIFEST, write_manifest
+from toolwise.learner import distributed
+from toolwise.learner.actor import Actor
+from toolwise.learner.critic import Critic
+from toolwise.learner.optimizer import Optimizer
+from toolwise.learner.sharding import gathered, local, whole_weights, write_whole
+from toolwise.types import CreditedRollout
+
+UPDATES, RATE = 10, 0.05
+WIDE = changed(
+    LR,
+    {"algorithm": {"kl": "loss", "kl_coef": 0.1}, "critic": {"max_grad_norm": 1e9}},
+    max_grad_norm=1e9,
+    entropy_coef=0.01,
+    mismatch_check="off",
+    share_prefixes=False,  # a divided group has other trees, whose attention is summed in fp32
+)
+PLANTED = {"factor": 1.0}
+
+
+class Sgd(Optimizer):
+    """Sums gradients over ranks as the optimiser does, then steps without moments."""
+
+    @torch.no_grad()
+    def step(self, update: int, suspects: Any = list) -> dict[str, float]:
+        distributed.sum_gradients(self.holders)
+        norm = distributed.clip_gradients(self.holders, 1e9) * PLANTED["factor"]
+        gradients = [holder.grad * PLANTED["factor"] for holder in self.holders]
+        self.seen = torch.cat([gathered(gradient).flatten() for gradient in gradients])
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            weight.sub_(RATE * gradient)
+        self.zero_grad()
+        return {"grad_norm": norm, "update_norm": 0.0}
+
+
+@cache
+def rollouts() -> list[CreditedRollout]:
+    """Rollouts of unequal lengths, with returns for a critic."""
+    found = sample(tiny_model(), [1.0, -0.5, 2.0, -1.5, 0.3], groups_of=2)
+    return [
+        replace(c, returns=tuple(np.linspace(0, i + 1, len(a), dtype=np.float32) for a in c.advantages))
+        for i, c in enumerate(found)
+    ]
+
+
+def learn(rank: int, ranks: int, lora: bool = False, shard: bool = False) -> dict[str, torch.Tensor]:
+    """The gradient, its norm and the weights of each update; rollouts divided as a group divides them."""
+    whole = rollouts()
+    sizes = [token_count(c.steps) for c in whole]
+    parts = divide(whole, sizes, [c.rollout.group_id for c in whole], ranks)
+    mine = credited_from_payload(credited_to_payload([whole[index] for index in parts[rank]]))
+    critic = Critic(tiny_model().double(), WIDE, shard=shard)
+    critic.head.double()
+    config = changed(WIDE, lora={"rank": 2}) if lora else WIDE
+    actor = Actor(tiny_model().double(), config, critic=critic, shard=shard)
+    for part in (actor, critic):
+        part.optimizer.__class__ = Sgd
+    found: dict[str, torch.Tensor] = {}
+    for update in range(UPDATES):
+        annotated = actor.annotate([c.annotated.scored for c in mine])
+        metrics = actor.update([replace(c, annotated=a) for c, a in zip(mine, annotated, strict=True)])
+        for name, owner in (("actor", actor), ("critic", critic)):
+            optimizer: Any = owner.optimizer
+            found[f"{name}.gradient.{update}"] = optimizer.seen.clone()
+            found[f"{name}.norm.{update}"] = torch.tensor(metrics[f"{name}/grad_norm"], dtype=torch.float64)
+        found[f"weights.{update}"] = flat_weights(actor)
+    if shard:
+        held = sum(local(weight).numel() for weight in actor.optimizer.weights)
+        assert held < 1.2 * sum(weight.numel() for weight in actor.optimizer.weights) / ranks
+    return found
+
+
+def flat_weights(actor: Actor) -> torch.Tensor:
+    return torch.cat([gathered(weight).detach().flatten() for weight in actor.optimizer.weights])
+
+
+def adam_updates(actor: Actor, rank: int, ranks: int, count: int) -> None:
+    whole = rollouts()
+    parts = divide(whole, [token_count(c.steps) for c in whole], [c.rollout.group_id for c in whole], ranks)
+    mine = [whole[index] for index in parts[rank]]
+    for _ in range(count):
+        annotated = actor.annotate([c.annotated.scored for c in mine])
+        actor.update([replace(c, annotated=a) for c, a in zip(mine, annotated, strict=True)])
+
+
+def save_and_go_on(rank: int, ranks: int, folder: Path, shard: bool) -> dict[str, torch.Tensor]:
+    """Two updates by AdamW, a checkpoint, and two more; or only the latter, if there is a checkpoint."""
+    critic = Critic(tiny_model().double(), WIDE, shard=shard)
+    actor = Actor(tiny_model().double(), WIDE, critic=critic, shard=shard)
+    state = LearnerState(actor, rank, ranks)
+    saved = folder.parent / "saved"
+    if (saved / MANIFEST).exists():
+        write_whole(actor.model, load_file(saved / "model.safetensors"))
+        state.load(saved)
+    else:
+        adam_updates(actor, rank, ranks, 2)
+        state.snapshot()
+        weights = whole_weights(actor.model)
+        facts = state.write(saved)
+        distributed.sum_over_ranks([0.0])
+        if rank == 0:
+            save_file({name: weight.detach() for name, weight in weights.items()}, saved / "model.safetensors")
+            write_manifest(saved, ranks, facts)
+    adam_updates(actor, rank, ranks, 2)
+    return {"weights": flat_weights(actor), "critic": gathered(critic.optimizer.weights[0]).detach().clone()}
+
+
+def run_rank(rank: int, ranks: int, folder: Path, job: str) -> None:
+    import torch.distributed as dist
+
+    PLANTED["factor"] = 1.0 / ranks if job == "planted" else 1.0
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    if job.startswith("save"):
+        found = save_and_go_on(rank, ranks, folder, shard=job == "save-shard")
+    else:
+        found = learn(rank, ranks, lora=job == "lora", shard=job == "shard")
+    save_file(found, folder / f"rank-{rank}.safetensors")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    ranks, folder, job = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    rollouts()
+    context = multiprocessing.get_context("fork")
+    others = [context.Process(target=run_rank, args=(rank, ranks, folder, job)) for rank in range(1, ranks)]
+    for other in others:
+        other.start()
+    run_rank(0, ranks, folder, job)
+    for other in others:
+        other.join()
+    sys.exit(any(other.exitcode for other in others))
+
+
+if __name__ == "__main__":
+    main()

@@ -60,7 +60,7 @@ def test_old_names_of_curves_are_replaced() -> None:
     assert rename_old_curves(old) == {
         "rows": 3,
         "curves": {"router": [{"budget": 0.1}], "best fixed mixture": [], "oracle, held-out draws": [], "random": []},
-        "fixed": {"oracle labels, as trained": {"cost": 1.0}, "ALL-TOOLS": {"cost": 2.0}},
+        "fixed": {"oracle labels, sampled, not calibrated": {"cost": 1.0}, "ALL-TOOLS": {"cost": 2.0}},
         "as_trained": {"oracle labels": 1, "oracle labels, cost": 2, "ahead of oracle labels": 3},
         "notes": ["no OTC actor"],
     }

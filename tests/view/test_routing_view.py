@@ -112,7 +112,7 @@ def test_a_frontier_of_an_earlier_version_is_shown_with_the_new_names(make_run: 
     (run / "frontier.json").write_text(json.dumps(stored))
     record = read_frontier(open_run(run))
     assert record is not None
-    assert record["fixed"]["oracle labels, as trained"] == point(0.65, 0.98)
+    assert record["fixed"]["oracle labels, sampled, not calibrated"] == point(0.65, 0.98)
     page = write_report(run).read_text("utf-8")
     assert "<td>oracle labels, sampled, not calibrated</td>" in page
     assert "told the kinds" not in page

@@ -21,6 +21,7 @@ _OLD_NAMES = {
     "told the kinds": "oracle labels",
     "best blind lottery": "best fixed mixture",
     "oracle, other draws": "oracle, held-out draws",
+    ", as trained": ", sampled, not calibrated",
 }
 """Names in frontier.json files of earlier versions -> names now."""
 _OLD_NAME = re.compile("|".join(_OLD_NAMES))
@@ -56,7 +57,7 @@ def read_frontier(run: RunFolder) -> FrontierRecord | None:
 def rename_old_curves(record: Any) -> Any:
     """A stored frontier with the names that this version gives to curves and baselines."""
     if isinstance(record, dict):
-        # Old names also occur within longer ones: "ahead of NAME", "NAME, as trained".
+        # Old names also occur within longer ones: "ahead of NAME".
         return {_OLD_NAME.sub(lambda m: _OLD_NAMES[m[0]], key): rename_old_curves(v) for key, v in record.items()}
     return [rename_old_curves(item) for item in record] if isinstance(record, list) else record
 
@@ -75,16 +76,10 @@ def budget_rows(frontier: FrontierRecord, gap_forms: Sequence[str] = (".0%",)) -
     ]
 
 
-def fixed_name(name: str) -> str:
-    """What a policy without a budget is called: a router "as trained" is its head without any threshold, and not what
-    is delivered."""
-    return clean_text(name.replace(", as trained", ", sampled, not calibrated"))
-
-
 def fixed_rows(frontier: FrontierRecord) -> list[list[str]]:
     """Policies without a budget: name, cost, score."""
     return [
-        [fixed_name(name), _format_estimate(point["cost"]), _format_estimate(point["score"])]
+        [clean_text(name), _format_estimate(point["cost"]), _format_estimate(point["score"])]
         for name, point in frontier["fixed"].items()
     ]
 
@@ -182,7 +177,7 @@ def _draw_fixed(axes: Any, fixed: Mapping[str, Mapping[str, Any]], palette: Pale
         points.append(at)
         axes.plot(*at, "o", color=palette.ink, markersize=6, zorder=5)
         axes.annotate(
-            fixed_name(name).lower(),
+            clean_text(name).lower(),
             at,
             xytext=(9, 6 if close else -12),
             textcoords="offset points",

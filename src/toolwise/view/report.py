@@ -6,7 +6,7 @@ import base64
 import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,10 +38,11 @@ from toolwise.view.frontier import budget_rows, fixed_rows, read_frontier, rende
 from toolwise.view.panels import render_routing, render_thinking, routing_columns, thinking_columns
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from rich.table import Table
 
 MAX_TURN_CHARS = 4000
-DIAGNOSIS_FIELDS = ("kind", "cause", "cure", "step")
+DIAGNOSIS_FIELDS = ("kind", "severity", "cause", "cure", "step")
 MAX_TABLE_ROWS = 24
 """Rows of the training table, spread evenly over the run."""
 
@@ -111,7 +112,9 @@ def before_after_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
+@cache
+def _template() -> Template:
+    """Compiled once per process: that takes longer than rendering it."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -121,12 +124,16 @@ def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    return environment.get_template("report.html.j2")
+
+
+def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
     frontier = read_frontier(run)
-    return environment.get_template("report.html.j2").render(
+    return _template().render(
         name=clean_text(run.name),
         finished=run.finished,
         after_label=_after_label(run),
-        diagnosis=[{key: clean_text(entry.get(key)) for key in DIAGNOSIS_FIELDS} for entry in run.diagnosis],
+        diagnosis=[_finding_view(entry) for entry in run.diagnosis],
         never_updated=run.summary.get("updated") is False,
         facts=_facts(run),
         changes=[clean_text(change) for change in describe_changes(run.path)],
@@ -148,6 +155,17 @@ def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
         config=clean_text(_without_secrets(run.config_text)) if run.config_text is not None else None,
         table=_training_table(run),
     )
+
+
+def _finding_view(entry: Mapping[str, Any]) -> dict[str, str]:
+    """A finding, whose evidence older runs lack."""
+    evidence = entry.get("evidence")
+    evidence = evidence if isinstance(evidence, dict) else {}
+    steps, rollouts = (evidence.get(name) or [] for name in ("steps", "rollouts"))
+    shown = [f"steps {steps[0]} to {steps[-1]}"] if steps and steps[0] != steps[-1] else []
+    shown += [f"rollouts {', '.join(map(str, rollouts))}"] if rollouts else []
+    fields = {key: clean_text(entry.get(key)) for key in DIAGNOSIS_FIELDS}
+    return fields | {"evidence": clean_text("; ".join(shown))}
 
 
 def _without_secrets(config: str) -> str:

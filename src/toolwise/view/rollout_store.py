@@ -1,0 +1,207 @@
+"""The stored rollouts of a run, finished or not: their index in memory, everything else read when asked for."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from toolwise.errors import ToolwiseError
+from toolwise.serialization.json_text import load_json
+from toolwise.training.records import RolloutRecord
+from toolwise.training.rollout_index import FILE_NAME, index_table, load_index, token_path
+from toolwise.training.run_folder import RunFolder, open_run
+from toolwise.training.token_records import StepTokens, read_old_tokens, read_tokens, row_group_starts
+from toolwise.training.vocabulary_file import NAME as VOCABULARY
+from toolwise.training.vocabulary_file import read_vocabulary
+
+WORDS = ("kind", "route", "stop_reason", "answered_by")
+"""Columns that repeat a few words."""
+
+
+class NotFoundError(ToolwiseError):
+    """The page asks for a run, a file or a rollout that does not exist, or no longer does."""
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    stamp: tuple[int, int]
+    """Size and time of the last change."""
+    table: Any
+
+
+class RunStore:
+    """One run. `refresh` looks for new files; everything else works on what it found."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.resolve().name
+        self.folder: RunFolder = open_run(path)
+        self._rollouts = path / "rollouts" if (path / "rollouts").is_dir() else path
+        self._files: dict[str, _File] = {}
+        self._stamp: tuple[Any, ...] = ()
+        self.table: Any = None
+        """The index of all files, with `phase`, `step` and `file` of each rollout, in this order."""
+        self.refresh()
+
+    @property
+    def signature(self) -> str:
+        """Changes whenever a file that the pages show does."""
+        return f"{hash(self._stamp) & (1 << 52) - 1:x}"
+
+    def refresh(self) -> bool:
+        """Read what has changed; returns whether anything has."""
+        if not self._rollouts.exists() or self._rollouts == self.path:
+            self._rollouts = self.path / "rollouts" if (self.path / "rollouts").is_dir() else self.path
+        found = {path.stem: path for path in self._rollouts.glob("*.jsonl") if _is_rollouts(path)}
+        stamps = {name: _stamp(path) for name, path in found.items()}
+        others = ("metrics.jsonl", "summary.json", "diagnosis.json", "frontier.json", "config.toml")
+        stamp = (*sorted(stamps.items()), *(_stamp(self.path / name) for name in others))
+        if stamp == self._stamp and self.table is not None:
+            return False
+        changed = [name for name in found if name not in self._files or self._files[name].stamp != stamps[name]]
+        for name in changed:
+            self._files[name] = _File(stamps[name], _with_file(load_index(found[name]), name))
+        removed = self._files.keys() - found.keys()
+        for name in removed:
+            del self._files[name]
+        if changed or removed or self.table is None:
+            self._join()
+        self._stamp, self.folder = stamp, open_run(self.path)
+        self.__dict__.pop("vocabulary", None)
+        return True
+
+    def _join(self) -> None:
+        """One table for all files; those of single files then share its memory."""
+        names = sorted(self._files, key=_order)
+        self.table = _concatenate([self._files[name].table for name in names])
+        start = 0
+        for name in names:
+            stamp, count = self._files[name].stamp, self._files[name].table.num_rows
+            self._files[name] = _File(stamp, self.table.slice(start, count))
+            start += count
+
+    def files(self) -> list[dict[str, Any]]:
+        """Names of the files in order, with phase, step and number of rollouts."""
+        names = sorted(self._files, key=_order)
+        return [
+            {"file": name, "phase": _phase(name), "step": _step(name), "rollouts": self._files[name].table.num_rows}
+            for name in names
+        ]
+
+    def path_of(self, file: str) -> Path:
+        if file not in self._files:
+            raise NotFoundError(f"{self.name} has no file of rollouts {file!r:.80}")
+        return self._rollouts / f"{file}.jsonl"
+
+    def row(self, file: str, rollout_id: str) -> dict[str, Any]:
+        """The index's row of a rollout."""
+        import pyarrow.compute as pc
+
+        self.path_of(file)
+        table = self._files[file].table
+        rows = table.filter(pc.equal(table["rollout_id"], rollout_id)).slice(0, 1).to_pylist()
+        if not rows:
+            raise NotFoundError(f"{file} of {self.name} has no rollout {rollout_id!r:.120}")
+        row: dict[str, Any] = rows[0]
+        return row
+
+    def group(self, file: str, group_id: str) -> list[dict[str, Any]]:
+        """The index's rows of a group."""
+        import pyarrow.compute as pc
+
+        self.path_of(file)
+        table = self._files[file].table
+        rows: list[dict[str, Any]] = table.filter(pc.equal(table["group_id"], group_id)).to_pylist()
+        return rows
+
+    def of_file(self, file: str) -> Any:
+        self.path_of(file)
+        return self._files[file].table
+
+    def record(self, row: dict[str, Any]) -> RolloutRecord:
+        """Read one line."""
+        with self.path_of(row["file"]).open("rb") as file:
+            file.seek(row["offset"])
+            parsed = load_json(file.read(row["length"]))
+        if not isinstance(parsed, dict):
+            raise NotFoundError(f"{row['file']} of {self.name} has changed: load the page again")
+        return RolloutRecord.from_json(parsed)
+
+    def tokens(self, row: dict[str, Any]) -> list[StepTokens]:
+        """The tokens of one rollout; empty if they are not stored."""
+        path = self.path_of(row["file"])
+        tokens = token_path(path)
+        if row["token_row"] >= 0 and tokens.is_file():
+            stamp = _stamp(tokens)
+            starts = _row_group_starts(tokens, stamp)
+            group = bisect_right(starts, row["token_row"]) - 1
+            rows = _row_group(tokens, stamp, starts[group], starts[group + 1])
+            return [step for step in rows if step.rollout_id == row["rollout_id"]]
+        old = path.with_suffix(".safetensors")
+        return read_old_tokens(old, row["rollout_id"]) if old.exists() else []
+
+    @cached_property
+    def vocabulary(self) -> dict[int, bytes]:
+        return read_vocabulary(self._rollouts / VOCABULARY)
+
+
+@lru_cache(maxsize=64)
+def _row_group_starts(path: Path, stamp: tuple[int, int]) -> list[int]:
+    return row_group_starts(path)
+
+
+@lru_cache(maxsize=4)
+def _row_group(path: Path, stamp: tuple[int, int], start: int, end: int) -> list[StepTokens]:
+    """The rows of one row group: rollouts of a group, which are shown together, are usually in the same."""
+    return read_tokens(path, start, end - start, prompts=False)
+
+
+def _is_rollouts(path: Path) -> bool:
+    """Regular files only: a pipe or a device could be read forever."""
+    return (FILE_NAME.fullmatch(path.stem) is not None or path.stem == "rollouts") and path.is_file()
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return -1, 0
+    return found.st_size, found.st_mtime_ns
+
+
+def _phase(name: str) -> str:
+    match = FILE_NAME.fullmatch(name)
+    return "other" if match is None else {"step": "train", "eval": "eval"}[match[1]]
+
+
+def _step(name: str) -> int:
+    match = FILE_NAME.fullmatch(name)
+    return 0 if match is None else int(match[2])
+
+
+def _order(name: str) -> tuple[int, str]:
+    return _step(name), name
+
+
+def _with_file(table: Any, name: str) -> Any:
+    import pyarrow as pa
+
+    for word in WORDS:
+        table = table.set_column(table.schema.get_field_index(word), word, table[word].cast(pa.string()))
+    count = table.num_rows
+    for column, value, kind in (
+        ("phase", _phase(name), pa.string()),
+        ("step", _step(name), pa.int32()),
+        ("file", name, pa.string()),
+    ):
+        table = table.append_column(column, pa.repeat(pa.scalar(value, kind), count))
+    return table
+
+
+def _concatenate(tables: list[Any]) -> Any:
+    import pyarrow as pa
+
+    return pa.concat_tables(tables).combine_chunks() if tables else _with_file(index_table([]), "rollouts")

@@ -1,0 +1,169 @@
+// The overview: what one or several runs learned, what it cost, how fast, and what went wrong.
+import { html, useContext, useMemo } from "./lib.js";
+import { Live, useData } from "./api.js";
+import { Chart, Theme, colour, runColour } from "./charts.js";
+import { Choice, formatMetric, formatNumber, formatSigned, SafeText } from "./format.js";
+import { linkTo, goTo } from "./route.js";
+
+const CURVES = {
+  correct: ["reward/correct/mean", "eval/correct"],
+  score: ["score/mean", "eval/score"],
+  cost: ["cost/mean", "eval/cost"],
+  speed: ["time/tokens_per_s"],
+  phases: ["time/rollout_s", "time/update_s", "time/router_s"],
+  health: ["actor/entropy", "frac_zero_std", "actor/clip_frac"],
+  drift: ["actor/kl", "kl/reference", "canary/logprob_gap_max"],
+  loss: ["loss", "eval/loss"],
+};
+
+export function OverviewPage({ params }) {
+  const { runs } = useContext(Live);
+  const chosen = params.runs ? params.runs.split("|").filter((number) => runs[number]) : runs.map((run) => String(run.run));
+  const lead = params.run && chosen.includes(params.run) ? params.run : chosen[0] ?? "0";
+  return html`
+    ${runs.length > 1 && html`<${RunChooser} runs=${runs} chosen=${chosen} lead=${lead} />`}
+    <${RunHeader} run=${lead} />
+    <${Curves} key=${chosen.join()} chosen=${chosen} lead=${lead} params=${params} />`;
+}
+
+function RunChooser({ runs, chosen, lead }) {
+  const toggle = (number) => {
+    const next = chosen.includes(number) ? chosen.filter((one) => one !== number) : [...chosen, number].sort();
+    goTo("overview", { runs: (next.length ? next : [number]).join("|") });
+  };
+  return html`<div class="chips" role="group" aria-label="Runs on the charts">${runs.map((run) => html`
+    <button class=${`chip ${chosen.includes(String(run.run)) ? "on" : ""}`} aria-pressed=${chosen.includes(String(run.run))} onClick=${() => toggle(String(run.run))}>
+      <i class="dot" style=${{ background: runColour(run.run) }}></i>${run.name}</button>`)}
+    ${chosen.length > 1 && html`<span class="inline"><${Choice} label="figures of" value=${lead} options=${chosen.map((number) => [number, runs[number].name])} onChange=${(value) => goTo("overview", { runs: chosen.join("|"), run: value })} /></span>`}</div>`;
+}
+
+function RunHeader({ run }) {
+  const { data, error } = useData("overview", { run });
+  const { runs } = useContext(Live);
+  if (error) return html`<p class="error">${error}</p>`;
+  if (!data) return html`<p class="empty">Loading …</p>`;
+  const live = !runs[run]?.ended;
+  return html`<header class="run-header"><h1>${data.name}</h1>
+      <span class=${`status ${live ? "live" : data.finished ? "done" : "stopped"}`}>${live ? "live" : data.finished ? "finished" : "ended early"}</span>
+      <span class="muted">step ${data.step ?? 0}${data.total_steps ? ` of ${data.total_steps}` : ""} · <a href=${linkTo("rollouts", { run })}>${data.rollouts.toLocaleString("en-US")} rollouts</a></span></header>
+    ${data.updated === false && html`<p class="error">No trained weight has changed in this run.</p>`}
+    ${data.diagnosis.length > 0 && html`<section class="findings" aria-label="Diagnosis">${data.diagnosis.map((finding) => html`<${FindingCard} finding=${finding} run=${run} />`)}</section>`}
+    <section class="headline">${data.headline.map((change) => html`<div class="card figure"><span class="muted">${change.name}</span>
+      <strong data-metric=${change.name}>${formatMetric(change.name, change.after ?? change.before)}</strong>
+      ${change.after !== null && change.before !== null && html`<span class=${change.tone}>${change.name === "correct" ? `${formatSigned(100 * (change.after - change.before), 1)} points` : formatSigned(change.after - change.before, change.name === "tokens" ? 0 : 3)} from ${formatMetric(change.name, change.before)}</span>`}</div>`)}</section>
+    ${data.facts.length > 0 && html`<p class="facts muted">${data.facts.join(" · ")}</p>`}`;
+}
+
+function FindingCard({ finding, run }) {
+  const evidence = finding.evidence ?? {}, steps = evidence.steps?.length ? evidence.steps : finding.step ? [finding.step, finding.step] : [];
+  const file = steps.length ? `step-${String(steps.at(-1)).padStart(6, "0")}` : "";
+  const figures = Object.entries(evidence.figures ?? {}).filter(([, value]) => typeof value === "number");
+  return html`<article class=${`finding ${finding.severity ?? ""}`}><h3>${finding.kind} <small class="muted">${finding.step ? `step ${finding.step}` : "before the first step"}</small></h3>
+    <p><${SafeText} text=${String(finding.cause ?? "")} /></p><p class="cure"><${SafeText} text=${String(finding.cure ?? "")} /></p>
+    ${finding.settings?.length > 0 && html`<p class="muted">try ${finding.settings.map((name) => html`<code>${String(name)}</code> `)}</p>`}
+    ${figures.length > 0 && html`<p class="muted">${figures.map(([name, value]) => `${name} ${formatNumber(value)}`).join(", ")}</p>`}
+    <p>${(evidence.rollouts ?? []).slice(0, 8).map((id, index) => html`<a href=${linkTo("rollout", { run, file, id })}>rollout ${index + 1}</a> `)}
+      ${steps.length > 0 && html`<a href=${linkTo("rollouts", { run, phase: "train", step_min: steps[0], step_max: steps.at(-1) })}>${steps[0] === steps.at(-1) ? `all of step ${steps[0]}` : `all of steps ${steps[0]} to ${steps.at(-1)}`}</a>`}</p></article>`;
+}
+
+function Curves({ chosen, lead, params }) {
+  const { runs } = useContext(Live);
+  const overviews = chosen.map((run) => useOne("overview", { run }));
+  const names = [...new Set(overviews.flatMap((data) => data?.metric_names ?? []))];
+  const extra = names.filter((name) => /\/lambda$|\/limit$|^router\/(cost|.*\/mean)$/.test(name));
+  const picked = (params.metric || "").split("|").filter(Boolean);
+  const wanted = [...new Set([...Object.values(CURVES).flat(), ...extra, ...picked])].filter((name) => names.includes(name));
+  const found = chosen.map((run) => useOne("series", wanted.length ? { run, names: wanted.join("|") } : null));
+  useContext(Theme);
+  if (!names.length) return html`<p class="empty">No metrics yet.</p>`;
+  const many = chosen.length > 1;
+  const line = (name, options = {}) => chosen.flatMap((run, index) => {
+    const series = found[index]?.[name];
+    return series ? [{ label: many ? `${runs[run].name}${options.suffix || ""}` : options.label || name, ...series, colour: many ? runColour(Number(run)) : options.colour || colour("accent"), dash: options.dash, points: options.points }] : [];
+  });
+  const band = (column) => chosen.flatMap((run, index) => {
+    const spread = overviews[index]?.spreads;
+    if (!spread?.steps.length) return [];
+    const base = many ? runColour(Number(run)) : colour("accent"), mark = `${run}-${column}`;
+    const hidden = { colour: "transparent", width: 0 };
+    return [{ label: "90 %", steps: spread.steps, values: spread[column].high, ...hidden, high: mark, bandFill: `${base}2e` }, { label: "10 %", steps: spread.steps, values: spread[column].low, ...hidden, low: mark }];
+  });
+  const held = { label: "held-out", suffix: " held-out", colour: colour("good"), dash: [5, 4], points: true };
+  const budget = chosen.flatMap((run, index) => (overviews[index]?.prices.budgets ?? []).slice(0, 1).map((one) => {
+    const steps = overviews[index].spreads.steps;
+    return { label: "budget", steps: steps.length ? [steps[0], steps.at(-1)] : [], values: [one.limit, one.limit], colour: colour("bad"), dash: [2, 3], points: false };
+  }));
+  const lambdas = names.filter((name) => /\/lambda$/.test(name));
+  return html`<section class="grid charts">
+    <${Chart} title="Score" note="Band: 10th to 90th percentile of the step's rollouts." lines=${[...band("score"), ...line("score/mean", { label: "training mean" }), ...line("eval/score", held)]} />
+    <${Chart} title="Correct" lines=${[...line("reward/correct/mean", { label: "training" }), ...line("eval/correct", held)]} />
+    <${Chart} title="Cost" zero note=${budget.length ? "Dotted: the budget." : ""} lines=${[...band("cost"), ...line("cost/mean", { label: "training mean" }), ...line("eval/cost", held), ...budget]} />
+    <${Chart} title="λ, the price of the budget" zero lines=${lambdas.flatMap((name, index) => line(name, { label: name, colour: runColour(index) }))} />
+    <${Chart} title="Loss" lines=${[...line("loss"), ...line("eval/loss", held)]} />
+    <${Chart} title="Sampled tokens" unit="a rollout" zero lines=${[...band("tokens"), ...chosen.flatMap((run, index) => overviews[index]?.spreads.steps.length ? [{ label: many ? runs[run].name : "mean", steps: overviews[index].spreads.steps, values: overviews[index].spreads.tokens.mean, colour: many ? runColour(Number(run)) : colour("accent") }] : [])]} />
+    <${Chart} title="Speed" unit="tokens/s" zero lines=${line("time/tokens_per_s", { label: "tokens/s" })} />
+    <${PhaseChart} series=${found[chosen.indexOf(lead)]} name=${many ? runs[lead].name : ""} />
+    <${Chart} title="Entropy" unit="nats" zero lines=${line("actor/entropy", { label: "entropy" })} />
+    <${Chart} title="Drift" note="KL of the update; largest log-prob gap between engine and learner." lines=${["actor/kl", "kl/reference", "canary/logprob_gap_max"].flatMap((name, index) => line(name, { label: name, suffix: ` ${name}`, colour: runColour(index) }))} />
+    <${Chart} title="Groups without signal, clipped tokens" unit="share" zero lines=${[...line("frac_zero_std", { label: "equal scores", suffix: " equal scores" }), ...line("actor/clip_frac", { label: "clipped", suffix: " clipped", colour: colour("run-1"), dash: many ? [3, 3] : undefined })]} />
+    ${picked.map((name) => html`<${Chart} key=${name} title=${name} lines=${line(name)} />`)}
+  </section>
+  <${MetricPicker} names=${names} picked=${picked} params=${params} />
+  <div class="grid two"><${KindTable} data=${overviews[chosen.indexOf(lead)]} run=${lead} /><${StopTable} data=${overviews[chosen.indexOf(lead)]} run=${lead} /></div>`;
+}
+
+function useOne(name, params) {
+  return useData(name, params).data;
+}
+
+function PhaseChart({ series, name }) {
+  if (!series) return null;
+  const rollout = series["time/rollout_s"], update = series["time/update_s"];
+  if (!rollout || !update) return null;
+  const byStep = new Map(rollout.steps.map((step, index) => [step, rollout.values[index]]));
+  const total = { steps: update.steps, values: update.values.map((value, index) => value + (byStep.get(update.steps[index]) ?? 0)) };
+  return html`<${Chart} title=${`Time by phase${name ? `, ${name}` : ""}`} unit="s a step, stacked" zero lines=${[
+    { label: "rollouts + update", ...total, colour: colour("run-1"), fill: `${colour("run-1")}33` },
+    { label: "rollouts", ...rollout, colour: colour("run-0"), fill: `${colour("run-0")}55` }]} />`;
+}
+
+function MetricPicker({ names, picked, params }) {
+  const add = (event) => {
+    if (names.includes(event.target.value)) {
+      goTo("overview", { ...params, metric: [...new Set([...picked, event.target.value])].join("|") });
+      event.target.value = "";
+    }
+  };
+  return html`<p class="picker"><label>Add a chart <input list="metric-names" placeholder="name of a metric" onChange=${add} /></label>
+    <datalist id="metric-names">${names.map((name) => html`<option value=${name} />`)}</datalist>
+    ${picked.map((name) => html`<button class="chip on" onClick=${() => goTo("overview", { ...params, metric: picked.filter((one) => one !== name).join("|") })}>${name} ×</button>`)}</p>`;
+}
+
+function KindTable({ data, run }) {
+  if (!data?.kinds.some((row) => row.changes.some((change) => change.after !== null || change.before !== null))) return null;
+  return html`<section class="card"><h2>Before and after</h2><div class="scroll"><table class="figures"><thead><tr><th>tasks</th><th>n</th>${data.kinds[0].changes.map((change) => html`<th>${change.name}</th><th></th>`)}</tr></thead>
+    <tbody>${data.kinds.map((row, index) => html`<tr><td>${index ? html`<a href=${linkTo("rollouts", { run, kind: row.label, phase: "eval" })}>${row.label}</a>` : row.label}</td><td class="number">${row.n ?? "–"}</td>
+      ${row.changes.map((change) => html`<td class="number">${formatMetric(change.name, change.before)} → <b class=${change.tone}>${formatMetric(change.name, change.after)}</b></td><td>${change.name === "correct" && html`<${BeforeAfter} change=${change} />`}</td>`)}</tr>`)}</tbody></table></div></section>`;
+}
+
+function BeforeAfter({ change }) {
+  return html`<span class="bar" aria-hidden="true"><i class="after" style=${{ width: `${100 * (change.after ?? 0)}%` }}></i><i class="before" style=${{ left: `${100 * (change.before ?? 0)}%` }}></i></span>`;
+}
+
+function StopTable({ data, run }) {
+  const reasons = useMemo(() => Object.entries(data?.stops.reasons ?? {}).map(([reason, counts]) => [reason, counts.reduce((a, b) => a + b, 0), counts]), [data]);
+  if (!reasons.length) return null;
+  const total = reasons.reduce((sum, [, count]) => sum + count, 0);
+  const faults = Object.entries(data.faults).filter(([name, value]) => typeof value === "number" && value && !["rollouts", "calls"].includes(name));
+  return html`<section class="card"><h2>How rollouts ended</h2><table class="figures"><tbody>${reasons.map(([reason, count, counts]) => html`<tr>
+      <td><a href=${linkTo("rollouts", { run, stop_reason: reason, phase: "train" })}>${reason || "unknown"}</a></td><td class="number">${count.toLocaleString("en-US")}</td><td class="number">${(100 * count / total).toFixed(1)} %</td>
+      <td><${Sparkline} values=${counts} /></td></tr>`)}</tbody></table>
+    ${faults.length > 0 && html`<h3>Faults</h3><table class="figures"><tbody>${faults.map(([name, value]) => html`<tr><td>${name}</td><td class="number">${formatNumber(value)}</td></tr>`)}</tbody></table>`}
+    <p class="note"><a href=${linkTo("rollouts", { run, fault: "true" })}>rollouts with a fault</a></p></section>`;
+}
+
+function Sparkline({ values }) {
+  const high = Math.max(...values, 1), step = values.length > 1 ? 96 / (values.length - 1) : 0;
+  const points = values.map((value, index) => `${(2 + index * step).toFixed(1)},${(18 - 16 * value / high).toFixed(1)}`).join(" ");
+  return html`<svg class="spark" viewBox="0 0 100 20" aria-hidden="true"><polyline points=${points} /></svg>`;
+}

@@ -1,0 +1,34 @@
+// The thinking levels of each step that was compared, side by side.
+import { html } from "./lib.js";
+import { useData } from "./api.js";
+import { formatNumber, formatSigned, SafeText } from "./format.js";
+import { linkTo } from "./route.js";
+import { RolloutTabs } from "./rollout.js";
+import { stepOfMessages } from "./conversation.js";
+import { plainText } from "./text.js";
+
+export function ThinkingPage({ params }) {
+  const run = params.run ?? "0";
+  const where = { run, file: params.file ?? "", id: params.id ?? "" };
+  const { data, error, fits } = useData("rollout", where);
+  if (error) return html`<p class="error">${error}</p>`;
+  if (!data || !fits) return html`<p class="empty">Loading …</p>`;
+  const messages = new Map([...stepOfMessages(data.messages, data.steps)].map(([index, step]) => [step, data.messages[index]]));
+  return html`<nav class="crumbs"><a href=${linkTo("rollouts", { run })}>Rollouts</a> › <a href=${linkTo("rollout", where)}><${SafeText} text=${data.row.rollout_id} /></a></nav>
+    <h1 class="question" dir="auto"><${SafeText} text=${data.row.question} /></h1><nav class="tabs" aria-label="Views of this rollout"><${RolloutTabs} page="thinking" run=${run} row=${data.row} /></nav>
+    ${data.thinking.length === 0 && html`<p class="empty">No thinking levels were compared in this rollout.</p>`}
+    ${data.thinking.map((step) => html`<section><h2>Step ${step.step}: level ${step.level} was used</h2><div class="levels">${step.levels.map((level) => html`<${LevelCard} level=${level} used=${level.level === step.level} message=${messages.get(step.step)} />`)}</div></section>`)}`;
+}
+
+function usedThought(message) {
+  const text = plainText(message?.thought) || plainText(message?.text);
+  return /<think>([\s\S]*?)<\/think>/.exec(text)?.[1] ?? text;
+}
+
+function LevelCard({ level, used, message }) {
+  const thought = used ? usedThought(message) : level.thought;
+  return html`<article class=${`card level ${used ? "used" : ""}`} data-level=${level.level}><h3>Level ${level.level} ${used && html`<span class="pill">used</span>`}</h3>
+    <div class="text thought-text" dir="auto">${thought ? html`<${SafeText} text=${String(thought)} />` : html`<span class="muted">no thought</span>`}</div>
+    <table class="figures"><tbody><tr><td>thinking tokens</td><td class="number">${level.tokens}</td></tr><tr><td>log-prob of the action</td><td class="number">${formatNumber(level.action_logprob)}</td></tr><tr><td>its entropy</td><td class="number">${formatNumber(level.action_entropy)}</td></tr>
+      <tr><td>advantage</td><td class=${`number ${level.advantage > 0 ? "good" : level.advantage < 0 ? "bad" : ""}`}>${formatSigned(level.advantage)}</td></tr></tbody></table></article>`;
+}

@@ -1,0 +1,183 @@
+"""`toolwise view --bundle`: the pages and their data as a folder that a browser opens without a server.
+
+Browsers refuse modules and requests in pages opened from a file, so the modules are joined into one plain script, and
+the data is written as scripts that the page loads when it needs them.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolwise.errors import ConfigError
+from toolwise.serialization.files import write_atomic
+from toolwise.serialization.json_text import json_text
+from toolwise.view.compare_page import compare_page
+from toolwise.view.group_page import anchor_page, group_page
+from toolwise.view.overview_page import overview_page, series
+from toolwise.view.rollout_page import message_view, rollout_page
+from toolwise.view.rollout_query import SHOWN, facets
+from toolwise.view.rollout_store import RunStore
+from toolwise.view.router_page import router_page
+from toolwise.view.view_server import STATIC, Pages
+
+MARK = "toolwise-bundle"
+"""In the page of a bundle: such a folder may be written again."""
+CHUNK_CHARS = 2_000_000
+POLICY = "default-src 'none'; script-src 'self' file:; style-src 'self' file:; img-src 'self' file: data:"
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z_]+\.js)";\n', re.MULTILINE)
+
+
+def write_bundle(runs: Sequence[Path], out: Path, *, max_rollouts: int = 5000) -> Path:
+    """Write the folder; return the path of its page. Of more rollouts, validations and the latest steps are kept."""
+    _check_folder(out)
+    pages = Pages(runs)
+    for name in ("app.css", "icon.svg", "vendor"):
+        source = STATIC / name
+        shutil.copytree(source, out / name, dirs_exist_ok=True) if source.is_dir() else write_atomic(
+            out / name, source.read_bytes()
+        )
+    shutil.rmtree(out / "data", ignore_errors=True)
+    kept = [_kept_files(store, max_rollouts) for store in pages.stores]
+    listed = [
+        run | {"ended": True, "rollouts": sum(store.of_file(file).num_rows for file in files)}
+        for run, store, files in zip(pages.runs({}), pages.stores, kept, strict=True)
+    ]
+    for number, (store, files) in enumerate(zip(pages.stores, kept, strict=True)):
+        _write_run(out, number, store, files)
+    _write_data(out, "compare", _comparisons(pages.stores, kept))
+    write_atomic(out / "app.js", joined_modules().encode())
+    write_atomic(out / "runs.js", f"window.TOOLWISE_BUNDLE = {json_text({'runs': listed})};\n".encode())
+    write_atomic(out / "index.html", _page().encode())
+    return out / "index.html"
+
+
+def _check_folder(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--bundle: {out} is a file; choose a folder")
+    page = out / "index.html"
+    if out.is_dir() and any(out.iterdir()) and not (page.exists() and MARK in page.read_text("utf-8", "replace")):
+        raise ConfigError(f"--bundle: {out} is not empty; choose another folder")
+
+
+def joined_modules(entry: str = "app.js") -> str:
+    """The modules in one script, each after those that it imports. Their names must differ: a test checks it."""
+    order: list[str] = []
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        if name in order or name in above:
+            return
+        text = (STATIC / "js" / name).read_text("utf-8")
+        for imported in _IMPORT.findall(text):
+            visit(imported, (*above, name))
+        order.append(name)
+
+    visit(entry, ())
+    texts = [_IMPORT.sub("", (STATIC / "js" / name).read_text("utf-8")) for name in order]
+    body = "\n".join(re.sub(r"^export ", "", text, flags=re.MULTILINE) for text in texts)
+    return f'"use strict";\n(() => {{\n{body}}})();\n'
+
+
+def _page() -> str:
+    page = (STATIC / "index.html").read_text("utf-8")
+    head = f'<meta name="generator" content="{MARK}">\n<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+    page = page.replace("<title>", f"{head}<title>", 1)
+    module = '<script type="module" src="js/app.js"></script>'
+    return page.replace(module, '<script src="runs.js"></script>\n<script src="app.js"></script>', 1)
+
+
+def _kept_files(store: RunStore, limit: int) -> list[str]:
+    """All validations, then the latest training steps that fit."""
+    files, left = store.files(), limit
+    kept: list[str] = []
+    for file in [f for f in files if f["phase"] != "train"] + [f for f in files if f["phase"] == "train"][::-1]:
+        if file["rollouts"] <= left or not kept:
+            kept.append(file["file"])
+            left -= file["rollouts"]
+    return [file["file"] for file in files if file["file"] in kept]
+
+
+def _write_run(out: Path, number: int, store: RunStore, files: Sequence[str]) -> None:
+    overview = overview_page(store)
+    names: list[str] = overview["metric_names"]
+    curves: dict[str, Any] = {}
+    for start in range(0, len(names), 64):
+        curves |= series(store, names[start : start + 64])
+    known = facets(store) | {"files": [file for file in store.files() if file["file"] in files]}
+    _write_data(out, f"{number}/overview", {"overview": overview, "facets": known, "series": curves})
+    rows: list[dict[str, Any]] = []
+    chunk_of: dict[str, dict[str, int]] = {}
+    groups, texts = _Chunks(out, f"{number}/groups"), _Chunks(out, f"{number}/text")
+    for file in files:
+        table = store.of_file(file)
+        rows += table.select(list(SHOWN)).to_pylist()
+        for group_id in dict.fromkeys(table["group_id"].to_pylist()):
+            members = store.group(file, group_id)
+            data = {
+                "group": group_page(store, file, group_id),
+                "anchors": anchor_page(store, file, group_id),
+                "rollouts": {row["rollout_id"]: _rollout_data(store, row) for row in members},
+            }
+            chunk_of.setdefault(file, {})[group_id] = groups.add({group_id: data})
+            for row in members:
+                line = json_text(store.record(row).to_json()).lower()
+                texts.add({f"{file} {row['rollout_id']}": line})
+    groups.flush()
+    texts.flush()
+    _write_data(out, f"{number}/rows", {"rows": rows, "groups": chunk_of, "chunks": texts.number})
+
+
+def _rollout_data(store: RunStore, row: dict[str, Any]) -> dict[str, Any]:
+    """What the pages of one rollout show, with the whole text of messages that are cut at first."""
+    page = rollout_page(store, row["file"], row["rollout_id"])
+    full = {
+        index: message_view(message, limit=None)
+        for index, message in enumerate(store.record(row).messages)
+        if '"chars":' in json_text(page["messages"][index])
+    }
+    return {"rollout": page, "router": router_page(store, row["file"], row["rollout_id"]), "full": full}
+
+
+def _comparisons(stores: Sequence[RunStore], kept: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Of the first validation of each run with the last of each."""
+    found = {}
+    for a, first in enumerate(stores):
+        for b, second in enumerate(stores):
+            before, after = ([f for f in kept[i] if f.startswith("eval-")] for i in (a, b))
+            for one, other in {(before[0], after[-1]), (before[-1], after[-1])} if before and after else ():
+                found[f"{a}|{one}|{b}|{other}"] = compare_page(first, one, second, other)
+    return found
+
+
+class _Chunks:
+    """Entries of an object, in scripts of bounded size."""
+
+    def __init__(self, out: Path, name: str) -> None:
+        self.out, self.name, self.number = out, name, 0
+        self._entries: dict[str, Any] = {}
+        self._chars = 0
+
+    def add(self, entry: Mapping[str, Any]) -> int:
+        """The number of the script that has it."""
+        if self._chars > CHUNK_CHARS:
+            self.flush()
+        self._entries |= entry
+        self._chars += sum(map(len, _texts(entry)))
+        return self.number
+
+    def flush(self) -> None:
+        if self._entries:
+            _write_data(self.out, f"{self.name}-{self.number}", self._entries)
+            self.number += 1
+            self._entries, self._chars = {}, 0
+
+
+def _texts(entry: Mapping[str, Any]) -> Iterable[str]:
+    return (json_text(value) for value in entry.values())
+
+
+def _write_data(out: Path, name: str, value: Any) -> None:
+    write_atomic(out / "data" / f"{name}.js", f"TOOLWISE_DATA({json_text(name)}, {json_text(value)});\n".encode())

@@ -1,0 +1,334 @@
+"""Every view in a real browser: what it shows is what the files hold."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from browser_cases import STEPS, Training, rollout_link
+from view_runs import HOSTILE, MEGABYTE
+
+from toolwise.training.token_records import read_tokens
+from toolwise.view.rollout_store import RunStore
+
+Open = Callable[..., Any]
+Serve = Callable[..., str]
+
+
+def wait_until(page: Any, condition: str) -> None:
+    """Playwright's own wait evaluates text in the page, which its policy forbids."""
+    deadline = time.monotonic() + 10
+    while not page.evaluate(condition):
+        assert time.monotonic() < deadline, condition
+        page.wait_for_timeout(50)
+
+
+def first_row(run: Path, file: str, **wanted: object) -> dict[str, Any]:
+    rows = RunStore(run).of_file(file).to_pylist()
+    return next(row for row in rows if all(row[name] == value for name, value in wanted.items()))
+
+
+def test_new_steps_appear_by_themselves(training: Training, serve: Serve, open_page: Open) -> None:
+    training.wait_for("rollouts/step-000001.jsonl")
+    page = open_page(serve(training.out), "#/overview")
+    page.wait_for_selector(".run-header")
+    loads = page.evaluate("performance.getEntriesByType('navigation').length")
+    training.finish()
+    wait_until(page, f"document.querySelector('.run-header').textContent.includes('step {STEPS} of {STEPS}')")
+    page.wait_for_selector(".status.done")
+    assert page.evaluate("performance.getEntriesByType('navigation').length") == loads
+
+
+def test_the_overview_shows_the_numbers_of_the_summary(trained: Path, serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(trained), "#/overview")
+    page.wait_for_selector(".u-wrap")
+    summary = json.loads((trained / "summary.json").read_bytes())
+    assert page.inner_text("[data-metric=correct]") == f"{100 * summary['after']['correct']:.1f} %"
+    assert page.inner_text("[data-metric=score]") == f"{summary['after']['score']:.3f}"
+    titles = page.locator("figcaption").all_inner_texts()
+    assert {"Score", "Correct", "Cost", "Entropy nats"} <= {title.strip() for title in titles}
+
+
+def test_a_finding_leads_to_its_rollouts(sample: Path, serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(sample), "#/overview")
+    page.locator(".finding a", has_text="rollout 1").click()
+    page.wait_for_selector("[data-token]")
+    assert "step-2/1/0" in page.inner_text(".crumbs")
+
+
+def test_several_runs_share_an_axis(trained: Path, sample: Path, serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(trained, sample), "#/overview")
+    scores = page.locator(".chart", has_text="Score").locator(".u-legend", has_text="short")
+    scores.filter(has_text="sample").first.wait_for()  # a run's curves come when its metrics have been read
+    page.locator(".chip", has_text="sample").click()
+    wait_until(page, "location.hash.includes('runs=0')")
+
+
+def test_the_table_filters_sorts_and_searches(trained: Path, serve: Serve, open_page: Open) -> None:
+    table = RunStore(trained).table.to_pylist()
+    page = open_page(serve(trained), "#/rollouts")
+    page.wait_for_selector(f"[data-total='{len(table)}']")
+    page.get_by_label("kind", exact=True).select_option("lookup")
+    lookups = [row for row in table if row["kind"] == "lookup"]
+    page.wait_for_selector(f"[data-total='{len(lookups)}']")
+    page.get_by_role("button", name="cost").click()
+    wait_until(page, "location.hash.includes('sort=cost')")
+    page.wait_for_timeout(200)
+    costs = [float(text) for text in page.locator("tbody td:nth-child(7)").all_inner_texts()]
+    assert costs == sorted((row["cost"] for row in lookups), reverse=True)[:50]
+    page.fill("#search", "WELLS")
+    raw = {
+        json.loads(line)["rollout_id"]: line.lower()
+        for file in (trained / "rollouts").glob("*-*.jsonl")
+        for line in file.read_bytes().splitlines()
+    }
+    with_wells = [row for row in lookups if b"wells" in raw[row["rollout_id"]]]
+    page.wait_for_selector(f"[data-total='{len(with_wells)}']")
+
+
+def test_a_link_shows_the_same_again(trained: Path, serve: Serve, open_page: Open) -> None:
+    route = "#/rollouts?run=0&kind=arithmetic&correct=true&sort=tokens&desc=true&scatter=1&x=tokens&y=cost"
+    page = open_page(serve(trained), route)
+    page.wait_for_selector("canvas")
+    assert page.get_by_label("kind", exact=True).input_value() == "arithmetic"
+    assert page.get_by_label("x", exact=True).input_value() == "tokens"
+    total = page.get_attribute("[data-total]", "data-total")
+    wanted = [r for r in RunStore(trained).table.to_pylist() if r["kind"] == "arithmetic" and r["correct"]]
+    assert total == str(len(wanted))
+
+
+def test_advantages_are_parts_that_add_up(trained: Path, serve: Serve, open_page: Open) -> None:
+    row = first_row(trained, "step-000002", trained_on=True, steps=2)
+    page = open_page(serve(trained), rollout_link("rollout", row, token="0.3"))
+    page.wait_for_selector(".token-detail")
+    stored = read_tokens(trained / "rollouts" / "step-000002.tokens.parquet", row["token_row"], 1)[0]
+    parts = page.evaluate("[...document.querySelectorAll('[data-part]')].map(e => [e.dataset.part, +e.dataset.value])")
+    factors = page.evaluate("[...document.querySelectorAll('[data-factor]')].map(e => +e.dataset.value)")
+    used = float(page.get_attribute("[data-advantage]", "data-advantage"))
+    assert stored.advantages is not None
+    assert used == pytest.approx(float(stored.advantages[3]), abs=1e-9)
+    assert dict(parts) == {name: float(values[3]) for name, values in stored.parts.items()}
+    total = sum(value for _, value in parts)
+    for factor in factors:
+        total *= factor
+    assert total == pytest.approx(used, abs=1e-6)
+    logprob = page.get_attribute("[data-value=logprob]", "title")
+    assert float(logprob) == pytest.approx(float(stored.logprobs[3]), abs=1e-9)
+
+
+@pytest.mark.parametrize("colour", ["advantages", "logprobs", "entropies", "gaps", "clipped", "versions"])
+def test_tokens_are_coloured(sample: Path, serve: Serve, open_page: Open, colour: str) -> None:
+    row = first_row(sample, "step-000001", trained_on=True, steps=2)
+    tokens = read_tokens(sample / "rollouts" / "step-000001.tokens.parquet", row["token_row"], 2)
+    page = open_page(serve(sample), rollout_link("rollout", row, colour=colour))
+    page.wait_for_selector("[data-token]")
+    shown = page.evaluate("[...document.querySelectorAll('[data-token]')].map(e => e.style.background !== '')")
+    values = [value for step in tokens for value in getattr(step, colour).tolist()]
+    assert len(shown) == len(values)
+    assert any(shown)
+    if colour == "clipped":
+        assert shown == [bool(value) for value in values]
+
+
+def test_tokens_spell_what_was_sampled(trained: Path, serve: Serve, open_page: Open) -> None:
+    row = first_row(trained, "step-000001", trained_on=True, stop_reason="answered")
+    page = open_page(serve(trained), rollout_link("rollout", row))
+    page.wait_for_selector("[data-token]")
+    said = page.locator(".message.assistant .text:not(.mono)").last.inner_text()
+    strip = page.locator(".tokens").last.inner_text()
+    assert said.strip() in strip
+
+
+def test_the_group_is_a_tree_with_every_rollout_once(trained: Path, serve: Serve, open_page: Open) -> None:
+    row = first_row(trained, "step-000001", kind="two_step")
+    group = RunStore(trained).group("step-000001", row["group_id"])
+    page = open_page(serve(trained), rollout_link("group", row))
+    page.wait_for_selector(".leaf")
+    assert page.locator(".leaf").count() == len(group) == 4
+    assert page.locator(".line.user").count() == 1
+    scores = sorted(float(text.replace("−", "-")) for text in page.locator(".leaf b").all_inner_texts())
+    assert scores == pytest.approx(sorted(one["score"] for one in group), abs=5e-4)
+
+
+def test_steps_of_one_state_are_together(sample: Path, serve: Serve, open_page: Open) -> None:
+    row = first_row(sample, "step-000001", trained_on=True, steps=2)
+    store = RunStore(sample)
+    states: dict[int, int] = {}
+    for member in store.group("step-000001", row["group_id"]):
+        for step in store.record(member).steps:
+            states[step.anchor or 0] = states.get(step.anchor or 0, 0) + 1
+    page = open_page(serve(sample), rollout_link("anchors", row))
+    page.wait_for_selector("[data-anchor]")
+    cards = "[...document.querySelectorAll('[data-anchor]')]"
+    shown = page.evaluate(f"{cards}.map(e => [+e.dataset.anchor, e.querySelectorAll('tbody tr').length])")
+    assert dict(map(tuple, shown)) == states
+    assert page.locator(".pill.warn", has_text="met once").count() == sum(count == 1 for count in states.values()) > 0
+
+
+def test_the_route_shows_its_odds(sample: Path, serve: Serve, open_page: Open) -> None:
+    row = first_row(sample, "step-000001", route="SEARCH-FAMILY")
+    record = RunStore(sample).record(row)
+    page = open_page(serve(sample), rollout_link("router", row))
+    page.wait_for_selector("[data-route]")
+    rows = "[...document.querySelectorAll('[data-route]')]"
+    odds = dict(page.evaluate(f"{rows}.map(e => [e.dataset.route, +e.querySelector('[data-p]').dataset.p])"))
+    assert set(odds) == {"ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY"}
+    assert sum(odds.values()) == pytest.approx(1.0)
+    assert record.router_log_prob is not None
+    assert odds["SEARCH-FAMILY"] == pytest.approx(2.718281828**record.router_log_prob, abs=1e-6)
+    assert "λ over time" in page.inner_text("main")
+
+
+def test_thinking_levels_are_side_by_side(sample: Path, serve: Serve, open_page: Open) -> None:
+    row = first_row(sample, "step-000001", trained_on=True, thinking=True)
+    thinking = RunStore(sample).record(row).thinking
+    page = open_page(serve(sample), rollout_link("thinking", row))
+    page.wait_for_selector("[data-level]")
+    assert page.locator("[data-level]").count() == 4 * len(thinking)
+    assert page.locator(".level.used").count() == len(thinking)
+    unused = next(level for level in thinking[0]["levels"] if level["thought"])
+    assert unused["thought"] in page.locator(f"[data-level='{unused['level']}']").first.inner_text()
+
+
+def test_two_validations_are_compared_task_by_task(trained: Path, serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(trained), f"#/compare?run=0&file=eval-000000&other_run=0&other_file=eval-{STEPS:06d}")
+    page.wait_for_selector(".conversation")
+    before, after = (
+        {
+            json.loads(line)["task_id"]: json.loads(line)
+            for line in (trained / "rollouts" / name).read_bytes().splitlines()
+        }
+        for name in ("eval-000000.jsonl", f"eval-{STEPS:06d}.jsonl")
+    )
+    flipped = [t for t in before if before[t]["metrics"]["correct"] < after[t]["metrics"]["correct"]]
+    counts = page.locator("[data-outcome=learned] b")
+    assert (int(counts.inner_text()) if counts.count() else 0) == len(flipped)
+    assert page.locator(".sides section").count() == 2
+
+
+def test_the_keyboard_reaches_everything(trained: Path, serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(trained), "#/overview")
+    page.keyboard.press("r")
+    page.wait_for_selector("tbody tr")
+    page.keyboard.press("/")
+    wait_until(page, "document.activeElement.id === 'search'")
+    page.keyboard.press("Escape")
+    for key in ("j", "j", "k"):
+        page.keyboard.press(key)
+    page.wait_for_selector("tbody tr:nth-child(1).cursor")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[data-token]")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector("[data-token='0'].current")
+    page.keyboard.press("ArrowRight")
+    wait_until(page, "location.hash.includes('token=0.1')")
+    page.keyboard.press("2")
+    wait_until(page, "location.hash.includes('colour=logprobs')")
+    page.keyboard.press("?")
+    page.wait_for_selector("[role=dialog]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("[role=dialog]", state="detached")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+
+
+def test_dark_mode_follows_the_system_and_the_button(sample: Path, serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(sample), "#/overview", dark=True)
+    shade = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(shade)
+    assert sum(map(int, re.findall(r"\d+", dark))) < 120
+    page.keyboard.press("t")
+    page.wait_for_selector("[data-theme=light]")
+    assert page.evaluate(shade) != dark
+
+
+def test_nothing_is_wider_than_400_pixels(trained: Path, sample: Path, serve: Serve, open_page: Open) -> None:
+    row = first_row(sample, "step-000002", trained_on=True, steps=2)
+    pages = ["#/overview", "#/rollouts?scatter=1", "#/compare"]
+    pages += [rollout_link(name, row) for name in ("rollout", "group", "anchors", "router", "thinking")]
+    page = open_page(serve(sample), width=400)
+    for route in pages:
+        page.goto(f"{serve(sample)}{route}")
+        page.wait_for_selector("main h1")
+        page.wait_for_timeout(150)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400, route
+
+
+def test_hostile_text_is_shown_as_text(sample: Path, serve: Serve, open_page: Open) -> None:
+    row = first_row(sample, "step-000002", group_id="step-2/0", steps=2)
+    pages = ["#/overview", "#/rollouts?file=step-000002", "#/rollouts?q=%3Cscript%3E"]
+    pages += [rollout_link(name, row, token="0.1") for name in ("rollout", "group", "anchors", "router", "thinking")]
+    page = open_page(serve(sample))
+    for route in pages:
+        page.goto(f"{serve(sample)}{route}")
+        page.wait_for_selector("main h1")
+        page.wait_for_timeout(250)
+        assert page.evaluate("window.hacked") is None, route
+        assert page.locator("main img, main script, main a[href^='javascript']").count() == 0, route
+        assert "<script>" in page.inner_text("main"), route
+        assert "\u202e" not in page.inner_text("main"), route
+    page.goto(f"{serve(sample)}{pages[3]}")
+    page.wait_for_selector(".code-point")
+    assert {"U+202E", "U+200B", "U+001B"} <= set(page.locator(".code-point").all_inner_texts())
+
+
+def test_a_megabyte_is_shown_on_demand(sample: Path, serve: Serve, open_page: Open) -> None:
+    row = first_row(sample, "step-000002", rollout_id="step-2/0/1")
+    page = open_page(serve(sample), rollout_link("rollout", row))
+    button = page.get_by_role("button", name="show all")
+    assert len(page.locator(".message.assistant .text").last.inner_text()) < 25_000
+    button.click()
+    wait_until(page, f"[...document.querySelectorAll('.text')].some(e => e.textContent.length > {len(MEGABYTE)})")
+    assert page.evaluate("window.hacked") is None
+
+
+def test_every_answer_has_a_strict_policy(sample: Path, serve: Serve) -> None:
+    address = serve(sample)
+    for path in ("", "api/runs", "js/app.js", "api/nothing", "missing"):
+        answer = httpx.get(f"{address}{path}")
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_inline_script_would_not_run(sample: Path, serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(sample), errors=True)
+    add = "document.body.append(e)"
+    page.evaluate(f"const e = document.createElement('script'); e.textContent = 'window.hacked = 1'; {add}")
+    page.evaluate(f"const e = document.createElement('p'); e.innerHTML = '<img src=x onerror=window.hacked=1>'; {add}")
+    page.wait_for_timeout(100)
+    assert page.evaluate("window.hacked") is None
+
+
+def test_a_bundle_works_without_a_server(sample: Path, tmp_path: Path, open_page: Open) -> None:
+    from toolwise.view.static_bundle import write_bundle
+
+    address = write_bundle([sample], tmp_path / "bundle").as_uri()
+    row = first_row(sample, "step-000002", group_id="step-2/0", steps=2)
+    page = open_page(address, "#/overview")
+    page.wait_for_selector(".u-wrap")
+    wanted = RunStore(sample).table.to_pylist()
+    page.goto(f"{address}#/rollouts?kind=lookup&sort=score&desc=true")
+    page.wait_for_selector(f"[data-total='{sum(r['kind'] == 'lookup' for r in wanted)}']")
+    page.fill("#search", "OSPREY 4")
+    page.wait_for_selector(f"[data-total='{sum(r['kind'] == 'lookup' and r['task_id'] == 'task-3' for r in wanted)}']")
+    for name, selector in (
+        ("rollout", "[data-advantage]"),
+        ("group", ".leaf"),
+        ("anchors", "[data-anchor]"),
+        ("router", "[data-route]"),
+        ("thinking", "[data-level]"),
+    ):
+        page.goto(f"{address}{rollout_link(name, row, token='0.1')}")
+        page.wait_for_selector(selector)
+        assert HOSTILE[:20] in page.inner_text("main")
+    page.goto(f"{address}#/compare")
+    page.wait_for_selector(".conversation")
+    assert page.evaluate("window.hacked") is None

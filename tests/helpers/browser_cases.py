@@ -1,0 +1,61 @@
+"""A short training to watch, and links to the pages of a rollout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import tomli_w
+
+STEPS = 4
+CONFIG: dict[str, Any] = {
+    "name": "short",
+    "model": {"path": "builtin:small", "device": "cpu"},
+    "data": {"train": "train.jsonl", "val": "heldout.jsonl", "batch_size": 8},
+    "tools": ["calculator", "search"],
+    "rollout": {"n": 4, "max_new_tokens": 32},
+    "multi_turn": {"max_turns": 3},
+    "reward": {"function": "toolwise.demo.reward:small_world_reward", "sandbox": {"tier": "off"}},
+    "algorithm": {"adv_estimator": "gigpo"},
+    "actor": {"lr": 1e-4},
+    "validation": {"every": 2},
+    "trainer": {"total_steps": STEPS, "save_every": 100, "console": False},
+}
+
+
+class Training:
+    """A short training in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        from toolwise.demo.tasks import write_rows
+
+        write_rows(folder / "train.jsonl", 64, seed=0, split="train")
+        write_rows(folder / "heldout.jsonl", 8, seed=0, split="heldout")
+        (folder / "run.toml").write_text(tomli_w.dumps(CONFIG))
+        self.out = folder / "short"
+        command = [sys.executable, "-m", "toolwise", "train", folder / "run.toml", "--out", self.out]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+
+    def wait_for(self, path: str, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not (self.out / path).exists():
+            assert time.monotonic() < deadline, f"no {path}"
+            assert self.process.poll() in (None, 0), self.process.stderr and self.process.stderr.read()
+            time.sleep(0.05)
+
+    def finish(self) -> Path:
+        _, err = self.process.communicate(timeout=120)
+        assert self.process.returncode == 0, err
+        return self.out
+
+
+def rollout_link(page: str, row: dict[str, Any], **more: object) -> str:
+    parameters = {"run": 0, "file": row["file"], "id": row["rollout_id"], "group": row["group_id"], **more}
+    return f"#/{page}?" + "&".join(f"{name}={quote(str(value), safe='')}" for name, value in parameters.items())

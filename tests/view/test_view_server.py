@@ -1,0 +1,218 @@
+"""The server of the pages: what it answers, to whom, and that it never imports torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from view_runs import sample_run
+
+from toolwise.errors import ConfigError
+from toolwise.serve.request import BadRequestError
+from toolwise.serve.server import Server
+from toolwise.view.rollout_store import RunStore
+from toolwise.view.view_server import STATIC, Pages, build_view_app, is_loopback, serve_view
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sample_run(tmp_path_factory.mktemp("view") / "sample")
+
+
+@pytest.fixture(scope="module")
+def pages(run: Path) -> Pages:
+    return Pages([run])
+
+
+@pytest.fixture(scope="module")
+def address(pages: Pages) -> Iterator[str]:
+    with Server(build_view_app(pages)) as server:
+        yield f"http://127.0.0.1:{server.port}"
+
+
+def get(pages: Pages, name: str, **parameters: str) -> Any:
+    status, value = pages.answer(name, parameters)
+    assert status == 200, value
+    return value
+
+
+@pytest.mark.parametrize(
+    ("parameters", "keeps"),
+    [
+        ({"kind": "lookup|known"}, lambda r: r["kind"] in ("lookup", "known")),
+        ({"correct": "true", "phase": "train"}, lambda r: r["correct"] and r["phase"] == "train"),
+        ({"tool": "search", "step_min": "2"}, lambda r: "search" in r["tools"] and r["step"] >= 2),
+        ({"score_max": "0.5", "cost_min": "1"}, lambda r: r["score"] <= 0.5 and r["cost"] >= 1),
+        ({"stop_reason": "max_tokens"}, lambda r: r["stop_reason"] == "max_tokens"),
+        ({"route": "ANSWER"}, lambda r: r["route"] == "ANSWER"),
+        ({"trained_on": "false"}, lambda r: not r["trained_on"]),
+    ],
+)
+def test_filters_keep_what_they_say(pages: Pages, parameters: dict[str, str], keeps: Any) -> None:
+    expected = [r for r in pages.stores[0].table.to_pylist() if keeps(r)]
+    found = get(pages, "rollouts", **parameters, limit="500")
+    assert found["total"] == len(expected) > 0
+    assert [r["rollout_id"] for r in found["rows"]] == [r["rollout_id"] for r in expected]
+
+
+@pytest.mark.parametrize("text", ["OSPREY 3", "<script>", "role", "score", "845 wells", 'window.hacked = 1"', "\u202e"])
+def test_text_is_found_in_values_and_not_in_names_of_fields(run: Path, pages: Pages, text: str) -> None:
+    def values(value: Any) -> Iterator[str]:
+        if isinstance(value, dict | list):
+            for item in value.values() if isinstance(value, dict) else value:
+                yield from values(item)
+        elif isinstance(value, str):
+            yield value.lower()
+
+    expected = sum(
+        any(text.lower() in value for value in values(json.loads(line)))
+        for file in (run / "rollouts").glob("*-*.jsonl")
+        for line in file.read_bytes().splitlines()
+    )
+    assert get(pages, "rollouts", q=text)["total"] == expected
+
+
+def test_capitals_beyond_ascii_are_found_and_lines_that_are_left_out_are_not(tmp_path: Path) -> None:
+    lines = ['{"rollout_id": "r", "reason": "Große ÄRGER"}', '["Ärgernis"]']
+    (tmp_path / "step-000001.jsonl").write_text("".join(line + "\n" for line in lines), "utf-8")
+    pages = Pages([tmp_path])
+    totals = [get(pages, "rollouts", q=text)["total"] for text in ("große", "GROßE", "Ärger", "\ud800", "Ärgernis")]
+    assert totals == [1, 1, 1, 0, 0]
+
+
+def test_pipes_and_devices_are_no_files_of_rollouts(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "step-000001.jsonl")
+    (tmp_path / "step-000002.jsonl").symlink_to("/dev/null")
+    (tmp_path / "step-000003.jsonl").write_text('{"rollout_id": "r"}\n')
+    os.mkfifo(tmp_path / "step-000003.index.parquet")
+    os.mkfifo(tmp_path / "step-000003.tokens.parquet")
+    assert [file["file"] for file in RunStore(tmp_path).files()] == ["step-000003"]
+
+
+@pytest.mark.parametrize("column", ["score", "question", "tokens", "kind", "advantage"])
+@pytest.mark.parametrize("descending", [True, False])
+def test_rows_are_sorted_and_those_without_a_value_come_last(pages: Pages, column: str, descending: bool) -> None:
+    rows = get(pages, "rollouts", sort=column, desc=str(descending).lower(), limit="500")["rows"]
+    values = [row[column] for row in rows]
+    known = [value for value in values if value is not None]
+    assert values[: len(known)] == sorted(known, reverse=descending)
+
+
+def test_pages_of_rows_join_to_the_whole(pages: Pages) -> None:
+    whole = get(pages, "rollouts", limit="500")["rows"]
+    parts = [get(pages, "rollouts", offset=str(start), limit="50")["rows"] for start in range(0, len(whole), 50)]
+    assert [row for part in parts for row in part] == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "status"),
+    [
+        ("rollout", {"file": "../../etc", "id": "x"}, 404),
+        ("rollout", {"file": "step-000001", "id": "x"}, 404),
+        ("rollout", {"file": "step-000001", "id": "\ud800"}, 404),
+        ("group", {"file": "step-000001", "group": "\ud800"}, 404),
+        ("message", {"file": "step-000001", "id": "step-1/0/0", "index": "99"}, 404),
+        ("group", {"file": "step-000001", "group": "x"}, 404),
+        ("rollouts", {"run": "3"}, 404),
+        ("rollouts", {"score_min": "high"}, 400),
+        ("rollouts", {"limit": "-1"}, 400),
+        ("points", {"x": "question"}, 400),
+        ("nothing", {}, 404),
+    ],
+)
+def test_bad_requests_are_answered_in_one_line(pages: Pages, name: str, parameters: Any, status: int) -> None:
+    found, value = pages.answer(name, parameters)
+    assert (found, "\n" in value["error"]) == (status, False)
+
+
+def test_new_files_are_found_and_removed_ones_forgotten(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    store = RunStore(copy)
+    before, count = store.signature, store.table.num_rows
+    assert not store.refresh()
+    for suffix in (".jsonl", ".index.parquet", ".tokens.parquet"):
+        rollouts = copy / "rollouts"
+        shutil.copy(rollouts / f"step-000003{suffix}", rollouts / f"step-000004{suffix}")
+    assert store.refresh()
+    assert store.signature != before
+    assert store.table.num_rows == count + 36
+    (copy / "rollouts" / "step-000004.jsonl").unlink()
+    assert store.refresh()
+    assert store.table.num_rows == count
+
+
+def test_a_run_that_has_only_begun_can_be_opened(tmp_path: Path) -> None:
+    pages = Pages([tmp_path])
+    assert get(pages, "runs")[0]["rollouts"] == 0
+    assert get(pages, "overview")["metric_names"] == []
+    assert get(pages, "rollouts")["total"] == 0
+    assert get(pages, "facets")["tools"] == []
+
+
+def test_runs_of_earlier_versions_open(tmp_path: Path) -> None:
+    shutil.unpack_archive(FIXTURES / "frozen_run.tar.gz", tmp_path)
+    folder = next(path.parent for path in tmp_path.rglob("metrics.jsonl"))
+    pages = Pages([folder])
+    rows = get(pages, "rollouts")["rows"]
+    assert rows
+    for row in rows[:20]:
+        page = get(pages, "rollout", file=row["file"], id=row["rollout_id"])
+        assert page["messages"]
+        get(pages, "group", file=row["file"], group=row["group_id"])
+    with_tokens = get(pages, "rollout", file=rows[0]["file"], id=rows[0]["rollout_id"])["tokens"]
+    assert all(step["advantages"] is None for step in with_tokens)
+
+
+def test_a_name_of_another_machine_is_refused(address: str) -> None:
+    assert httpx.get(f"{address}/api/runs").status_code == 200
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example"):
+        assert httpx.get(f"{address}/api/runs", headers={"Host": host}).status_code == 403
+
+
+def test_only_get_is_answered(address: str) -> None:
+    for method in ("POST", "PUT", "DELETE"):
+        answer = httpx.request(method, f"{address}/api/runs", headers={"Content-Type": "application/json"})
+        assert answer.status_code == 405
+
+
+@pytest.mark.parametrize(
+    "path", ["..%2f..%2fview_server.py", "%2e%2e/view_server.py", "js/../../report.py", "js", "js/%00", "a" * 5000]
+)
+def test_only_files_of_the_pages_are_served(address: str, path: str) -> None:
+    assert httpx.get(f"{address}/{path}").status_code == 404
+
+
+@pytest.mark.parametrize(("host", "name"), [("127.0.0.2", "127.0.0.2:80"), ("0:0:0:0:0:0:0:1", "[::1]")])
+def test_an_address_that_may_be_listened_on_may_be_asked(pages: Pages, host: str, name: str) -> None:
+    guard = build_view_app(pages, host)
+    scope = {"http_version": "1.1", "method": "GET", "path": "/", "headers": [(b"host", name.encode())]}
+    assert is_loopback(host)
+    guard.check(scope)
+    with pytest.raises(BadRequestError, match="not allowed"):
+        guard.check(scope | {"headers": [(b"host", b"127.0.0.3")]})
+
+
+def test_a_public_address_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ssh -L"):
+        serve_view([], host="0.0.0.0", port=0, on_start=print)
+
+
+def test_the_server_does_not_need_torch() -> None:
+    code = "import sys, toolwise.view.view_server, toolwise.view.static_bundle; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_pages_ask_no_other_machine() -> None:
+    texts = [path.read_text() for path in (*STATIC.glob("js/*.js"), STATIC / "index.html", STATIC / "app.css")]
+    assert texts
+    assert not [text for text in texts if "http://" in text or "https://" in text or "innerHTML" in text]

@@ -1,21 +1,27 @@
 """Synchronous against asynchronous training in a world of slow tools: `python benchmarks/async_loop.py`.
 
-The model that ships plays episodes of three turns. Each turn calls a tool whose time is log-normal, 0.2 s in the median
-and 5 s or more in one call of a hundred. All modes train as many steps from the same weights on the same tasks, with
-the same tool times, one after the other, after a synchronous step that is not counted. The time includes the first
-episodes, for which the learner waits in any mode. Both sides share the machine's cores, so run it on an idle one: the
-load average is printed beside the figures.
+    python benchmarks/async_loop.py --json async.json --picture docs/images/async_speed.png
+    python benchmarks/async_loop.py --device cuda --shape 135m
+
+Episodes have three turns. Each calls a tool whose time is log-normal, 0.2 s in the median, and 5 s in one call of a
+hundred, which is the longest. On a CPU the model that ships plays, on a GPU a random one of `--shape` in bf16. All
+modes train as many steps from the same weights on the same tasks, with the same tool times, one after the other, after
+steps that are not counted (the first in any mode waits for the first episodes; on a GPU graphs are captured). Both
+sides share the machine's cores, so run it on an idle one: the load average is printed beside the figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import os
 import random
+import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any, ClassVar
 
 from toolwise.config.schema import RunConfig
@@ -29,6 +35,7 @@ from toolwise.types import Task
 MEDIAN_S, TAIL_S, TAIL_SHARE_Z, TURNS = 0.2, 5.0, 2.326, 3
 """One in a hundred lies above 2.326 standard deviations."""
 SIGMA = math.log(TAIL_S / MEDIAN_S) / TAIL_SHARE_Z
+SIZES = {"cpu": {"batch": 4, "n": 4, "tokens": 24}, "cuda": {"batch": 16, "n": 8, "tokens": 64}}
 
 
 class SlowWorld(BaseEnv):
@@ -44,33 +51,35 @@ class SlowWorld(BaseEnv):
         return "Begin."
 
     async def step(self, action: Any) -> tuple[str, float | None, bool, dict[str, Any]]:
-        await asyncio.sleep(self.chance.lognormvariate(math.log(MEDIAN_S), SIGMA))
+        await asyncio.sleep(min(TAIL_S, self.chance.lognormvariate(math.log(MEDIAN_S), SIGMA)))
         self.turn += 1
         return "Go on.", float(len(set(str(action).split()))), self.turn == TURNS, {}
 
 
-def build(mode: dict[str, Any], args: argparse.Namespace) -> Run:
+def build(mode: dict[str, Any], args: argparse.Namespace, model: str) -> Run:
     config = RunConfig.model_validate(
         {
-            "model": {"device": "cpu"},
+            "model": {"path": model, "device": args.device, **({} if args.device == "cpu" else {"dtype": "bfloat16"})},
             "data": {"batch_size": args.batch},
             "rollout": {"n": args.n, "max_new_tokens": args.tokens},
             "reward": {"function": "env"},
-            "actor": {"lr": 1e-4},
+            "actor": {"lr": 1e-4 if args.device == "cpu" else 1e-6},
             "algorithm": {"zero_std_groups": "keep"},
             "multi_turn": {"max_turns": TURNS},
-            "trainer": {"total_steps": args.steps, **mode},
+            "trainer": {"total_steps": args.warm_up + args.steps, **mode},
         }
     )
-    tasks = [Task(task_id=str(i), prompt=[Message(role="user", content=f"Question {i}?")]) for i in range(64)]
+    tasks = [Task(task_id=str(i), prompt=[Message(role="user", content=f"Question {i}?")]) for i in range(256)]
     return assemble(config, tasks=tasks, validation_tasks=[], env=SlowWorld)
 
 
-async def measure(run: Run, steps: int) -> tuple[float, list[dict[str, float]]]:
-    """Seconds of all steps, and their metrics."""
+async def measure(run: Run, warm_up: int, steps: int) -> tuple[float, list[dict[str, float]]]:
+    """Seconds of all counted steps, and their metrics."""
     loop = None if run.tickets is None else AsyncLoop(run)
     step = train_step if loop is None else loop.train_step
     try:
+        for _ in range(warm_up):
+            await step(run)
         started = time.perf_counter()
         found = [dict((await step(run)).metrics) for _ in range(steps)]
         return time.perf_counter() - started, found
@@ -79,41 +88,98 @@ async def measure(run: Run, steps: int) -> tuple[float, list[dict[str, float]]]:
             await loop.close()
 
 
+def figures(mode: dict[str, Any], args: argparse.Namespace, model: str) -> dict[str, Any]:
+    """Trains in one mode."""
+    SlowWorld.episodes.clear()
+    run = build(mode, args, model)
+    try:
+        seconds, steps = asyncio.run(measure(run, args.warm_up, args.steps))
+    finally:
+        run.close()
+
+    def mean(name: str) -> float:
+        values = [metrics[name] for metrics in steps if name in metrics]
+        return sum(values) / len(values) if values else float("nan")
+
+    update, rollout = mean("time/update_s"), mean("time/rollout_s")
+    synchronous = mode["mode"] == "sync"
+    return {
+        "staleness": mode.get("max_staleness"),
+        "step_s": seconds / args.steps,
+        "rollouts_per_s": sum(metrics["rollouts"] for metrics in steps) / seconds,
+        "learner_waits": rollout / (rollout + update) if synchronous else mean("async/learner_wait"),
+        "engine_waits": float("nan") if synchronous else mean("async/engine_wait"),
+        "mean_age": mean("staleness/mean"),
+        "worst_age": max(metrics.get("staleness/max", 0.0) for metrics in steps),
+        "ess": mean("staleness/ess"),
+        "publish_s": mean("async/publish_s"),
+        "in_flight": mean("async/in_flight"),
+        "load": os.getloadavg()[0],
+    }
+
+
+def draw(found: list[dict[str, Any]], path: Path) -> None:
+    """Share of idle time, and rollouts per second, against the bound."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.8), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    bounds = [row["staleness"] or 0 for row in found]
+    left.plot(bounds, [row["learner_waits"] for row in found], marker="o", label="learner waits")
+    left.plot(bounds, [row["engine_waits"] for row in found], marker="o", label="engine waits")
+    right.plot(bounds, [row["rollouts_per_s"] for row in found], marker="o", color="black")
+    left.set_ylim(0, 1)
+    right.set_ylim(bottom=0)
+    for axes, label in ((left, "share of the time"), (right, "rollouts learned from per second")):
+        axes.set_xlabel("max_staleness (0: synchronous)")
+        axes.set_ylabel(label)
+    left.legend()
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=sorted(SIZES))
+    parser.add_argument("--shape", default="135m", help="on a GPU: a name in benchmarks/shapes.py")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--n", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--warm-up", type=int, default=2, help="steps of each mode that are not counted")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--n", type=int)
+    parser.add_argument("--tokens", type=int)
     parser.add_argument("--staleness", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--picture", type=Path, help="draw idle time and speed against staleness")
     args = parser.parse_args()
-    print(f"{args.steps} steps of {args.batch} x {args.n} episodes, load average {os.getloadavg()[0]:.1f}")
-    print("mode            s/step   speed-up   learner waits   engine waits   staleness (mean, worst)   ess")
-    baseline = 0.0
+    for name, size in SIZES[args.device].items():
+        setattr(args, name, getattr(args, name) or size)
+    print(f"{args.device}: {args.steps} steps of {args.batch} x {args.n} episodes, load {os.getloadavg()[0]:.1f}")
+    print("mode         s/step  rollouts/s  speed-up  learner waits  engine waits  age (mean, worst)    ess  publish")
     modes = [{"mode": "sync"}, *({"mode": "async", "max_staleness": bound} for bound in args.staleness)]
-    warm_up = build({"mode": "sync"}, args)
-    asyncio.run(measure(warm_up, 1))
-    warm_up.close()
-    for mode in modes:
-        SlowWorld.episodes.clear()
-        run = build(mode, args)
-        try:
-            seconds, steps = asyncio.run(measure(run, args.steps))
-        finally:
-            run.close()
-        per_step = seconds / args.steps
-        baseline = baseline or per_step
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = "builtin:small"
+        if args.device == "cuda":
+            from grpo_step import make_model
 
-        def mean(name: str, steps: list[dict[str, float]] = steps) -> float:
-            values = [metrics[name] for metrics in steps if name in metrics]
-            return sum(values) / len(values) if values else float("nan")
-
-        bound = mode.get("max_staleness")
-        name = "sync" if bound is None else f"async, {bound}"
-        ages = f"{mean('staleness/mean'):.2f}, {max(metrics.get('staleness/max', 0.0) for metrics in steps):.0f}"
-        waits = f"{mean('async/learner_wait'):13.0%} {mean('async/engine_wait'):14.0%}"
-        ess = mean("staleness/ess")
-        print(f"{name:12} {per_step:9.2f} {baseline / per_step:10.2f} {waits} {ages:>25} {ess:7.3f}", flush=True)
+            model = folder
+            make_model(Path(folder), args.shape, args.device)
+        for mode in modes:
+            found.append(row := figures(mode, args, model))
+            name = "sync" if row["staleness"] is None else f"async, {row['staleness']}"
+            age = f"{row['mean_age']:.2f}, {row['worst_age']:.0f}"
+            print(
+                f"{name:10} {row['step_s']:8.2f} {row['rollouts_per_s']:11.1f}"
+                f" {found[0]['step_s'] / row['step_s']:9.2f}"
+                f" {row['learner_waits']:14.0%} {row['engine_waits']:13.0%} {age:>18} {row['ess']:6.3f}"
+                f" {row['publish_s'] * 1e3:5.0f} ms",
+                flush=True,
+            )
+    if args.json is not None:
+        args.json.write_text(json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()}, "modes": found}))
+    if args.picture is not None:
+        draw(found, args.picture)
 
 
 if __name__ == "__main__":

@@ -71,3 +71,12 @@ def test_the_measured_time_of_calls_adds_up_by_tool_and_leaves_the_step() -> Non
     counts.add({"call_s": [("add", 0.25)]})
     assert info == {}
     assert counts.usage([], 3.0).tool_s == {"search": 1.5, "add": 0.5}
+
+
+def test_prices_of_the_run_replace_those_of_the_tools() -> None:
+    counts = CallCounts(price=0.5, price_calls=lambda calls: 3.0 * calls["search"])
+    counts.add({"calls": {"search": 2, "calculator": 1}, "cost": 7.0})
+    assert counts.usage([], 0.0).cost == 6.0
+    counted = CallCounts(lambda steps: ({"search": 1}, 0.25), price_calls=lambda calls: 9.0)
+    counted.recount([])
+    assert counted.usage([], 0.0).cost == 0.25

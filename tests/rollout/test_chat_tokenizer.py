@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from toolwise.errors import ModelError
 from toolwise.messages import Message, ToolCall
 from toolwise.models import BUILTIN
-from toolwise.rollout.chat_tokenizer import ChatTokenizer
+from toolwise.rollout.chat_tokenizer import ENCODE_CACHE_SIZE, ChatTokenizer
 from toolwise.rollout.tokens import TokenBuffer
 
 CHATML = """{%- for m in messages -%}
@@ -382,9 +382,9 @@ def test_what_is_encoded_again_is_the_callers_own() -> None:
     first = chat.encode("the same words")
     first.append(0)
     assert chat.encode("the same words") == first[:-1]
-    for number in range(200):
+    for number in range(ENCODE_CACHE_SIZE + 50):
         chat.encode(f"others {number}")
-    assert len(chat._encode_cache) <= 64
+    assert len(chat._encode_cache) == ENCODE_CACHE_SIZE
     assert chat.encode("the same words") == first[:-1]
 
 

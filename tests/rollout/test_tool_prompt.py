@@ -11,7 +11,6 @@ from typing import Any
 
 import chat_tokenizers as made
 import pytest
-from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 from toolwise.api import evaluate, train
@@ -23,6 +22,7 @@ from toolwise.rollout.control_tokens import strip_guard_marks
 from toolwise.rollout.parsers import PARSERS
 from toolwise.rollout.tokens import TokenBuffer
 from toolwise.rollout.tool_prompt import ToolPrompt, describe_tools
+from toolwise.training.token_records import read_tokens
 
 TEMPLATES = Path(__file__).parents[1] / "fixtures" / "templates"
 TOOL = {
@@ -301,17 +301,17 @@ def test_an_agent_is_told_of_its_tools_from_training_to_evaluation(deaf_model: P
     )
     assert "system message" in result.summary["tool_prompt"]
     assert json.loads((tmp_path / "run/summary.json").read_text())["tool_prompt"] == result.summary["tool_prompt"]
-    assert "look_up_price" in prompt_of(next((tmp_path / "run/rollouts").glob("*.safetensors")), deaf_model)
+    assert "look_up_price" in prompt_of(next((tmp_path / "run/rollouts").glob("*.tokens.parquet")), deaf_model)
     assert "tools/queue_s" in (tmp_path / "run/metrics.jsonl").read_text()
     (saved,) = {path.parent for path in (tmp_path / "run").rglob("chat_template.jinja")}
     figures = evaluate(saved, TASKS, config=CONFIG, tools=[look_up_price], reward=price_of_tea)
     assert figures["n"] == 1
 
 
-def prompt_of(tensors: Path, model: Path) -> str:
-    held = load_file(tensors)
-    ids = held["prompt_ids"][: held["prompt_ids.offsets"][1]].tolist()
-    return str(AutoTokenizer.from_pretrained(model).decode(ids))
+def prompt_of(tokens: Path, model: Path) -> str:
+    ids = read_tokens(tokens)[0].prompt_ids
+    assert ids is not None
+    return str(AutoTokenizer.from_pretrained(model).decode(ids.tolist()))
 
 
 @pytest.mark.parametrize("override", ['rollout.tool_prompt="template"', 'rollout.tool_parser="none"'])
@@ -366,8 +366,9 @@ def test_an_agent_sees_what_its_tools_return_whatever_its_template_does(tmp_path
     rows = [json.loads(line) for line in (tmp_path / "run/rollouts/step-000001.jsonl").read_text().splitlines()]
     assert any(message["role"] == "tool" for row in rows for message in row["messages"])
     assert not [row["fault"] for row in rows if row["stop_reason"] == "policy_fault"]
-    held = load_file(next((tmp_path / "run/rollouts").glob("*.safetensors")))
-    prompts = AutoTokenizer.from_pretrained(tmp_path / "model").decode(held["prompt_ids"].tolist())
+    rows = read_tokens(next((tmp_path / "run/rollouts").glob("*.tokens.parquet")))
+    ids = [token for row in rows if row.prompt_ids is not None for token in row.prompt_ids.tolist()]
+    prompts = AutoTokenizer.from_pretrained(tmp_path / "model").decode(ids)
     assert "<tool_response>\nResult: 137 bridges.\n</tool_response>" in prompts
 
 

@@ -13,36 +13,69 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.training.async_check import check_async
 
+long = pytest.mark.long
+ROUTED: Any = {"rollout": {"n": 6, "max_new_tokens": 12}}
+PROMPT_ROUTER: Any = {"enable": True, "hidden": 16, "budgets": [{"limit": 0.5}], "calibration": 0.0, "cost": "calls"}
+TURN_ROUTER: Any = {**PROMPT_ROUTER, "every": "turn"}
+FEATURES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "gigpo": {"algorithm": {"adv_estimator": "gigpo"}},
+    "hgpo": {"algorithm": {"adv_estimator": "hgpo"}},
+    "critic": {"algorithm": {"adv_estimator": "gae"}},
+    "refills": {"algorithm": {"zero_std_groups": "refill", "max_refills": 1}},
+    "short batches": {"data": {"batch_size": 3, "drop_last": False}},
+    "adapters": {"actor": {"lr": 1e-2, "lora": {"rank": 4}}},
+    "thoughts": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {"enable": True, "max_thought_tokens": 8}}},
+    "router": {**ROUTED, "router": PROMPT_ROUTER},
+    "router, sampled": {**ROUTED, "router": {**PROMPT_ROUTER, "sampling": "independent"}},
+    "router of turns": {**ROUTED, "router": TURN_ROUTER},
+    "router, whole model": {**ROUTED, "router": {**PROMPT_ROUTER, "backbone": "full"}},
+    "router, one optimizer": {**ROUTED, "router": {**PROMPT_ROUTER, "optimizer": "actor"}},
+    "router alone": {**ROUTED, "router": {**PROMPT_ROUTER, "train_actor": False}},
+}
+QUICK = ("grpo", "short batches")
+CASES = [pytest.param(name, id=name, marks=() if name in QUICK else (long,)) for name in FEATURES]
 
-@pytest.mark.parametrize(
-    ("reward", "algorithm"),
-    [
-        (by_place, {}),
-        pytest.param(all_the_same, {"zero_std_groups": "refill", "max_refills": 1}, marks=pytest.mark.long),
-        pytest.param(by_length, {"adv_estimator": "gae"}, marks=pytest.mark.long),
-        pytest.param(by_length, {"adv_estimator": "gigpo"}, marks=pytest.mark.long),
-        pytest.param(by_length, {"adv_estimator": "hgpo"}, marks=pytest.mark.long),
-    ],
-)
-def test_without_staleness_the_results_are_those_of_the_synchronous_loop(
-    reward: Any, algorithm: dict[str, Any]
-) -> None:
+
+@pytest.mark.parametrize("feature", CASES)
+def test_without_staleness_the_results_are_those_of_the_synchronous_loop(feature: str) -> None:
     """Bit for bit: weights, rollouts, advantages and the metrics of learning."""
-    sections: Any = {"algorithm": algorithm, "deterministic": True}
-    found = []
-    for run in (tiny_run(reward, trainer={"total_steps": 2}, **sections), async_run(0, reward, **sections)):
-        results = train(run, 2)
-        found.append((run.learner.weights_checksum(), results, run.batches.state_dict(), run.queue.state_dict()))
-    (plain, steps, *state), (ours, async_steps, *async_state) = found
-    assert ours == plain
-    assert async_state == state
-    for left, right in zip(steps, async_steps, strict=True):
+    reward = {"grpo": by_place, "refills": all_the_same}.get(feature, by_length)
+    sections: Any = {**FEATURES[feature], "deterministic": True}
+    steps = 3 if feature == "short batches" else 2
+    plain = tiny_run(reward, trainer={"total_steps": steps}, **sections)
+    ours = async_run(0, reward, steps=steps, **sections)
+    for left, right in zip(train(plain, steps), train(ours, steps), strict=True):
         assert [s.rollout.rollout_id for s in left.scored] == [s.rollout.rollout_id for s in right.scored]
         assert [s.rollout.batch_data_id for s in left.scored] == [s.rollout.batch_data_id for s in right.scored]
         assert [s.score for s in left.scored] == [s.score for s in right.scored]
-        for name in ("actor/loss", "actor/grad_norm", "groups/dropped", "groups/batches", "tokens/sampled"):
+        compared = ("actor/loss", "actor/grad_norm", "groups/dropped", "groups/batches", "tokens/sampled")
+        for name in (*compared, "router/loss", "router/lambda/cost", "router/r_task"):
             assert left.metrics.get(name) == right.metrics.get(name), name
-        assert right.metrics["staleness/max"] == 0.0
+        assert right.metrics.get("staleness/max", 0.0) == 0.0
+    assert ours.learner.weights_checksum() == plain.learner.weights_checksum()
+    assert ours.batches.state_dict() == plain.batches.state_dict()
+
+
+@long
+@pytest.mark.parametrize("feature", FEATURES)
+def test_everything_works_with_staleness(feature: str) -> None:
+    """Trains, holds the bound, learns from each rollout once, and ends with equal weights."""
+    run = async_run(2, by_length, steps=4, **FEATURES[feature])
+    before = run.policy.model.get_input_embeddings().weight.clone()
+    results = train(run, 4)
+    assert max(result.metrics.get("staleness/max", 0.0) for result in results) <= 2.0
+    ids = [s.rollout.rollout_id for result in results for s in result.scored]
+    assert len(ids) == len(set(ids))
+    assert run.progress.step == run.queue.version == 4
+    if "router" in FEATURES[feature]:
+        assert sum(result.metrics["router/prompts"] for result in results) == 4 * run.queue.per_update
+    assert torch.equal(run.policy.model.get_input_embeddings().weight, before) == (
+        feature in ("router alone", "adapters")
+    )
+    if feature != "adapters":
+        for name, parameter in run.policy.model.named_parameters():
+            assert torch.equal(parameter, dict(run.learner.model.named_parameters())[name]), name
 
 
 def test_with_staleness_each_token_has_its_version_and_none_is_too_old() -> None:
@@ -76,14 +109,7 @@ def test_the_engine_and_the_learner_do_not_share_weights() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rollout": {"engine": "transformers"}}, 'rollout.engine = "transformers": use "toolwise"'),
-    ({"data": {"drop_last": False}}, "data.drop_last = false"),
-    ({"router": {"enable": True, "train_actor": False}}, "router.train_actor = false"),
-    ({"router": {"enable": True, "backbone": "full"}}, "shares the actor's weights"),
     ({"actor": {"ppo_epochs": 2}}, "2 optimizer steps on a batch that may be stale"),
-    (
-        {"router": {"enable": True, "budgets": [{"unit": "cost", "limit": 1.0}]}},
-        "router.budgets without router.budget_window",
-    ),
 ]
 
 

@@ -9,13 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from async_cases import async_run, train
 
 from toolwise.errors import CheckpointError
 from toolwise.messages import Message
 from toolwise.rollout.queue import RolloutQueue, Ticket
-from toolwise.training.ticket_book import TicketBook
+from toolwise.training.stored_groups import FinishedPrompt
+from toolwise.training.ticket_book import TicketBook, packed_state
 from toolwise.types import Task
 
 
@@ -62,6 +64,64 @@ def test_groups_under_way_are_rolled_out_again_and_none_is_learned_from_twice() 
     assert sorted(learned) == sorted(expected)
     assert second.batches.state_dict() == whole.batches.state_dict()
     assert second.queue.state_dict() == whole.queue.state_dict()
+
+
+@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_with_a_fixed_schedule_a_resumed_run_ends_like_one_that_was_never_interrupted(staleness: int) -> None:
+    """Bit for bit: the schedule is a function of the settings, and finished groups are in the checkpoint."""
+    sections: Any = {"algorithm": {"zero_std_groups": "keep"}, "deterministic": True, "steps": 4}
+    whole = async_run(staleness, **sections)
+    expected = train(whole, 4)
+    assert [result.metrics["staleness/max"] for result in expected] == [min(s, staleness) for s in range(4)]
+    assert [result.metrics["staleness/mean"] for result in expected] == [min(s, staleness) for s in range(4)]
+    first = async_run(staleness, **sections)
+    train(first, 2)
+    state = first.registry().state_dict()
+    state["tickets"] = packed_state(state["tickets"])
+    stored = [len(batch["finished"]) for batch in state["tickets"]["open"]]
+    assert sum(stored) >= 2 * (staleness - 1)
+    second = async_run(staleness, **sections)
+    second.learner.model.load_state_dict(first.learner.model.state_dict())
+    second.registry().load_state_dict(state)
+    assert second.weights is not None
+    second.weights.copy()
+    second.policy.version = second.learner.version
+    found = train(second, 2)
+    assert second.learner.weights_checksum() == whole.learner.weights_checksum()
+    for left, right in zip(expected[2:], found, strict=True):
+        assert [s.rollout.rollout_id for s in left.scored] == [s.rollout.rollout_id for s in right.scored]
+        assert [s.score for s in left.scored] == [s.score for s in right.scored]
+        assert left.metrics["actor/loss"] == right.metrics["actor/loss"]
+
+
+def test_a_finished_group_is_not_rolled_out_again() -> None:
+    tickets, queue, tasks = book(2)
+    issued = [queue._issue(0), queue._issue(0)]
+    batch = tickets.draw(tasks, issued, 0)
+    group = FinishedPrompt([], [], {})
+    tickets.finish(issued[1], group)
+    assert list(batch.unfinished) == [0]
+    loaded, fresh, _ = book(2)
+    loaded.load_state_dict(packed_state(tickets.state_dict()))
+    [again] = loaded.reissue(fresh, tasks)
+    assert list(again.unfinished) == [0]
+    assert (fresh.in_progress, fresh.waiting) == (1, 1)
+    tickets.close([issued[1]])
+    assert not batch.finished
+
+
+def test_a_stored_group_that_cannot_be_read_is_rolled_out_again(caplog: pytest.LogCaptureFixture) -> None:
+    tickets, queue, tasks = book(2)
+    issued = [queue._issue(0), queue._issue(0)]
+    tickets.draw(tasks, issued, 0)
+    tickets.finish(issued[1], FinishedPrompt([], [], {}))
+    state = packed_state(tickets.state_dict())
+    state["open"][0]["finished"][0][1] = np.frombuffer(b'[{"$unheard": 1}, []]', np.uint8)
+    loaded, fresh, _ = book(2)
+    loaded.load_state_dict(state)
+    [again] = loaded.reissue(fresh, tasks)
+    assert list(again.unfinished) == [0, 1]
+    assert "rolled out again (KeyError: '$unheard')" in caplog.text
 
 
 def book(count: int, staleness: int = 1) -> tuple[TicketBook, RolloutQueue[str], list[Task]]:

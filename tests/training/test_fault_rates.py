@@ -60,6 +60,11 @@ def test_what_a_tool_refuses_or_a_model_gets_wrong_is_no_fault_of_the_tool() -> 
     assert (counts["tool"], counts["parse"]) == (0, 0)
 
 
+def test_calls_that_a_cap_refuses_are_no_faults_and_never_more_than_all_calls() -> None:
+    counts = count_faults([scored(over_budget=3), scored(bad_json=9)])
+    assert (counts["tool"], counts["parse"], counts["calls"]) == (0, 9, 4 + 9)
+
+
 @pytest.mark.parametrize("name", ["policy", "env", "deadline", "infrastructure"])
 def test_a_run_stops_above_its_bound(name: str) -> None:
     rates = FaultRates()

@@ -16,7 +16,7 @@ from toolwise.demo.tasks import make_rows
 from toolwise.errors import RewardError
 from toolwise.messages import Message
 from toolwise.rewards import reward_function
-from toolwise.training.loop import collect, score, select_groups, train_step
+from toolwise.training.loop import collect, score, select_groups, step_result, train_step
 from toolwise.training.run import Run, assemble
 from toolwise.types import (
     EvaluateResult,
@@ -371,6 +371,9 @@ DOCUMENTED = {
     "rollouts",
     "score/mean",
     "score/std",
+    "score/max",
+    "outputs/cut",
+    "outputs/most_common",
     "time/blocked_s",
     "time/blocks",
     "time/rollout_s",
@@ -429,3 +432,12 @@ def test_what_is_scored_is_not_what_is_credited() -> None:
     turn = asyncio.run(train_step(tiny_run(by_place)))
     assert all(step.advantage is None for s in turn.scored for step in s.steps)
     assert all(step.advantage is not None for c in turn.credited for step in c.steps)
+
+
+@pytest.mark.parametrize(("own", "speed"), [({}, 50.0), ({"async/learner_wait": 0.9}, 25.0)])
+def test_tokens_per_second_are_of_the_whole_step_where_rollouts_overlap_the_update(
+    own: dict[str, float], speed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolwise.training.loop.summarize", lambda scored: {"tokens/sampled": 100.0})
+    times = {"time/rollout_s": 2.0, "time/step_s": 4.0}
+    assert step_result([], [], times | own, {}, {}).metrics["time/tokens_per_s"] == speed

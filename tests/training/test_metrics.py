@@ -65,6 +65,8 @@ def test_metrics_of_a_step() -> None:
     metrics = summarize(STEP)
     assert metrics == {
         "rollouts": 4.0,
+        "outputs/cut": 0.0,
+        "outputs/most_common": 1.0,
         "cost/mean": 0.75,
         "calls/mean": 0.75,
         "calls/failed": 0.25,
@@ -76,6 +78,7 @@ def test_metrics_of_a_step() -> None:
         "reward/invalid_rate": 0.0,
         "reward/misaligned": 0.0,
         "score/mean": 0.5,
+        "score/max": 1.0,
         "score/std": pytest.approx((0.5 / 3) ** 0.5),
         "reward/correct/mean": pytest.approx(2 / 3),
         "reward/correct/std": pytest.approx((2 / 9) ** 0.5),

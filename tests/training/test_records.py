@@ -1,4 +1,4 @@
-"""Rollouts on disk: readable JSON lines plus tokens, written atomically."""
+"""Rollouts on disk: readable JSON lines."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors import safe_open
 
 from toolwise.advantages import Grpo
 from toolwise.errors import CheckpointError
 from toolwise.messages import Message, Prefix, ToolCall
-from toolwise.training.records import RolloutRecord, read_records, write_records
+from toolwise.training.records import RolloutRecord, read_records
+from toolwise.training.rollout_files import write_records
 from toolwise.types import (
     AnnotatedRollout,
     EvaluateResult,
@@ -118,31 +117,6 @@ def test_a_failed_reward_is_kept_with_its_reason() -> None:
     record = RolloutRecord.of(scored("g/0", None, (), error=fault, is_score_valid=False))
     assert record.score is None
     assert record.error == {"kind": "exception", "message": "KeyError: 'x'", "traceback": "…"}
-
-
-def test_lines_and_tokens_are_written_beside_each_other(tmp_path: Path) -> None:
-    pair = [scored("g/0", 1.0, TURNS), scored("g/1", 0.0, TURNS[:1])]
-    credited = Grpo()([AnnotatedRollout(pair[0])]).rollouts
-    write_records(tmp_path / "rollouts", "step-000001", pair, credited)
-    lines = read_lines(tmp_path / "rollouts" / "step-000001.jsonl")
-    assert [line["rollout_id"] for line in lines] == ["g/0", "g/1"]
-    assert [line["trained_on"] for line in lines] == [True, False]
-    with safe_open(tmp_path / "rollouts" / "step-000001.safetensors", "np") as file:
-        assert json.loads(file.metadata()["steps"]) == [["g/0", 0], ["g/0", 2], ["g/1", 0]]
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-    sampled, seen = found["token_ids.offsets"], found["prompt_ids.offsets"]
-    assert sampled.tolist() == [0, 1, 3, 4]
-    assert seen.tolist() == [0, 2, 6, 8]
-    assert found["token_ids"][sampled[1] : sampled[2]].tolist() == [9, 10]
-    assert found["logprobs"][sampled[1] : sampled[2]].tolist() == [-1.0, -2.0]
-    assert found["prompt_ids"][seen[0] : seen[1]].tolist() == [5, 6]
-    assert found["logprobs"].dtype == np.float32
-    assert len(found["logprobs"]) == len(found["token_ids"])
-
-
-def test_rollouts_without_tokens_have_lines_alone(tmp_path: Path) -> None:
-    write_records(tmp_path, "eval-000000", [scored("g/0", 1.0, (step(0, None),))], [])
-    assert [p.name for p in tmp_path.iterdir()] == ["eval-000000.jsonl"]
 
 
 @pytest.mark.parametrize("said", ["two\nlines", "emoji 🙂", "half a pair \ud83d", "\u2028 \x00 \x85"])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 import toolwise
 from toolwise.errors import CheckpointError
 from toolwise.training import checkpoint
+from toolwise.training.run_checkpoints import RunCheckpoints
 
 ROWS = [
     {"task_id": f"t{i}", "prompt": [{"role": "user", "content": f"Which is more, {i} or 7?"}], "ground_truth": "7"}
@@ -125,6 +127,21 @@ def test_a_checkpoint_written_late_holds_the_state_of_its_step(tmp_path: Path, m
     assert list((tmp_path / "async" / "checkpoints").glob(".*")) == []
 
 
+def test_nothing_stays_behind_if_a_part_has_no_state(tmp_path: Path) -> None:
+    class Run(MagicMock):
+        def snapshot(self) -> dict[str, Any]:
+            raise RuntimeError("no state")
+
+    run = Run()
+    run.progress.step, run.learner.weights_to_save.return_value = 1, {}
+    saves = RunCheckpoints(run, tmp_path)
+    saves._write_small_files = lambda folder: None  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no state"):
+        saves.save({})
+    assert list(tmp_path.glob("checkpoints/.*")) == []
+
+
+@pytest.mark.long
 def test_a_save_that_outlasts_its_interval_is_waited_for_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolwise.envs.tool_env import add_counts
-from toolwise.types import CountUsage, StepData, Usage
+from toolwise.types import CountUsage, PriceCalls, RouteDecision, StepData, Usage
 from toolwise.untrusted.bounds import MAX_DISTINCT_NAMES, MAX_NAME_CHARS, MAX_SCORE, truncate_text
 from toolwise.untrusted.user_code import call_user_code, describe
 
@@ -25,6 +25,15 @@ class CallCounts:
     tool_s: dict[str, float] = field(default_factory=dict)
     price: float = 0.0
     """Cost of the episode besides its calls, if the agent acted."""
+    price_calls: PriceCalls | None = None
+    """Prices the calls, instead of what the environment says they cost."""
+
+    @classmethod
+    def of(cls, decision: RouteDecision | None, count_usage: CountUsage | None) -> CallCounts:
+        """For an episode of `decision`, at its prices."""
+        if decision is None:
+            return cls(count_usage)
+        return cls(count_usage, price=decision.price, price_calls=decision.price_calls)
 
     def add(self, info: dict[str, Any]) -> None:
         """Add a step's `info`. Removes `queue_s` and `call_s` from it: times describe the machine, not the step."""
@@ -49,10 +58,12 @@ class CallCounts:
 
     def usage(self, steps: Sequence[StepData], seconds: float) -> Usage:
         tokens = [step.tokens for step in steps]
+        priced = self.price_calls is not None and self.count_usage is None
+        cost = self.price_calls(self.calls) if priced and self.price_calls is not None else self.cost
         return Usage(
             calls=dict(self.calls),
             failed_calls=dict(self.failed),
-            cost=self.cost + (self.price if steps else 0.0),
+            cost=cost + (self.price if steps else 0.0),
             prompt_tokens=sum(len(t.prompt_ids) for t in tokens),
             sampled_tokens=sum(len(t.token_ids) for t in tokens),
             seconds=seconds,

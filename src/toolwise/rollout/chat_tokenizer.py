@@ -8,7 +8,7 @@ combines them turn by turn.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -27,9 +27,22 @@ from toolwise.rollout.turn_ends import CALL, QUESTION, REPLY, after_reply, find_
 
 Tools = Sequence[dict[str, Any]] | None
 
-ENCODE_CACHE_SIZE = 64
+ENCODE_CACHE_SIZE = 256
 MAX_CACHED_CHARS = 100_000
 """Longer texts are encoded each time: they would fill the memory."""
+
+
+def _plain_decode(tokenizer: Any) -> Callable[[list[int]], str]:
+    """The tokenizer's `decode` with special tokens; without transformers' checks, which take longer than the decoding
+    of a few tokens, where they change nothing."""
+    classes = type(tokenizer).__mro__
+    owners = [next((c for c in classes if name in vars(c)), object) for name in ("decode", "_decode")]
+    stock = all(owner.__module__.startswith("transformers.tokenization_utils") for owner in owners)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if stock and backend is not None and not tokenizer.clean_up_tokenization_spaces:
+        return lambda ids: str(backend.decode(ids, skip_special_tokens=False))
+    # As an array: of a list, transformers checks the type of every element.
+    return lambda ids: str(tokenizer.decode(np.array(ids, dtype=np.int64), skip_special_tokens=False))
 
 
 class ChatTokenizer:
@@ -58,6 +71,7 @@ class ChatTokenizer:
         self.template_kwargs = dict(template_kwargs or {})
         self._check_template_kwargs()
         self.controls = ControlTokens(tokenizer)
+        self._decode_ids = _plain_decode(tokenizer)
         self._now = now or datetime.now()
         self._encode_cache: dict[str, list[int]] = {}
         """The last few texts: all rollouts of a group start with the same one."""
@@ -198,7 +212,7 @@ class ChatTokenizer:
             if len(text) > MAX_CACHED_CHARS:
                 return ids
             if len(self._encode_cache) >= ENCODE_CACHE_SIZE:
-                self._encode_cache.clear()
+                self._encode_cache.pop(next(iter(self._encode_cache)))
             self._encode_cache[text] = ids
         return ids.copy()
 
@@ -209,9 +223,7 @@ class ChatTokenizer:
             ids.pop()
             while ids and ids[-1] in self._closer_ids:
                 ids.pop()
-        # As an array: of a list, transformers checks the type of every element.
-        text: str = self.tokenizer.decode(np.array(ids, dtype=np.int64), skip_special_tokens=False)
-        return text
+        return self._decode_ids(ids)
 
     def tail(self, text: str) -> str:
         """Rendered text from its last control token on: its encoding does not depend on what comes before."""

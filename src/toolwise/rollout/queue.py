@@ -85,16 +85,29 @@ class RolloutQueue(Generic[T]):
         await self._until(lambda: self._can_admit)
         return self._issue(self.version)
 
-    async def admit_many(self, count: int, *, last_version: int) -> list[Ticket]:
-        """Wait until `count` groups may start, all of them needed by the updates before `last_version`."""
-        await self._until(lambda: self._can_admit_many(count, last_version))
+    async def admit_many(self, count: int, *, last_version: int, missing: int = 0) -> list[Ticket]:
+        """Wait until `count` groups may start, the first of which the updates before `last_version` need. `missing`
+        more count as if they had been admitted and used: those that a short batch lacks."""
+        await self._until(lambda: self._can_admit_many(count, last_version, missing))
+        self._returned -= missing
         return [self._issue(self.version) for _ in range(count)]
 
-    def _can_admit_many(self, count: int, last_version: int) -> bool:
-        fresh = self._admitted - self._returned + count <= (self.version + 1 + self.max_staleness) * self.per_update
-        unfinished = self.in_progress + self.waiting + count
+    def _can_admit_many(self, count: int, last_version: int, missing: int) -> bool:
+        slots = count + missing
+        fresh = self._admitted - self._returned + slots <= (self.version + 1 + self.max_staleness) * self.per_update
+        unfinished = self.in_progress + self.waiting
         needed = (last_version - self.version - 1) * self.per_update + self._remaining
-        return fresh and unfinished <= min(self.capacity, needed)
+        return fresh and unfinished + count <= self.capacity and unfinished < needed
+
+    async def settle(self, count: int, *, last_version: int, missing: int = 0) -> None:
+        """Wait until every group that `admit_many` may admit now is complete."""
+        await self._until(
+            lambda: (
+                self._fault is not None or not (self._in_progress or self._can_admit_many(count, last_version, missing))
+            )
+        )
+        if self._fault is not None:
+            raise self._fault
 
     def reissue(self, version: int) -> Ticket:
         """Admit a group again that was in progress or waiting when the state was saved; `version` is its ticket's."""
@@ -118,8 +131,8 @@ class RolloutQueue(Generic[T]):
         self._fault = fault
         self._wake_waiters()
 
-    async def take(self, count: int) -> list[Delivery[T]]:
-        """Wait for `count` complete groups and return them."""
+    async def take(self, count: int, *, missing: int = 0) -> list[Delivery[T]]:
+        """Wait for `count` complete groups and return them; `missing` as in `admit_many`."""
         if count > min(self._remaining, self.capacity):
             raise ToolwiseError(
                 f"cannot take {count} groups at once: the update needs {self._remaining} more, and the queue holds "
@@ -131,7 +144,7 @@ class RolloutQueue(Generic[T]):
             assert self._fault is not None
             raise self._fault
         taken = [self._complete.pop(number) for number in numbers]
-        self._remaining -= count
+        self._remaining -= count + missing
         if self.order == "admitted":
             self._next += count
         self._wake_waiters()

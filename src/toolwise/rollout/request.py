@@ -107,7 +107,7 @@ class AsyncRolloutRequest:
         self._pending_observation: Prefix[Message] | None = None
         """What the policy saw before a step that is not recorded yet."""
         self._state_key: str | None = None
-        self._counts = CallCounts(count_usage, price=0.0 if decision is None else decision.price)
+        self._counts = CallCounts.of(decision, count_usage)
         self._started_at: float | None = None
         self._ended_at: float | None = None
         self._finish_task: asyncio.Task[None] | None = None

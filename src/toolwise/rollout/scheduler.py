@@ -15,6 +15,7 @@ from toolwise.envs.base import BaseEnv
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import ToolwiseError
 from toolwise.protocols import AgentPolicy
+from toolwise.rollout.adaptive_gate import AdaptiveGate
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.rollout.turn_request import TurnRoutedRequest
 from toolwise.rollout.worker import build_termination
@@ -52,6 +53,8 @@ class RolloutScheduler:
     make_env: Callable[[RouteDecision], BaseEnv] | None = None
     """Creates the environment of an episode; by default a `ToolEnv` over `tools`."""
     lock_step: bool = False
+    gate: AdaptiveGate | None = None
+    """Limits the episodes of all batches together, by measurement, instead of `max_concurrent`."""
     on_state: Callable[[AsyncRolloutRequest], None] | None = None
     """Called on every state change of every request."""
 
@@ -74,8 +77,11 @@ class RolloutScheduler:
         *,
         do_sample: bool = True,
         on_done: Callable[[Rollout], None] = lambda rollout: None,
+        step: int | None = None,
     ) -> AsyncIterator[list[Rollout]]:
-        """Yield the rollouts of each decision as groups become complete. Closing the iterator cancels the rest."""
+        """Yield the rollouts of each decision as groups become complete. Closing the iterator cancels the rest. `step`
+        is the training step that they are for, where that may not be the current one: a subclass whose workers compute
+        rewards needs it."""
         if self.lock_step:
             requests = self.requests(decisions, do_sample=do_sample)
             for rollouts in await self._run_lock_step(requests, len(decisions)):
@@ -83,7 +89,7 @@ class RolloutScheduler:
                     call_user_code(on_done, rollout)
                 yield rollouts
             return
-        gate = Gate(self.max_concurrent)
+        gate = self.gate or Gate(self.max_concurrent)
         completed: asyncio.Queue[list[Rollout] | BaseException] = asyncio.Queue()
         group_sizes = {index: decision.n for index, decision in enumerate(decisions)}
         finished: dict[int, list[Rollout]] = {index: [] for index in group_sizes}
@@ -95,6 +101,8 @@ class RolloutScheduler:
             async with gate:
                 await episode.run()
             rollout = episode.to_rollout()
+            if self.gate is not None:
+                self.gate.observe(rollout)
             call_user_code(on_done, rollout)
             group = finished[episode.batch_data_id]
             group.append(rollout)

@@ -42,7 +42,7 @@ MAX_CHARS = 4 << 20
 GROWTH = 64
 MAX_WAIT_S = 300.0
 """How long to wait for an answer on a machine that is too busy to run the process."""
-KEPT_TEXTS, MAX_KEPT_BYTES = 64, 1 << 18
+KEPT_TEXTS, MAX_KEPT_BYTES = 256, 1 << 18
 """How many of the last texts are kept, and the largest conversation and text that are."""
 _BOOT = "import sys; sys.path += sys.argv[1:]; from toolwise.rollout.template_main import main; main()"
 

@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from toolwise.concurrency.text_threads import run_if_long
 from toolwise.errors import ToolwiseError
-from toolwise.messages import Message, Prefix
+from toolwise.messages import Message, Prefix, text_chars
 from toolwise.rollout.request import AsyncRolloutRequest, raise_if_cancelled
 from toolwise.types import Rollout, StopReason, TurnRoute
 
@@ -52,7 +53,8 @@ class TurnRoutedRequest(AsyncRolloutRequest):
             session, turns = self._session, None if self.decision is None else self.decision.turns
             if turns is None or not isinstance(session, RoutedSession):
                 raise ToolwiseError("a route for every turn needs the model of this process, and a router for it")
-            prompt_ids = session.next_prompt(Prefix(self.messages), specs)
+            messages = Prefix(self.messages)
+            prompt_ids = await run_if_long(text_chars(messages), session.next_prompt, messages, specs)
             chosen = await turns.route(len(self.steps), Prefix(self.messages), prompt_ids, self.rollout_offset)
             if self._finish_task is None:
                 self._take(chosen, session)

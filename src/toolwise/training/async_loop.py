@@ -6,6 +6,9 @@
 Episodes go on across updates; only the engine pauses, for the copy of the weights. The queue bounds staleness by
 admission: a group starts only if it will be learned from in time, and the learner waits for a slow group rather than
 publish a version that would make it too old. `rollout.deadline_s` bounds that wait.
+
+With `deterministic = true` the schedule is fixed: a version is published when all groups under way are complete, so
+that each batch comes from one version, `max_staleness` before the one that learns from it, and timing decides nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -23,13 +25,16 @@ from toolwise.concurrency.tasks import spawn, wait_all
 from toolwise.errors import ToolwiseError
 from toolwise.protocols import Metrics
 from toolwise.rollout.queue import Delivery, Ticket
+from toolwise.routing.pending import RemembersPrompts
 from toolwise.training.evaluate import align_results, score
 from toolwise.training.loop import (
     StepResult,
     counters,
     counters_since,
+    gate_metrics,
     indices_by_prompt,
     max_refills,
+    observe_scores,
     select_usable,
     step_result,
     think,
@@ -39,17 +44,9 @@ from toolwise.training.loop import (
 from toolwise.training.metrics import mean
 from toolwise.training.run import Run
 from toolwise.training.staleness import StepWaits, staleness_metrics
+from toolwise.training.stored_groups import FinishedPrompt
 from toolwise.training.ticket_book import OpenBatch
-from toolwise.types import EvaluateResult, Rollout, RouteDecision, ScoredRollout
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedPrompt:
-    """All rollouts of one prompt, with their rewards unless the learner computes those."""
-
-    rollouts: list[Rollout]
-    results: list[EvaluateResult] | None
-
+from toolwise.types import Rollout, RouteDecision, ScoredRollout
 
 Work = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -57,12 +54,12 @@ Work = Callable[[Callable[[], Any]], Awaitable[Any]]
 class AsyncLoop:
     """Trains `run` step by step, while rollouts for later steps are under way. `close` ends those."""
 
-    def __init__(self, run: Run, *, work: Work = asyncio.to_thread) -> None:
-        """`work` runs the learner's update without blocking the event loop."""
+    def __init__(self, run: Run, *, work: Work | None = None) -> None:
+        """`work` runs the learner's update without blocking the event loop; by default in a thread."""
         if run.tickets is None or run.weights is None:
             raise ToolwiseError('the run was not built for trainer.mode = "async"')
         self.run, self.book, self.weights = run, run.tickets, run.weights
-        self._work = work
+        self._work = run.weights.learner_stream().run_in_thread if work is None else work
         self._weights_in_use = asyncio.Lock()
         """Held while the router reads the engine's weights, and while they are replaced."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -80,18 +77,32 @@ class AsyncLoop:
         scored, usable = with_credit_of_router(run, scored, usable)
         version = run.learner.version
         credited, actor_metrics, estimator_metrics = await self._work(partial(update_actor, run, usable, thinking))
-        published = time.perf_counter()
-        async with self._weights_in_use:
-            await self.weights.publish(run.learner.version)
-        publish_s = time.perf_counter() - published
-        self.book.close([delivery.ticket for delivery in taken])
-        run.queue.advance()
-        run.progress.step += 1
-        router_metrics = run.router.learn(scored)  # before the producer asks it again: nothing is awaited until then
+        if run.config.deterministic:
+            await run.queue.settle(**self._next_batch())
+        router_metrics, publish_s = await self._learn_and_publish(scored, [delivery.ticket for delivery in taken])
         counts |= waits.metrics(rolled_out) | {"async/publish_s": publish_s}
         counts |= staleness_metrics(scored, version, self.book.max_staleness)
-        own = actor_metrics | thinking_metrics | counts | counters_since(run, counted)
+        own = actor_metrics | thinking_metrics | counts | gate_metrics(run) | counters_since(run, counted)
         return step_result(scored, credited, own, estimator_metrics, router_metrics)
+
+    async def _learn_and_publish(
+        self, scored: Sequence[ScoredRollout], learned: Sequence[Ticket]
+    ) -> tuple[Metrics, float]:
+        """Train the router, which may share the actor's weights, and give the engine the new ones. If a user's router
+        fails, the step counts all the same. Also returns the seconds of the second part."""
+        run = self.run
+        async with self._weights_in_use:
+            try:
+                metrics: Metrics = await self._work(partial(run.router.learn, scored))
+            finally:
+                published = time.perf_counter()
+                if run.config.router.trains_weights:
+                    await self.weights.publish(run.learner.version)
+                self.book.close(learned)
+                observe_scores(run, scored)
+                run.queue.advance()
+                run.progress.step += 1
+            return metrics, time.perf_counter() - published
 
     async def close(self) -> None:
         """Cancel what is under way. A checkpoint saved before holds its tickets."""
@@ -106,16 +117,17 @@ class AsyncLoop:
         self,
     ) -> tuple[list[Delivery[FinishedPrompt]], list[ScoredRollout], list[ScoredRollout], Metrics]:
         """Take a step's groups, and more of them if too many have no signal."""
-        run, count = self.run, self.run.queue.per_update
+        run, wanted = self.run, self.run.queue.per_update
         taken: list[Delivery[FinishedPrompt]] = []
         scored: list[ScoredRollout] = []
         usable: list[ScoredRollout] = []
         shares: list[float] = []
         dropped = prompts = 0
         for attempt in range(1 + max_refills(run)):
+            count = self._size_of_batch(attempt)
             if attempt:
-                run.queue.return_unused(count)
-            deliveries = await run.queue.take(count)
+                run.queue.return_unused(wanted)
+            deliveries = await run.queue.take(count, missing=wanted - count)
             batch = await self._score(deliveries)
             selected, share, n_dropped = select_usable(run, batch)
             taken += deliveries
@@ -125,7 +137,7 @@ class AsyncLoop:
             dropped += n_dropped
             groups = {s.rollout.group_id for s in selected}
             prompts += sum(any(r.group_id in groups for r in d.group.rollouts) for d in deliveries)
-            if prompts >= count:
+            if prompts >= wanted:
                 break
         counts = {"frac_zero_std": mean(shares), "groups/dropped": float(dropped), "groups/batches": float(len(shares))}
         return taken, scored, usable, counts
@@ -136,6 +148,13 @@ class AsyncLoop:
             return await score(self.run, rollouts, step=self.run.progress.step)
         results = [result for delivery in deliveries for result in delivery.group.results or ()]
         return align_results(self.run, rollouts, results)
+
+    def _size_of_batch(self, attempt: int) -> int:
+        """Groups to take: where they are taken in order, those of a batch, which is short at the end of an epoch."""
+        queue, batches = self.run.queue, self.book.open
+        if queue.order == "finished":
+            return queue.per_update
+        return len(batches[attempt].tickets) if attempt < len(batches) else self.run.batches.next_size
 
     @property
     def _scores_batches(self) -> bool:
@@ -149,7 +168,9 @@ class AsyncLoop:
             return
         self._started = True
         for batch in self.book.reissue(self.run.queue, self.run.batches.tasks):
-            self._spawn(self._produce, batch)
+            self._restore_pending(batch)
+            if batch.unfinished:
+                self._spawn(self._produce, batch)
         self._spawn(self._feed)
 
     def _spawn(self, work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
@@ -166,10 +187,16 @@ class AsyncLoop:
 
     async def _feed(self) -> None:
         """Start a batch of tasks whenever as many groups may start."""
-        run, count = self.run, self.run.queue.per_update
+        run = self.run
         while True:
-            tickets = await run.queue.admit_many(count, last_version=run.config.trainer.total_steps)
+            tickets = await run.queue.admit_many(**self._next_batch())
             self._spawn(self._produce, self.book.draw(next(run.batches), tickets, run.queue.version))
+
+    def _next_batch(self) -> dict[str, int]:
+        """The next batch of tasks, as the queue counts it: where groups are taken in order, each batch is a step."""
+        queue, count = self.run.queue, self.run.batches.next_size
+        missing = 0 if queue.order == "finished" else queue.per_update - count
+        return {"count": count, "missing": missing, "last_version": self.run.config.trainer.total_steps}
 
     async def _produce(self, batch: OpenBatch) -> None:
         """Roll out the groups of a batch whose tickets are open, and queue each prompt when it is complete."""
@@ -178,9 +205,19 @@ class AsyncLoop:
             decisions = run.router.decide(batch.tasks, run.config.rollout.n, batch.step, label=batch.label)
         prompts = list(indices_by_prompt(decisions).values())
         tickets = {
-            index: (ticket, len(prompts[place])) for place, ticket in batch.tickets.items() for index in prompts[place]
+            index: (ticket, len(prompts[place]))
+            for place, ticket in batch.unfinished.items()
+            for index in prompts[place]
         }
+        if isinstance(run.router, RemembersPrompts):  # of groups that were rolled out before a crash
+            run.router.forget([decision.group_id for i, decision in enumerate(decisions) if i not in tickets])
+        self._restore_pending(batch)
         await self._roll_out(decisions, tickets, batch.step)
+
+    def _restore_pending(self, batch: OpenBatch) -> None:
+        if isinstance(self.run.router, RemembersPrompts):
+            for group in batch.finished.values():
+                self.run.router.add_pending(group.pending)
 
     async def _roll_out(
         self, decisions: Sequence[RouteDecision], tickets: dict[int, tuple[Ticket, int]], step: int
@@ -189,7 +226,7 @@ class AsyncLoop:
         run, indices = self.run, sorted(tickets)
         collected: dict[Ticket, list[list[Rollout]]] = defaultdict(list)
         chosen = [decisions[index] for index in indices]
-        groups = run.scheduler.groups(chosen, do_sample=run.config.rollout.do_sample)
+        groups = run.scheduler.groups(chosen, do_sample=run.config.rollout.do_sample, step=step)
         async with aclosing(cast("AsyncGenerator[list[Rollout], None]", groups)) as finished:
             async for group in finished:
                 ticket, size = tickets[indices[group[0].batch_data_id]]
@@ -199,5 +236,10 @@ class AsyncLoop:
                     self._spawn(self._finish, ticket, [rollout for part in parts for rollout in part], step)
 
     async def _finish(self, ticket: Ticket, rollouts: list[Rollout], step: int) -> None:
-        results = None if self._scores_batches else await self.run.scoring.evaluate(rollouts, step=step)
-        self.run.queue.put(ticket, FinishedPrompt(rollouts, results))
+        run = self.run
+        results = None if self._scores_batches else await run.scoring.evaluate(rollouts, step=step)
+        groups = sorted({rollout.group_id for rollout in rollouts})
+        pending = run.router.pending_of(groups) if isinstance(run.router, RemembersPrompts) else {}
+        group = FinishedPrompt(rollouts, results, pending)
+        self.book.finish(ticket, group)
+        run.queue.put(ticket, group)

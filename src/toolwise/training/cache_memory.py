@@ -11,6 +11,7 @@ import logging
 from typing import Any, Protocol
 
 from toolwise.engine import Engine
+from toolwise.errors import ConfigError
 from toolwise.protocols import Metrics
 
 log = logging.getLogger("toolwise.training")
@@ -21,6 +22,13 @@ GAPS = 0.004
 """And this share of the memory in any case: gaps are as large as single tensors, however small the update is."""
 SPARE_BLOCKS = 1.1
 """A smaller cache must hold this many times the most that rollouts have used."""
+ENGINE_SHARE = 0.08
+"""Share of the memory that the engine's forward passes may take, where they run beside updates: activations of at most
+a twentieth, logits and the captured graphs."""
+REMEDIES = (
+    'set a lower actor.micro_batch_tokens, actor.activation_checkpointing = true, actor.optimizer_state = "bf16" or '
+    '"cpu"'
+)
 MIN_SHARE = 0.25
 """By estimate the cache shrinks to this share of its size at most; beyond that it is freed for each update."""
 
@@ -78,6 +86,20 @@ class CacheMemory:
         how = "freed for each update" if self.frees_each_update else "beside which an update fits"
         log.info("the KV cache has %d blocks, %s; half of the free memory would hold %d", fitting, how, count)
 
+    def limit_for_good(self, update_bytes: int) -> None:
+        """Make the cache small enough for updates of `update_bytes` that run while the engine does. Call before
+        anything is generated; raises if it would not hold one request."""
+        count, smallest = self.engine.blocks.count, -(-self.engine.max_context // self.engine.blocks.size)
+        fitting = min(count, self._fitting(update_bytes))
+        if fitting < min(count, smallest):
+            raise ConfigError(
+                f"updates take {update_bytes / 1e9:.1f} GB and leave no room for a KV cache beside them: {REMEDIES}, "
+                'or set trainer.mode = "sync", where they take turns'
+            )
+        if fitting < count:
+            self.engine.drop_cache(blocks=fitting)
+        log.info("the KV cache has %d blocks, beside which updates of %.1f GB fit", fitting, update_bytes / 1e9)
+
     def reclaim(self) -> bool:
         """For an update that has run out of memory; returns whether there was a cache to free."""
         if not self._free():
@@ -119,21 +141,31 @@ class CacheMemory:
         return max(0, room // self.engine.runner.block_bytes)
 
 
-def build_cache_memory(engine: Any, learner: Any, *, sized_by_user: bool) -> CacheMemory | None:
+def build_cache_memory(
+    engine: Any, learner: Any, *, sized_by_user: bool, second_copy: int | None = None
+) -> CacheMemory | None:
     """For an engine on a GPU, connected with the learner; None for others, which have no cache to give. A size that the
-    user has set (`rollout.cache_mb`) is not changed beforehand."""
+    user has set (`rollout.cache_mb`) is not changed beforehand.
+
+    `second_copy` are the bytes of the engine's own weights, if it has any: then it runs beside updates and never gives
+    its cache away, so that the size is final, and None is returned."""
     device = learner.device
     if not isinstance(engine, Engine) or device.type != "cuda":
         return None
     from toolwise.learner.memory_estimate import CONTEXT_BYTES, permanent_parts, update_memory
 
     shared = CacheMemory(engine, CudaMemory(device))
-    learner.memory.reclaim = shared.reclaim
+    if second_copy is None:
+        learner.memory.reclaim = shared.reclaim
     if not sized_by_user:
         copies = [learner.reference] if learner.reference is not None and learner.adapters is None else []
         permanent = CONTEXT_BYTES + sum(parameter.nbytes for model in copies for parameter in model.parameters())
         if learner.critic is not None:  # its gradients are gone when the actor's are computed
             permanent += sum(permanent_parts(learner.critic.model, learner.critic.optimizer).values())
         update = update_memory(learner.model, learner.optimizer, learner.config.actor, learner.memory.tokens)
-        shared.limit(update.peak + permanent, sum(update.permanent.values()) + permanent)
-    return shared
+        if second_copy is not None:
+            beside = second_copy + int(ENGINE_SHARE * shared.memory.usable())
+            shared.limit_for_good(update.peak + permanent + beside)
+        else:
+            shared.limit(update.peak + permanent, sum(update.permanent.values()) + permanent)
+    return shared if second_copy is None else None

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolwise.config.schema import RunConfig
+from toolwise.data.task_set import set_aside
 from toolwise.errors import ConfigError
 from toolwise.protocols import Metrics, Router
 from toolwise.routing.calibration import BudgetCalibration, CalibrationTable, calibrate_budgets, values_and_costs
@@ -72,10 +73,7 @@ def split_tasks(config: RunConfig, tasks: Sequence[Task]) -> TaskSplit:
             f"{left}, fewer than data.batch_size {batch_size}: lower router.calibration, or add tasks"
         )
     chosen = set(Random(f"calibration split/{config.seed}").sample(range(total), count))
-    return TaskSplit(
-        [task for index, task in enumerate(tasks) if index not in chosen],
-        [task for index, task in enumerate(tasks) if index in chosen],
-    )
+    return TaskSplit(*set_aside(tasks, chosen))
 
 
 def expected_errors(router: InferenceRouter, tasks: Sequence[Task]) -> dict[str, float]:

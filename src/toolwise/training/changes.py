@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 import shlex
@@ -73,6 +74,7 @@ MUTABLE_SETTINGS = frozenset(
         # the position in the data is counted in tasks, not in batches
         "data.batch_size",
         "data.drop_last",
+        "data.cache",
         # where rewards run, and when the run gives up
         "reward.sandbox.tier",
         "reward.sandbox.timeout_s",
@@ -102,6 +104,8 @@ MUTABLE_SETTINGS = frozenset(
         "trainer.trackers",
         "trainer.callbacks",
         "trainer.observer_timeout_s",
+        "records.token_share",
+        "records.token_steps",
         "validation.do_sample",
         "validation.every",
         "validation.before",
@@ -109,6 +113,7 @@ MUTABLE_SETTINGS = frozenset(
         "algorithm.estimator_kwargs",
         "actor.policy_loss_kwargs",
         "router.kwargs",
+        "data.sampler_kwargs",
         "router.timeout_s",
     }
 )
@@ -116,12 +121,13 @@ MUTABLE_SETTINGS = frozenset(
 
 
 _INSIDE_SETTING = re.compile(
-    r"^(trainer\.trackers|trainer\.callbacks|algorithm\.estimator_kwargs|actor\.policy_loss_kwargs|router\.kwargs)[.\[].*"
+    r"^(trainer\.trackers|trainer\.callbacks|algorithm\.estimator_kwargs|actor\.policy_loss_kwargs|router\.kwargs"
+    r"|data\.sampler_kwargs)[.\[].*"
 )
 
 
-_OTHER_SERVER = re.compile(r"router\.policies\..+\.(base_url|api_key_env|timeout_s|max_concurrent)")
-"""Where the other model of a route is served; which one it is stays the same."""
+_OTHER_PLACE = re.compile(r"router\.policies\..+\.(base_url|api_key_env|timeout_s|max_concurrent)|cluster\..+")
+"""Where the other model of a route is served, which model it is stays the same; and where the run's processes are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +142,7 @@ class Change:
     def allowed(self) -> bool:
         setting = re.sub(r"\[\d+\]", "[]", _INSIDE_SETTING.sub(r"\1", self.key))
         # The two kinds of run have no setting in common that may change in one and not in the other.
-        listed = setting in MUTABLE_SETTINGS | MUTABLE_SFT_SETTINGS or _OTHER_SERVER.fullmatch(self.key)
+        listed = setting in MUTABLE_SETTINGS | MUTABLE_SFT_SETTINGS or _OTHER_PLACE.fullmatch(self.key)
         return bool(listed) or _is_moved_file(self.old, self.new)
 
     def __str__(self) -> str:
@@ -192,7 +198,7 @@ def check_files(config: RunConfig, run: Path, *sections: str) -> None:
     """Raise unless the files that the run's config.toml names in `sections` ("data.val", "reward", "tools") exist."""
     named = _flatten(
         {
-            "data": config.data.model_dump(mode="json"),
+            "data": config.data.model_dump(mode="json", include={"train", "val"}),
             "tools": config.tools,
             "reward": config.reward.model_dump(include={"function", "parts"}),
             "env": {"name": config.env.name},
@@ -210,7 +216,7 @@ def check_files(config: RunConfig, run: Path, *sections: str) -> None:
         for key, value in named.items()
         if key.startswith(sections)
         for entry in (value if isinstance(value, list) else [value])
-        if (file := _file(entry)) is not None and not file.exists()
+        if (file := _file(entry)) is not None and not _exists(file)
     ]
     if missing:
         option = "--reward" if sections == ("reward",) else f"--set {missing[0][0]}="
@@ -225,6 +231,10 @@ def _file(value: Any) -> Path | None:
     text = str(value) if isinstance(value, str | Path) else ""
     file = text.rpartition(":")[0] if ".py:" in text else text
     return Path(file) if Path(file).is_absolute() else None
+
+
+def _exists(file: Path) -> bool:
+    return file.exists() or any(glob.iglob(str(file), recursive=True))
 
 
 def _is_moved_file(old: Any, new: Any) -> bool:
@@ -246,8 +256,17 @@ def comparable_settings(config: AnyConfig) -> dict[str, Any]:
     settings = resolve_paths(config.model_dump(mode="json"), Path.cwd())
     for which in ("train", "val"):
         if settings["data"][which] is not None:
-            settings["data"][which] = str(Path(settings["data"][which]).resolve())
+            settings["data"][which] = _without_links(settings["data"][which])
     return settings
+
+
+def _without_links(sources: Any) -> Any:
+    """Task files, as one path or as a list of paths and tables, with links resolved."""
+    if isinstance(sources, list):
+        return [_without_links(source) for source in sources]
+    if isinstance(sources, dict):
+        return sources | {"path": _without_links(sources["path"])}
+    return str(Path(sources).resolve())
 
 
 def portable_config(config: Config, out: Path) -> Config:

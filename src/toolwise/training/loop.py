@@ -15,11 +15,13 @@ from toolwise.advantages.assign import check_added_tokens, learns_from_equal
 from toolwise.advantages.step_rewards import totals_before_costs
 from toolwise.concurrency.deadlines import abandoned_counts
 from toolwise.concurrency.tasks import spawn
+from toolwise.data.sampled_batches import SampledBatches
 from toolwise.protocols import Metrics
 from toolwise.rollout.watchdog import Watchdog
 from toolwise.tools import isolation
 from toolwise.training.evaluate import score, with_router_credit
 from toolwise.training.metrics import mean, summarize
+from toolwise.training.prompt_prefetch import prefetch_prompts
 from toolwise.training.run import Run
 from toolwise.types import CreditedRollout, RewardSettings, Rollout, RouteDecision, ScoredRollout, ThinkingByRollout
 
@@ -47,6 +49,7 @@ async def train_step(run: Run, before_update: Callable[[], None] = lambda: None)
     scored, usable = with_credit_of_router(run, scored, usable)
     router_s = time.perf_counter() - router_started
     credited, actor_metrics, estimator_metrics = update_actor(run, usable, thinking)
+    observe_scores(run, scored)
     run.queue.advance()
     run.progress.step += 1  # before the router learns: if a user's fails, the updated weights count
     router_started = time.perf_counter()
@@ -62,8 +65,19 @@ async def train_step(run: Run, before_update: Callable[[], None] = lambda: None)
         "time/blocks": float(watchdog.blocks),
         "time/blocked_s": watchdog.blocked_s,
     }
-    own = actor_metrics | thinking_metrics | counts | times | counters_since(run, counted)
+    own = actor_metrics | thinking_metrics | counts | times | gate_metrics(run) | counters_since(run, counted)
     return step_result(scored, credited, own, estimator_metrics, router_metrics)
+
+
+def gate_metrics(run: Run) -> Metrics:
+    """How many episodes may run, if that is measured."""
+    return {} if run.scheduler.gate is None else run.scheduler.gate.metrics()
+
+
+def observe_scores(run: Run, scored: Sequence[ScoredRollout]) -> None:
+    """Tell a sampler of tasks how they went."""
+    if isinstance(run.batches, SampledBatches):
+        run.batches.observe(scored)
 
 
 def with_credit_of_router(
@@ -78,9 +92,11 @@ def with_credit_of_router(
 def step_result(
     scored: list[ScoredRollout], credited: list[CreditedRollout], own: Metrics, estimator: Metrics, router: Metrics
 ) -> StepResult:
-    """A step with its metrics: the loop's `own`, those of its rollouts, and what estimator and router report."""
+    """A step with its metrics: the loop's `own`, those of its rollouts, and what estimator and router report. Tokens
+    per second are those of rolling out; of the whole step if it overlaps the update."""
     rollouts = summarize(scored)
-    speed = rollouts.get("tokens/sampled", 0.0) / max(own["time/rollout_s"], 1e-9)
+    rolled_out_s = own["time/step_s" if "async/learner_wait" in own else "time/rollout_s"]
+    speed = rollouts.get("tokens/sampled", 0.0) / max(rolled_out_s, 1e-9)
     own = own | rollouts | {"time/tokens_per_s": speed}
     metrics = own | _distinct("estimator", estimator, own)
     return StepResult(metrics | _distinct("router", router, metrics), scored, credited)
@@ -197,12 +213,13 @@ async def roll_out(run: Run, decisions: Sequence[RouteDecision]) -> list[Rollout
         except Exception as fault:
             run.queue.fail(fault)
 
-    producer = spawn(produce())
+    producer, prefetch = spawn(produce()), spawn(prefetch_prompts(run))
     try:
         deliveries = await run.queue.take(len(prompts))
     finally:
         producer.cancel()  # already done, unless this coroutine was cancelled
-        await asyncio.wait({producer})
+        prefetch.cancel()
+        await asyncio.wait({producer, prefetch})
     return [rollout for delivery in deliveries for rollout in delivery.group]
 
 
@@ -273,7 +290,7 @@ def select_groups(
     for members in groups.values():
         valid = [s for s in members if s.trainable and not (mask_truncated and s.rollout.stop_reason.truncated)]
         all_equal = len(valid) >= 2 and len(set(totals_before_costs(valid, rewards))) == 1
-        same_cost = compare_costs and len({s.rollout.usage.cost for s in valid}) == 1
+        same_cost = compare_costs and len({s.cost for s in valid}) == 1
         flat_group = all_equal and (same_cost or not keeps_equal(min(s.score for s in valid)))
         drop = len(valid) < min_group_size or flat_group
         flat += all_equal or drop

@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from toolwise.config.schema import FaultsConfig
+from toolwise.messages import Message
 from toolwise.protocols import Metrics
 from toolwise.types import ScoredRollout, StopReason
+from toolwise.types.rollouts import OVER_BUDGET
 from toolwise.untrusted.bounds import MAX_DISTINCT_NAMES, MAX_METRICS, MAX_NAME_CHARS, truncate_text
 
 _FAULT_OF_STOP_REASON = {
@@ -20,7 +22,7 @@ _FAULT_OF_STOP_REASON = {
     StopReason.ENV_FAULT: "env",
     StopReason.DEADLINE: "deadline",
 }
-_MODEL_ERROR_KINDS = {"bad_json", "unknown_tool", "forbidden_tool", "bad_arguments", "tool_error"}
+_MODEL_ERROR_KINDS = {"bad_json", "unknown_tool", "forbidden_tool", "bad_arguments", "tool_error", OVER_BUDGET}
 """Failed calls caused by the model or refused by a tool; all other kinds are tool faults."""
 CALL_FAULTS = ("tool", "parse")
 _FAULT_DESCRIPTIONS = {
@@ -54,7 +56,7 @@ def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
     }
     if counted:
         scores = [s.score for s in counted]
-        metrics |= {"score/mean": mean(scores), "score/std": std(scores)}
+        metrics |= {"score/mean": mean(scores), "score/std": std(scores), "score/max": max(scores)}
         by_name = reported_metrics(counted)
         for name in _most_common(by_name):
             metrics |= {f"reward/{name}/mean": mean(by_name[name]), f"reward/{name}/std": std(by_name[name])}
@@ -66,7 +68,30 @@ def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
     metrics |= {f"tokens/{alignment}": float(turns[alignment]) for alignment in ("clean", "realigned", "forked")}
     for kind, count in Counter(s.result.error.kind for s in scored if s.result.error).items():
         metrics[f"reward/errors/{kind}"] = float(count)
-    return metrics | fault_metrics(scored) | route_metrics(scored)
+    return metrics | output_metrics(scored) | fault_metrics(scored) | route_metrics(scored)
+
+
+def output_metrics(scored: Sequence[ScoredRollout]) -> Metrics:
+    """Shares of rollouts that ended in a reply cut off by rollout.max_new_tokens, and that have the step's most common
+    output, word for word."""
+    ends = [s.rollout.steps[-1].tokens.finish_reason for s in scored if s.rollout.steps]
+    return {
+        "outputs/cut": ends.count("length") / max(1, len(ends)),
+        "outputs/most_common": most_common_share([written_text(s.rollout.messages) for s in scored]),
+    }
+
+
+def most_common_share(texts: Sequence[str]) -> float:
+    return Counter(texts).most_common(1)[0][1] / len(texts) if texts else 0.0
+
+
+def written_text(messages: Sequence[Message]) -> str:
+    """All that the assistant wrote, calls included."""
+    parts: list[str] = []
+    for message in messages:
+        if message.role == "assistant":
+            parts += [message.content or "", *(f"{call.name}{call.arguments}" for call in message.tool_calls or ())]
+    return "\n".join(parts)
 
 
 def route_metrics(scored: Sequence[ScoredRollout]) -> Metrics:
@@ -168,7 +193,8 @@ def count_faults(scored: Sequence[ScoredRollout]) -> dict[str, int]:
             counts[_FAULT_OF_STOP_REASON[rollout.stop_reason]] += 1
         counts["infrastructure"] += rollout.infrastructure_fault
         counts["reward"] += s.result.error is not None
-        counts["calls"] += sum(rollout.usage.calls.values())
+        # Calls beyond a cap on the cost are failed ones that do not count as calls.
+        counts["calls"] += max(sum(rollout.usage.calls.values()), sum(rollout.usage.failed_calls.values()))
         for kind, times in rollout.usage.failed_calls.items():
             counts["parse"] += times if kind == "bad_json" else 0
             counts["tool"] += times if kind not in _MODEL_ERROR_KINDS else 0
@@ -181,6 +207,7 @@ def tool_faults(scored: Sequence[ScoredRollout]) -> dict[str, tuple[int, Counter
     found: dict[str, tuple[int, Counter[str]]] = {}
     for info in (step.step_info for s in scored for step in s.rollout.steps):
         calls, failed = info.get("calls") or {}, Counter(info.get("failed_calls") or {})
+        failed.pop(OVER_BUDGET, None)  # not among `calls`
         refused = sum(failed.pop(kind, 0) for kind in _MODEL_ERROR_KINDS)
         if len(calls) > 1 and (refused or failed.total() not in (0, sum(calls.values()))):
             continue
@@ -191,10 +218,14 @@ def tool_faults(scored: Sequence[ScoredRollout]) -> dict[str, tuple[int, Counter
 
 
 def fault_metrics(scored: Sequence[ScoredRollout]) -> Metrics:
-    """`faults/policy`, …: number of the step's rollouts, or calls, with that fault; `faults/rollouts`: with any."""
+    """`faults/policy`, …: number of the step's rollouts, or calls, with that fault; `faults/rollouts`: with any;
+    `faults/tool/NAME`: share of the tool's calls that raised or timed out, if any did."""
     counts = count_faults(scored)
     by_class = {f"faults/{name}": float(counts[name]) for name in (*_FAULT_DESCRIPTIONS, "reward")}
-    return {"faults/rollouts": float(sum(map(is_faulty, scored))), **by_class}
+    by_name = tool_faults(scored).items()
+    shares = {name: kinds.total() / calls for name, (calls, kinds) in by_name if kinds and calls}
+    by_tool = {f"faults/tool/{name}": shares[name] for name in sorted(shares)[:MAX_METRICS]}
+    return {"faults/rollouts": float(sum(map(is_faulty, scored))), **by_class, **by_tool}
 
 
 def is_faulty(scored: ScoredRollout) -> bool:

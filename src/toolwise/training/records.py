@@ -1,7 +1,4 @@
-"""Stored rollouts: `RolloutRecord`, its writer and its reader.
-
-A file has one JSON line per rollout; tokens and log-probs are in a safetensors file next to it.
-"""
+"""Stored rollouts: `RolloutRecord`, and its reader. A file has one JSON line per rollout."""
 
 from __future__ import annotations
 
@@ -13,26 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from toolwise.messages import Message, as_messages
-from toolwise.protocols import Callback
 from toolwise.routing.prompts import route_changes, undo_changes
-from toolwise.serialization.files import write_atomic
-from toolwise.serialization.json_text import json_line, json_text
 from toolwise.training.trackers.jsonl import read_metrics
-from toolwise.types import CreditedRollout, ScoredRollout, StepEvent, ValidationEvent
+from toolwise.types import CreditedRollout, ScoredRollout, StepData
 from toolwise.untrusted.bounds import MAX_WARNINGS
 
 T = TypeVar("T")
 MAX_FLOAT = sys.float_info.max
-
-
-class RolloutFiles(Callback):
-    """Writes the rollouts of each step and of each validation to RUN/rollouts."""
-
-    def on_step(self, event: StepEvent) -> None:
-        write_records(event.run_folder / "rollouts", f"step-{event.step:06d}", event.rollouts, event.credited)
-
-    def on_validation(self, event: ValidationEvent) -> None:
-        write_records(event.run_folder / "rollouts", f"eval-{event.step:06d}", event.rollouts, [])
 
 
 class StepRecord(NamedTuple):
@@ -41,6 +25,24 @@ class StepRecord(NamedTuple):
     advantage: float | None = None
     base_reward: float | None = None
     tokens: int = 0
+    return_to_go: float | None = None
+    anchor: int | None = None
+    """The state in which the step was taken: equal for steps of a training step that were compared with each other."""
+
+    @classmethod
+    def of(cls, step: StepData, anchor: int | None = None) -> StepRecord:
+        return cls(step.advantage, step.base_reward, len(step.tokens.token_ids), step.return_to_go, anchor)
+
+    @classmethod
+    def from_json(cls, step: Mapping[str, Any]) -> StepRecord:
+        advantage, base_reward, return_to_go = (
+            _number(step.get(name)) for name in ("advantage", "base_reward", "return_to_go")
+        )
+        return cls(advantage, base_reward, _typed(step, "tokens", int) or 0, return_to_go, _typed(step, "anchor", int))
+
+    def to_json(self) -> dict[str, Any]:
+        fields = self._asdict()
+        return {name: fields[name] for name in fields if fields[name] is not None or name in self._fields[:3]}
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class RolloutRecord:
     """route, log_prob, logits and advantage of each turn, if they were routed one by one."""
     unrouted: Sequence[tuple[int, Mapping[str, Any] | None]] = field(default_factory=list)
     """Index and original of the messages that the route has changed; None for one that it added."""
+    thinking: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    """The steps whose thinking levels were compared: see `thinking_records`."""
 
     @property
     def original_messages(self) -> list[Message]:
@@ -105,6 +109,7 @@ class RolloutRecord:
         """The record of a rollout, with advantages if the update used it."""
         rollout, result, router = scored.rollout, scored.result, scored.router
         steps = credited.steps if credited is not None else scored.steps
+        anchors = None if credited is None or credited.parts is None else credited.parts.anchors
         return cls(
             rollout_id=rollout.rollout_id,
             group_id=rollout.group_id,
@@ -128,7 +133,7 @@ class RolloutRecord:
             calls=dict(rollout.usage.calls),
             failed_calls=dict(rollout.usage.failed_calls),
             trained_on=credited is not None,
-            steps=[StepRecord(s.advantage, s.base_reward, len(s.tokens.token_ids)) for s in steps],
+            steps=[StepRecord.of(s, anchor) for s, anchor in zip(steps, anchors or [None] * len(steps), strict=True)],
             router_log_prob=rollout.router_log_prob,
             router_logits=rollout.router_logits,
             used_any_tool=None if router is None else router.used_any_tool,
@@ -140,6 +145,7 @@ class RolloutRecord:
             answered_by=rollout.answered_by,
             turn_routes=_turn_routes(scored),
             unrouted=[(i, None if m is None else m.to_openai()) for i, m in route_changes(rollout.messages)],
+            thinking=[] if credited is None else thinking_records(credited),
         )
 
     @classmethod
@@ -174,12 +180,7 @@ class RolloutRecord:
             calls=_typed(row, "calls", dict) or {},
             failed_calls=_typed(row, "failed_calls", dict) or {},
             trained_on=bool(row["trained_on"]) if "trained_on" in row else None,
-            steps=[
-                StepRecord(
-                    _number(step.get("advantage")), _number(step.get("base_reward")), _typed(step, "tokens", int) or 0
-                )
-                for step in steps
-            ],
+            steps=[StepRecord.from_json(step) for step in steps],
             router_log_prob=_number(row.get("router_log_prob")),
             router_logits=[_number(logit) for logit in row["router_logits"]]
             if isinstance(row.get("router_logits"), list)
@@ -197,13 +198,14 @@ class RolloutRecord:
                 for change in _typed(row, "unrouted", list) or []
                 if isinstance(change, list) and len(change) == 2 and isinstance(change[0], int)
             ],
+            thinking=[step for step in _typed(row, "thinking", list) or () if isinstance(step, dict)],
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Without the fields of a router if there was none."""
-        record = vars(self) | {"steps": [step._asdict() for step in self.steps]}
+        """Without the fields of a router, or of thinking, if there was none."""
+        record = vars(self) | {"steps": [step.to_json() for step in self.steps]}
         return {
-            name: value for name, value in record.items() if name not in _ROUTER_FIELDS or value not in (None, "", [])
+            name: value for name, value in record.items() if name not in _OPTIONAL_FIELDS or value not in (None, "", [])
         }
 
     @property
@@ -214,7 +216,31 @@ class RolloutRecord:
         return None if self.score is None or 0 < self.score < 1 else self.score >= 1
 
 
-_ROUTER_FIELDS = frozenset(list(RolloutRecord.__dataclass_fields__)[-11:])
+_OPTIONAL_FIELDS = frozenset(list(RolloutRecord.__dataclass_fields__)[-12:])
+
+
+def thinking_records(credited: CreditedRollout) -> list[dict[str, Any]]:
+    """For each step whose thinking levels were compared: the level used, and of each level the thought (None for the
+    level used, whose thought is in the message), its tokens, and mean log-prob, entropy and advantage of the action."""
+    thinking, parts = credited.annotated.thinking, credited.parts
+    records: list[dict[str, Any]] = []
+    for index, step in enumerate(thinking.steps if thinking is not None else ()):
+        if step.group is None:
+            continue
+        advantages = {} if parts is None else dict(enumerate(parts.levels.get(index, ()), start=1))
+        levels = [
+            {
+                "level": score.level,
+                "thought": None if score.alternative is None else score.alternative.thought or score.alternative.text,
+                "tokens": score.thinking_tokens,
+                "action_logprob": score.action_logprob,
+                "action_entropy": score.action_entropy,
+                "advantage": advantages.get(score.level),
+            }
+            for score in step.group.scores
+        ]
+        records.append({"step": index, "level": step.group.level, "levels": levels})
+    return records
 
 
 def _turn_routes(scored: ScoredRollout) -> list[dict[str, Any]]:
@@ -228,17 +254,6 @@ def _turn_routes(scored: ScoredRollout) -> list[dict[str, Any]]:
 def read_records(path: Path) -> list[RolloutRecord]:
     """All rollouts of a file that a run wrote. A last line cut off by a crash is omitted."""
     return [RolloutRecord.from_json(line) for line in read_metrics(path)]
-
-
-def write_records(
-    folder: Path, name: str, scored: Sequence[ScoredRollout], credited: Sequence[CreditedRollout]
-) -> None:
-    """Write `name`.jsonl and `name`.safetensors, each atomically."""
-    by_id = {c.rollout.rollout_id: c for c in credited}
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_tokens(folder / f"{name}.safetensors", scored)
-    lines = (json_line(RolloutRecord.of(s, by_id.get(s.rollout.rollout_id)).to_json()) for s in scored)
-    write_atomic(folder / f"{name}.jsonl", b"".join(lines))
 
 
 def _typed(row: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
@@ -255,21 +270,3 @@ def _number(value: Any) -> float | None:
 def _first_warnings(warnings: Sequence[str]) -> list[str]:
     omitted = len(warnings) - MAX_WARNINGS
     return [*warnings[:MAX_WARNINGS], *([f"… and {omitted:,} more"] if omitted > 0 else ())]
-
-
-def _write_tokens(path: Path, rollouts: Sequence[ScoredRollout]) -> None:
-    """Flat arrays over all steps; `steps` in the metadata lists (rollout, step) in the order of the offsets."""
-    import numpy as np
-    from safetensors.numpy import save
-
-    steps = [(s.rollout.rollout_id, step) for s in rollouts for step in s.steps if step.tokens.has_ids]
-    if not steps:
-        return
-    tensors = {}
-    for key, dtype in (("prompt_ids", np.int32), ("token_ids", np.int32), ("logprobs", np.float32)):
-        parts = [np.array(list(getattr(step.tokens, key)), dtype=dtype) for _, step in steps]
-        tensors[key] = np.concatenate(parts)
-        if key != "logprobs":
-            tensors[f"{key}.offsets"] = np.cumsum([0, *map(len, parts)]).astype(np.int64)
-    names = [(rollout_id, step.system_step_index) for rollout_id, step in steps]
-    write_atomic(path, save(tensors, metadata={"steps": json_text(names, ascii_only=True)}))

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from toolwise.concurrency.limits import Gate, Limits
 from toolwise.concurrency.threads import configure_threads, set_thread_count
-from toolwise.config.rollout import GrammarConfig
 from toolwise.config.schema import RunConfig
+from toolwise.data.task_set import TaskSet, change_tasks, distinct_tasks
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.catalog import EnvSpec, build_env_factory
 from toolwise.errors import ConfigError
 from toolwise.protocols import AgentPolicy, ModelPolicy, Router, Sampling
+from toolwise.rollout.adaptive_gate import AdaptiveGate
 from toolwise.rollout.agents.agent_request import AgentScheduler, OutsideAgent
 from toolwise.rollout.call_format import ParserSpec, find_format
 from toolwise.rollout.scheduler import RolloutScheduler
+from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.routers import DirectRouter, RouterSpec, build_user_router
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool
@@ -82,9 +84,9 @@ def setup_evaluation(
     """Build what evaluating `tasks` needs; Python arguments override what the configuration names."""
     with tools_and_scoring(config, tools, reward, agent) as (tool_objects, scoring):
         tasks = attach_labels(config, tasks)
-        check_tasks(config, tasks, tool_objects)
+        tasks = check_tasks(config, tasks, tool_objects)
         check_routable(config, tool_objects, tasks)
-        scoring.check(tasks)
+        scoring.check(list(distinct_tasks(tasks)))
         check_held_out_tools(tool_objects, config.multi_turn.held_out_tools)
         return setup_rollouts(config, tasks, tool_objects, scoring, env=env, router=router, parser=parser, agent=agent)
 
@@ -126,7 +128,6 @@ def check_agent(config: RunConfig) -> None:
         "env.interaction": bool(config.env.interaction),
         "router.enable": config.router.enable,
         "router.name": bool(config.router.name),
-        "rollout.grammar": config.rollout.grammar != GrammarConfig(),
         "algorithm.rlvcr.enable": config.algorithm.rlvcr.enable,
         "deterministic": config.deterministic,
     }
@@ -134,9 +135,19 @@ def check_agent(config: RunConfig) -> None:
         raise ConfigError(f"{name} does not apply to an agent of your own (agent.run, agent.command): remove it")
 
 
-def check_tasks(config: RunConfig, tasks: Sequence[Task], tools: dict[str, BaseTool]) -> None:
-    for task in () if config.agent.enabled else tasks:  # the tools are the agent's
+def check_tasks(config: RunConfig, tasks: Sequence[Task], tools: dict[str, BaseTool]) -> Sequence[Task]:
+    """The tasks, checked against the run's tools. Of tasks in converted files, the values of arguments are checked when
+    a task is read, everything else now."""
+    if config.agent.enabled:  # the tools are the agent's
+        return tasks
+
+    def checked(task: Task) -> Task:
         check_task_tools(task, tools, env=config.env.name)
+        return task
+
+    for task in distinct_tasks(tasks):
+        checked(task)
+    return change_tasks(tasks, checked, keeps_profiles=True) if isinstance(tasks, TaskSet) else tasks
 
 
 def setup_rollouts(
@@ -192,7 +203,8 @@ def _build_router(
         )
         return router, None
     if not config.router.enable:
-        return DirectRouter(config.seed), None
+        priced = config.router.prices or config.router.cost != "tools"
+        return DirectRouter(config.seed, Conditioning(config.router, tools).price_calls if priced else None), None
     from toolwise.routing.head.builder import build_head, build_inference_router
     from toolwise.training.route_policies import build_conditioning
 
@@ -285,7 +297,8 @@ def build_scheduler(
         policy,
         tools if turns.enable else {},
         max_episode_steps=turns.max_turns if turns.enable else 1,
-        max_concurrent=rollout.max_concurrent,
+        max_concurrent=rollout.most_concurrent,
+        gate=_adaptive_gate(config, policy) if rollout.max_concurrent == "auto" else None,
         deadline_s=rollout.deadline_s,
         tool_timeout_s=turns.tool_timeout_s,
         max_tokens=rollout.max_episode_tokens,
@@ -297,6 +310,22 @@ def build_scheduler(
     )
 
 
+def _adaptive_gate(config: RunConfig, policy: AgentPolicy) -> AdaptiveGate:
+    from toolwise.engine import Engine
+    from toolwise.policies.local import LocalPolicy
+
+    if not isinstance(policy, LocalPolicy) or not isinstance(engine := policy.engine, Engine):
+        raise ConfigError(
+            'rollout.max_concurrent = "auto" needs rollout.engine = "toolwise", whose cache it knows: give a number'
+        )
+    return AdaptiveGate(
+        slots=config.rollout.max_batch,
+        cache_tokens=lambda: engine.blocks.count * engine.blocks.size,
+        generating_s=lambda: policy.generating_s,
+        n=config.rollout.n,
+    )
+
+
 def build_agent_scheduler(
     config: RunConfig, policy: LocalPolicy, agent: OutsideAgent, scoring: Scoring
 ) -> AgentScheduler:
@@ -304,7 +333,7 @@ def build_agent_scheduler(
     return AgentScheduler(
         policy,
         {},
-        max_concurrent=min(rollout.max_concurrent, config.agent.max_concurrent),
+        max_concurrent=min(rollout.most_concurrent, config.agent.max_concurrent),
         deadline_s=rollout.deadline_s,
         max_tokens=rollout.max_episode_tokens,
         limits=Limits(model=Gate(rollout.max_concurrent_requests)),

@@ -12,7 +12,7 @@ from toolwise.config.rollout import GrammarConfig
 from toolwise.config.routes import RoutePolicyConfig
 from toolwise.config.schema import RunConfig
 from toolwise.protocols import AgentPolicy, Sampling
-from toolwise.routing.inference_router import Conditioning
+from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.routes import Route, RouteSet, build_routes
 from toolwise.thinking.levels import load_levels
 from toolwise.thinking.step_selection import count_thinking_tokens

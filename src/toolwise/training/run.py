@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolwise.config.schema import RunConfig
 from toolwise.data import Batches
+from toolwise.data.sampled_batches import SampledBatches, build_sampler
+from toolwise.data.task_set import distinct_tasks
 from toolwise.envs.catalog import EnvSpec
 from toolwise.errors import ConfigError
 from toolwise.protocols import AdvantageEstimator, Learner, PolicyLoss, Stateful
@@ -91,7 +93,7 @@ class Progress:
 class Run(RolloutSetup):
     """Every part that the training loop uses."""
 
-    batches: Batches
+    batches: Batches | SampledBatches
     calibration: TaskSplit
     """The tasks that the router's budgets are calibrated on; not among the batches."""
     learner: Learner
@@ -147,6 +149,7 @@ def assemble(
     estimator: EstimatorSpec | None = None,
     loss: LossSpec | None = None,
     agent: OutsideAgent | None = None,
+    sampler: Any = None,
 ) -> Run:
     """Build a training run from its configuration; Python arguments override what the file names.
 
@@ -158,26 +161,31 @@ def assemble(
         announce("reading the tasks")
         train = attach_labels(config, load_split(config, "train") if tasks is None else tasks)
         held_out = attach_labels(config, load_split(config, "val") if validation_tasks is None else validation_tasks)
-        check_tasks(config, [*train, *held_out], tool_objects)
+        train, held_out = (check_tasks(config, tasks, tool_objects) for tasks in (train, held_out))
         check_family_names(config, tool_objects, train)
         check_routable(config, tool_objects, train)
-        scoring.check([*train, *held_out])
+        scoring.check([*distinct_tasks(train), *distinct_tasks(held_out)])
         split = split_tasks(config, without_held_out_tools(train, tool_objects, config.multi_turn.held_out_tools))
-        batches = Batches(
-            split.train,
-            config.data.batch_size,
-            seed=config.seed,
-            shuffle=config.data.shuffle,
-            drop_last=config.data.drop_last,
-        )
+        batches = build_batches(config, split.train, sampler)
         parts: dict[str, Any] = {"env": env, "router": router, "parser": parser, "agent": agent}
         setup = setup_rollouts(config, held_out, tool_objects, scoring, **parts)
         return add_training(setup, batches, load_estimator(config, estimator), load_loss(config, loss), split)
 
 
+def build_batches(config: RunConfig, tasks: Sequence[Task], sampler: Any = None) -> Batches | SampledBatches:
+    """The batches of the training tasks; `sampler` replaces the configured one."""
+    data = config.data
+    if sampler is not None or data.sampler:
+        chosen = build_sampler(data.sampler if sampler is None else sampler, data.sampler_kwargs, tasks, config.seed)
+        return SampledBatches(tasks, data.batch_size, chosen)
+    if data.sampler_kwargs:
+        raise ConfigError("data.sampler_kwargs are for a sampler: set data.sampler")
+    return Batches(tasks, data.batch_size, seed=config.seed, shuffle=data.shuffle, drop_last=data.drop_last)
+
+
 def add_training(
     setup: RolloutSetup,
-    batches: Batches,
+    batches: Batches | SampledBatches,
     estimator: AdvantageEstimator,
     loss: PolicyLoss | None = None,
     split: TaskSplit | None = None,
@@ -201,7 +209,8 @@ def add_training(
     if head is not None and isinstance(router, InferenceRouter):  # replaced by one that trains the head
         from toolwise.routing.head.builder import build_learned_router
 
-        router = build_learned_router(config, router, policy, head, learner.optimizer, batches.tasks)
+        trained = None if weights is None else weights.learner_model
+        router = build_learned_router(config, router, policy, head, learner.optimizer, batches.tasks, trained)
     return Run(
         config=config,
         validation_tasks=setup.validation_tasks,
@@ -217,16 +226,21 @@ def add_training(
         estimator=with_rlvcr(config, estimator),
         queue=_build_queue(config),
         thinking=build_thinking_stage(config, policy, router),
-        cache_memory=build_cache_memory(policy.engine, learner, sized_by_user=config.rollout.cache_mb is not None),
+        cache_memory=build_cache_memory(
+            policy.engine,
+            learner,
+            sized_by_user=config.rollout.cache_mb is not None,
+            second_copy=None if weights is None else weights.bytes,
+        ),
         weights=weights,
         tickets=None if weights is None else TicketBook(config.trainer.max_staleness),
     )
 
 
 def _build_queue(config: RunConfig) -> RolloutQueue[Any]:
-    """Without staleness groups come in the order of their tasks, so that a step does not depend on timing."""
+    """Groups come in the order of their tasks without staleness, or where no step may depend on timing."""
     staleness = config.trainer.allowed_staleness
-    order: Order = "finished" if staleness else "admitted"
+    order: Order = "finished" if staleness and not config.deterministic else "admitted"
     return RolloutQueue(per_update=config.data.batch_size, max_staleness=staleness, order=order)
 
 

@@ -18,6 +18,7 @@ from toolwise.training import checkpoint
 from toolwise.training.changes import saved_settings
 from toolwise.training.checkpoint.background import BackgroundSaver
 from toolwise.training.run import Run
+from toolwise.training.ticket_book import packed_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,10 @@ class RunCheckpoints:
         run, trainer = self.run, self.run.config.trainer
         self._figures = dict(figures)
         step, weights = run.progress.step, run.learner.weights_to_save()
+        parts = {"actor": run.learner.state_dict(), **run.snapshot(), **(state or {})}
+        if "tickets" in parts:
+            parts["tickets"] = packed_state(parts["tickets"])
+        # made only now: nothing of it stays behind if a part's state cannot be had
         staged = self.folder / f"{checkpoint.STAGED}{uuid4().hex[:8]}"
         with checkpoint.cleaning_up(staged, self.folder / f"step-{step:06d}"):
             checkpoint.make_folder(self.folder)
@@ -64,7 +69,6 @@ class RunCheckpoints:
             keep_last=trainer.keep_checkpoints,
             keep_best=trainer.best_metric if trainer.keep_best else "",
         )
-        parts = {"actor": run.learner.state_dict(), **run.snapshot(), **(state or {})}
         self._saver.start({"parts": parts, "weights": weights}, write)
 
     def _write_small_files(self, folder: Path) -> None:

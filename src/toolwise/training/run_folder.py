@@ -153,6 +153,13 @@ def open_run(run_dir: str | os.PathLike[str]) -> RunFolder:
     return RunFolder(path)
 
 
+def require_run(run: RunFolder) -> None:
+    """Raise if the folder holds nothing of a run."""
+    known = run.metrics or run.saved_summary is not None or run.config_text is not None
+    if not known and not (run.path / "rollouts").is_dir():
+        raise CheckpointError(f"{run.path}: not a run folder (it has no metrics.jsonl, summary.json or config.toml)")
+
+
 def shared_steps(series: Sequence[Series]) -> tuple[list[int], list[list[float]]]:
     """The steps that all series have, and the values of each series at them."""
     by_step = [dict(zip(*one, strict=True)) for one in series]
@@ -197,7 +204,9 @@ def finished_result(out: Path, config: RunConfig) -> RunResult | None:
         "total_steps": total,
         "interrupted": False,
     }
-    return RunResult(out, summary, f"nothing left to do: the run is at step {newest.step} of {total}")
+    note = f"nothing left to do: the run is at step {newest.step} of {total}"
+    log.info("%s", note)
+    return RunResult(out, summary, note)
 
 
 def check_folder(out: Path, config: AnyConfig, *, resume: bool) -> None:
@@ -291,7 +300,7 @@ def find_checkpoint(folder: Path) -> checkpoint.Checkpoint | None:
 
 def delete_rollouts_after(folder: Path, step: int) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
-        match = re.fullmatch(r"(?:step|eval)-(\d{6,})\.(?:jsonl|safetensors)", path.name)
+        match = re.fullmatch(r"(?:step|eval)-(\d{6,})\.(?:jsonl|safetensors|(?:tokens|index)\.parquet)", path.name)
         if match is not None and int(match.group(1)) > step:
             path.unlink()
 

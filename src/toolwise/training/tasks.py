@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from toolwise.config.schema import RunConfig
-from toolwise.data import load_tasks
+from toolwise.data import open_tasks
+from toolwise.data.cache import CACHE_FOLDER
+from toolwise.data.task_set import change_tasks, filter_tasks
 from toolwise.errors import ConfigError
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import check_task_arguments
+from toolwise.training.startup import announce
 from toolwise.types import Task
 
 log = logging.getLogger("toolwise")
 
 
-def load_split(config: RunConfig, which: Literal["train", "val"]) -> list[Task]:
+def load_split(config: RunConfig, which: Literal["train", "val"]) -> Sequence[Task]:
     data = config.data
     if which == "train" and data.train is None:
         raise ConfigError("data.train is missing: name a Parquet or JSONL file of tasks")
-    path, limit = (data.train, data.limit) if which == "train" else (data.val, data.val_limit)
-    return [] if path is None else load_tasks(path, limit=limit)
+    sources, limit = (data.train, data.limit) if which == "train" else (data.val, data.val_limit)
+    return [] if sources is None else open_tasks(sources, limit=limit, cache=data.cache, progress=announce)
+
+
+def cache_folder(config: RunConfig, run: Path) -> Path:
+    """The folder for converted task files, by default beside the run's."""
+    return config.data.cache or run.parent / CACHE_FOLDER
+
+
+def with_cache(config: RunConfig, cache: Path) -> RunConfig:
+    """The configuration with a folder for converted task files."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"cache": cache})})
 
 
 def attach_labels(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
@@ -42,13 +56,17 @@ def without_held_out_tools(
     check_held_out_tools(tools, held_out)
     if not held_out:
         return tasks
-    remaining = [task for task in tasks if set(held_out).isdisjoint(task.tools or ())]
+    remaining = filter_tasks(tasks, lambda task: set(held_out).isdisjoint(task.tools or ()))
     if len(remaining) < len(tasks):
         log.warning(
             "%d of %d training tasks name a held-out tool and are dropped", len(tasks) - len(remaining), len(tasks)
         )
     offered = {"tools": [name for name in tools if name not in held_out]}
-    return [task if task.tools is not None else task.model_copy(update=offered) for task in remaining]
+    return change_tasks(
+        remaining,
+        lambda task: task if task.tools is not None else task.model_copy(update=offered),
+        keeps_profiles=True,
+    )
 
 
 def check_held_out_tools(tools: dict[str, BaseTool], held_out: Sequence[str]) -> None:

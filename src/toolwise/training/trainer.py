@@ -22,15 +22,16 @@ from toolwise.training import checkpoint
 from toolwise.training.async_loop import AsyncLoop
 from toolwise.training.calibration import begin_calibration, budget_metrics, calibrate_run, calibration_summary
 from toolwise.training.changes import read_changes, resume_command
-from toolwise.training.diagnosis import Finding, FindingChanges, finding_to_json
+from toolwise.training.diagnosis import Finding, FindingChanges, History, RunDoctor, finding_to_json
 from toolwise.training.evaluate import validate
 from toolwise.training.loop import StepResult, train_step
 from toolwise.training.metrics import summarize_validation, validation_metrics
-from toolwise.training.records import RolloutFiles
+from toolwise.training.rollout_files import RolloutFiles
 from toolwise.training.run import Run
 from toolwise.training.run_checkpoints import RunCheckpoints
 from toolwise.training.run_folder import RunResult, open_folder, restore_run
 from toolwise.training.stop_signal import StopSignal
+from toolwise.training.trackers.jsonl import read_metrics
 from toolwise.training.trackers.observers import Observers
 from toolwise.training.trackers.reporter import Reporter
 from toolwise.types import CheckpointEvent, RunStart, StepEvent, ValidationEvent
@@ -72,9 +73,12 @@ class Training:
         self._async = None if run.tickets is None else AsyncLoop(run)
         run.scoring.set_print_callback(PrintLog(out / "logs" / "reward.log"))
         trainer, title = run.config.trainer, run.config.name
+        files = RolloutFiles(run.config.records, run.chat.tokenizer)
         self.reporter = Reporter(
-            out, trainer, observers, name=title, total_steps=trainer.total_steps, first=[RolloutFiles()], last=callbacks
+            out, trainer, observers, name=title, total_steps=trainer.total_steps, first=[files], last=callbacks
         )
+        self._doctor = RunDoctor(History(run.config.model_dump(mode="json")))
+        self._doctor.replay(read_metrics(out / "metrics.jsonl"))
         self._start_time = time.monotonic() - run.progress.seconds
         self._reward_description = describe_rewards(run.config.algorithm.adv_estimator, run.estimator)
         self._score_check = ScoreCheck.of(run.estimator)
@@ -212,7 +216,8 @@ class Training:
         self._step_metrics |= self.reporter.observers.error_metrics()
         self.reporter.log(step, self._step_metrics)
         scored, credited = tuple(result.scored), tuple(result.credited)
-        event = StepEvent(self.out, step, self._step_metrics, scored, credited)
+        updated = run.learner.updated if credited else {}
+        event = StepEvent(self.out, step, self._step_metrics, scored, credited, updated)
         self.reporter.notify("on_step", event, unfinished=self._unfinished())
         warning = self._score_check.observe(result.scored) if self._score_check and result.credited else None
         if warning is not None:
@@ -222,6 +227,7 @@ class Training:
                 run.config, run.estimator, step, result.scored, result.metrics, run.learner.weights_checksum
             )
         )
+        self._examine(step, self._step_metrics)
 
     def _warn_about_secrets(self) -> None:
         if keys := list(secret_keys(self.run.config.model_dump())):
@@ -255,6 +261,7 @@ class Training:
         self._validation_metrics = {name.removeprefix("eval/"): value for name, value in metrics.items()}
         self._update_best_rank()
         self._publish_findings(self.run.progress.diagnosis.after_validation(step, scored))
+        self._examine(step, metrics)
         return summary
 
     def _update_best_rank(self) -> None:
@@ -268,13 +275,20 @@ class Training:
         elif progress.best_rank is None or rank < progress.best_rank:
             progress.best_rank = rank
 
+    def _examine(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Let the doctor look at new metrics, once the rollouts of the step are stored."""
+        self._publish_findings(
+            self._doctor.add({"step": step, **metrics}, self.out, self.run.progress.diagnosis.findings)
+        )
+
     def _publish_findings(self, changes: FindingChanges) -> None:
         """Show findings on the console, or log them if there is none, and write them for the report."""
         self.reporter.warn(changes.found)
         for finding in changes.withdrawn:
             self.reporter.announce(f"no longer true: {finding.name} (found at step {finding.step})", logging.WARNING)
         if changes.found or changes.withdrawn:
-            self.reporter.write_json("diagnosis.json", list(map(finding_to_json, self.run.progress.diagnosis.findings)))
+            findings = self._doctor.findings(self.run.progress.diagnosis.findings)
+            self.reporter.write_json("diagnosis.json", list(map(finding_to_json, findings)))
 
     def _save(self, state: Mapping[str, Any] | None = None) -> None:
         """Begin a checkpoint, after the one before it is written. `state` replaces what the parts of the run have
@@ -303,7 +317,7 @@ class Training:
             self._publish_findings(diagnosis.end(run.progress.step))
             if diagnosis.updated is False:
                 log.warning("the actor was never updated: see the diagnosis in %s", self.out)
-        findings = diagnosis.findings
+        findings = self._doctor.findings(diagnosis.findings)
         if self._error is not None:
             stopped = str(self._error) if isinstance(self._error, ToolwiseError) else describe_at(self._error)
             if not isinstance(self._error, FaultRateError):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolwise.engine import Engine
+from toolwise.engine.device_streams import LearnerStream, finish_kernels, use_own_stream
 from toolwise.engine.weight_swap import replace_weights
 from toolwise.models.merged_weights import merged_copy
 
@@ -24,8 +25,21 @@ class WeightCopies:
 
     @classmethod
     def of(cls, policy: LocalPolicy) -> WeightCopies:
-        """Copy the policy's model for a learner; takes as much memory again as the weights."""
-        return cls(policy, copy.deepcopy(policy.model))
+        """Copy the policy's model for a learner; takes as much memory again as the weights. On a GPU the engine works
+        on a stream of its own from now on."""
+        copies = cls(policy, copy.deepcopy(policy.model))
+        use_own_stream(copies.engine)
+        return copies
+
+    @property
+    def engine(self) -> Engine:
+        engine = self.policy.engine
+        assert isinstance(engine, Engine)  # see async_setup
+        return engine
+
+    def learner_stream(self) -> LearnerStream:
+        """Where the learner's updates run."""
+        return LearnerStream(self.engine.runner.device)
 
     @property
     def bytes(self) -> int:
@@ -34,15 +48,15 @@ class WeightCopies:
 
     async def publish(self, version: int) -> None:
         """Give the engine the learner's weights as `version`, between two of its steps. No update may run meanwhile."""
-        engine = self.policy.engine
-        assert isinstance(engine, Engine)  # see async_check
-        await replace_weights(engine, self.copy, version)
+        await replace_weights(self.engine, self.copy, version)
 
     def copy(self) -> None:
-        """Copy the learner's weights, with adapters merged in, to the policy's model."""
+        """Copy the learner's weights, with adapters merged in, to the policy's model; returns when that is done."""
         import torch
 
+        finish_kernels(self.engine)  # of a cancelled request, which may still read the weights
         source = dict(merged_copy(self.learner_model).named_parameters())
         with torch.no_grad():
             for name, parameter in self.policy.model.named_parameters():
                 parameter.copy_(source[name])
+        finish_kernels(self.engine)

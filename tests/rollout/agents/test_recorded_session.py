@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import wraps
@@ -233,3 +234,47 @@ def test_an_agent_without_a_reward_is_told_so() -> None:
     assert stopped.score == 0.0
     assert failed.error is not None
     assert failed.error.message == "boom"
+
+
+@run_async
+async def test_long_conversations_are_tokenised_beside_the_event_loop() -> None:
+    session = session_with("4", "Yes.", "No.")
+    threads: list[threading.Thread] = []
+    encode = session.policy.chat.encode
+
+    def note(text: str) -> list[int]:
+        if len(text) > 1000:
+            threads.append(threading.current_thread())
+        return encode(text)
+
+    session.policy.chat.encode = note  # type: ignore[method-assign]
+    long = [Message(role="user", content="word " * 5000)]
+    first = await session.complete(long)
+    assert threads
+    assert threading.current_thread() not in threads
+    again = [*long, first.reply, AGAIN]
+    await asyncio.gather(session.complete(again), session.complete(again))
+    assert [call.origin for call in session.calls] == ["first", "continued", "branched"]
+
+
+@run_async
+async def test_a_long_call_that_is_cancelled_while_it_is_tokenised_leaves_no_trace() -> None:
+    session, entered, goes_on = session_with("4", "Yes."), threading.Event(), threading.Event()
+    long = [Message(role="user", content="word " * 5000)]
+    first = await session.complete(long)
+    prompt = session._graph.prompt
+
+    def slow(*arguments: Any) -> Any:
+        entered.set()
+        goes_on.wait(10)
+        return prompt(*arguments)
+
+    session._graph.prompt = slow  # type: ignore[method-assign]
+    given_up = asyncio.ensure_future(session.complete([*long, first.reply, AGAIN]))
+    await asyncio.to_thread(entered.wait, 10)
+    given_up.cancel()
+    second = asyncio.ensure_future(session.complete([*long, first.reply, AGAIN]))
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    assert (await second).origin == "continued"

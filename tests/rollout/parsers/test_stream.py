@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import quick_first
 
 from toolwise.messages import ToolCall
 from toolwise.rollout.parsers import BLOCKS, PARSERS, RENDERERS, open_stream, parse_plain_text
@@ -66,10 +67,11 @@ def fixtures(name: str) -> list[str]:
 @pytest.mark.parametrize(
     "thought_open", [None, *(pytest.param(opened, marks=pytest.mark.long) for opened in (True, False))]
 )
+@pytest.mark.parametrize("stride", quick_first([5, 1], [5]))
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_split_gives_what_the_whole_text_gives(name: str, thought_open: bool | None) -> None:
+def test_every_split_gives_what_the_whole_text_gives(name: str, stride: int, thought_open: bool | None) -> None:
     for text in fixtures(name):
-        for cut in range(len(text) + 1):
+        for cut in range(0, len(text) + 1, stride):
             check(name, [text[:cut], text[cut:]], thought_open)
         check(name, list(text), thought_open)
     for text in ("", " \n", " a <", f"<think>{fixtures(name)[0]}"):

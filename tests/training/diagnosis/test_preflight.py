@@ -181,6 +181,10 @@ def test_a_price_list_names_what_the_tasks_have(prices: dict[str, Any], said: st
         check_routable(config(router={"enable": True, "prices": prices}), tools, [task()])
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+    old = {"cost": "prices", "cost_kwargs": {"prices": prices}}
+    with pytest.raises(ConfigError) as caught:
+        check_routable(config(router={"enable": True, **old}), tools, [task()])
+    assert said.replace("router.prices", "router.cost_kwargs.prices") in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from toolwise.concurrency.deadlines import call_in_thread, exclude_queue_time, run_async
@@ -28,8 +30,23 @@ from toolwise.rollout.agents.agent_process import (
 log = logging.getLogger("toolwise.agents")
 LOAD_TIMEOUT_S = 120.0
 """How long the imports of an agent may take on a busy machine."""
+_SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl", ".jar")
 MAX_THREADS = 32
 """A process in which a task leaves more threads than this is replaced."""
+
+
+def _check_program(program: str, setting: str) -> None:
+    if shutil.which(program) is None:
+        problem = "cannot be executed" if Path(program).is_file() else "is not there"
+        raise ConfigError(f"{setting}: the program {program!r} {problem}: install it, or write its path")
+
+
+def _check_command(command: Sequence[str]) -> None:
+    """Raise for a program or script that is not there: each task would fail."""
+    _check_program(command[0], "agent.command")
+    script = next((part for part in command[1:] if not part.startswith("-")), "")
+    if script.endswith(_SCRIPTS) and not Path(script).is_file():
+        raise ConfigError(f"agent.command: there is no file {script!r} in {Path.cwd()}: write its path")
 
 
 class AgentPool:
@@ -55,9 +72,11 @@ class AgentPool:
 
     def check(self) -> None:
         """Load the agent once before anything is rolled out; its process then waits for the first task. Raises
-        `ConfigError` if it does not load. A command is not started."""
+        `ConfigError` if it does not load. A command is not started; its program and script must be there."""
         if self.config.command:
+            _check_command(self.config.command)
             return
+        _check_program(self.config.python or sys.executable, "agent.python")
         try:
             run_async(self._warm_up())
         except AgentLoadError as fault:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from toolwise.messages import Message, ToolCall
@@ -27,6 +28,11 @@ class CallOptions:
     stop_token_ids: tuple[int, ...] = ()
     reads_calls: bool = True
     """False: calls in the reply stay text."""
+    id_prefix: str = field(default_factory=lambda: f"call_{secrets.token_hex(6)}")
+    """Of the ids under which the client knows the calls in the reply."""
+
+    def public_id(self, index: int) -> str:
+        return f"{self.id_prefix}_{index}"
 
 
 @dataclass(frozen=True, slots=True)

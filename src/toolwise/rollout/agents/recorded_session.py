@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from toolwise.concurrency.limits import UNLIMITED, Gate
-from toolwise.errors import ContextFullError, ToolwiseError
+from toolwise.concurrency.text_threads import LONG_CHARS, run_in_thread
+from toolwise.errors import ContextFullError, ModelError, PolicyError, ToolwiseError
 from toolwise.messages import Message, Prefix
 from toolwise.protocols import Generation, Sampling
 from toolwise.rollout.agents.message_graph import GraphTurn, MessageGraph, Origin
@@ -37,6 +38,8 @@ from toolwise.types import EvaluateResult, Rollout, RouteDecision, StopReason
 from toolwise.types.tokens import Alignment
 from toolwise.untrusted.bounds import MAX_FAULT_CHARS, truncate_text
 
+OnTokens = Callable[[Sequence[int]], None]
+
 
 class SessionPolicy(Protocol):
     """What a session needs of the run's policy."""
@@ -47,7 +50,22 @@ class SessionPolicy(Protocol):
     on_change: OnChange
     max_context: int
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation: ...
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        constraint: Any = None,
+        on_tokens: OnTokens | None = None,
+    ) -> Generation:
+        """`on_tokens` receives new tokens while they are sampled, if the policy can tell."""
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether replies follow `rollout.grammar`."""
+
+    def constraint(self, tools: Tools = None) -> Any:
+        """The constraint on a reply with these tools, if any."""
 
 
 class SessionEndedError(ToolwiseError):
@@ -91,6 +109,8 @@ class RecordedSession:
     policy_fault: str | None = None
     """The last call of the model failed for a reason that is not the agent's."""
     _graph: MessageGraph = field(init=False)
+    _graph_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """Long conversations are tokenised in a thread."""
     _started_calls: int = field(default=0, init=False)
     _started_at: float = field(default=0.0, init=False)
     _working: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
@@ -103,23 +123,30 @@ class RecordedSession:
         self._started_at = asyncio.get_running_loop().time()
 
     async def complete(
-        self, messages: Sequence[Message], tools: Tools = None, options: CallOptions | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        options: CallOptions | None = None,
+        *,
+        on_tokens: OnTokens | None = None,
     ) -> RecordedCall:
         """Continue the conversation `messages`. Raises what the client did wrong as a `ToolwiseError`."""
         options = options or CallOptions()
         sampling = self._begin_call(options)
         self._check_length(messages, tools)
-        turn = self._graph.prompt(messages, tools)
+        turn = await self._prompt(messages, tools)
         try:
-            result = await self._generate(turn.prompt_ids, sampling)
+            constraint = await self._constraint(tools if options.reads_calls else None)
+            result = await self._generate(turn.prompt_ids, sampling, constraint=constraint, on_tokens=on_tokens)
             result = cut_at(result, options.stop, self.policy.chat)
             text = self._text(result, sampling, options.stop)
             reply = self._read(text, tools if options.reads_calls else None, cut=result.finish_reason == "length")
+            async with self._graph_lock:
+                history = Prefix(turn.history)
+                alignment = self._add(turn, result, reply, sampling)
         except BaseException:
             self._graph.discard(turn)
             raise
-        history = Prefix(turn.history)
-        alignment = self._add(turn, result, reply, sampling)
         call = RecordedCall(
             history,
             reply,
@@ -127,7 +154,7 @@ class RecordedSession:
             sampled_tokens(result, turn.prompt_ids, alignment, bool(reply.tool_calls)),
             turn.origin,
             is_valid(reply, tools),
-            tuple(f"call_{secrets.token_hex(6)}" for _ in reply.tool_calls or ()),
+            tuple(map(options.public_id, range(len(reply.tool_calls or ())))),
         )
         self.calls.append(call)
         return call
@@ -135,7 +162,7 @@ class RecordedSession:
     async def generate(self, token_ids: Sequence[int], options: CallOptions) -> RecordedCall:
         """Continue tokens that the client made itself: the call has no messages but their text."""
         sampling = self._begin_call(options)
-        result = await self._generate(token_ids, sampling)
+        result = await self._generate(token_ids, sampling, constraint=await self._constraint(None))
         chat = self.policy.chat
         text = chat.decode(result.token_ids, sampling.stop_token_ids)
         seen = Message.unchecked("user", chat.decode(token_ids))
@@ -159,7 +186,8 @@ class RecordedSession:
             task.cancel()
         last_index = len(self.calls) - 1
         steps = tuple(to_step(i, call, is_last=i == last_index) for i, call in enumerate(self.calls))
-        counts, decision = CallCounts(self.decision.count_usage, price=self.decision.price), self.decision
+        decision = self.decision
+        counts = CallCounts.of(decision, decision.count_usage)
         for step in steps:
             counts.add(step.step_info)
         problem = counts.recount(steps)
@@ -210,13 +238,24 @@ class RecordedSession:
             stop_token_ids=(*base.stop_token_ids, *options.stop_token_ids),
         )
 
-    async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+    async def _constraint(self, tools: Tools) -> Any:
+        """A grammar may take seconds to compile, so not in the event loop. Tools that it cannot describe are the
+        client's error."""
+        if not self.policy.has_grammar:
+            return None
+        try:
+            return await run_in_thread(self.policy.constraint, tools)
+        except PolicyError as fault:
+            raise ModelError(f"rollout.grammar: {fault}") from fault
+
+    async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling, **options: Any) -> Generation:
         task = asyncio.current_task()
         assert task is not None
         self._working.add(task)
         try:
             async with self.model_gate:
-                result = await self.policy.generate(prompt_ids, sampling)
+                given = {name: value for name, value in options.items() if value is not None}
+                result = await self.policy.generate(prompt_ids, sampling, **given)
         except ContextFullError as full:
             raise self._context_full(str(full)) from full
         except Exception as fault:
@@ -228,6 +267,19 @@ class RecordedSession:
             raise SessionEndedError("this session has ended")
         self.policy_fault = None
         return result
+
+    async def _prompt(self, messages: Sequence[Message], tools: Tools) -> GraphTurn:
+        async with self._graph_lock:
+            if count_chars(messages, tools) <= LONG_CHARS:
+                return self._graph.prompt(messages, tools)
+            work = asyncio.ensure_future(run_in_thread(self._graph.prompt, messages, tools))
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:  # a thread cannot be stopped: the graph must not change meanwhile
+                await asyncio.wait({work})
+                if work.exception() is None:
+                    self._graph.discard(work.result())
+                raise
 
     def _check_length(self, messages: Sequence[Message], tools: Tools) -> None:
         limit = self.max_prompt_chars

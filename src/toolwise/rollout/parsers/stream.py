@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from toolwise.messages import ToolCall
+from toolwise.rollout.parsers.argument_stream import ArgumentStream
 from toolwise.rollout.parsers.blocks import BlockFormat
 from toolwise.rollout.parsers.json_calls import (
     CLOSING,
@@ -57,12 +58,21 @@ class CallStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class ArgumentsPiece:
+    """More of a call's arguments as they are written, for formats in which they are JSON. All pieces together lack the
+    closing brace: whether the call is readable is known only at its end."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallFinished:
     index: int
     call: ToolCall
 
 
-StreamEvent = ContentPiece | CallStarted | CallFinished
+StreamEvent = ContentPiece | CallStarted | ArgumentsPiece | CallFinished
 
 
 class CallStream:
@@ -93,6 +103,8 @@ class CallStream:
         """Whether the reply, or its part after the leading thought, has not begun."""
         self._calls = 0
         self._announced = False
+        self._arguments: tuple[ArgumentStream, int] | None = None
+        """Those of the announced call, and where they begin in its block."""
         self._state = "held"
         """"undecided": a thought may come; "thought"; "after": another may; "body"; "block"; "held": until the end."""
         if form is not None:
@@ -117,7 +129,7 @@ class CallStream:
             self._pending_chars = len(source) - position
             self._tail = source[-self._marks.longest :]
         if self._state == "block":
-            self._announce(events)
+            self._announce(piece, events)
         return events
 
     def finish(self) -> list[StreamEvent]:
@@ -242,6 +254,9 @@ class CallStream:
             return None
         if self._calls + len(block.calls) > MAX_CALLS:
             return self._hold()
+        if self._arguments is not None:
+            arguments, start = self._arguments
+            self._add_arguments(source[position + start + arguments.fed : block.end], events)
         for call in number_calls(block.calls, self._calls):
             self._report(call, events)
         self._state = "body"
@@ -269,9 +284,11 @@ class CallStream:
         affordable = self._reread + self._pending_chars <= _MAX_REREADING * self._arrived + _FREE_REREADING
         return affordable and self._marks.trigger.search(window) is not None
 
-    def _announce(self, events: list[StreamEvent]) -> None:
-        """Report the name of the block's first call as soon as it is known."""
+    def _announce(self, piece: str, events: list[StreamEvent]) -> None:
+        """Report the name of the block's first call as soon as it is known, then its arguments."""
         assert self._form is not None
+        if self._arguments is not None:
+            self._add_arguments(piece, events)
         if self._announced or self._form.name is None or len(self._pending[0]) > _NAME_CHARS:
             return
         text = "".join(self._pending) if self._pending_chars <= _NAME_CHARS else ""
@@ -280,13 +297,20 @@ class CallStream:
         if name and name.lastgroup:
             events.append(CallStarted(self._calls, name[name.lastgroup].strip()))
             self._announced = True
+            self._arguments = ArgumentStream(), name.end()
+            self._add_arguments(text[name.end() :], events)
+
+    def _add_arguments(self, text: str, events: list[StreamEvent]) -> None:
+        assert self._arguments is not None
+        if more := self._arguments[0].feed(text):
+            events.append(ArgumentsPiece(self._calls, more))
 
     def _report(self, call: ToolCall, events: list[StreamEvent]) -> None:
         if not self._announced:
             events.append(CallStarted(self._calls, call.name))
         events.append(CallFinished(self._calls, call))
         self._calls += 1
-        self._announced = False
+        self._announced, self._arguments = False, None
 
 
 def _space_end(text: str, position: int) -> int:

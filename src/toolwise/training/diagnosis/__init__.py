@@ -1,5 +1,7 @@
 """Detects runs that cannot learn, before and during the first steps; each finding has a cause and a fix."""
 
+from toolwise.training.diagnosis.doctor import RunDoctor
+from toolwise.training.diagnosis.history import History
 from toolwise.training.diagnosis.monitor import Diagnosis, FindingChanges, finding_to_json
 from toolwise.training.diagnosis.preflight import (
     check_family_names,
@@ -13,6 +15,8 @@ __all__ = [
     "Diagnosis",
     "Finding",
     "FindingChanges",
+    "History",
+    "RunDoctor",
     "check_family_names",
     "check_routable",
     "evaluation_findings",

@@ -8,7 +8,6 @@ from typing import Any
 
 from toolwise.config.schema import RunConfig
 from toolwise.protocols import AdvantageEstimator
-from toolwise.training.diagnosis.starvation import STARVED_STEPS, WAITS, explain_starvation
 from toolwise.training.diagnosis.symptoms import (
     FIRST_STEPS,
     SYMPTOMS,
@@ -56,8 +55,6 @@ class Diagnosis:
     """Number of groups in steps without an update, counted until the weights change."""
     dropped_steps: int = 0
     """Number of those steps."""
-    waits: list[list[float]] = field(default_factory=list)
-    """Shares of the last steps in which the learner and the engine waited, in asynchronous training."""
 
     def begin(self, findings: Sequence[Finding]) -> FindingChanges:
         """Add the startup findings; return all findings so far, including those from before a resume."""
@@ -108,17 +105,8 @@ class Diagnosis:
                     self.dropped_steps += 1
                 self.why = list(explain_unchanged(config, scored, metrics, self._dropped()))
                 findings.append(self._unchanged(step) if self.steps >= UNCHANGED_STEPS_LIMIT else None)
-        findings.append(self._starvation(metrics, config, step))
         changes.found.extend(finding for finding in findings if finding is not None and self._add(finding))
         return changes
-
-    def _starvation(self, metrics: Mapping[str, float], config: RunConfig, step: int) -> Finding | None:
-        """Whether learner or engine has waited for most of the last steps, in asynchronous training."""
-        self.waits = [*self.waits, [metrics.get(name, 0.0) for name in WAITS]][-STARVED_STEPS:]
-        if config.trainer.mode != "async" or len(self.waits) < STARVED_STEPS:
-            return None
-        learner, engine = (sum(shares) / STARVED_STEPS for shares in zip(*self.waits, strict=True))
-        return explain_starvation(learner, engine, config.trainer.max_staleness, step)
 
     def after_validation(self, step: int, scored: Sequence[ScoredRollout]) -> FindingChanges:
         return self._changes_from(prompt_too_long(scored, f"the validation at step {step}", step))
@@ -161,15 +149,39 @@ class Diagnosis:
         for item in fields(self):
             if item.name in state:
                 setattr(self, item.name, state[item.name])
-        self.findings = [_finding_from_json(stored) for stored in state.get("findings", [])]
+        self.findings = [finding_from_json(stored) for stored in state.get("findings", [])]
 
 
-def _finding_from_json(stored: Mapping[str, Any]) -> Finding:
-    """Some older checkpoints store the fields of a `Finding` as they are."""
+def finding_from_json(stored: Mapping[str, Any]) -> Finding:
+    """Older files have fewer fields, and some older checkpoints store the fields of a `Finding` as they are."""
     name, says = stored.get("kind", stored.get("name", "")), stored.get("cause", stored.get("says", ""))
-    return Finding(name, "warning", says, cure=stored["cure"], step=stored["step"])
+    evidence = stored.get("evidence")
+    evidence = evidence if isinstance(evidence, Mapping) else {}
+    return Finding(
+        str(name),
+        "wrong" if stored.get("severity") == "critical" else "warning",
+        str(says),
+        dict(evidence.get("figures") or {}),
+        cure=str(stored.get("cure", "")),
+        step=int(stored.get("step") or 0),
+        steps=tuple(evidence.get("steps") or ()),
+        rollouts=tuple(evidence.get("rollouts") or ()),
+        settings=tuple(stored.get("settings") or ()),
+    )
 
 
 def finding_to_json(finding: Finding) -> dict[str, Any]:
     """A finding about a run as checkpoints, summary.json and diagnosis.json store it."""
-    return {"kind": finding.name, "cause": finding.says, "cure": finding.cure, "step": finding.step}
+    return {
+        "kind": finding.name,
+        "severity": finding.severity,
+        "cause": finding.says,
+        "cure": finding.cure,
+        "settings": list(finding.settings),
+        "step": finding.step,
+        "evidence": {
+            "steps": list(finding.steps),
+            "rollouts": list(finding.rollouts),
+            "figures": dict(finding.figures),
+        },
+    }

@@ -9,12 +9,13 @@ from difflib import SequenceMatcher
 from toolwise.config.imports import did_you_mean
 from toolwise.config.router import SECONDS_METER
 from toolwise.config.schema import RunConfig
+from toolwise.data.task_set import distinct_tasks, map_distinct
 from toolwise.errors import ConfigError
 from toolwise.rewards.combine import CompositeReward
 from toolwise.rewards.executor import EPISODE_REWARDS
-from toolwise.routing.cost import UNREADABLE, Cost, PricesCost, build_cost
+from toolwise.routing.conditioning import Conditioning
+from toolwise.routing.cost import UNREADABLE, PricesCost, build_cost
 from toolwise.routing.families import Family, tool_descriptions
-from toolwise.routing.inference_router import Conditioning
 from toolwise.routing.meters import METERS
 from toolwise.routing.routes import RouteSet, check_prices, check_route_tools, least_cost
 from toolwise.tools.base import BaseTool
@@ -61,7 +62,7 @@ def check_family_names(config: RunConfig, tools: Mapping[str, BaseTool], tasks: 
     unknown = [name for name in config.router.families if name not in tools] if config.router.enable else []
     if not unknown:
         return
-    known = {*tools, *(tool for task in tasks for tool in tool_descriptions(task, tools))}
+    known = {*tools, *(tool for task in distinct_tasks(tasks) for tool in tool_descriptions(task, tools))}
     for name in unknown:
         if name not in known:
             some = ", ".join([*sorted(known)[:MAX_NAMED_TOOLS], *(["…"] if len(known) > MAX_NAMED_TOOLS else [])])
@@ -80,7 +81,7 @@ def check_routable(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequ
     if config.router.routes:
         _check_own_routes(config, tools, tasks)
         return
-    if any(_families(config, tools, task) for task in tasks):
+    if any(_families(config, tools, task) for task in distinct_tasks(tasks)):
         return
     if tools and not config.multi_turn.enable:
         raise ConfigError(
@@ -95,26 +96,28 @@ def check_routable(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequ
 
 
 def _check_price_list(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> None:
-    """Raise if `router.prices` names something that no task has, or leaves out one of its tools."""
+    """Raise if a price list names something that no task has, or leaves out one of its tools."""
     router = config.router
-    if not router.prices:
+    prices = cost.prices if isinstance(cost := build_cost(router, tools), PricesCost) and router.price_list else {}
+    if not prices:
         return
     conditioning = Conditioning(router, tools if config.multi_turn.enable else {})
-    known = {tool: family for task in tasks for tool, family in conditioning.families_of(task).items()}
+    known = {tool: family for task in distinct_tasks(tasks) for tool, family in conditioning.families_of(task).items()}
     families = {name for family in (*known.values(), *Family) for name in (str(family), family.lower())}
     valid = {*known, *tools, *families, *METERS, UNREADABLE, "*"}
-    for unit, table in router.prices.items():
+    where = f"router.{router.price_list_name}"
+    for unit, table in prices.items():
         for name in table:
             if name not in valid:
                 hint = did_you_mean(name, {*known, *tools}) or did_you_mean(name, valid)
                 raise ConfigError(
-                    f"router.prices.{unit} has a price for {name!r}, which is neither a tool of the tasks "
+                    f"{where}.{unit} has a price for {name!r}, which is neither a tool of the tasks "
                     f"({', '.join(known)}), a family, nor one of {', '.join(METERS)}{hint}"
                 )
-    priced = {key for table in router.prices.values() for key in table}
+    priced = {key for table in prices.values() for key in table}
     for tool, family in known.items():
         if priced.isdisjoint({tool, str(family), family.lower(), "*", SECONDS_METER}):
-            raise ConfigError(f"the tool {tool!r} has no price: add it to a table of router.prices (0 if it is free)")
+            raise ConfigError(f"the tool {tool!r} has no price: add it to a table of {where} (0 if it is free)")
 
 
 def _check_own_routes(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> None:
@@ -122,12 +125,11 @@ def _check_own_routes(config: RunConfig, tools: Mapping[str, BaseTool], tasks: S
     routes = conditioning.routes
     if config.multi_turn.enable and (missing := _unknown_tool(routes, tools, tasks, conditioning)) is not None:
         raise ConfigError(missing)
-    families = [conditioning.families_of(task) for task in tasks]
+    families = map_distinct(tasks, conditioning.families_of)
     check_route_tools(routes, families)
     cost = build_cost(config.router, tools)
     first = next((budget.unit for budget in config.router.budgets), cost.units[0])
     check_prices(routes, cost.units, max_cost=config.router.max_cost, unit=first)
-    _check_table_of_prices(cost, routes, families)
     for budget in config.router.budgets:
         if budget.unit in cost.units and (least := least_cost(routes, families, budget.unit)) > budget.limit + 1e-9:
             raise ConfigError(
@@ -141,7 +143,7 @@ def _unknown_tool(
 ) -> str | None:
     """A route's tool that is neither one of the run nor described by a prompt."""
     named = {tool: route.name for route in routes for tool in route.tools if tool not in tools}
-    described = {tool for task in tasks for tool in conditioning.families_of(task)} if named else set()
+    described = {tool for task in distinct_tasks(tasks) for tool in conditioning.families_of(task)} if named else set()
     for tool, route in named.items():
         if tool not in described:
             return (
@@ -151,21 +153,6 @@ def _unknown_tool(
     return None
 
 
-def _check_table_of_prices(cost: Cost, routes: RouteSet, families: Sequence[Mapping[str, str]]) -> None:
-    """Raise if a tool of a route has a price in no unit of the table of prices."""
-    if not isinstance(cost, PricesCost) or SECONDS_METER in cost.meters:
-        return
-    known = {tool: family for tools in families for tool, family in tools.items()}
-    for route in routes:
-        for tool, family in known.items():
-            keys = {tool, str(family), family.lower(), "*"}
-            if route.has(tool, family) and all(keys.isdisjoint(table) for table in cost.prices.values()):
-                raise ConfigError(
-                    f"the tool {tool!r} of route {route.name!r} has no price: add it to router.cost_kwargs.prices (0 "
-                    "if it is free)"
-                )
-
-
 def _families(config: RunConfig, tools: Mapping[str, BaseTool], task: Task) -> dict[str, str]:
     offered = tools if config.multi_turn.enable else {}
     return Conditioning(config.router, offered).families_of(task)
@@ -173,7 +160,7 @@ def _families(config: RunConfig, tools: Mapping[str, BaseTool], task: Task) -> d
 
 def _one_family(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> Finding | None:
     names: dict[str, str] = {}
-    for task in tasks:
+    for task in distinct_tasks(tasks):
         names |= _families(config, tools, task)
         if len(set(names.values())) > 1:
             return None
@@ -205,10 +192,11 @@ def _no_ground_truth(rewards: CompositeReward, tasks: Sequence[Task], which: str
         for part in rewards.parts
         if part.reward.reference not in EPISODE_REWARDS and not part.reward.signature.first[1].startswith("_")
     ]
-    if not tasks or not readers or any(task.ground_truth is not None for task in tasks):
+    if not tasks or not readers or any(task.ground_truth is not None for task in distinct_tasks(tasks)):
         return None
-    columns = sorted({name for task in tasks for name, value in task.reward_kwargs.items() if value is not None})
-    inner = sorted({name for task in tasks for name, value in task.extra_info.items() if value is not None})
+    distinct = list(distinct_tasks(tasks))
+    columns = sorted({name for task in distinct for name, value in task.reward_kwargs.items() if value is not None})
+    inner = sorted({name for task in distinct for name, value in task.extra_info.items() if value is not None})
     parameters = {name for part in rewards.parts for name in part.reward.signature.names}
     likely = [name for name in columns if _looks_like_answer(name)]
     if parameters & set(likely):

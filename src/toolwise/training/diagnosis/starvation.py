@@ -25,4 +25,7 @@ def explain_starvation(learner: float, engine: float, max_staleness: int, step: 
         cure = "raise rollout.n or data.batch_size, so that more episodes run at once, or make tools and rewards faster"
     if max_staleness < ENOUGH:
         cure = f"raise trainer.max_staleness (now {max_staleness}), so that more groups are under way; or {cure}"
-    return Finding("starvation", "warning", says, cure=cure, step=step)
+    figures = {"learner_wait": learner, "engine_wait": engine}
+    settings = ("trainer.max_staleness", "rollout.n", "data.batch_size", "rollout.max_new_tokens")
+    steps = (step - STARVED_STEPS + 1, step)
+    return Finding("starvation", "warning", says, figures, cure=cure, step=step, steps=steps, settings=settings)

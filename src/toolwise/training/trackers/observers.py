@@ -3,6 +3,7 @@ they raise, except Ctrl-C, ends the run."""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import logging
 from collections import Counter
@@ -14,8 +15,9 @@ from toolwise.config.components import check_kwargs, create, is_factory
 from toolwise.config.imports import check_nameable, did_you_mean, load_reference
 from toolwise.config.loader import build_config
 from toolwise.config.trainer import ObserverEntry, ObserverSettings
-from toolwise.errors import ConfigError
+from toolwise.errors import ConfigError, MissingExtraError
 from toolwise.protocols import Callback, Metrics, Tracker
+from toolwise.training.trackers.dashboard import Dashboard
 from toolwise.types import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
 from toolwise.untrusted.time_limit import TimeLimitError
 from toolwise.untrusted.user_code import call_part_within, describe_at, user_location
@@ -29,7 +31,12 @@ METHODS: dict[str, tuple[str, ...]] = {
     "tracker": ("start", "log", "close"),
     "callback": ("on_step", "on_validation", "on_checkpoint", "on_end"),
 }
-
+TRACKERS = {
+    "tensorboard": "toolwise.training.trackers.tensorboard:TensorBoardTracker",
+    "wandb": "toolwise.training.trackers.wandb:WandbTracker",
+    "mlflow": "toolwise.training.trackers.mlflow:MlflowTracker",
+}
+"""Trackers that come with Toolwise, by the name of their package, which is an extra."""
 
 DEFAULT_LIMIT_S = ObserverSettings().observer_timeout_s
 MAX_FAILURES = 3
@@ -122,8 +129,11 @@ class Observers:
     def create(self, sources: Sequence[ObserverSource]) -> None:
         """Create what `load_observers` found; raises a ConfigError if a constructor fails."""
         for source in sources:
-            observers = self.trackers if source.kind == "tracker" else self.callbacks
-            observers.append(ContainedObserver(source.create(), f"{source.kind} {source.name}", self.limit_s))
+            created = source.create()
+            observer = ContainedObserver(created, f"{source.kind} {source.name}", self.limit_s)
+            (self.trackers if source.kind == "tracker" else self.callbacks).append(observer)
+            if source.kind == "tracker" and isinstance(created, Dashboard):  # it also sends rollouts
+                self.callbacks.append(observer)
 
     def start(self, run: RunStart) -> None:
         for tracker in self.trackers:
@@ -135,11 +145,12 @@ class Observers:
 
     def to_json(self) -> list[dict[str, Any]]:
         """What the summary says about each of them."""
-        return [observer.to_json() for observer in (*self.trackers, *self.callbacks)]
+        return [observer.to_json() for observer in dict.fromkeys((*self.trackers, *self.callbacks))]
 
     def error_metrics(self) -> Metrics:
         """`faults/tracker` and `faults/callback`: failed calls since the last time; empty if the user gave none."""
-        observers = {"tracker": self.trackers, "callback": self.callbacks}
+        callbacks = [one for one in self.callbacks if one not in self.trackers]
+        observers = {"tracker": self.trackers, "callback": callbacks}
         totals = {kind: sum(one.errors for one in members) for kind, members in observers.items() if members}
         metrics = {f"faults/{kind}": float(total - self._reported.get(kind, 0)) for kind, total in totals.items()}
         self._reported = totals
@@ -188,11 +199,21 @@ def _load(entry: Any, kind: str) -> ObserverSource:
     name = target if isinstance(target, str) else qualified_name(target)
     if isinstance(target, str):
         check_nameable(target, key, f"; --set {key}=[] continues without it")
-        target = load_reference(target, what=key)
+        target = _load_named(target) if kind == "tracker" and ":" not in target else load_reference(target, what=key)
     check_kwargs(target, kwargs, f"{key}: {name}", {})
     if not inspect.isroutine(target):
         _check_methods(target, kind, name)
     return ObserverSource(kind, name, target, kwargs)
+
+
+def _load_named(name: str) -> Any:
+    """A tracker that comes with Toolwise; raises before the run begins if its package is not installed."""
+    if name not in TRACKERS:
+        hint = did_you_mean(name, TRACKERS) or f"; use {', '.join(TRACKERS)}, or path/to/file.py:Name for your own"
+        raise ConfigError(f"trainer.trackers: there is no tracker {name!r}{hint}")
+    if importlib.util.find_spec(name) is None:
+        raise MissingExtraError(f"trainer.trackers: {name}", name)
+    return load_reference(TRACKERS[name], what="trainer.trackers")
 
 
 def qualified_name(target: Any) -> str:

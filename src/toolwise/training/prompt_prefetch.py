@@ -1,0 +1,33 @@
+"""Renders and tokenizes the prompts of the next step while the model generates and the event loop is idle."""
+
+from __future__ import annotations
+
+import asyncio
+
+from toolwise.data import Batches
+from toolwise.envs.tool_env import ToolEnv
+from toolwise.errors import ToolwiseError
+from toolwise.policies.local import LocalPolicy
+from toolwise.rollout.chat_tokenizer import ENCODE_CACHE_SIZE
+from toolwise.routing.routers import DirectRouter
+from toolwise.training.run import Run
+
+FIRST_PAUSE_S, PAUSE_S = 0.1, 0.005
+"""Before the first prompt, so that the rollouts of this step begin first, and before each further one."""
+
+
+async def prefetch_prompts(run: Run) -> None:
+    """Put the prompts of the next batch into the tokenizer's caches. Only where they are known before the step: a
+    router, an environment or a sampler may change them."""
+    scheduler, policy = run.scheduler, run.policy
+    known = isinstance(run.router, DirectRouter) and scheduler.make_env is None and not scheduler.lock_step
+    if not known or not isinstance(policy, LocalPolicy) or not isinstance(run.batches, Batches):
+        return
+    for number, task in enumerate(run.batches.upcoming()[: ENCODE_CACHE_SIZE // 2]):
+        await asyncio.sleep(PAUSE_S if number else FIRST_PAUSE_S)
+        if task.prompt_ids is not None:
+            continue
+        try:
+            policy.chat.start(task.prompt, ToolEnv(task, scheduler.tools).tool_specs())
+        except ToolwiseError:
+            continue  # its rollouts will say so

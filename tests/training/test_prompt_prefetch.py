@@ -1,0 +1,61 @@
+"""The prompts of the next step are tokenized ahead, where they are known."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from toolwise.data import Batches
+from toolwise.errors import ModelError
+from toolwise.messages import Message
+from toolwise.policies.local import LocalPolicy
+from toolwise.routing.routers import DirectRouter
+from toolwise.training import prompt_prefetch
+from toolwise.training.prompt_prefetch import prefetch_prompts
+from toolwise.types import Task
+
+
+class Chat:
+    """Remembers what it was asked to tokenize; refuses the second prompt."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+
+    def start(self, messages: Any, tools: Any) -> list[int]:
+        self.started.append(str(messages[0].content))
+        if len(self.started) == 2:
+            raise ModelError("the template refuses it")
+        return []
+
+
+def prefetched(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[list[str], list[Task]]:
+    monkeypatch.setattr(prompt_prefetch, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(prompt_prefetch, "PAUSE_S", 0.0)
+    tasks = [Task(task_id=str(i), prompt=[Message(role="user", content=f"task {i}")]) for i in range(6)]
+    batches, policy = Batches(tasks, 3, seed=0), object.__new__(LocalPolicy)
+    policy.chat = chat = Chat()  # type: ignore[assignment]
+    scheduler = SimpleNamespace(make_env=None, lock_step=False, tools={})
+    parts = {"router": DirectRouter(0), "scheduler": scheduler, "policy": policy, "batches": batches} | changes
+    asyncio.run(prefetch_prompts(SimpleNamespace(**parts)))  # type: ignore[arg-type]
+    return chat.started, next(batches)
+
+
+def test_the_next_batch_is_tokenized_even_if_a_prompt_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, batch = prefetched(monkeypatch)
+    assert started == [task.prompt[0].content for task in batch]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"router": object()},
+        {"policy": object()},
+        {"scheduler": SimpleNamespace(make_env=print, lock_step=False, tools={})},
+        {"scheduler": SimpleNamespace(make_env=None, lock_step=True, tools={})},
+    ],
+)
+def test_prompts_that_may_change_are_left_alone(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    assert prefetched(monkeypatch, **changes)[0] == []

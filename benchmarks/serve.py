@@ -1,12 +1,18 @@
-"""Benchmark `toolwise serve` on a CPU beside vLLM: tokens per second and time to the first token of concurrent streams.
+"""Benchmark `toolwise serve`: tokens per second and time to the first token of concurrent streams.
 
-    python benchmarks/serve.py FOLDER                                    our server alone
-    python benchmarks/serve.py FOLDER --vllm .venv-vllm/bin/python       both, in turn (make vllm-env installs it)
+    python benchmarks/serve.py FOLDER                                    our server alone, on a CPU
+    python benchmarks/serve.py FOLDER --vllm .venv-vllm/bin/python       beside vLLM (make vllm-env installs it)
+    python benchmarks/serve.py --device cuda --shape 1.6b --concurrent 256 --rounds 3 --out serve.json
 
-FOLDER is a model folder, such as the SmolLM2 of scripts/make_smollm2.py. Both servers run it in fp32 with the same
-number of threads, each in its own process, one after the other, for --rounds rounds. 32 and 64 clients at once stream
-one reply of 64 tokens each, past the end of the turn, to a prompt of about 256 tokens of their own. Tokens are those
-that the server's `usage` counts.
+With FOLDER, a model folder such as the SmolLM2 of scripts/make_smollm2.py, both servers run it in fp32 with the same
+number of threads, each in its own process, one after the other. With --shape, the model has random weights, in bf16 on
+a GPU, and the server is compared with its engine without HTTP ("offline"): once for each of --intervals, the
+milliseconds for which chunks of a stream are collected (0: an event for each token).
+
+Clients run in processes of their own and read from plain sockets. Each streams one reply after the other, past the end
+of the turn, to a prompt of its own that shares no beginning with others. Tokens are those that the server's `usage`
+counts, `cpu_s` is the server's CPU time, which other work on the machine disturbs less than the seconds. A round of
+each kind that is not timed comes first on a GPU: it compiles kernels and captures graphs.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -21,54 +28,67 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-import httpx
+from urllib.error import URLError
+from urllib.request import urlopen
 
 START_S, STOP_S, REQUEST_S = 600, 60, 1200
-NEW_TOKENS, PROMPT_TOKENS = 64, 256
+Figures = dict[str, Any]
 
 
-def prompts(folder: Path, count: int, seed: int) -> list[str]:
-    """Texts of the wanted number of tokens, template included, that share no beginning but the template's."""
+def make_prompts(folder: Path, count: int, tokens: int, seed: int) -> list[str]:
+    """Texts of about the wanted number of tokens, template included, that share no beginning but the template's."""
     from transformers import AutoTokenizer
 
     tokenizer, drawn = AutoTokenizer.from_pretrained(folder), random.Random(seed)
     words = [word for word in tokenizer.get_vocab() if word[1:].isalpha() and word.isascii()] or ["word"]
 
-    def tokens(text: str) -> int:
+    def count_tokens(text: str) -> int:
         messages = [{"role": "user", "content": text}]
         rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return len(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
     texts = []
     for _ in range(count):
-        chosen = [drawn.choice(words) for _ in range(PROMPT_TOKENS)]
-        while tokens(" ".join(chosen)) > PROMPT_TOKENS:
-            chosen.pop()
+        chosen = [drawn.choice(words) for _ in range(tokens)]
+        while (over := count_tokens(" ".join(chosen)) - tokens) > 0:
+            del chosen[-max(1, over // 4) :]
         texts.append(" ".join(chosen))
     return texts
 
 
+def cpu_seconds(session: int) -> float:
+    """CPU time of all processes of a session, with the children that they have waited for."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()  # after the name, which may have spaces
+            if int(fields[3]) == session:
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def served(command: list[str], environment: dict[str, str], port: int) -> Iterator[None]:
+def served(command: list[str], environment: dict[str, str], port: int) -> Iterator[int]:
+    """Yields the id of the server's session."""
     with subprocess.Popen(
         command, env=os.environ | environment, stdout=subprocess.DEVNULL, start_new_session=True
     ) as process:
         try:
             deadline = time.monotonic() + START_S
             while time.monotonic() < deadline and process.poll() is None:
-                with suppress(httpx.TransportError):
-                    if httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200:
-                        break
+                with suppress(URLError, OSError), urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5):
+                    break
                 time.sleep(0.5)
             else:
                 raise SystemExit(f"{command[0]} did not start")
-            yield
+            yield process.pid
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -77,81 +97,243 @@ def served(command: list[str], environment: dict[str, str], port: int) -> Iterat
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-async def stream(client: httpx.AsyncClient, url: str, model: str, text: str) -> tuple[float, int]:
-    """Seconds to the first token, and the number of tokens."""
+def request_bytes(text: str, new_tokens: int) -> bytes:
     body: dict[str, Any] = {
-        "model": model,
+        "model": "m",
         "messages": [{"role": "user", "content": text}],
-        "max_tokens": NEW_TOKENS,
+        "max_tokens": new_tokens,
         "temperature": 1.0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    start, first, count = time.perf_counter(), 0.0, 0
-    async with client.stream("POST", f"{url}/chat/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line[6:])
-            if not first and chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
-                first = time.perf_counter() - start
-            count = (chunk.get("usage") or {}).get("completion_tokens", count)
-    return first or time.perf_counter() - start, count
+    raw = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Connection: close\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw
 
 
-async def crowd(url: str, model: str, texts: list[str]) -> dict[str, float]:
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=REQUEST_S, limits=limits) as client:
-        await stream(client, url, model, "Hello")  # warm
-        start = time.perf_counter()
-        results = await asyncio.gather(*(stream(client, url, model, text) for text in texts))
-        seconds = time.perf_counter() - start
-    firsts = sorted(first for first, _ in results)
-    tokens = sum(count for _, count in results)
+async def stream(port: int, text: str, new_tokens: int) -> tuple[float, int, int]:
+    """Seconds to the first token, the number of tokens, and the number of events with text."""
+    start, first, events, tail = time.perf_counter(), 0.0, 0, b""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
+    writer.write(request_bytes(text, new_tokens))
+    while piece := await reader.read(1 << 16):
+        new = piece.count(b'"content": "') + piece.count(b'"content":"')  # one cut in two is not counted
+        new -= piece.count(b'"content": ""') + piece.count(b'"content":""')
+        if new and not events:
+            first = time.perf_counter() - start
+        events += max(0, new)
+        tail = (tail + piece)[-4096:]
+    writer.close()
+    if b"[DONE]" not in tail or b'"usage"' not in tail:
+        raise SystemExit(f"a stream ended early: {tail[-300:]!r}")
+    usage = tail[tail.rindex(b'"completion_tokens"') :]
+    count = int(usage.split(b":")[1].split(b",")[0].split(b"}")[0])
+    return first or time.perf_counter() - start, count, events
+
+
+def run_clients(port: int, texts: Sequence[Sequence[str]], new_tokens: int) -> Figures:
+    """The clients of one process: each sends its texts one after the other."""
+
+    async def client(own: Sequence[str]) -> list[tuple[float, int, int]]:
+        return [await stream(port, text, new_tokens) for text in own]
+
+    async def all_clients() -> list[list[tuple[float, int, int]]]:
+        async with asyncio.timeout(REQUEST_S):
+            return await asyncio.gather(*map(client, texts))
+
+    start = time.monotonic()
+    results = [result for own in asyncio.run(all_clients()) for result in own]
+    return {"start": start, "end": time.monotonic(), "results": results}
+
+
+def measure(pool: ProcessPoolExecutor, port: int, texts: list[str], options: argparse.Namespace) -> Figures:
+    processes, clients = options.client_processes, options.clients
+    own = [texts[number::clients] for number in range(clients)]
+    shares = [own[number::processes] for number in range(processes)]
+    work = [pool.submit(run_clients, port, share, options.new_tokens) for share in shares if share]
+    parts = [task.result() for task in work]
+    seconds = max(part["end"] for part in parts) - min(part["start"] for part in parts)
+    results = [result for part in parts for result in part["results"]]
+    firsts = sorted(first for first, _, _ in results)
+    tokens = sum(count for _, count, _ in results)
     return {
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
+        "tokens_per_event": tokens / max(1, sum(events for _, _, events in results)),
         "first_median_s": statistics.median(firsts),
         "first_p95_s": firsts[int(0.95 * (len(firsts) - 1))],
     }
 
 
-def main() -> None:
+def measure_offline(folder: Path, settings: list[str], rounds: list[list[str]], new_tokens: int) -> list[Figures]:
+    """The engine alone: all requests of a round at once, without HTTP."""
+    from toolwise.agent.agent import Agent
+    from toolwise.concurrency.garbage import relaxed_gc
+    from toolwise.messages import Message
+    from toolwise.protocols import Sampling
+
+    policy = Agent.load(folder, tools=[], overrides=settings).policy
+    figures = []
+
+    async def generate(prompts: list[list[int]]) -> int:
+        work = (
+            policy.generate(ids, Sampling(max_new_tokens=new_tokens, seed=number)) for number, ids in enumerate(prompts)
+        )
+        return sum(len(result.token_ids) for result in await asyncio.gather(*work))
+
+    for texts in rounds:
+        prompts = [policy.chat.start([Message(role="user", content=text)]) for text in texts]
+        with relaxed_gc():
+            start = time.perf_counter()
+            tokens = asyncio.run(generate(prompts))
+            seconds = time.perf_counter() - start
+        figures.append({"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds})
+    policy.close()
+    return figures
+
+
+class Report:
+    """Prints figures as they come and, with --out, keeps them in a file."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.path: Path | None = options.out
+        settings = {name: str(value) for name, value in vars(options).items() if value is not None}
+        self.content: dict[str, Any] = {"settings": settings, "python": sys.version.split()[0], "rows": []}
+
+    def add(self, name: str, clients: int, figures: Figures, **more: Any) -> None:
+        row = {"name": name, "clients": clients, **figures, **more, "load": os.getloadavg()[0]}
+        self.content["rows"].append(row)
+        print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+        self._write()
+
+    def compare(self) -> None:
+        """The best round of each kind as a share of the best offline round."""
+        best: dict[str, float] = {}
+        for row in self.content["rows"]:
+            if row["name"] != "warm-up":
+                best[row["name"]] = max(best.get(row["name"], 0.0), row["tokens_per_s"])
+        shares = {name: rate / best["offline"] for name, rate in best.items() if "offline" in best}
+        self.content["share_of_offline"] = shares
+        print("share of offline: " + "  ".join(f"{name} {share:.2f}" for name, share in shares.items()), flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.content, indent=1))
+
+
+def our_command(folder: Path, port: int, settings: list[str], interval_ms: float | None = None) -> list[str]:
+    command = [sys.executable, "-m", "toolwise", "serve", str(folder), "--mode", "model", "--name", "m"]
+    command += ["--port", str(port), *(part for setting in settings for part in ("--set", setting))]
+    return command if interval_ms is None else [*command, "--stream-interval-ms", f"{interval_ms:g}"]
+
+
+def vllm_command(python: Path, folder: Path, port: int, clients: int) -> list[str]:
+    # The `vllm` command looks up the version of a package "vllm", but the CPU build has another name.
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--served-model-name", "m", "--port", str(port), "--generation-config", "vllm"]
+    return [*command, "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", str(clients)]
+
+
+def beside_vllm(options: argparse.Namespace, pool: ProcessPoolExecutor, report: Report, port: int) -> None:
+    """Our server and vLLM's on the model folder, for each number of clients."""
+    threads = {"OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    settings = ["model.dtype=float32", "model.device=cpu"]
+    servers = {"toolwise": (our_command(options.folder, port, settings), threads)}
+    if options.vllm:
+        # "nobind" leaves the number of threads to OpenMP, as on our side.
+        more = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_NO_USAGE_STATS": "1"}
+        command = vllm_command(options.vllm, options.folder, port, max(options.concurrent))
+        servers["vllm"] = (command, threads | more | {"HF_HUB_OFFLINE": "1"})
+    for number in range(options.rounds):
+        for name, (command, environment) in servers.items():
+            with served(command, environment, port) as session:
+                for clients in options.concurrent:
+                    options.clients = clients
+                    texts = make_prompts(options.folder, clients, options.prompt_tokens, 1000 * number + clients)
+                    pool.submit(run_clients, port, [["Hello"]], 4).result()  # warm
+                    before = cpu_seconds(session)
+                    figures = measure(pool, port, texts, options)
+                    cpu = {"cpu_s": cpu_seconds(session) - before, "threads": options.threads}
+                    report.add(name, clients, figures | cpu)
+
+
+def beside_engine(options: argparse.Namespace, pool: ProcessPoolExecutor, report: Report, port: int) -> None:
+    """Our server on a random model, and its engine offline."""
+    from random_model import make_folder
+
+    dtype = "float32" if options.device == "cpu" else "bfloat16"
+    settings = [f"model.dtype={dtype}", f"model.device={options.device}"]
+    (options.clients,) = options.concurrent
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        fresh = {"max_workers": 1, "mp_context": multiprocessing.get_context("spawn")}
+        with ProcessPoolExecutor(**fresh) as one:  # a process of its own: it leaves no memory on the GPU
+            one.submit(make_folder, folder, options.shape, options.device, dtype).result()
+        count, size = options.clients * options.replies, options.prompt_tokens
+        rounds = [make_prompts(folder, count, size, seed) for seed in range(options.warm_rounds + options.rounds)]
+        with ProcessPoolExecutor(**fresh) as one:
+            offline = one.submit(measure_offline, folder, settings, rounds, options.new_tokens).result()
+        for number, figures in enumerate(offline):
+            report.add("offline" if number >= options.warm_rounds else "warm-up", options.clients, figures)
+        for interval in options.intervals:
+            name = f"every {interval:g} ms" if interval else "every token"
+            with served(our_command(folder, port, settings, interval), {}, port):
+                for number, texts in enumerate(rounds):
+                    figures = measure(pool, port, texts, options)
+                    report.add(name if number >= options.warm_rounds else "warm-up", options.clients, figures)
+    report.compare()
+
+
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", help="model folder; or give --shape")
     parser.add_argument("--vllm", type=Path, help="the Python of an environment with vLLM")
+    parser.add_argument("--shape", help="a random model: 0.1m, 0.9m, 135m, 1.6b, 3b, 8b")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the random model")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--clients", type=int, nargs="+", default=[32, 64])
+    parser.add_argument("--concurrent", type=int, nargs="+", default=None, help="clients at once; 32 64, or 256")
     parser.add_argument("--rounds", type=int, default=1)
-    given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server is left behind
+    parser.add_argument("--warm-rounds", type=int, help="rounds that are not timed; 1 on a GPU")
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--replies", type=int, default=1, help="replies per client, one after the other (--shape)")
+    parser.add_argument("--intervals", type=float, nargs="+", default=[20.0, 0.0], help="milliseconds (--shape)")
+    parser.add_argument("--client-processes", type=int, help="4 on a GPU, else 1")
+    parser.add_argument("--out", type=Path, help="JSON file for all figures")
+    parser.add_argument(
+        "--limit-s", type=int, default=3600, help="give up after this time; --out has what was measured"
+    )
+    options = parser.parse_args()
+    if (options.folder is None) == (options.shape is None):
+        parser.error("give a model folder, or --shape")
+    options.concurrent = options.concurrent or ([256] if options.shape else [32, 64])
+    on_gpu = options.device == "cuda"
+    options.warm_rounds = int(on_gpu) if options.warm_rounds is None else options.warm_rounds
+    options.client_processes = options.client_processes or (4 if on_gpu else 1)
+    return options
+
+
+def give_up(*_: object) -> None:
+    """End without leaving a client or a server behind: contexts end the servers."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.exit("the time is over, or the benchmark was ended")
+
+
+def main() -> None:
+    options = read_options()
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, give_up)
+    signal.alarm(options.limit_s)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    folder, threads = str(given.folder), {"OMP_NUM_THREADS": str(given.threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", "toolwise", "serve", folder, "--mode", "model", "--name", "m", "--port", str(port)]
-    command += ["--set", "model.dtype=float32", "--set", "model.device=cpu"]
-    servers = {"toolwise": (command, threads)}
-    if given.vllm:
-        # The `vllm` command looks up the version of a package "vllm", but the CPU build has another name.
-        command = [str(given.vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-        command += ["--served-model-name", "m", "--port", str(port), "--generation-config", "vllm"]
-        command += ["--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", str(max(given.clients))]
-        # "nobind" leaves the number of threads to OpenMP, as on our side.
-        more = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_NO_USAGE_STATS": "1"}
-        servers["vllm"] = (command, threads | more | {"HF_HUB_OFFLINE": "1"})
-    for number in range(given.rounds):
-        for name, (command, environment) in servers.items():
-            with served(command, environment, port):
-                for clients in given.clients:
-                    texts = prompts(given.folder, clients, seed=1000 * number + clients)
-                    figures = asyncio.run(crowd(f"http://127.0.0.1:{port}/v1", "m", texts))
-                    load = os.getloadavg()[0]
-                    shown = "  ".join(f"{key} {value:.2f}" for key, value in figures.items())
-                    print(f"{name}  clients {clients}  {shown}  threads {given.threads}  load {load:.1f}", flush=True)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.client_processes, mp_context=context) as pool:
+        (beside_engine if options.shape else beside_vllm)(options, pool, Report(options), port)
 
 
 if __name__ == "__main__":

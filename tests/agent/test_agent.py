@@ -20,11 +20,12 @@ from toolwise.messages import Message, ToolCall
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.routing.cost import AnyCost, CallsCost, RouteUsage
-from toolwise.routing.cost_cap import BUDGET_SPENT_MESSAGE, OVER_BUDGET, CappedEnv
+from toolwise.routing.cost_cap import BUDGET_SPENT_MESSAGE, CappedEnv
 from toolwise.routing.families import Family
 from toolwise.routing.threshold import Threshold
 from toolwise.tools.catalog import build_tools
 from toolwise.types import Rollout, StopReason, Task
+from toolwise.types.rollouts import OVER_BUDGET
 
 SUM = "What is 4321 - 1234?"
 SHORT = ["rollout.max_new_tokens=48"]

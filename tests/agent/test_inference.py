@@ -24,10 +24,10 @@ from toolwise.agent.loader import load_router
 from toolwise.config.router import RouterConfig
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.frontier.evaluation import route_values
+from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.cost import CallsCost
 from toolwise.routing.families import RouteAction
 from toolwise.routing.head import ROUTER_METADATA_FILE
-from toolwise.routing.inference_router import Conditioning
 from toolwise.routing.routes import check_prices
 from toolwise.routing.samples import RoutePrediction
 from toolwise.routing.threshold import Threshold, find_threshold

@@ -87,13 +87,20 @@ def test_links_within_the_folder_and_those_of_the_hubs_cache_are_read(folder: Pa
     verify_agent(snapshot)
 
 
-def test_a_folder_of_the_first_format_is_read(folder: Path) -> None:
-    """It has no checksums of Markdown documents and hidden files."""
-    (folder / "documents/0/.env").write_text("x")
+def test_a_folder_of_the_first_format_is_read_unless_it_has_files_without_a_checksum(folder: Path) -> None:
+    """That format has none of Markdown documents and hidden files."""
     entry = FileEntry(size=2, sha256=hashlib.sha256(b"{}").hexdigest())
     manifest = AgentManifest(format=1, files={"config.json": entry})
     manifest.seal = manifest.digest()
     (folder / AGENT_FILE).write_text(manifest.model_dump_json())
+    with pytest.raises(
+        CheckpointError, match=r"notes\.md has no checksum in an agent of format 1: export the agent again"
+    ):
+        verify_agent(folder)
+    (folder / "documents/0/notes.md").rename(folder / "documents/0/.notes")
+    with pytest.raises(CheckpointError, match="has no checksum"):
+        verify_agent(folder)
+    (folder / "documents/0/.notes").unlink()
     assert verify_agent(folder).format == 1
     update_file(folder, "config.json", b"[]")
     assert verify_agent(folder).format == 1

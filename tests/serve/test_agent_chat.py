@@ -162,7 +162,7 @@ def test_a_long_question_is_measured_beside_the_event_loop(plain: str, monkeypat
     monkeypatch.setattr(ChatTokenizer, "encode", note)
     answer = ask(plain, messages=[{"role": "user", "content": "word " * 8000}])
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert [name for name in threads if not name.startswith("toolwise-serve-text")] == []
+    assert [name for name in threads if not name.startswith("toolwise-text")] == []
 
 
 def test_a_request_may_only_lower_the_cost(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from toolwise.rollout.call_format import find_format
@@ -15,24 +17,30 @@ def spell(ids: list[int]) -> str:
 
 
 def play(text: str, *, size: int, stops: list[str] | None = None, calls: bool = False, end: str = "stop") -> tuple:  # type: ignore[type-arg]
+    """The content, the calls as a client joins them, and the deltas."""
     stream = ChoiceStream(spell, stops or [], find_format("hermes").stream(False) if calls else None)
-    pieces = [stream.feed([ord(c) for c in text[i : i + size]]) for i in range(0, len(text), size)]
-    rest = stream.finish(text, end)
-    return "".join(pieces) + rest.pop("content", ""), rest, pieces
+    deltas = [stream.feed([ord(c) for c in text[i : i + size]]) for i in range(0, len(text), size)]
+    deltas.append(stream.finish(text, end))
+    joined: list[dict[str, str]] = []
+    for part in (part for delta in deltas for part in delta.get("tool_calls", ())):
+        if part["index"] == len(joined):
+            joined.append({"id": part["id"], "name": part["function"]["name"], "arguments": ""})
+        joined[part["index"]]["arguments"] += part["function"]["arguments"]
+    return "".join(delta.get("content", "") for delta in deltas), joined, deltas
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50])
 def test_text_comes_as_it_is_written(size: int) -> None:
-    content, rest, pieces = play("  two words ", size=size)
-    assert (content, rest) == ("  two words ", {})
-    assert len([p for p in pieces if p]) == len(pieces)
+    content, calls, deltas = play("  two words ", size=size)
+    assert (content, calls) == ("  two words ", [])
+    assert all(deltas[:-1])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50])
 def test_text_ends_before_a_stop_string(size: int) -> None:
-    content, _, pieces = play("one END two", size=size, stops=["END", "never"])
+    content, _, deltas = play("one END two", size=size, stops=["END", "never"])
     assert content == "one "
-    assert not any("E" in piece for piece in pieces)
+    assert not any("E" in delta.get("content", "") for delta in deltas)
 
 
 def test_what_only_looks_like_a_stop_string_is_kept() -> None:
@@ -43,20 +51,49 @@ def test_what_only_looks_like_a_stop_string_is_kept() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 200])
-def test_calls_come_at_the_end_and_their_text_never(size: int) -> None:
-    content, rest, _ = play(f"First this. {CALL}", size=size, calls=True)
+def test_calls_come_as_calls_and_their_text_never(size: int) -> None:
+    content, calls, _ = play(f"First this. {CALL}", size=size, calls=True)
     assert content == "First this."
-    assert [call["function"]["name"] for call in rest["tool_calls"]] == ["f"]
+    assert calls == [{"id": "call_0", "name": "f", "arguments": '{"a": 1}'}]
+
+
+def test_arguments_come_piece_by_piece() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": "some {long} \\"text\\"", "b": [1, {}]}}</tool_call>'
+    _, calls, deltas = play(text, size=1, calls=True)
+    assert json.loads(calls[0]["arguments"]) == {"a": 'some {long} "text"', "b": [1, {}]}
+    parts = [part["function"]["arguments"] for delta in deltas for part in delta.get("tool_calls", ())]
+    assert max(map(len, parts)) == 1
+    assert len(parts) > 30
+
+
+@pytest.mark.parametrize("rest", ["", "}", "}} and more</tool_call>", '}, "name": "g"}</tool_call>', "</tool_call>"])
+def test_arguments_of_an_unreadable_call_are_not_closed(rest: str) -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1' + rest
+    _, calls, _ = play(text, size=3, calls=True)
+    with pytest.raises(ValueError):
+        json.loads(calls[0]["arguments"])
+
+
+def test_a_call_that_is_cut_off_is_not_closed() -> None:
+    text = "One. " + CALL[:-14]
+    content, calls, _ = play(text, size=2, calls=True, end="length")
+    assert (content, calls) == ("One.", [{"id": "call_0", "name": "f", "arguments": '{"a": 1'}])
 
 
 @pytest.mark.parametrize("size", [1, 200])
-def test_calls_of_a_reply_that_was_cut_off_are_text(size: int) -> None:
-    text = f"First this. {CALL} and {CALL[:9]}"
-    content, rest, _ = play(text, size=size, calls=True, end="length")
-    assert (content, rest) == (text, {})
+def test_a_call_that_is_cut_off_before_its_name_is_text(size: int) -> None:
+    text = 'First this. <tool_call>{"na'
+    content, calls, _ = play(text, size=size, calls=True, end="length")
+    assert (content, calls) == (text, [])
 
 
 @pytest.mark.parametrize("size", [1, 200])
 def test_text_after_a_call_is_kept(size: int) -> None:
-    content, rest, _ = play(f"one {CALL} two {CALL} three", size=size, calls=True)
-    assert (content, len(rest["tool_calls"])) == (find_format("hermes").parse(f"one {CALL} two {CALL} three")[0], 2)
+    content, calls, _ = play(f"one {CALL} two {CALL} three", size=size, calls=True)
+    assert (content, len(calls)) == (find_format("hermes").parse(f"one {CALL} two {CALL} three")[0], 2)
+
+
+def test_calls_beyond_the_first_are_dropped_where_only_one_is_wanted() -> None:
+    stream = ChoiceStream(spell, [], find_format("hermes").stream(False), keep_calls=1)
+    deltas = [stream.feed([ord(c) for c in CALL + CALL]), stream.finish(CALL + CALL, "stop")]
+    assert {part["index"] for delta in deltas for part in delta.get("tool_calls", ())} == {0}

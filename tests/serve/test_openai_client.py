@@ -29,6 +29,7 @@ SPECS = [tool.get_openai_tool_schema().model_dump() for tool in build_tools(["ca
 def url() -> Iterator[str]:
     """A model, for which the client runs the tools."""
     policy = LocalPolicy(*load_model("builtin:small", device="cpu"), Sampling(max_new_tokens=64))
+    policy.engine.streams.interval_s = 0  # an event for each token
     with Server(build_app(ServedModel.of(policy, "small"), keys=[KEY])) as server:
         yield server.url
 
@@ -80,6 +81,18 @@ def test_the_clients_own_reader_of_streams_joins_calls(client: openai.OpenAI) ->
     with client.chat.completions.stream(model="small", messages=QUESTION, tools=SPECS, temperature=0) as stream:
         message = stream.get_final_completion().choices[0].message
     assert message.tool_calls[0].function.name == "calculator"
+    assert json.loads(message.tool_calls[0].function.arguments) == {"expression": "417 * 38"}
+
+
+def test_a_call_is_streamed_token_by_token(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(model="small", messages=QUESTION, tools=SPECS, temperature=0, stream=True)
+    chunks = [chunk.choices[0] for chunk in stream]
+    parts = [part for choice in chunks for part in choice.delta.tool_calls or ()]
+    assert (parts[0].id, parts[0].function.name) == ("call_0", "calculator")
+    assert all(part.id is None and part.function.name is None for part in parts[1:])
+    assert len(parts) > 5
+    assert json.loads("".join(part.function.arguments for part in parts)) == {"expression": "417 * 38"}
+    assert [choice.finish_reason for choice in chunks if choice.finish_reason] == ["tool_calls"]
 
 
 class Sum(BaseModel):

@@ -15,7 +15,7 @@ from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
 from toolwise.protocols import Sampling
 from toolwise.serve.chat import ServedModel
-from toolwise.serve.constraints import ReplyConstraints
+from toolwise.serve.constraints import _THREAD, ReplyConstraints
 from toolwise.serve.request import BadRequestError, read_request
 from toolwise.tools import build_tools
 
@@ -65,6 +65,12 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
             if choice["index"] == index:
                 delta = dict(choice["delta"])
                 message["content"] += delta.pop("content", None) or ""
+                for part in delta.pop("tool_calls", ()):
+                    calls = message.setdefault("tool_calls", [])
+                    if part["index"] == len(calls):
+                        calls.append(part)
+                    else:
+                        calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
                 message |= delta
     return message
 
@@ -242,3 +248,21 @@ def test_a_grammar_that_gets_too_complex_is_the_clients_error() -> None:
     with pytest.raises(BadRequestError, match="the grammar of a request failed") as refused:
         complete(temperature=0, response_format=schema_of({"type": "object", "properties": letters}))
     assert refused.value.param == "response_format"
+
+
+def test_a_grammar_that_is_known_does_not_wait_for_one_that_is_compiled() -> None:
+    pytest.importorskip("llguidance")
+    complete(response_format=JSON_SCHEMA, max_tokens=1)
+    constraints, may_end = served()._constraints, threading.Event()
+    assert constraints is not None
+
+    async def play() -> None:
+        busy = asyncio.get_running_loop().run_in_executor(_THREAD, may_end.wait, 20)
+        body = {"model": "small", "messages": QUESTION, "max_tokens": 1, "response_format": JSON_SCHEMA}
+        request = read_request(json.dumps(body).encode())
+        assert await asyncio.wait_for(constraints.of(request), 15) is not None
+        assert not busy.done()
+        may_end.set()
+        await busy
+
+    asyncio.run(play())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any
@@ -100,5 +101,27 @@ def test_weights_without_requests_are_closed_at_once() -> None:
         assert await weights.reload()
         await asyncio.get_running_loop().shutdown_default_executor()
         assert CLOSED == [0]
+
+    asyncio.run(play())
+
+
+def test_a_reload_asked_for_during_another_follows_it() -> None:
+    loading, may_end = threading.Event(), threading.Event()
+
+    def load(version: int) -> Model:
+        if version == 1:
+            loading.set()
+            may_end.wait(10)
+        return Model(version, asyncio.Event())
+
+    async def play() -> None:
+        weights = ReloadableWeights(load)
+        first = asyncio.create_task(weights.reload())
+        await asyncio.to_thread(loading.wait, 10)
+        assert not await weights.reload()
+        assert not await weights.reload()
+        may_end.set()
+        assert await first
+        assert weights.version == 2
 
     asyncio.run(play())

@@ -27,10 +27,11 @@ from toolwise.errors import ConfigError
 from toolwise.messages import Message, as_messages
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.rollout.turn_request import TurnRoutedRequest
-from toolwise.routing.cost_cap import OVER_BUDGET, CappedEnv, Price
+from toolwise.routing.cost_cap import CappedEnv, Price
 from toolwise.training.rollout_setup import build_scheduler
 from toolwise.training.tasks import check_task_tools
 from toolwise.types import RouteDecision, StopReason, Task
+from toolwise.types.rollouts import OVER_BUDGET
 
 Question = str | Sequence[Message | Mapping[str, Any]] | Task
 

@@ -22,14 +22,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from toolwise.agent.manifest import AGENT_FILE, update_file
 from toolwise.concurrency.deadlines import gather_all
+from toolwise.concurrency.text_threads import run_if_long
 from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError, ContextFullError
+from toolwise.messages import text_chars
 from toolwise.routing.budget_bins import BudgetBins
 from toolwise.routing.calibration import BudgetCalibration, prompt_uniform, values_and_costs
+from toolwise.routing.conditioning import PROMPT_BATCH_SIZE, Conditioning
 from toolwise.routing.cost import Cost, PricesCost, price_of_calls, refused_by_route
 from toolwise.routing.delivered_budget import uncalibrated
 from toolwise.routing.head import ROUTER_METADATA_FILE
-from toolwise.routing.inference_router import PROMPT_BATCH_SIZE, Conditioning
 from toolwise.routing.routes import RouteSet
 from toolwise.routing.samples import RoutePrediction
 from toolwise.routing.threshold import Floats, Threshold
@@ -178,7 +180,8 @@ class TrainedRouter:
         engine, head = self.policy.engine, self.predictor.head
         if not isinstance(engine, Engine) or head.settings.layers != (-1,):
             return self.predict(tasks)
-        prompts, pool, wait = self._prompts(tasks), head.settings.pool, len(tasks) > 1
+        pool, wait = head.settings.pool, len(tasks) > 1
+        prompts = await run_if_long(sum(text_chars(task.prompt) for task in tasks), self._prompts, tasks)
         features = await gather_all(engine.encode(prompt, pool=pool, wait=wait) for prompt in prompts)
         return self._restricted(tasks, predict_routes(head, torch.stack(features), self.multipliers))
 

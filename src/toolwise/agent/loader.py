@@ -20,9 +20,9 @@ from toolwise.errors import CheckpointError, ConfigError
 from toolwise.models import locate
 from toolwise.routing.budget_bins import BINS_KEY, BudgetBins
 from toolwise.routing.calibration import read_budget_calibration
+from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.cost import build_cost
 from toolwise.routing.head import ROUTER_METADATA_FILE
-from toolwise.routing.inference_router import Conditioning
 from toolwise.routing.turn_calibration import read_turn_calibration
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import build_tools, check_recorded_tools

@@ -13,12 +13,12 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from toolwise import __version__
 from toolwise.errors import CheckpointError
 from toolwise.serialization.files import write_atomic
-from toolwise.training.checkpoint.loader import FileEntry, file_sha256, list_files
+from toolwise.training.checkpoint.loader import FileEntry, file_sha256
 
 AGENT_FILE = "agent.json"
 AGENT_FORMAT = 2
 _READABLE_FORMATS = (1, AGENT_FORMAT)
-"""Format 1 had no checksums of hidden files and of Markdown documents."""
+"""Format 1 had no checksums of hidden files and of Markdown documents: a folder that has any is refused."""
 _LICENCES = ("LICENSE", "NOTICE")
 _LEFT_BEHIND = ("._", ".DS_Store", ".nfs")
 """Starts of the names of hidden files that desktops and network drives leave anywhere."""
@@ -46,7 +46,7 @@ class AgentManifest(BaseModel):
 def write_manifest(folder: Path, name: str, step: int, settings: dict[str, Any]) -> None:
     """Write agent.json; call it last."""
     manifest = AgentManifest(name=name, step=step, settings=settings)
-    manifest.files = {path: _entry(folder / path) for path in sorted(_sealed_files(folder, manifest.format))}
+    manifest.files = {path: _entry(folder / path) for path in sorted(_sealed_files(folder))}
     _write(folder, manifest)
 
 
@@ -60,8 +60,13 @@ def verify_agent(folder: Path) -> AgentManifest:
             raise CheckpointError(f"{file} is missing: copy or export the agent again")
         if file.stat().st_size != entry.size or file_sha256(file) != entry.sha256:
             raise CheckpointError(f"{file} is not what was exported (sha256): copy or export the agent again")
-    for name in _sealed_files(folder, manifest.format):
+    for name in _sealed_files(folder):
         if name not in manifest.files:  # loading a model folder may use any file in it
+            if manifest.format < AGENT_FORMAT:
+                cure = (
+                    f"no checksum in an agent of format {manifest.format}: export the agent again, or move it elsewhere"
+                )
+                raise CheckpointError(f"{folder / name} has {cure}")
             raise CheckpointError(f"{folder / name} was added after the agent was exported: move it elsewhere")
     return manifest
 
@@ -113,13 +118,8 @@ def _refuse_links(folder: Path) -> None:
                 raise CheckpointError(f"{path} is a link that leads out of the folder: remove it, or copy the file")
 
 
-def _sealed_files(folder: Path, version: int) -> Iterator[str]:
-    """Names of the files that have a checksum in a manifest of this format."""
-    if version == 1:
-        for name in list_files(folder):
-            if name != AGENT_FILE and not name.endswith(".md") and not name.upper().startswith(_LICENCES):
-                yield name
-        return
+def _sealed_files(folder: Path) -> Iterator[str]:
+    """Names of the files that have a checksum in a manifest."""
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         if not path.is_dir() and _is_sealed(name):

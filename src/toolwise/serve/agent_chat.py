@@ -4,16 +4,17 @@ report the route, the calls and their cost."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from toolwise.agent.events import AgentAnswer, RouteChosen, TextDelta, ToolCalled, ToolReturned
-from toolwise.errors import ModelError, PolicyError, ToolwiseError
+from toolwise.concurrency.text_threads import run_in_thread
+from toolwise.errors import PolicyError, ToolwiseError
 from toolwise.messages import Message
 from toolwise.rollout.parsers.stream import CallStream, ContentPiece
-from toolwise.serve.chat import opens_thought, run_in_thread
+from toolwise.serve.chat import opens_thought
 from toolwise.serve.completion import AnswerHead
 from toolwise.serve.limits import TextLimits, chars_of, check_chars, check_model, check_new_tokens
 from toolwise.serve.request import BadRequestError, ChatRequest, read_request, unsupported
@@ -22,8 +23,6 @@ from toolwise.types import StopReason
 if TYPE_CHECKING:
     from toolwise.agent.agent import Agent
 
-_LONG_CHARS = 20_000
-"""Conversations beyond it are measured in a thread first."""
 _PROBE = [Message(role="user", content="hello")]
 
 
@@ -59,7 +58,7 @@ class ServedAgent:
 
     async def complete(self, request: ChatRequest) -> dict[str, Any]:
         options = self._options(request)
-        await self._check_length(request)
+        check_chars(chars_of(request.messages), self.limits, self.agent.policy.max_context)
         try:
             answer = await self.agent.aask(request.messages, **options)
         except ToolwiseError as fault:
@@ -78,7 +77,7 @@ class ServedAgent:
         """Chunks with the text that the agent writes, without the text of its calls; calls, results and the route are
         in the field `toolwise`. The last chunk has the usage and no choices."""
         options, writer = self._options(request), _ChunkWriter(self, AnswerHead(self.name))
-        await self._check_length(request)
+        check_chars(chars_of(request.messages), self.limits, self.agent.policy.max_context)
         try:
             async with aclosing(self.agent.astream(request.messages, **options)) as events:  # type: ignore[type-var]
                 async for event in events:
@@ -88,20 +87,6 @@ class ServedAgent:
                         yield chunk
         except ToolwiseError as fault:
             raise _refusal(fault) from fault
-
-    async def _check_length(self, request: ChatRequest) -> None:
-        """Refuse a conversation that cannot fit the context, before the agent tokenises it in the event loop."""
-        policy, chars = self.agent.policy, chars_of(request.messages)
-        check_chars(chars, self.limits, policy.max_context)
-        if chars > _LONG_CHARS and await run_in_thread(self._count_tokens, request.messages) > policy.max_context:
-            raise _too_long()
-
-    def _count_tokens(self, messages: Sequence[Message]) -> int:
-        chat = self.agent.policy.chat
-        try:
-            return len(chat.encode(chat.render(messages)))
-        except ModelError:  # the agent's own prompt, which has its tools, may do better
-            return 0
 
     def _options(self, request: ChatRequest) -> dict[str, Any]:
         """The options of `Agent.aask`; what does not apply to an agent is refused."""

@@ -7,13 +7,14 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
 from toolwise.errors import MissingExtraError
 from toolwise.serve.admission import Admission
 from toolwise.serve.chat import error_response
-from toolwise.serve.event_stream import EventStream, wait_for_disconnect, within_deadline
+from toolwise.serve.event_stream import Chunks, EventStream, wait_for_disconnect, within_deadline
 from toolwise.serve.guard import LOOPBACK, ApiKeys, BodyReader, RequestGuard
 from toolwise.serve.limits import ServerLimits, TextLimits
 from toolwise.serve.prometheus import CONTENT_TYPE, ServerMetrics
@@ -133,7 +134,8 @@ class _Handlers:
             async with self.bodies.read(request) as raw:
                 chat_request = await self.served.read(raw)
             if chat_request.stream:
-                return EventStream(self, chat_request, start)  # type: ignore[return-value]
+                chunks = self._stream(chat_request, start)
+                return EventStream(chunks, error_answer, answer_headers)  # type: ignore[return-value]
             answer = await _cancel_on_disconnect(request, self._complete(chat_request, start))
         except ClientDisconnect:
             answer = None
@@ -143,6 +145,29 @@ class _Handlers:
         if answer is None:
             return Response(status_code=499)  # the client is gone
         return _json(answer, headers=answer_headers(answer))
+
+    async def _stream(self, request: ChatRequest, start: float) -> Chunks:
+        metrics, begun = self.metrics, False
+        try:
+            async with (
+                within_deadline(self.limits.deadline_s),
+                self.admission.slot(),
+                aclosing(self.served.stream(request)) as chunks,  # type: ignore[type-var]
+            ):
+                async for chunk in chunks:
+                    if not chunk["choices"]:
+                        metrics.count_usage(chunk["usage"])
+                        if not request.stream_options.include_usage:
+                            continue
+                    if not begun:
+                        begun = True
+                        metrics.first_token_s.observe(time.perf_counter() - start)
+                    yield chunk
+        except Exception:
+            if begun:
+                metrics.answer_s.observe(time.perf_counter() - start)
+            raise
+        metrics.answer_s.observe(time.perf_counter() - start)
 
     async def _complete(self, request: ChatRequest, start: float) -> dict[str, Any]:
         async with within_deadline(self.limits.deadline_s), self.admission.slot():

@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from toolwise.concurrency.deadlines import gather_all
 from toolwise.concurrency.tasks import spawn, wait_all
+from toolwise.concurrency.text_threads import run_in_thread
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.protocols import Generation, Sampling, TokenGenerator
 from toolwise.rollout.call_format import CallFormat, ParserSpec
@@ -38,15 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_REQUEST_BODY_BYTES", "ServedModel", "TextLimits", "completion_events", "error_response"]
 
-T = TypeVar("T")
 MAX_MESSAGE_CHARS = 1_000
 _PROMPT_TAIL_CHARS = 64
-_THREADS = ThreadPoolExecutor(2, thread_name_prefix="toolwise-serve-text")
-"""For parsing, rendering and tokenising, which would block the event loop for other requests."""
-
-
-async def run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, work, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +133,12 @@ class ServedModel:
                     if self._constraints is None and (chunk := self._piece(completion, streams[index], index, result)):
                         yield chunk
                     text = self.chat.decode(result.token_ids, request.stop_token_ids or ())
-                    finish_reason = "stop" if cut_at_stop(text, request.stop) is not None else result.finish_reason
+                    finish_reason: str = result.finish_reason
+                    if cut_at_stop(text, request.stop) is not None:
+                        finish_reason = "stop"
                     rest = streams[index].finish(text, finish_reason)
+                    if streams[index].called and finish_reason == "stop":
+                        finish_reason = "tool_calls"
                     for chunk in completion.end_choice(index, rest, finish_reason, result):
                         yield chunk
                 elif chunk := self._piece(completion, streams[index], index, event):

@@ -1,6 +1,8 @@
-"""One choice of a completion while it is sampled: tokens become pieces of text and, in the end, tool calls.
+"""One choice of a completion while it is sampled: tokens become pieces of text and of tool calls.
 
-Joined, the pieces are the message of the completion that is not streamed.
+Joined, the pieces are the message of the completion that is not streamed, with two exceptions. Arguments are spelt as
+the model writes them. And calls that were begun in a reply that is cut off, which are text in the other, stay calls:
+they end with the finish reason "length".
 """
 
 from __future__ import annotations
@@ -9,9 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolwise.messages import ToolCall, parse_arguments
 from toolwise.rollout.parsers import reasoning_of
 from toolwise.rollout.parsers.json_calls import ParsedReply
-from toolwise.rollout.parsers.stream import CallStream, ContentPiece, StreamEvent
+from toolwise.rollout.parsers.stream import (
+    ArgumentsPiece,
+    CallFinished,
+    CallStarted,
+    CallStream,
+    ContentPiece,
+    StreamEvent,
+)
 from toolwise.rollout.text_stream import TextStream
 
 
@@ -53,8 +63,16 @@ def _overlap(text: str, stop: str) -> int:
 
 
 @dataclass(slots=True)
+class _StreamedCall:
+    """A call of which a part was sent."""
+
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
 class ChoiceStream:
-    """Turns the tokens of a choice into deltas."""
+    """Turns the tokens of a choice into deltas: fields of an OpenAI message, of which each says more."""
 
     decode: Callable[[Sequence[int]], str]
     stops: Sequence[str] = ()
@@ -62,61 +80,99 @@ class ChoiceStream:
     """Reads calls; None: the reply is text."""
     keep_calls: int | None = None
     """How many calls to keep; None: all."""
+    call_id: Callable[[int], str] = "call_{}".format
+    """The id of the call with an index."""
     sent: str = ""
     _filter: StopFilter = field(init=False)
     _text: TextStream = field(init=False)
     _pieces: list[str] = field(init=False, default_factory=list)
-    _called: bool = False
-    _later: str = ""
-    """Content after the first call."""
+    _calls: dict[int, _StreamedCall] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._filter = StopFilter(self.stops)
         self._text = TextStream(self.decode, self._pieces.append)
 
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """The content that new tokens make certain."""
+    @property
+    def called(self) -> bool:
+        """Whether a call was sent."""
+        return bool(self._calls)
+
+    def feed(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """What new tokens make certain."""
         self._text.add(token_ids)
-        return self._content()
+        return self._delta(self._new_text())
 
     def finish(self, text: str, finish_reason: str) -> dict[str, Any]:
         """What is left of the message: content, reasoning and calls. `text` is the whole reply."""
         self._text.finish(text)
-        content = self._content()
-        rest = "" if self._filter.stopped else self._filter.finish()
+        delta = self._delta(self._new_text() + ("" if self._filter.stopped else self._filter.finish()))
         if self.call_stream is None:
-            content += rest
-            self.sent += rest
-            return {"content": content} if content else {}
-        content += self._read(self.call_stream.feed(rest))
+            return delta
         if finish_reason == "length":  # calls in a reply that was cut off were not made: they are text
             reply = text.lstrip() if text.lstrip().startswith(self.sent) else self.sent
-            content, self.sent = content + reply[len(self.sent) :], reply
-            return {"content": content} if content else {}
-        content += self._read(self.call_stream.finish()) + self._later
+            rest = "" if self.called else reply[len(self.sent) :]
+            return _joined(delta, self._content(rest))
+        delta = _joined(delta, self._read(self.call_stream.finish()))
         assert self.call_stream.reply is not None
-        return ({"content": content} if content else {}) | reply_fields(self.call_stream.reply, self.keep_calls)
+        reasoning = reasoning_of(self.call_stream.reply)
+        return delta | ({"reasoning_content": reasoning} if reasoning else {})
 
-    def _content(self) -> str:
+    def _new_text(self) -> str:
         text = "".join(map(self._filter.feed, self._pieces))
         self._pieces.clear()
-        if self.call_stream is not None:
-            return self._read(self.call_stream.feed(text))
-        self.sent += text
         return text
 
-    def _read(self, events: Sequence[StreamEvent]) -> str:
-        """The content before the first call. What follows waits for the end: a reply that is cut off is all text."""
-        text = ""
-        for event in events:
-            if not isinstance(event, ContentPiece):
-                self._called = True
-            elif self._called:
-                self._later += event.text
-            else:
-                text += event.text
+    def _delta(self, text: str) -> dict[str, Any]:
+        return self._content(text) if self.call_stream is None else self._read(self.call_stream.feed(text))
+
+    def _content(self, text: str) -> dict[str, Any]:
         self.sent += text
-        return text
+        return {"content": text} if text else {}
+
+    def _read(self, events: Sequence[StreamEvent]) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        for event in events:
+            if isinstance(event, ContentPiece):
+                delta = _joined(delta, self._content(event.text))
+            elif self.keep_calls is None or event.index < self.keep_calls:
+                delta = _joined(delta, self._call_delta(event))
+        return delta
+
+    def _call_delta(self, event: CallStarted | ArgumentsPiece | CallFinished) -> dict[str, Any]:
+        if isinstance(event, CallStarted):
+            self._calls[event.index] = _StreamedCall(event.name)
+            head = {"id": self.call_id(event.index), "type": "function"}
+            function = {"name": event.name, "arguments": ""}
+            return {"tool_calls": [{"index": event.index, **head, "function": function}]}
+        call = self._calls[event.index]
+        more = event.text if isinstance(event, ArgumentsPiece) else _rest_of_arguments(call, event.call)
+        call.arguments += more
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": more}}]} if more else {}
+
+
+def _rest_of_arguments(sent: _StreamedCall, call: ToolCall) -> str:
+    """What is left to send of a complete call. Nothing, and so no JSON, if it is not what it seemed to be."""
+    if not sent.arguments:
+        return str(call.to_openai()["function"]["arguments"])
+    readable = call.name == sent.name and parse_arguments(sent.arguments + "}") == call.arguments
+    return "}" if readable else ""
+
+
+def _joined(delta: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Two deltas as one. The parts of a call follow each other, so only the last can go on."""
+    joined = delta | more
+    if "content" in delta and "content" in more:
+        joined["content"] = delta["content"] + more["content"]
+    if "tool_calls" in delta and "tool_calls" in more:
+        joined["tool_calls"] = list(delta["tool_calls"])
+        for part in more["tool_calls"]:
+            last = joined["tool_calls"][-1]
+            if last["index"] == part["index"]:
+                arguments = last["function"]["arguments"] + part["function"]["arguments"]
+                joined["tool_calls"][-1] = last | {"function": last["function"] | {"arguments": arguments}}
+            else:
+                joined["tool_calls"].append(part)
+    return joined
 
 
 def reply_fields(reply: ParsedReply, keep_calls: int | None = None) -> dict[str, Any]:

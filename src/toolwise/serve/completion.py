@@ -56,22 +56,23 @@ class Completion:
         }
 
     def delta(
-        self, index: int, content: str, entries: list[dict[str, Any]] | None, token_ids: Sequence[int] = ()
+        self,
+        index: int,
+        fields: dict[str, Any],
+        entries: list[dict[str, Any]] | None,
+        token_ids: Sequence[int] = (),
     ) -> dict[str, Any] | None:
-        """A chunk with more content; None if there is nothing to say."""
+        """A chunk with more of the message; None if there is nothing to say."""
         ids: dict[str, Any] = {"token_ids": list(token_ids)} if self.request.return_token_ids else {}
-        if not content and not entries and not ids:
+        if not fields and not entries and not ids:
             return None
-        return self._chunk(index, {"content": content}, **self._logprobs(entries), **ids)
+        return self._chunk(index, fields or {"content": ""}, **self._logprobs(entries), **ids)
 
     def end_choice(
         self, index: int, rest: dict[str, Any], finish_reason: str, result: Generation
     ) -> Iterator[dict[str, Any]]:
         """The rest of a choice's message, and its end."""
         self._results.append(result)
-        if "tool_calls" in rest:
-            rest["tool_calls"] = [{"index": i, **call} for i, call in enumerate(rest["tool_calls"])]
-            finish_reason = "tool_calls"
         if rest or index not in self._begun:
             yield self._chunk(index, rest)
         yield self._chunk(index, {}, finish_reason) | {"policy_version": result.policy_version}

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from toolwise.concurrency.text_threads import run_in_thread
 from toolwise.errors import MissingExtraError, PolicyError
 from toolwise.rollout.call_format import CallFormat
 from toolwise.rollout.parsers import PARSERS
@@ -34,11 +35,15 @@ class ReplyConstraints:
     _vocabulary: Vocabulary | None = field(default=None, init=False)
 
     async def of(self, request: ChatRequest) -> Constraint | None:
-        """The constraint on the reply to a request, if any; compiled in a thread of its own, as it may take seconds."""
+        """The constraint on the reply to a request, if any; compiled in a thread of its own, as it may take seconds.
+        One that was compiled before does not wait for it."""
         param = asks_for_grammar(request)
         if param is None:
             return None
-        return await asyncio.get_running_loop().run_in_executor(_THREAD, self._compile, param, request)
+        grammar = await run_in_thread(self._grammar, param, request)
+        if self._vocabulary is not None and self._vocabulary.is_compiled(grammar):
+            return self._compile(param, grammar)
+        return await asyncio.get_running_loop().run_in_executor(_THREAD, self._compile, param, grammar)
 
     def check_stops(self, stop_token_ids: Sequence[int]) -> None:
         """Raise if a token is not in the model's vocabulary."""
@@ -49,9 +54,8 @@ class ReplyConstraints:
                 param="stop_token_ids",
             )
 
-    def _compile(self, param: str, request: ChatRequest) -> Constraint:
+    def _compile(self, param: str, grammar: Grammar) -> Constraint:
         try:
-            grammar = self._grammar(param, request)
             if self._vocabulary is None:
                 from toolwise.engine.grammar import Vocabulary
 

@@ -4,19 +4,16 @@ HTTP errors; a client that disconnects ends the generation."""
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolwise.serve.completion import DONE, event
-from toolwise.serve.request import BadRequestError, ChatRequest
-
-if TYPE_CHECKING:
-    from toolwise.serve.app import _Handlers
+from toolwise.serve.request import BadRequestError
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
+Chunks = AsyncGenerator[dict[str, Any], None]
 
 
 @asynccontextmanager
@@ -39,10 +36,16 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 class EventStream:
-    """An ASGI response: admits the request, generates and sends."""
+    """An ASGI response: sends chunks while they are made. `refuse` turns an error into a response; `headers` reads the
+    response's headers from the first chunk."""
 
-    def __init__(self, handlers: _Handlers, request: ChatRequest, start: float) -> None:
-        self.handlers, self.request, self.start = handlers, request, start
+    def __init__(
+        self,
+        chunks: Chunks,
+        refuse: Callable[[Exception], Any],
+        headers: Callable[[dict[str, Any]], Mapping[str, str]] = lambda chunk: {},
+    ) -> None:
+        self.chunks, self.refuse, self.headers = chunks, refuse, headers
         self._begun = False
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -56,39 +59,24 @@ class EventStream:
             await asyncio.gather(work, gone, return_exceptions=True)
 
     async def _answer(self, scope: Any, receive: Receive, send: Send) -> None:
-        from toolwise.serve.app import error_answer
-
-        handlers = self.handlers
         try:
-            async with (
-                within_deadline(handlers.limits.deadline_s),
-                handlers.admission.slot(),
-                aclosing(handlers.served.stream(self.request)) as chunks,  # type: ignore[type-var]
-            ):
+            async with aclosing(self.chunks) as chunks:
                 async for chunk in chunks:
                     await self._send(chunk, send)
             await _send_text(send, DONE)
         except Exception as fault:  # only this request fails; the server keeps running
-            answer = error_answer(fault)
+            answer = self.refuse(fault)
             if not self._begun:
                 await answer(scope, receive, send)
                 return
             await _send_text(send, f"data: {answer.body.decode()}\n\n")
-        handlers.metrics.answer_s.observe(time.perf_counter() - self.start)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, chunk: dict[str, Any], send: Send) -> None:
-        from toolwise.serve.app import answer_headers
-
-        if not chunk["choices"]:
-            self.handlers.metrics.count_usage(chunk["usage"])
-            if not self.request.stream_options.include_usage:
-                return
         if not self._begun:
             self._begun = True
-            self.handlers.metrics.first_token_s.observe(time.perf_counter() - self.start)
             fixed = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-            headers = [(k.encode(), v.encode()) for k, v in (fixed | answer_headers(chunk)).items()]
+            headers = [(k.encode(), v.encode()) for k, v in (fixed | dict(self.headers(chunk))).items()]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         await _send_text(send, event(chunk))
 

@@ -60,6 +60,8 @@ class ServiceConfig:
     """Names under which the server may be reached, besides its address."""
     drain_s: float = 30.0
     """How long requests under way may take after SIGTERM."""
+    stream_interval_s: float | None = None
+    """How long the tokens of a stream are collected; 0: an event for each; None: as the engine does."""
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
@@ -115,6 +117,7 @@ class _Loader:
     def _serve(self, agent: Agent, version: int) -> Served:
         config = self.config
         agent.policy.version = version
+        _set_up_engine(agent.policy.engine, config)
         if config.mode == "model":
             return ServedModel.of(agent.policy, config.name, max_new_tokens=config.max_new_tokens)
         from toolwise.serve.agent_chat import ServedAgent
@@ -123,6 +126,17 @@ class _Loader:
             _check_budget(agent, config)
         self.tools = list(agent.tools.values())
         return ServedAgent(config.name, agent, config.budget, config.max_cost, config.max_new_tokens)
+
+
+def _set_up_engine(engine: Any, config: ServiceConfig) -> None:
+    from toolwise.engine import Engine
+    from toolwise.engine.cpu_runner import CpuRunner
+
+    if isinstance(engine, Engine):
+        if config.stream_interval_s is not None:
+            engine.streams.interval_s = config.stream_interval_s
+        if isinstance(engine.runner, CpuRunner):
+            engine.runner.pack_weights()
 
 
 def _check_budget(agent: Agent, config: ServiceConfig) -> None:

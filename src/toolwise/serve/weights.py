@@ -39,7 +39,7 @@ class ReloadableWeights:
         self._current = _Use(load(0))
         self._old: list[_Use] = []
         """Replaced ones with requests under way."""
-        self._reloading = False
+        self._reloading = self._again = False
 
     @property
     def current(self) -> Served:
@@ -92,19 +92,29 @@ class ReloadableWeights:
             _close(use.served)
 
     async def reload(self) -> bool:
-        """Load again; False if that failed, and the old weights stay, or if it is already under way."""
+        """Load again; False if that failed, and the old weights stay, or if it is already under way: then they are
+        loaded once more afterwards, as they may have changed since it began."""
         if self._reloading:
-            log.warning("the weights are being loaded already: one reload at a time")
+            log.warning("the weights are being loaded already: they are loaded once more afterwards")
+            self._again = True
             return False
         self._reloading = True
+        try:
+            done = await self._reload_once()
+            while self._again:
+                self._again = False
+                done = await self._reload_once()
+        finally:
+            self._reloading = self._again = False
+        return done
+
+    async def _reload_once(self) -> bool:
         try:
             served = await asyncio.to_thread(self._load, self.version + 1)
         except Exception as fault:
             log.error("the weights were not reloaded, the old ones stay: %s", describe(fault))
             self._metrics.reloads["failed"] += 1
             return False
-        finally:
-            self._reloading = False
         self.version += 1
         old, self._current = self._current, _Use(served)
         self._old.append(old)

@@ -55,3 +55,18 @@ def test_an_agent_that_raises_is_blamed_with_its_line(code: Path) -> None:
     message = r"^the agent failed on 1 of 1 rollouts.*agent\.run failed: ValueError: boom \(mine\.py:12\)"
     with pytest.raises(toolwise.ToolwiseError, match=message):
         evaluate(f"{code}:raises", "agent")
+
+
+def test_an_interpreter_that_is_not_there_is_said_at_the_start(code: Path) -> None:
+    config = {"agent": {"run": f"{code}:ask", "python": "no-such-python"}, "reward": {"function": "agent"}}
+    with pytest.raises(ConfigError, match="no-such-python"):
+        toolwise.evaluate("builtin:small", TASKS, config=config)
+
+
+def test_a_grammar_holds_for_the_calls_of_an_agent(tmp_path: Path) -> None:
+    reads = CODE.replace('"max_tokens": 2', '"max_tokens": 8').replace(
+        "urllib.request.urlopen(", "answer = urllib.request.urlopen("
+    )
+    (tmp_path / "asks.py").write_text(reads.replace("return 1.0", """return float(b'"content":"yes"' in answer)"""))
+    config = {"agent": {"run": f"{tmp_path / 'asks.py'}:ask"}, "rollout": {"grammar": {"regex": "yes"}}}
+    assert toolwise.evaluate("builtin:small", TASKS, config=config, reward="agent")["score"] == 1.0

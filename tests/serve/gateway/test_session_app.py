@@ -9,12 +9,16 @@ from typing import Any
 
 import httpx
 import pytest
-from agent_sessions import CALL, TASK, TOOLS, session_with
+from agent_sessions import CALL, DECISION, TASK, TOOLS, session_with
 
 from toolwise.concurrency import deadlines
 from toolwise.errors import PolicyError
+from toolwise.models import load_model
+from toolwise.policies.local import LocalPolicy
+from toolwise.protocols import Sampling
 from toolwise.rollout.agents.recorded_session import RecordedSession
 from toolwise.serve.gateway.gateway_server import Gateway
+from toolwise.tools import build_tools
 
 Talk = Callable[[httpx.AsyncClient, RecordedSession], Coroutine[Any, Any, None]]
 HELLO: dict[str, Any] = {"model": "any", "messages": [m.to_openai() for m in TASK.prompt]}
@@ -60,9 +64,13 @@ def test_a_stream_and_token_ids() -> None:
         body = HELLO | {"stream": True, "stream_options": {"include_usage": True}, "tools": TOOLS}
         streamed = await client.post("/chat/completions", json=body)
         events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
-        assert events[0]["choices"][0]["delta"]["tool_calls"][0]["function"]["name"] == "calculator"
-        assert events[1]["choices"][0]["finish_reason"] == "tool_calls"
-        assert events[2]["usage"]["total_tokens"] > 0
+        parts = [part for event in events[:-1] for part in event["choices"][0]["delta"].get("tool_calls", ())]
+        assert parts[0]["function"]["name"] == "calculator"
+        assert len(parts) > 5
+        assert json.loads("".join(part["function"]["arguments"] for part in parts)) == {"expression": "2 + 2"}
+        assert parts[0]["id"] == session.calls[0].public_ids[0]
+        assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
+        assert events[-1]["usage"]["total_tokens"] > 0
         assert streamed.text.endswith("data: [DONE]\n\n")
         asked = {"return_token_ids": True, "logprobs": True, "return_tokens_as_token_ids": True}
         answer = (await client.post("/chat/completions", json=HELLO | asked)).json()
@@ -73,6 +81,73 @@ def test_a_stream_and_token_ids() -> None:
         assert (first["token"], first["logprob"]) == (f"token_id:{call.token_ids[0]}", -0.5)
 
     serve([CALL, "4"], talk)
+
+
+def test_a_stream_is_the_recorded_reply_token_by_token() -> None:
+    async def talk(client: httpx.AsyncClient, session: RecordedSession) -> None:
+        body = HELLO | {"stream": True, "stop": ["END"], "return_token_ids": True, "logprobs": True}
+        streamed = await client.post("/chat/completions", json=body)
+        events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+        texts = [event["choices"][0]["delta"].get("content", "") for event in events]
+        assert len([text for text in texts if text]) == len("One two ")
+        assert "".join(texts) == session.calls[0].reply.content == "One two "
+        last = events[-1]["choices"][0]
+        assert last["finish_reason"] == "stop"
+        assert last["token_ids"] == list(session.calls[0].tokens.token_ids)
+        assert len(last["logprobs"]["content"]) == len(last["token_ids"])
+        assert events[-1]["prompt_token_ids"] == list(session.calls[0].tokens.prompt_ids)
+
+    serve(["One two END three"], talk)
+
+
+def test_a_stream_that_fails_before_its_first_token_is_a_plain_error() -> None:
+    async def talk(client: httpx.AsyncClient, session: RecordedSession) -> None:
+        answer = await client.post("/chat/completions", json=HELLO | {"stream": True})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+        assert session.policy_fault is not None
+
+    serve([PolicyError("no memory left")], talk)
+
+
+def test_a_stream_whose_reader_leaves_is_not_recorded() -> None:
+    async def talk(client: httpx.AsyncClient, session: RecordedSession) -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/chat/completions", json=HELLO | {"stream": True}, timeout=0.3)
+        answer = await client.post("/chat/completions", json=HELLO | {"stream": True})
+        assert '"4"' in answer.text
+        assert [call.reply.content for call in session.calls] == ["4"]
+
+    serve([asyncio.Event(), "4"], talk)
+
+
+def test_the_openai_client_reads_calls_and_text_token_by_token() -> None:
+    openai = pytest.importorskip("openai")
+    policy = LocalPolicy(*load_model("builtin:small", device="cpu"), Sampling(max_new_tokens=64))
+    policy.engine.streams.interval_s = 0  # type: ignore[attr-defined]
+    question: list[Any] = [{"role": "user", "content": "What is 417 * 38?"}]
+    tools = [tool.get_openai_tool_schema().model_dump() for tool in build_tools(["calculator"]).values()]
+
+    async def work() -> None:
+        gateway, session = Gateway(), RecordedSession(DECISION, policy, do_sample=False)
+        url = await gateway.open(session)
+        async with openai.AsyncOpenAI(base_url=url, api_key=session.api_key, max_retries=0, timeout=60) as client:
+            completions, fixed = client.chat.completions, {"model": "any", "tools": tools}
+            async with completions.stream(messages=question, **fixed) as stream:
+                deltas = [event async for event in stream if event.type == "tool_calls.function.arguments.delta"]
+                message = (await stream.get_final_completion()).choices[0].message
+            assert len(deltas) > 5
+            call = message.tool_calls[0]
+            result = {"role": "tool", "tool_call_id": call.id, "content": "15846"}
+            second = await completions.create(messages=[*question, message, result], stream=True, **fixed)
+            texts = [chunk.choices[0].delta.content or "" async for chunk in second]
+            assert "".join(texts) == "Answer: 15846"
+            assert len([text for text in texts if text]) > 3
+        assert [recorded.origin for recorded in session.calls] == ["first", "continued"]
+        gateway.end(session)
+        gateway.close()
+
+    deadlines.run(work())
+    policy.close()
 
 
 def test_tokens_in_and_out_as_vllm_has_it() -> None:

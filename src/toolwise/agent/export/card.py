@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise import __version__
+from toolwise.config.data import TaskSources, source_paths
 from toolwise.config.schema import RunConfig
 from toolwise.rollout.tool_prompt import ToolPrompt
 from toolwise.training.checkpoint import Checkpoint
@@ -72,8 +73,8 @@ def _training(config: RunConfig, source: Checkpoint, adapters: bool) -> dict[str
     turns = f", up to {config.multi_turn.max_turns} turns" if config.multi_turn.enable else ", one turn"
     return {
         "base model": _code(public_name(config.model.path)),
-        "training data": _file(config.data.train),
-        "held-out data": _file(config.data.val) if config.data.val else "",
+        "training data": _files(config.data.train),
+        "held-out data": _files(config.data.val) if config.data.val else "",
         "agent": _agent(config),
         "tools": ", ".join(
             _reference(tool if isinstance(tool, str) else str(tool.get("name", "a tool"))) for tool in config.tools
@@ -89,8 +90,8 @@ def _training(config: RunConfig, source: Checkpoint, adapters: bool) -> dict[str
     }
 
 
-def _file(path: Path | None) -> str:
-    return _code(path.name) if path is not None else "given in Python"
+def _files(sources: TaskSources | None) -> str:
+    return ", ".join(_code(path.name) for path in source_paths(sources)) or "given in Python"
 
 
 def _agent(config: RunConfig) -> str:

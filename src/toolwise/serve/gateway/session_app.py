@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolwise.concurrency.deadlines import count_abandoned
+from toolwise.concurrency.text_threads import run_if_long
 from toolwise.errors import MissingExtraError, ModelError, TemplateLimitError, ToolwiseError
 from toolwise.rollout.agents.recorded_session import (
     ContextLimitError,
@@ -22,10 +23,11 @@ from toolwise.rollout.agents.recorded_session import (
     SessionEndedError,
     SessionLimitError,
 )
+from toolwise.serve.event_stream import EventStream
+from toolwise.serve.gateway.call_stream import stream_call
 from toolwise.serve.gateway.wire_format import (
     ChatCall,
     GenerateCall,
-    answer_events,
     chat_answer,
     check_vocabulary,
     generate_answer,
@@ -93,7 +95,7 @@ def build_session_app(sessions: SessionTable) -> Starlette:
         from starlette.exceptions import HTTPException
         from starlette.middleware import Middleware
         from starlette.requests import ClientDisconnect
-        from starlette.responses import JSONResponse, Response, StreamingResponse
+        from starlette.responses import JSONResponse, Response
         from starlette.routing import Route
     except ModuleNotFoundError as missing:
         raise MissingExtraError("starlette", "serve") from missing
@@ -108,12 +110,11 @@ def build_session_app(sessions: SessionTable) -> Starlette:
         return JSONResponse({"object": "list", "data": [card | more]})
 
     async def chat_completions(call: ChatCall, session: RecordedSession) -> Response:
+        if call.stream:
+            return EventStream(stream_call(call, session, call.model or MODEL), refuse)  # type: ignore[return-value]
         recorded = await session.complete(call.messages, call.specs or None, call.options)
-        answer = chat_answer(call, recorded, call.model or MODEL, token_texts(call, recorded, session.policy.chat))
-        if not call.stream:
-            return JSONResponse(answer)
-        with_usage = bool((call.stream_options or {}).get("include_usage"))
-        return StreamingResponse(answer_events(answer, with_usage=with_usage), media_type="text/event-stream")
+        texts = token_texts(call, recorded, session.policy.chat)
+        return JSONResponse(chat_answer(call, recorded, call.model or MODEL, texts))
 
     async def generate(call: GenerateCall, session: RecordedSession) -> Response:
         check_vocabulary(call, len(session.policy.chat.tokenizer))
@@ -126,7 +127,7 @@ def build_session_app(sessions: SessionTable) -> Starlette:
             try:
                 session = sessions.find(request.path_params["session_id"], request.headers.get("authorization", ""))
                 async with bodies.read(request) as raw:
-                    call = parse(raw)
+                    call = await run_if_long(len(raw), parse, raw)
                 del raw  # a call that waits for the model holds no body
                 answer = await _until_disconnected(request, handle(call, session))
                 return Response(status_code=499) if answer is None else answer

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 from uuid import uuid4
 
@@ -172,7 +172,7 @@ def chat_answer(request: ChatCall, call: RecordedCall, model: str, tokens: Seque
         "created": int(time.time()),
         "model": model,
         "choices": [choice | ({"token_ids": list(sampled.token_ids)} if request.return_token_ids else {})],
-        "usage": _usage(call),
+        "usage": call_usage(call),
         "policy_version": sampled.policy_version,
         **({"prompt_token_ids": list(sampled.prompt_ids)} if request.return_token_ids else {}),
     }
@@ -188,7 +188,7 @@ def generate_answer(call: RecordedCall) -> dict[str, Any]:
         "finish_reason": sampled.finish_reason,
         "token_ids": list(sampled.token_ids),
     }
-    return {"request_id": f"generate-{uuid4().hex}", "choices": [choice], "usage": _usage(call)}
+    return {"request_id": f"generate-{uuid4().hex}", "choices": [choice], "usage": call_usage(call)}
 
 
 def token_texts(request: ChatCall, call: RecordedCall, chat: ChatTokenizer) -> list[str]:
@@ -207,26 +207,6 @@ def logprob_entries(call: RecordedCall, tokens: Sequence[str]) -> list[dict[str,
     ]
 
 
-def _usage(call: RecordedCall) -> dict[str, int]:
+def call_usage(call: RecordedCall) -> dict[str, int]:
     seen, sampled = len(call.tokens.prompt_ids), len(call.tokens.token_ids)
     return {"prompt_tokens": seen, "completion_tokens": sampled, "total_tokens": seen + sampled}
-
-
-def answer_events(answer: dict[str, Any], *, with_usage: bool) -> Iterator[str]:
-    """The response as server-sent events: the message in one piece, its end, usage if asked for, [DONE]."""
-    head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    (choice,) = answer["choices"]
-    delta = {key: value for key, value in choice["message"].items() if value is not None}
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
-    rest = {key: value for key, value in choice.items() if key not in ("message", "finish_reason")}
-    extra = {key: answer[key] for key in ("prompt_token_ids",) if key in answer}
-    yield _event({**head, **extra, "choices": [{**rest, "delta": delta, "finish_reason": None}]})
-    yield _event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]})
-    if with_usage:
-        yield _event({**head, "choices": [], "usage": answer["usage"]})
-    yield "data: [DONE]\n\n"
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"

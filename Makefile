@@ -4,29 +4,40 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Without a GPU the CPU build of torch saves gigabytes: CONSTRAINTS= takes whatever pip finds best.
 CONSTRAINTS ?= $(if $(shell command -v nvidia-smi),,constraints/cpu.txt)
+INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
+# Modules are compiled when they are first imported, not when they are installed: of most packages little is used.
+# Tests start hundreds of Python processes, which would each compile the package again if bytecode were not written.
+export PYTHONDONTWRITEBYTECODE :=
 # Many tests wait, for a deadline or for a process: more workers than there are cores. Each computes with one thread.
-# They start hundreds of Python processes, which would each compile the package again if bytecode were not written.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 WORKERS ?= $(shell expr 3 + $(CORES))
 SANDBOX_WORKERS ?= $(shell expr 1 + $(CORES))
-TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-docs test-namespaced test-long fuzz check format vllm-env bench-env agents-env clean help
+.PHONY: demo test test-docs test-browser screenshots test-namespaced test-long fuzz check format vllm-env bench-env agents-env trackers-env clean help
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(READY)  ## Train a small agent, live, and show what it learned
+demo: $(INSTALLED)  ## Train a small agent, live, and show what it learned
 	$(BIN)/toolwise demo
 
 # Those of the sandbox come last and by themselves: they bomb, and they hold deadlines.
 test: $(READY)  ## All tests but the long ones, those of the pages and those that need bubblewrap
-	$(TEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore=tests/sandbox --ignore=tests/docs -m 'not long and not namespaced'
+	$(TEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore=tests/sandbox --ignore=tests/docs --ignore=tests/browser -m 'not long and not namespaced'
 	$(TEST) -n $(SANDBOX_WORKERS) --dist loadfile tests/sandbox -m 'not long and not namespaced'
 
 test-docs: $(READY)  ## Every snippet in the README and in docs/ and a notebook's cells, run as they stand
 	$(TEST) -n $(WORKERS) --dist loadfile tests/docs
+
+BROWSER_PATH ?= $(firstword $(foreach name,chromium chromium-browser google-chrome google-chrome-stable,$(shell command -v $(name))))
+test-browser: $(READY)  ## The pages of `toolwise view` in a real browser, during a real training
+	@test -n "$(BROWSER_PATH)" || { echo 'no browser: apt-get install chromium, or make test-browser BROWSER_PATH=/path/to/chrome' >&2; exit 1; }
+	BROWSER_PATH=$(BROWSER_PATH) $(TEST) -n 0 tests/browser
+
+screenshots: $(READY)  ## The pictures of docs/view.md, taken by the tests; SCREENSHOT_RUN=RUN shows another run
+	SCREENSHOTS=docs/images $(TEST) -n 0 tests/browser/test_screenshots.py
 
 test-namespaced: $(READY)  ## What needs bubblewrap (apt install bubblewrap): the sandbox's tier of namespaces
 	@command -v bwrap > /dev/null || { echo 'bubblewrap is missing: apt install bubblewrap' >&2; exit 1; }
@@ -90,12 +101,29 @@ $(VENV)-agents/%/.ready: constraints/agents.txt
 	$(@D)/bin/python -m pip install --quiet -c $< $(AGENT_PACKAGES_$*)
 	touch $@
 
+trackers-env: $(VENV)-trackers/.ready  ## TensorBoard, W&B and MLflow in .venv-trackers, for the long tests that run them
+
+# Their own requirements come first; Toolwise and torch are those of .venv.
+$(VENV)-trackers/.ready: constraints/trackers.txt $(READY)
+	$(PYTHON) -m venv $(VENV)-trackers
+	$(VENV)-trackers/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-trackers/bin/python -m pip install --quiet -c $< tensorboard wandb mlflow
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_paths()["purelib"])' > $$(echo $(VENV)-trackers/lib/python*/site-packages)/toolwise.pth
+	touch $@
+
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
-$(READY): pyproject.toml $(CONSTRAINTS)
+# What the package needs, enough for the demo; then what its tests and checks need.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Toolwise needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
+	$(INSTALL) -e .
+	touch $@
+
+$(READY): $(INSTALLED)
+	$(INSTALL) -e '.[dev]'
 	touch $@

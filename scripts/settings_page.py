@@ -90,6 +90,9 @@ def table_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def is_list(annotation: Any) -> bool:
+    """Whether it is a list, or may be one."""
+    if get_origin(annotation) in (Union, UnionType):
+        return any(map(is_list, get_args(annotation)))
     return get_origin(annotation) is list
 
 

@@ -159,6 +159,14 @@ def make_config() -> MakeConfig:
     return make
 
 
+@pytest.fixture
+def all_files_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Task files are converted, however small they are."""
+    monkeypatch.setattr("toolwise.data.sources.SMALL_BYTES", 0)
+    monkeypatch.setattr("toolwise.data.sources.SMALL_ROWS", 0)
+    monkeypatch.setattr("toolwise.data.conversion.BATCH_ROWS", 3)
+
+
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, cli: Cli, make_config: MakeConfig) -> Path:
     """The folder of a deterministic run of two steps; its configuration is run.toml beside it. Copy it to change it.

@@ -45,6 +45,7 @@ PUBLIC = {
     "Rollout",
     "RouteDecision",
     "Router",
+    "Sampler",
     "RoutedAgent",
     "RunConfig",
     "RunStart",

@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from datetime import datetime
 from itertools import count
 from os import PathLike
@@ -21,7 +20,6 @@ from toolwise.config.loader import apply_overrides, build_config
 from toolwise.config.schema import RunConfig, load_config
 from toolwise.config.sft import SftConfig
 from toolwise.errors import ConfigError, ToolwiseError
-from toolwise.training.startup import show_startup
 from toolwise.types import Task
 
 if TYPE_CHECKING:
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
     from toolwise.routing.routers import RouterSpec
     from toolwise.training.components import EstimatorSpec, LossSpec
     from toolwise.training.evaluate import RewardSources
+    from toolwise.training.inputs import RunInputs
     from toolwise.training.run_folder import RunResult
     from toolwise.training.trackers.observers import CallbackSpec, TrackerSpec
 
@@ -41,7 +40,7 @@ MISSING_TOOLS_HINT = (
     "tools on purpose"
 )
 SFT_FIGURES = ("loss", "grad_norm", "tokens")
-Tasks = str | Path | Sequence[Task | Mapping[str, Any]]
+Tasks = str | Path | Sequence[str | Path] | Sequence[Task | Mapping[str, Any]]
 Config = RunConfig | Mapping[str, Any] | str | Path
 AgentSpec = str | Callable[[dict[str, Any], str, str], Any]
 """An agent of the user's own: a function run(task, base_url, api_key), or a reference to one."""
@@ -69,27 +68,30 @@ def train(
 ) -> RunResult:
     """Train a model; return the run folder and the summary.
 
-    `config` is a file, a nested mapping or a `RunConfig`; the other arguments override it. `tasks` and `val` are files,
-    `Task`s, or rows such as {"prompt": "…", "ground_truth": "…"}. `tools` are typed functions, tool objects or names,
-    as a list or a single one. `reward` is a function, or a list of functions or (function, weight) pairs whose scores
-    are added. `env` is a class, a function or a name; `agent` a function run(task, base_url, api_key), which rolls out
-    in its own way: docs/own-agents.md; `router` a `Router` or its class; `parser` a function of the text or a
-    `ToolCallParser`; `estimator` an `AdvantageEstimator` and `loss` a `PolicyLoss`, or a class. `trackers` receive
-    the metrics; `callbacks` follow the run and may stop it. `overrides` are strings such as "actor.lr=1e-5".
+    `config` is a file, a nested mapping or a `RunConfig`; the other arguments override it. `tasks` and `val` are a
+    file, a glob or a list of them, `Task`s, or rows such as {"prompt": "…", "ground_truth": "…"}. `tools` are typed
+    functions, tool objects or names, as a list or a single one. `reward` is a function, or a list of functions or
+    (function, weight) pairs whose scores are added. `env` is a class, a function or a name; `agent` a function
+    run(task, base_url, api_key), which rolls out in its own way: docs/own-agents.md; `router` a `Router` or its
+    class; `parser` a function of the text or a `ToolCallParser`; `estimator` an `AdvantageEstimator` and `loss` a
+    `PolicyLoss`, or a class. `trackers` receive the metrics; `callbacks` follow the run and may stop it. `overrides`
+    are strings such as "actor.lr=1e-5".
 
     Everything is recorded in the run folder, so that `toolwise eval`, `resume`, `score` and `export` work on it.
     """
     _refuse_in_worker("train")
+    from toolwise.cluster.launcher import launch_training
     from toolwise.training.inputs import gather_inputs
-    from toolwise.training.run import assemble, check_learnable
-    from toolwise.training.run_folder import check_folder, finished_result
-    from toolwise.training.trackers.observers import Observers, load_observers
-    from toolwise.training.trainer import Training
+    from toolwise.training.run import check_learnable
+    from toolwise.training.run_folder import check_folder
+    from toolwise.training.tasks import cache_folder, with_cache
+    from toolwise.training.trackers.observers import load_observers
     from toolwise.view.report import ReportFiles
 
     run_config = read_config(config, overrides, model)
     folder = Path(out) if out is not None else new_run_folder(run_config.name)
-    rows, held_out = read_tasks(tasks, "tasks"), read_tasks(val, "val")
+    cache = cache_folder(run_config, folder)
+    rows, held_out = read_tasks(tasks, "tasks", cache), read_tasks(val, "val", cache)
     parts: dict[str, Any] = {"tools": tools, "reward": reward, "env": env, "router": router, "parser": parser}
     parts |= {"estimator": estimator, "loss": loss, "agent": agent}
     observed: dict[str, Any] = {"trackers": trackers, "callbacks": callbacks}
@@ -97,26 +99,22 @@ def train(
     parts |= _load_parts(inputs.config, estimator, loss)
     check_learnable(inputs.config, parts["estimator"])
     check_folder(folder, inputs.recorded, resume=resume)
-    if resume:
-        inputs.check_files()
-        if (finished := finished_result(folder, inputs.recorded)) is not None:
-            log.info("%s", finished.note)
-            return finished
+    if resume and (finished := _finished_run(inputs, folder)) is not None:
+        return finished
     for note in inputs.notes:
         log.warning("%s", note)
     sources = load_observers(run_config.trainer, trackers, callbacks)
-    observers = Observers(limit_s=run_config.trainer.observer_timeout_s)
-    with ExitStack() as undo:  # if the run cannot start
-        undo.callback(inputs.discard)
-        undo.callback(observers.close)
-        inputs.write()
-        observers.create(sources)
-        with show_startup(enabled=run_config.trainer.console):
-            run = assemble(inputs.config, tasks=rows, validation_tasks=held_out, **parts)
-        recorded = replace(run, config=inputs.recorded)
-        training = Training(recorded, folder, resume=resume, callbacks=[ReportFiles()], observers=observers)
-        undo.pop_all()
-    return run_async(training.run_training())
+    inputs.config = with_cache(inputs.config, cache)
+    parts |= {"tasks": rows, "validation_tasks": held_out}
+    return launch_training(inputs, sources, folder, resume=resume, callbacks=[ReportFiles()], **parts)
+
+
+def _finished_run(inputs: RunInputs, folder: Path) -> RunResult | None:
+    """The result of a run that is resumed with the same inputs and has nothing left to do."""
+    from toolwise.training.run_folder import finished_result
+
+    inputs.check_files()
+    return finished_result(folder, inputs.recorded)
 
 
 def _load_parts(config: RunConfig, estimator: EstimatorSpec | None, loss: LossSpec | None) -> dict[str, Any]:
@@ -334,15 +332,11 @@ def check_model(model: Any) -> None:
         )
 
 
-def read_tasks(tasks: Tasks | None, source: str) -> list[Task] | None:
-    from toolwise.data.rows import load_tasks, tasks_from_rows
+def read_tasks(tasks: Tasks | None, source: str, cache: Path | None = None) -> Sequence[Task] | None:
+    """The tasks of files or of rows given in Python; `cache` is for converted files."""
+    from toolwise.training.inputs import read_given_tasks
 
-    if tasks is None:
-        return None
-    loaded = load_tasks(tasks) if isinstance(tasks, str | Path) else tasks_from_rows(Path(source), tasks)
-    if not loaded:
-        raise ConfigError(f"{source} is empty: pass at least one task")
-    return loaded
+    return read_given_tasks(tasks, source, cache)
 
 
 def new_run_folder(name: str) -> Path:

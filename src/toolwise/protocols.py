@@ -28,6 +28,7 @@ from toolwise.types import (
     Stop,
     Task,
     ThinkingByRollout,
+    UpdatedTokens,
     ValidationEvent,
 )
 
@@ -289,6 +290,29 @@ class ToolCallParser(Protocol):
 
 
 @runtime_checkable
+class Sampler(Stateful, Protocol):
+    """Chooses the tasks that are trained on, by their numbers: a curriculum. A subclass need only define `draw`; one
+    with state of its own defines `state_dict` and `load_state_dict` too, so that a resumed run goes on with it.
+
+    Its class is called with `tasks` and `seed`, if it has such parameters, and with `data.sampler_kwargs`."""
+
+    @abstractmethod
+    def draw(self, count: int) -> Sequence[int]:
+        """The numbers of the next batch's tasks, `count` of them, from 0. In asynchronous training batches are drawn
+        ahead of the scores that `observe` tells."""
+
+    def observe(self, scores: Mapping[int, Sequence[float]]) -> None:
+        """After each step: the number of a task -> the scores of its rollouts."""
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return
+
+
+@runtime_checkable
 class Router(Stateful, Protocol):
     """Chooses how each prompt is rolled out. A subclass need only define `decide`: by default nothing is learned."""
 
@@ -335,6 +359,8 @@ class Learner(Stateful, Protocol):
 
     version: int
     """Counts updates."""
+    updated: Mapping[str, UpdatedTokens]
+    """What the last update computed for each token, by rollout id."""
 
     def annotate(
         self, scored: Sequence[ScoredRollout], thinking: ThinkingByRollout | None = None

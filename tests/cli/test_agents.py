@@ -22,6 +22,7 @@ def exported(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory, cli: Cli)
     return out
 
 
+@pytest.mark.long
 def test_run_asks_an_agent_a_run_and_a_model(exported: Path, tiny_run: Path, cli: Cli) -> None:
     said = [cli("run", source, SUM, "--json", *SHORT) for source in (exported, tiny_run)]
     assert [ended.status for ended in said] == [0, 0], said[0].err + said[1].err

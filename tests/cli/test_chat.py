@@ -120,7 +120,12 @@ def test_a_conversation_in_which_ctrl_c_ends_an_answer_and_not_the_chat(chat: Te
     chat.expect("1 so far, 0 left", "> ")
     chat.type("What is 77 * 31?\n")
     chat.expect("[cost 0", "1 so far, 0 left]", "> ")
-    mistakes = {"/budget much": "is not a cost", "/dance": "there is no command /dance", "/save": "needs the name"}
+    mistakes = {
+        "/budget much": "is not a cost",
+        "/dance": "there is no command /dance",
+        "/save": "needs the name",
+        "/save no/such/x": "cannot be written",
+    }
     for wrong, said in mistakes.items():
         chat.type(f"{wrong}\n")
         chat.expect(said, "> ")

@@ -42,7 +42,7 @@ def test_the_model_s_own_rollouts_are_shown_and_written(cli: Cli, config: Path, 
     assert len({r["task_id"] for r in found}) == 2
     assert all(isinstance(r["score"], float) for r in found)
     assert "score/mean" in ended.out
-    assert (tmp_path / "out" / "rollouts.safetensors").is_file()
+    assert (tmp_path / "out" / "rollouts.tokens.parquet").is_file()
 
 
 def test_a_script_stands_in_for_the_model(cli: Cli, config: Path, tmp_path: Path) -> None:

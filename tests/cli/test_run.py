@@ -99,7 +99,8 @@ def test_a_frontier_is_shown_written_and_stored_and_then_budgets_can_be_kept(run
     folder = run_folder / "frontier" / "step-000002"
     told = json.loads((folder / "frontier.json").read_text())
     assert [point["budget"] for point in told["curves"]["router"]] == [0.0, 0.5, 1.0]
-    assert set(told["fixed"]) >= {"always ANSWER", "ALL-TOOLS", "router, as trained", "classifier, as trained"}
+    sampled = {"router, sampled, not calibrated", "classifier, sampled, not calibrated"}
+    assert set(told["fixed"]) >= {"always ANSWER", "ALL-TOOLS", *sampled}
     assert list(told["gap_closed"]) == ["router", "classifier", "oracle labels", "confidence", "prompted"]
     assert any(note.startswith("confidence: ") for note in told["notes"])
     assert (folder / "tuning.jsonl").read_text().count("\n") == 1 + 30 * 4  # half of the training rows

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors import safe_open
+
+from toolwise.training.token_records import read_tokens
 
 FILES = ["eval-000000", "eval-000002", "step-000001", "step-000002"]
 
@@ -29,8 +30,9 @@ def test_everything_is_in_the_folder(tiny_run: Path) -> None:
         "rollouts",
         "summary.json",
     ]
-    endings = ("jsonl", "safetensors")
-    assert {path.name for path in (tiny_run / "rollouts").iterdir()} == {f"{f}.{end}" for f in FILES for end in endings}
+    endings = ("jsonl", "tokens.parquet", "index.parquet")
+    files = {f"{f}.{end}" for f in FILES for end in endings}
+    assert {path.name for path in (tiny_run / "rollouts").iterdir()} == files | {"vocabulary.ndjson"}
     assert (tiny_run / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "tiny" in (tiny_run / "report.html").read_text(encoding="utf-8")
 
@@ -76,32 +78,26 @@ def test_the_summary_has_the_results(tiny_run: Path) -> None:
 def test_tokens_and_log_probs_line_up_with_the_rollouts(tiny_run: Path, name: str) -> None:
     records = read_lines(tiny_run / "rollouts" / f"{name}.jsonl")
     assert len({record["rollout_id"] for record in records}) == len(records) == 4
-    with safe_open(tiny_run / "rollouts" / f"{name}.safetensors", framework="np") as file:
-        told = [tuple(entry) for entry in json.loads(file.metadata()["steps"])]
-        arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    rows = read_tokens(tiny_run / "rollouts" / f"{name}.tokens.parquet")
     expected = [(record["rollout_id"], i) for record in records for i in range(len(record["steps"]))]
-    assert told == expected
-    sampled, prompts = arrays["token_ids.offsets"], arrays["prompt_ids.offsets"]
+    assert [(row.rollout_id, row.step) for row in rows] == expected
     counts = [step["tokens"] for record in records for step in record["steps"]]
-    assert np.diff(sampled).tolist() == counts
-    assert sampled[-1] == len(arrays["token_ids"]) == len(arrays["logprobs"])
-    assert prompts[-1] == len(arrays["prompt_ids"])
-    assert np.isfinite(arrays["logprobs"]).all()
-    assert (arrays["logprobs"] <= 0).all()
+    assert [len(row.token_ids) for row in rows] == [len(row.logprobs) for row in rows] == counts
+    logprobs = np.concatenate([row.logprobs for row in rows])
+    assert np.isfinite(logprobs).all()
+    assert (logprobs <= 0).all()
 
 
 def test_each_turn_s_prompt_is_all_that_came_before_it(tiny_run: Path) -> None:
-    with safe_open(tiny_run / "rollouts" / "step-000001.safetensors", framework="np") as file:
-        told = json.loads(file.metadata()["steps"])
-        arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    spans = {key: list(pairwise(arrays[f"{key}.offsets"])) for key in ("prompt_ids", "token_ids")}
+    rows = read_tokens(tiny_run / "rollouts" / "step-000001.tokens.parquet")
     followed = 0
-    for here, (rollout_id, index) in enumerate(told):
-        if index:
-            before = np.concatenate([arrays[key][slice(*spans[key][here - 1])] for key in ("prompt_ids", "token_ids")])
-            prompt = arrays["prompt_ids"][slice(*spans["prompt_ids"][here])]
-            assert told[here - 1] == [rollout_id, index - 1]
-            assert prompt[: len(before)].tolist() == before.tolist()
+    for before, row in pairwise(rows):
+        if row.step:
+            assert (before.rollout_id, before.step) == (row.rollout_id, row.step - 1)
+            assert before.prompt_ids is not None
+            assert row.prompt_ids is not None
+            seen = [*before.prompt_ids.tolist(), *before.token_ids.tolist()]
+            assert row.prompt_ids[: len(seen)].tolist() == seen
             followed += 1
     assert followed
 
@@ -111,14 +107,11 @@ def test_the_tokens_are_what_was_said(tiny_run: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_run / "checkpoints" / "step-000002" / "model")
     records = {record["rollout_id"]: record for record in read_lines(tiny_run / "rollouts" / "eval-000002.jsonl")}
-    with safe_open(tiny_run / "rollouts" / "eval-000002.safetensors", framework="np") as file:
-        last = {rollout_id: place for place, (rollout_id, _) in enumerate(json.loads(file.metadata()["steps"]))}
-        ids, offsets = file.get_tensor("token_ids"), file.get_tensor("token_ids.offsets")
+    last = {row.rollout_id: row for row in read_tokens(tiny_run / "rollouts" / "eval-000002.tokens.parquet")}
     answered = [name for name, record in records.items() if record["stop_reason"] == "answered"]
     assert answered
     for name in answered:
-        tokens = ids[offsets[last[name]] : offsets[last[name] + 1]].tolist()
-        said = tokenizer.decode(tokens, skip_special_tokens=True)
+        said = tokenizer.decode(last[name].token_ids.tolist(), skip_special_tokens=True)
         assert said.strip() == records[name]["messages"][-1]["content"].strip()
 
 

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from selection import quick_first
 from small_world_teacher import STRATEGIES, TOOL_OFFERS, conversations, demonstrate
 
 from toolwise.demo.tasks import KINDS, make_row, make_rows
@@ -122,7 +123,7 @@ def test_results_are_what_the_real_tools_say(kind: str) -> None:
     assert asyncio.run(check()) > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick_first(KINDS, ["lookup"]))
 def test_the_teacher_is_right_as_often_as_its_plans_say(kind: str) -> None:
     right = sum(weight for plan, weight in STRATEGIES[kind] if plan.split()[-1] in ("right", "settle"))
     made = demonstrations(kind, BOTH, 600)

@@ -12,6 +12,7 @@ import pytest
 from tests.docs.pages import ROOT, Reader, Snippet, read_snippets
 
 from toolwise.data import load_tasks
+from toolwise.data.files import write_rows
 from toolwise.errors import DataError
 
 pytestmark = pytest.mark.docs
@@ -28,12 +29,19 @@ def expect_error(snippet: Snippet) -> None:
     Path("train.jsonl").write_text(before)
 
 
+def write_sources(folder: Path) -> None:
+    """The files that the page's mixtures name."""
+    for name in ("math/a.parquet", "math/b.parquet", "tools.jsonl", "heldout/x/y.jsonl"):
+        write_rows([{"prompt": f"{name} {number}", "ground_truth": "1"} for number in range(4)], folder / name)
+
+
 def test_every_snippet_runs(reader: Callable[..., Reader], tmp_path: Path) -> None:
     data = ROOT / "tests" / "fixtures"
     (tmp_path / "gsm8k").mkdir()
     for split in ("train", "test"):
         shutil.copy(data / "gsm8k.jsonl", tmp_path / "gsm8k" / f"{split}.jsonl")
     shutil.copy(data / "rlla_sft.json", tmp_path)
+    write_sources(tmp_path)
     page = reader("docs/data.md", handlers={"text": expect_error})
     page.read()
     assert len(page.names["tasks"]) == 16

@@ -174,6 +174,7 @@ def test_from_python_a_run_that_never_updated_returns_and_says_so(
     assert "was never updated" in caplog.text
 
 
+@pytest.mark.long
 def test_adapters_that_move_are_an_update(tmp_path: Path, cli: Cli, make_config: MakeConfig) -> None:
     """The model's own weights stay as they are under LoRA: what counts are those that learn."""
     config, run = set_up(tmp_path, make_config, "random_reward", 1), tmp_path / "run"

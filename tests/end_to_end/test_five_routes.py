@@ -82,15 +82,17 @@ def test_the_example_runs_end_to_end(example: Any, cli: Cli, tmp_path: Path, mon
     assert found["heldout"]["n"] == 6
     assert found["heldout"]["errors"] == 0
     assert {"router", "random", "oracle"} <= found["curves"].keys()
-    assert found["fixed"]["always ask-expert"][0] == pytest.approx(4.0)
+    assert found["fixed"]["always ask-expert"][0] == pytest.approx(3.0)
 
 
 @pytest.mark.long
 def test_the_router_finds_the_cheapest_routes(example: Any, tmp_path: Path) -> None:
     example.main(["--out", str(tmp_path / "five")])
     found = json.loads((tmp_path / "five" / "results.json").read_text())
-    assert found["heldout"]["cost"] < 1.2  # of 1.0, on 180 questions
-    assert found["heldout"]["score"] > 0.5
+    assert found["heldout"]["cost"] < 1.5  # of 1.35, on 180 questions
+    assert found["heldout"]["score"] > 0.6
+    shares = [found["heldout"].get(f"route/{name}/share", 0.0) for name in sys.modules["tasks"].ROUTES]
+    assert sum(share > 0.1 for share in shares) >= 4
     for (_, _, router), (_, _, mixture) in zip(
         found["curves"]["router"], found["curves"]["best fixed mixture"], strict=True
     ):

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 
 from toolwise.training import checkpoint
+from toolwise.training.token_records import read_tokens
 
 SAVE_EVERY, VALIDATE_EVERY, HELD_OUT, GROUP = 2, 3, 4, 6
 START, STEP, SAVING, SAVED = "", r"step-\d+\.jsonl", r"step-\d+\.tmp-.*", r"step-\d+"
@@ -95,13 +95,13 @@ class Victim:
         assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
         names = [f"step-{step:06d}" for step in steps] + [f"eval-{step:06d}" for step in validated]
         found = sorted(path.name for path in (self.out / "rollouts").iterdir())
-        assert found == sorted(f"{name}.{end}" for name in names for end in ("jsonl", "safetensors"))
+        ends = ("jsonl", "tokens.parquet", "index.parquet")
+        assert found == sorted(["vocabulary.ndjson", *(f"{name}.{end}" for name in names for end in ends)])
         for name in names:
             records = [json.loads(line) for line in (self.out / "rollouts" / f"{name}.jsonl").open("rb")]
             assert len(records) == (HELD_OUT if name.startswith("eval") else 2 * GROUP)
-            with safe_open(self.out / "rollouts" / f"{name}.safetensors", framework="np") as file:
-                told = json.loads(file.metadata()["steps"])
-            assert {rollout_id for rollout_id, _ in told} <= {record["rollout_id"] for record in records}
+            tokens = read_tokens(self.out / "rollouts" / f"{name}.tokens.parquet")
+            assert {row.rollout_id for row in tokens} <= {record["rollout_id"] for record in records}
         assert [str(path) for path in self.out.rglob("*") if re.search(r"\.(tmp|old)\b", path.name)] == []
         kept = sorted(path.name for path in (self.out / "checkpoints").iterdir())
         last_two = [f"step-{self.steps - SAVE_EVERY:06d}", f"step-{self.steps:06d}"]

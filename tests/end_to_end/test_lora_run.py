@@ -221,6 +221,7 @@ def actor_state(run: Run) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("beside", quick_first(["router and thinking levels", "reference"], ["reference"]))
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(beside: str, tmp_path: Path, make_config: MakeConfig) -> None:
     changes = {"trainer": {"total_steps": 2, "save_every": 1, "keep_checkpoints": 2}, "deterministic": True}

@@ -22,16 +22,16 @@ AGENTS = ROOT / "examples" / "agents"
 ENVIRONMENTS = ROOT / ".venv-agents"
 SETTINGS: dict[str, Any] = {
     "model": {"path": "builtin:small", "device": "cpu"},
-    "data": {"batch_size": 16},
+    "data": {"batch_size": 12},
     "rollout": {"n": 8, "max_new_tokens": 48},
     "reward": {
         "function": "toolwise.demo.reward:small_world_reward",
         "kwargs": {"price_per_call": 0.0},
         "sandbox": {"trusted": ["toolwise.demo.reward"]},
     },
-    "agent": {"max_concurrent": 6},
-    "actor": {"lr": 2e-4, "warmup_steps": 2},
-    "trainer": {"total_steps": 12, "console": False},
+    "agent": {"max_concurrent": 3},
+    "actor": {"lr": 3e-4, "warmup_steps": 1},
+    "trainer": {"total_steps": 8, "console": False, "save_every": 100},
 }
 GRADED = """
 import sys
@@ -87,7 +87,7 @@ def train(name: str, environment: str, out: Path, **changes: Any) -> RunResult:
     return toolwise.train(
         settings | changes,
         tasks=list(make_rows(2000, seed=0, split="train", kinds=ROUTABLE_KINDS)),
-        val=list(make_rows(100, seed=0, split="heldout", kinds=ROUTABLE_KINDS)),
+        val=list(make_rows(50, seed=0, split="heldout", kinds=ROUTABLE_KINDS)),
         out=out,
     )
 

@@ -51,6 +51,7 @@ def with_label(task: Task, label: str) -> Task:
     return task.model_copy(update={"extra_info": {**task.extra_info, "router_target_action": label}})
 
 
+@pytest.mark.long
 def test_oracle_labels_generalize_to_other_rows(routing: TrainedRouter, tmp_path: Path) -> None:
     held_out = rows(tmp_path, 200, "heldout")
     found, notes = classifiers(routing, rows(tmp_path, 400, "train"), held_out)
@@ -61,6 +62,7 @@ def test_oracle_labels_generalize_to_other_rows(routing: TrainedRouter, tmp_path
     assert np.mean([values[i].argmax() == KINDS[held_out[i].extra_info["kind"]] for i in plain]) > 0.75
 
 
+@pytest.mark.long
 def test_labels_do_not_know_what_the_model_has_memorized(routing: TrainedRouter, tmp_path: Path) -> None:
     train = rows(tmp_path, 400, "train")
     targets = Counter((t.extra_info["kind"], str(to)) for t, to in zip(train, targets_by_labels(train), strict=True))

@@ -7,7 +7,14 @@ import pytest
 
 from toolwise.errors import ConfigError, DataError
 from toolwise.frontier.rollout_pool import ALL_TOOLS, OutcomeTable
-from toolwise.frontier.router_comparison import RouteValues, calibrate, compute_frontier, mean_score_at_budgets
+from toolwise.frontier.router_comparison import (
+    AS_DELIVERED,
+    SAMPLED,
+    RouteValues,
+    calibrate,
+    compute_frontier,
+    mean_score_at_budgets,
+)
 
 ROUTES = ("ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY")
 NEEDED = np.repeat([0, 1, 2, 1], 100)
@@ -58,17 +65,27 @@ def test_fixed_columns_become_points() -> None:
     assert np.isclose(found.fixed["always ANSWER"].score.value, 0.25)
     assert np.isclose(found.fixed["always SEARCH-FAMILY"].score.value, 0.5)
     assert np.isclose(found.fixed[ALL_TOOLS].cost.value, 2.0)
-    trained = found.fixed["router, as trained"]
+    trained = found.fixed["router, sampled, not calibrated"]
     right = np.exp(4) / (np.exp(4) + 2)
     assert np.isclose(trained.score.value, right)
     assert np.isclose(found.curves["oracle"][0].score.value, 0.75)  # a quarter is free, another half costs 1 each
+
+
+def test_what_a_router_delivers_by_default_is_a_point_beside_its_head_alone() -> None:
+    always_right = np.eye(3)[np.argmax(knowing().values, axis=1)]
+    found = compute_frontier(
+        world(), {"router": knowing()}, [0.5], routes=ROUTES, replicates=10, delivered=always_right
+    )
+    delivered, sampled = (found.fixed[f"router{name}"] for name in (AS_DELIVERED, SAMPLED))
+    assert (delivered.score.value, delivered.cost.value) == pytest.approx((1.0, 0.75))
+    assert sampled.score.value < 1.0
 
 
 def test_a_router_as_trained_is_evaluated_at_its_own_cost() -> None:
     found = compute_frontier(
         world(), {"router": knowing(), "classifier": knowing(noise=3.0)}, [0.5], routes=ROUTES, replicates=200
     )
-    told, own = found.as_trained, found.fixed["router, as trained"]
+    told, own = found.as_trained, found.fixed["router, sampled, not calibrated"]
     assert 0.9 < told["gap_closed"].value <= 1.0
     assert np.isclose(
         told["gap_closed"].value,
@@ -115,7 +132,7 @@ def test_predicted_costs_decide_where_a_router_predicts_them() -> None:
     found = compute_frontier(world(), {"router": word}, [0.9], routes=ROUTES, replicates=10)
     # 0.1 for 4 more comes after 1 for 1: not before every row searches. Nine of ten do.
     assert np.isclose(found.curves["router"][0].score.value, 0.9 * 0.5 + 0.1 * 0.25)
-    assert "router, as trained" not in found.fixed
+    assert "router, sampled, not calibrated" not in found.fixed
 
 
 def test_thresholds_to_store_spend_their_budgets_on_these_rows() -> None:
@@ -148,7 +165,7 @@ def test_a_router_may_choose_from_other_columns() -> None:
     half, whole = found.curves["other"]
     assert (half.cost.value, half.score.value) == pytest.approx((0.75, 0.25 + 0.375), abs=0.02)
     assert (whole.cost.value, whole.score.value) == pytest.approx((1.5, 1.0), abs=0.02)
-    assert "other, as trained" not in found.fixed
+    assert "other, sampled, not calibrated" not in found.fixed
 
 
 def test_the_mean_score_at_budgets_prefers_the_router_that_knows() -> None:

@@ -35,7 +35,12 @@ class PreparedPolicy:
         self.replies = list(replies)
         self.asked: list[tuple[list[int], Sampling]] = []
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+    has_grammar = False
+
+    def constraint(self, tools: Any = None) -> None:
+        return None
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, on_tokens: Any = None) -> Generation:
         self.asked.append((list(token_ids), sampling))
         reply = self.replies.pop(0)
         if isinstance(reply, asyncio.Event):
@@ -46,6 +51,9 @@ class PreparedPolicy:
         ids = [i for letter in reply for i in self.chat.encode(letter)]
         cut = len(ids) + 1 > sampling.max_new_tokens
         ids = ids[: sampling.max_new_tokens] if cut else [*ids, self.chat.end_id]
+        for token in ids if on_tokens is not None else ():
+            await asyncio.sleep(0)
+            on_tokens([token])
         return Generation(ids, [-0.5] * len(ids), "length" if cut else "stop", 3)
 
 

@@ -47,7 +47,8 @@ def demo_tasks(count: int) -> list[Task]:
     ]
 
 
-def tiny_run(reward: Any, **sections: Any) -> Run:
+def tiny_run(reward: Any, *, world: Any = None, sampler: Any = None, **sections: Any) -> Run:
+    """`world` is a class of environments instead of the tools."""
     settings: dict[str, Any] = {
         "model": {"device": "cpu"},
         "tools": ["calculator", "search"],
@@ -59,7 +60,8 @@ def tiny_run(reward: Any, **sections: Any) -> Run:
     }
     for name, section in sections.items():
         settings[name] = {**settings.get(name, {}), **section} if isinstance(section, dict) else section
-    return assemble(RunConfig.model_validate(settings), tasks=demo_tasks(8), validation_tasks=[], reward=reward)
+    config = RunConfig.model_validate(settings)
+    return assemble(config, tasks=demo_tasks(8), validation_tasks=[], reward=reward, env=world, sampler=sampler)
 
 
 def async_run(staleness: int, reward: Any = by_length, *, steps: int = 3, **sections: Any) -> Run:

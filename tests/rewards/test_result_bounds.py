@@ -18,7 +18,7 @@ from toolwise.rewards.executor import InProcessExecutor
 from toolwise.rewards.function import Reward, reward_function
 from toolwise.rewards.results import read_result
 from toolwise.training.metrics import summarize
-from toolwise.training.records import write_records
+from toolwise.training.rollout_files import write_records
 from toolwise.types import EvaluateResult, Rollout, StepData, StopReason, Task, Usage
 from toolwise.untrusted.bounds import MAX_METRICS, MAX_REASON_CHARS, MAX_STEP_OUTPUTS
 

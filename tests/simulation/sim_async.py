@@ -17,13 +17,14 @@ from toolwise.data import Batches
 from toolwise.envs.base import BaseEnv
 from toolwise.messages import Message
 from toolwise.protocols import Metrics
+from toolwise.rollout.adaptive_gate import AdaptiveGate
 from toolwise.rollout.queue import RolloutQueue
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.routing.routers import DirectRouter
 from toolwise.testing.virtual_time import simulate
 from toolwise.training.async_loop import AsyncLoop
 from toolwise.training.run import Run
-from toolwise.training.ticket_book import TicketBook
+from toolwise.training.ticket_book import TicketBook, packed_state
 from toolwise.types import CreditedBatch, EvaluateResult, EvaluationFault, Rollout, RouteDecision, Task
 
 DEADLINE_S = 100.0
@@ -52,6 +53,12 @@ class AsyncPlan:
     save_every: int
     breaks_at: int | None
     """The batch at which the router breaks down for good."""
+    fixed: bool
+    """Whether the schedule is fixed, as with `deterministic = true`."""
+    short: bool
+    """Whether the last batch of an epoch may be short."""
+    slots: int | None
+    """Episodes at a time, if that is measured; the engine's requests at the start."""
 
     @classmethod
     def of(cls, seed: int) -> AsyncPlan:
@@ -75,6 +82,9 @@ class AsyncPlan:
             crashes=tuple(chance.uniform(0, lasts_s) for _ in range(chance.choice((0, 0, 1, 3)))),
             save_every=chance.choice((1, 1, 2)),
             breaks_at=chance.choice((None,) * 9 + (chance.randint(0, 4),)),
+            fixed=chance.random() < 0.2,
+            short=chance.random() < 0.2,
+            slots=chance.choice((None, None, 1, 4)),
         )
 
 
@@ -89,6 +99,8 @@ class Played:
     worst: int = 0
     spans: int = 0
     reissued: int = 0
+    stored: int = 0
+    """Of these, groups that had been complete."""
     open_worlds: int = 0
     most_open: int = 0
     fault: str = ""
@@ -223,7 +235,8 @@ class Router(DirectRouter):
 def build(plan: AsyncPlan, played: Played) -> Run:
     config = RunConfig.model_validate(
         {
-            "data": {"batch_size": plan.batch},
+            "data": {"batch_size": plan.batch, "drop_last": not plan.short},
+            "deterministic": plan.fixed,
             "rollout": {"n": plan.n},
             "reward": {"max_error_rate": 1.0},
             "algorithm": {"zero_std_groups": "refill", "max_refills": plan.refills} if plan.refills else {},
@@ -241,13 +254,14 @@ def build(plan: AsyncPlan, played: Played) -> Run:
         max_episode_steps=4,
         deadline_s=DEADLINE_S,
         make_env=lambda decision: World(played, random.Random(worlds.random())),
+        gate=None if plan.slots is None else _gate(plan),
     )
-    order: Any = "finished" if plan.staleness else "admitted"
+    order: Any = "finished" if plan.staleness and not plan.fixed else "admitted"
     return cast(
         "Run",
         SimpleNamespace(
             config=config,
-            batches=Batches(tasks, plan.batch, seed=plan.seed),
+            batches=Batches(tasks, plan.batch, seed=plan.seed, drop_last=not plan.short),
             router=router,
             scheduler=scheduler,
             policy=policy,
@@ -262,6 +276,12 @@ def build(plan: AsyncPlan, played: Played) -> Run:
             tickets=TicketBook(plan.staleness),
         ),
     )
+
+
+def _gate(plan: AsyncPlan) -> AdaptiveGate:
+    assert plan.slots is not None
+    clock = asyncio.get_running_loop()
+    return AdaptiveGate(slots=plan.slots, cache_tokens=lambda: 24, generating_s=lambda: clock.time() / 3, n=plan.n)
 
 
 def play_async(plan: AsyncPlan) -> Played:
@@ -287,6 +307,7 @@ async def _live(plan: AsyncPlan, played: Played, saved: dict[str, Any], crash: f
         assert run.tickets is not None
         run.tickets.load_state_dict(saved["tickets"])
         played.reissued += sum(len(batch["tickets"]) for batch in saved["tickets"]["open"])
+        played.stored += sum(len(batch["finished"]) for batch in saved["tickets"]["open"])
         run.progress.step = run.learner.version = cast(Any, run.weights).version = saved["step"]
     played.learned = [entry for entry in played.learned if entry[0] < run.progress.step]
     work = asyncio.ensure_future(_train(plan, played, run, checkpoints))
@@ -294,6 +315,8 @@ async def _live(plan: AsyncPlan, played: Played, saved: dict[str, Any], crash: f
     died = not work.done()
     work.cancel()
     await asyncio.wait({work})
+    if not work.cancelled() and work.exception() is not None:
+        played.violations.append(f"the run failed: {work.exception()}")
     if others := [task for task in all_tasks() if task is not asyncio.current_task()]:
         played.violations.append(f"{len(others)} tasks were left behind")
     if played.open_worlds:
@@ -320,7 +343,7 @@ async def _train(plan: AsyncPlan, played: Played, run: Run, checkpoints: list[di
                     {
                         "batches": run.batches.state_dict(),
                         "queue": dict(run.queue.state_dict()),
-                        "tickets": run.tickets.state_dict(),
+                        "tickets": packed_state(run.tickets.state_dict()),
                         "step": run.progress.step,
                     }
                 )
@@ -339,10 +362,17 @@ def _check_step(played: Played, scored: Sequence[Any], version: int, seconds: fl
         if versions:
             played.worst = max(played.worst, version - min(versions))
             played.spans += len(set(versions)) > 1
+        if plan.fixed and set(versions) - {max(0, version - plan.staleness)} and not plan.refills:
+            played.violations.append(f"{s.rollout.rollout_id} is of versions {set(versions)}, not of the fixed one")
         if versions and version - min(versions) > plan.staleness:
             played.violations.append(f"{s.rollout.rollout_id} is {version - min(versions)} versions old")
     batches = 1 + plan.refills
-    longest = batches * (2 * DEADLINE_S + 2 * CLOSE_S + plan.tool_s) + plan.learn_s + plan.swap_s + 1.0
+    if plan.slots is not None:  # one group after the other, in the worst case
+        batches *= plan.batch * (1 + plan.staleness) * plan.n
+    if plan.fixed:  # before it publishes, it waits for what is under way
+        batches += batches
+    slow = 2 * plan.learn_s  # the actor's part and the router's
+    longest = batches * (2 * DEADLINE_S + 2 * CLOSE_S + plan.tool_s) + slow + plan.swap_s + 1.0
     if seconds > longest:
         played.violations.append(f"a step took {seconds:g} s, more than the deadline explains ({longest:g} s)")
 
@@ -358,7 +388,7 @@ def _settle(played: Played) -> None:
         played.violations.append(f"{played.steps} of {plan.steps} steps, and nobody said why")
     if played.fault and plan.breaks_at is None:
         played.violations.append("a fault that nobody had")
-    if not played.fault and not plan.refills:
+    if not played.fault and not plan.refills and not plan.short:
         expected = _expected(plan)
         if sorted(ids) != sorted(expected):
             missing, extra = set(expected) - set(ids), set(ids) - set(expected)

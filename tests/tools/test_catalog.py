@@ -76,6 +76,7 @@ def test_every_builtin_is_known_by_its_own_name() -> None:
 def test_a_mapping_configures() -> None:
     made = build_tools([{"name": "search", "price": 2, "family": "OTHER", "k": 3, "documents": ["x"]}])["search"]
     assert (made.price, made.family, made.config["k"]) == (2.0, "OTHER", 3)
+    assert build_tools([{"name": "search", "family": "FILES"}])["search"].family == "FILES"  # for routes of one's own
     assert "name" not in made.config
 
 
@@ -135,7 +136,8 @@ def test_a_builtin_may_be_a_factory(monkeypatch: pytest.MonkeyPatch) -> None:
             "calculator has no option 'k'; it has family, isolate, max_concurrent, price",
         ),
         ([{"name": "search", "price": "dear"}], "search: price must be a number ≥ 0, got 'dear'"),
-        ([{"name": "search", "family": "FIND"}], "search: family must be one of SEARCH, CALCULATE, OTHER"),
+        ([{"name": "search", "family": "SERCH"}], "search: family must be one of SEARCH, CALCULATE, OTHER"),
+        ([{"name": "search", "family": "a b"}], "search: family must be one of SEARCH, CALCULATE, OTHER"),
         ([{"name": double, "cost": 1}], "double has no option 'cost'"),
         (["no.such.module:x"], "cannot import 'no.such.module'"),
         (["no_such_file.py:x"], "file 'no_such_file.py' does not exist"),

@@ -193,4 +193,6 @@ class Conversation:
                 file.write(json_text([message.to_openai() for message in self.messages], indent=2) + "\n")
         except FileExistsError:
             raise ConfigError(f"{path} already exists: choose another file, nothing is ever overwritten") from None
+        except OSError as fault:
+            raise ConfigError(f"{path} cannot be written ({fault.strerror}): choose another file") from None
         print_line(f"wrote {path}")

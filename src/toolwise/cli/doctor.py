@@ -24,7 +24,7 @@ import typer
 
 from toolwise import __version__
 from toolwise.cli.tables import print_table
-from toolwise.terminal import print_json
+from toolwise.terminal import print_error, print_json
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*([^;]*)(?:;.*extra\s*==\s*['\"]([^'\"]+))?")
 """Name, version and extra."""
@@ -49,9 +49,31 @@ class Package:
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run's folder, also of a run that goes on or has crashed.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Compare the nodes of a Ray cluster with this machine instead: versions and code.",
+            show_default=False,
+        ),
+    ] = "",
 ) -> None:
-    """Show installed and missing packages, how to install them, and what this machine supports."""
+    """Say what is wrong with a RUN: likely cause, evidence, and what to try. Exit status: 0 nothing found, 1 something.
+
+    Without RUN: installed and missing packages, how to install them, and what this machine supports.
+    """
+    if run is not None:
+        from toolwise.cli.run_doctor import examine
+
+        if examine(run, as_json=as_json):
+            raise typer.Exit(1)
+        return None
+    if cluster:
+        return _compare_nodes(cluster, as_json)
     packages = inspect_packages()
     machine, troubles = inspect_machine(), missing_core_packages(packages)
     if any(package.name == "torch" and package.installed for package in packages):
@@ -63,6 +85,24 @@ def doctor(
     else:
         _show(packages, machine, troubles)
     if troubles:
+        raise typer.Exit(1)
+    return None
+
+
+def _compare_nodes(address: str, as_json: bool) -> None:
+    """Report every node of the cluster at `address`; exit with status 1 if one differs from this process."""
+    from toolwise.cluster.node_report import compare_nodes
+
+    here, reports, problems = compare_nodes(address)
+    if as_json:
+        print_json({"here": here, "nodes": reports, "problems": problems})
+    else:
+        columns = ("node", *here)
+        rows = [(name, *(str(facts.get(key, "")) for key in here)) for name, facts in reports.items()]
+        print_table(columns, [("here", *map(str, here.values())), *rows], title="nodes", title_justify="left")
+        for problem in problems:
+            print_error(problem)
+    if problems:
         raise typer.Exit(1)
 
 

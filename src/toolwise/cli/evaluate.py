@@ -88,21 +88,22 @@ def evaluate(
     return None
 
 
-def held_out_tasks(config: RunConfig, source: Path, data: Path | None) -> list[Task]:
+def held_out_tasks(config: RunConfig, source: Path, data: Path | None) -> Sequence[Task]:
     """The tasks in `data`, or those of the configuration's data.val."""
-    from toolwise.data import load_tasks
+    from toolwise.data import open_tasks
 
     if (file := data or config.data.val) is None:
         raise ConfigError(f"{source} does not set data.val: add --data FILE")
-    return load_tasks(file, limit=config.data.val_limit if data is None else None)
+    return open_tasks(file, limit=config.data.val_limit if data is None else None, cache=config.data.cache)
 
 
 def warn_about_calibration_tasks(source: Path, tasks: Sequence[Task]) -> None:
     """Tasks that a run was calibrated on are no fair test of what it delivers."""
+    from toolwise.data.task_set import task_id_lists
     from toolwise.training.calibration import recorded_split
 
     known = recorded_split(source) | recorded_split(source.resolve().parent.parent)  # of a run, or of a checkpoint
-    if shared := sum(task.task_id in known for task in tasks):
+    if shared := sum(task_id in known for task_ids in task_id_lists(tasks) for task_id in task_ids):
         print_line(f"WARNING the router was calibrated on {shared} of these {len(tasks)} tasks", err=True)
 
 

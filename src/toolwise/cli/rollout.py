@@ -64,8 +64,8 @@ def rollout(
     """Roll out tasks without training, show the rollouts as they finish, and save them as JSONL."""
     from toolwise.api import new_run_folder
     from toolwise.config.schema import load_config
-    from toolwise.data import load_tasks
-    from toolwise.training.records import write_records
+    from toolwise.data import open_tasks
+    from toolwise.training.rollout_files import write_records
 
     if source.is_dir() and policy == "local":
         config, model = resolve_model(source, model or None, overrides or [], trust_code=trust_code)
@@ -75,7 +75,7 @@ def rollout(
         raise ConfigError("toolwise rollout plays our own loop, not an agent of your own: use toolwise eval")
     if (file := data or config.data.val or config.data.train) is None:
         raise ConfigError("the configuration sets neither data.val nor data.train: add --data FILE")
-    tasks = load_tasks(file)[:count]
+    tasks = list(open_tasks(file, limit=count, cache=config.data.cache))
     folder = out or new_run_folder("rollouts")
     scored = _roll_out(
         config,

@@ -57,6 +57,9 @@ def serve(
     max_queued: Annotated[int, typer.Option(min=0, help="Requests that wait; more get a 429.")] = 512,
     deadline_s: Annotated[float, typer.Option(min=0.1, help="Seconds for an answer, waiting included.")] = 600.0,
     drain_s: Annotated[float, typer.Option(min=1, help="Seconds that running requests have after SIGTERM.")] = 30.0,
+    stream_interval_ms: Annotated[
+        float, typer.Option(min=0, max=1000, help="Collect the tokens of a stream for this time; 0: an event for each.")
+    ] = 20.0,
     tools: ToolsOption = None,
     documents: DocumentsOption = None,
     overrides: OverridesOption = None,
@@ -83,6 +86,7 @@ def serve(
         keys=keys,
         hosts=allow_host or (),
         drain_s=drain_s,
+        stream_interval_s=stream_interval_ms / 1000,
         limits=limits,
     )
     # In mode model the client brings the tools.

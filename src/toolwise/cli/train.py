@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -60,6 +61,14 @@ def train(
     overrides: OverridesOption = None,
     out: Annotated[Path | None, typer.Option(help="Run folder (default: runs/NAME-TIME).", show_default=False)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in --out.")] = False,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help='Run on a Ray cluster: "local" starts one on this machine; "auto", HOST:PORT: docs/cluster.md.',
+            show_default=False,
+        ),
+    ] = "",
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -72,7 +81,8 @@ def train(
 
     if resume and out is None:
         raise ConfigError("--resume needs --out DIR: the folder of the run to resume")
-    run_config = load_config(config, overrides or [])
+    addresses = [f"cluster.address={json.dumps(cluster)}"] if cluster else []
+    run_config = load_config(config, [*(overrides or []), *addresses])
     if dry_run:
         run_dry_run(run_config, out, resume)
     else:
@@ -128,9 +138,10 @@ def export(
 
 
 def run_dry_run(config: RunConfig, out: Path | None, resume: bool) -> None:
-    """Roll out and score two tasks without writing anything. Exits with status 1 if there are problems."""
+    """Roll out and score two tasks without writing a run. Exits with status 1 if there are problems."""
     from toolwise.training.run import check_learnable
     from toolwise.training.run_folder import check_folder
+    from toolwise.training.tasks import cache_folder, with_cache
     from toolwise.training.trackers.observers import load_observers
 
     check_learnable(config)
@@ -139,7 +150,7 @@ def run_dry_run(config: RunConfig, out: Path | None, resume: bool) -> None:
         check_folder(out, config, resume=resume)
     from toolwise.checks.dry_run.command import dry_run
 
-    findings = dry_run(config, print_line)
+    findings = dry_run(config if out is None else with_cache(config, cache_folder(config, out)), print_line)
     for note in findings.notes:
         print_line(f"note: {note}")
     if findings.problems:
@@ -148,7 +159,7 @@ def run_dry_run(config: RunConfig, out: Path | None, resume: bool) -> None:
         if findings.traceback:
             print_line(findings.traceback.rstrip(), err=True)
         raise typer.Exit(1)
-    print_line("dry run passed; nothing was written")
+    print_line("dry run passed; no run was written")
 
 
 def run_training(config: RunConfig, out: Path, resume: bool) -> None:

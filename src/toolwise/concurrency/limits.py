@@ -12,8 +12,6 @@ from weakref import WeakKeyDictionary
 class Gate:
     """Admits up to `limit` holders at a time; None means unlimited. It can serve several event loops in sequence."""
 
-    __slots__ = ("_by_loop", "limit")
-
     def __init__(self, limit: int | None = None) -> None:
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1, got {limit}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from toolwise.agent.inference import store_calibration
 from toolwise.agent.loader import find_router, load_router
 from toolwise.config.schema import RunConfig
-from toolwise.data import load_tasks
+from toolwise.data import open_tasks
 from toolwise.demo.tasks import write_rows
 from toolwise.errors import ConfigError
 from toolwise.frontier.evaluation import FrontierEvaluation, evaluate_frontier
@@ -71,8 +71,8 @@ def demo_config(out: Path, seed: int) -> dict[str, object]:
 
 def write_tasks(config: RunConfig) -> None:
     """Write the task files that the configuration names, generated from its seed."""
-    assert config.data.train is not None
-    assert config.data.val is not None
+    assert isinstance(config.data.train, Path)
+    assert isinstance(config.data.val, Path)
     write_rows(config.data.train, TRAIN_TASKS, seed=config.seed, split="train", kinds=ROUTABLE_KINDS)
     write_rows(config.data.val, HELD_OUT_TASKS, seed=config.seed, split="heldout", kinds=ROUTABLE_KINDS)
 
@@ -94,11 +94,11 @@ async def evaluate_small_frontier(
         raise ConfigError(f"{out}/config.toml has no data.train or no data.val; a frontier needs both")
     frontier = await evaluate_frontier(
         load_router(out, config=config),
-        load_tasks(config.data.val, limit=min(tasks, config.data.val_limit or tasks)),
+        open_tasks(config.data.val, limit=min(tasks, config.data.val_limit or tasks)),
         BUDGETS,
         # Not the folder that `toolwise eval` uses for the same checkpoint: it makes more samples.
         out / "frontier" / f"{model.parent.name}-small",
-        train_tasks=load_tasks(config.data.train, limit=CLASSIFIER_TASKS),
+        train_tasks=open_tasks(config.data.train, limit=CLASSIFIER_TASKS),
         tuning_rows=TUNING_TASKS,
         draws=draws,
         replicates=replicates,

@@ -96,6 +96,7 @@ async def evaluate_frontier(
         replicates=replicates,
         seed=seed,
         served=served_budgets(routing, tasks, levels),
+        delivered=delivered_routes(routing, tasks),
     )
     saved = await time_saved(Agent(routing), tasks)
     if saved is None:
@@ -141,6 +142,18 @@ def served_budgets(routing: TrainedRouter, tasks: Sequence[Task], levels: Sequen
             mixture += weight * np.stack([bins.calibrations[index].probabilities(p.at(index)) for p in predictions])
         mixtures.append(mixture)
     return {"budget given": mixtures}
+
+
+def delivered_routes(routing: TrainedRouter, tasks: Sequence[Task]) -> Floats | None:
+    """Probabilities of the routes [tasks, routes] by default, as `toolwise run` chooses them; None without thresholds
+    of training."""
+    bins, trained = routing.bins, routing.trained
+    if bins is not None and bins.calibrations:
+        (default,) = served_budgets(routing, tasks, [bins.default])["budget given"]
+        return default
+    if trained is None or bins is not None:
+        return None
+    return np.stack([trained.probabilities(prediction) for prediction in routing.predict(tasks)])
 
 
 class _PoolRequest(BaseModel):

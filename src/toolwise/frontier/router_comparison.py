@@ -27,6 +27,9 @@ from toolwise.frontier.rollout_pool import OutcomeTable
 from toolwise.routing.threshold import Floats, Threshold, find_threshold
 from toolwise.serialization.json_text import to_jsonable
 
+SAMPLED, AS_DELIVERED = ", sampled, not calibrated", ", as delivered"
+"""What a router is called without the thresholds of an evaluation: its head alone, and with those of training."""
+
 
 @dataclass(frozen=True, slots=True)
 class RouteValues:
@@ -97,10 +100,12 @@ def compute_frontier(
     replicates: int = 1000,
     seed: int = 0,
     served: Mapping[str, Sequence[Floats]] | None = None,
+    delivered: Floats | None = None,
 ) -> Frontier:
     """`routers` by name, the evaluated one first. `routes` are the outcome columns they choose from, the one without
     tools first; every other column becomes a fixed point. `served` are the probabilities [rows, routes] of routers
-    that need no threshold, one table per budget."""
+    that need no threshold, one table per budget; `delivered` those of the first router by the thresholds of its
+    training."""
     _check_inputs(routers, budgets)
     kept = outcomes.complete_rows()
     complete = outcomes.select_rows(kept)
@@ -108,24 +113,25 @@ def compute_frontier(
     values = {name: router_values.select_rows(kept) for name, router_values in routers.items()}
     rows = {name: _RowMeans.of(complete, each.columns or routes, weights, seed) for name, each in values.items()}
     chosen = complete.select_routes(routes)
-    of_routes = _RowMeans.of(complete, routes, weights, seed)
-    references = _reference_curves(chosen, of_routes)
+    references = _reference_curves(chosen, of_routes := _RowMeans.of(complete, routes, weights, seed))
     at_budgets = {name: [rows[name].at_budget(each, budget) for budget in budgets] for name, each in values.items()}
     trained = {
         name: rows[name].evaluate_mixture(_softmax(each.values)) for name, each in values.items() if each.samples
     }
     first, *others = at_budgets
+    alone = {f"{name}{SAMPLED}": each for name, each in trained.items()}
+    if delivered is not None:
+        alone[f"{first}{AS_DELIVERED}"] = of_routes.evaluate_mixture(delivered[kept])
     without_thresholds = {
         name: [of_routes.evaluate_mixture(mixture[kept]) for mixture in mixtures]
         for name, mixtures in (served or {}).items()
     }
-    levels = [(budget, np.full(len(weights), budget)) for budget in budgets]
     return Frontier(
         rows=len(complete.row_ids),
         left_out=len(outcomes.row_ids) - len(kept),
         draws=outcomes.scores.shape[2],
         curves={
-            name: [_point(curve.clip_cost(costs), curve.score_at(costs), budget) for budget, costs in levels]
+            name: [_curve_point(curve, budget, len(weights)) for budget in budgets]
             for name, curve in references.items()
         }
         | {
@@ -133,7 +139,7 @@ def compute_frontier(
             for name, results in (at_budgets | without_thresholds).items()
         },
         fixed=_fixed_points(complete, routes, weights)
-        | {f"{name}, as trained": _point(each.cost, each.score) for name, each in trained.items()},
+        | {name: _point(each.cost, each.score) for name, each in alone.items()},
         gap_closed={
             name: [estimate(_gap_closed(each, references)) for each in results] for name, results in at_budgets.items()
         },
@@ -271,6 +277,11 @@ def _softmax(logits: Floats) -> Floats:
 
 def _point(cost: Floats, score: Floats, budget: float | None = None) -> Point:
     return Point(budget, estimate(cost), estimate(score))
+
+
+def _curve_point(curve: Curve, budget: float, replicates: int) -> Point:
+    costs = np.full(replicates, budget)
+    return _point(curve.clip_cost(costs), curve.score_at(costs), budget)
 
 
 def _reference_curves(chosen: OutcomeTable, rows: _RowMeans) -> dict[str, Curve]:

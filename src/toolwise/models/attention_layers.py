@@ -96,6 +96,13 @@ def head_problem(model: Any) -> str | None:
     return problem
 
 
+def adopt_reports(model: Any, first: Any) -> None:
+    """What was found about the model when `first` was its first parameter still holds: its values are the same."""
+    for reports, parameter in ((_REPORTS, next(model.get_decoder().parameters())), (_HEADS, next(model.parameters()))):
+        if first in reports:
+            reports[parameter] = reports[first]
+
+
 def _probe(trunk: Any) -> tuple[AttentionLayer, ...]:
     if getattr(trunk.config, "is_encoder_decoder", False):
         raise UnsupportedAttentionError("it is an encoder-decoder")

@@ -46,7 +46,7 @@ def _copy_modules(
     module = substitute(module)
     if id(module) in copies:
         return copies[id(module)]
-    copied = copies[id(module)] = type(module).__new__(type(module))
+    copied = copies[id(module)] = object.__new__(type(module))
     state = dict(module.__dict__)
     if id(state.get("config")) in configs:
         state["config"] = configs[id(state["config"])]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from toolwise.concurrency.text_threads import run_if_long
 from toolwise.engine import Engine, engine_path
 from toolwise.engine.grammar import Constraint, Grammar, Vocabulary
 from toolwise.engine.request import NO_OPTIONS, LogitsMask, OnTokens, ServingOptions
 from toolwise.errors import ContextFullError, PolicyError
-from toolwise.messages import Message
+from toolwise.messages import Message, Prefix, text_chars
 from toolwise.policies.call_grammar import OPENING, calls_grammar
 from toolwise.policies.transformers_generation import BatchGenerator
 from toolwise.protocols import AgentPolicy, Generation, GenerationEngine, Metrics, Sampling
@@ -61,6 +63,8 @@ class LocalPolicy:
             if isinstance(engine, str)
             else engine
         )
+        self.generating_s = 0.0
+        """Seconds that all requests so far have spent in the engine."""
         self._grammar = grammar
         self._grammar_vocabulary = None if grammar is None else self._build_vocabulary()
         self.constraint()  # report errors in the grammar now
@@ -88,7 +92,8 @@ class LocalPolicy:
     ) -> Generation:
         """`on_tokens` receives new tokens while they are sampled, if the engine can tell. `stop_strings` and `options`
         are for serving, and need the Toolwise engine. `logits_mask` forbids tokens, instead of a `constraint`."""
-        token_ids = list(token_ids)  # iterated several times below, which is slow on a buffer prefix
+        # As a list: it is iterated several times below, which is slow on the prefix of a buffer.
+        token_ids = token_ids.tolist() if isinstance(token_ids, Prefix) else list(token_ids)
         self._check(token_ids, sampling)
         if len(token_ids) + sampling.max_new_tokens > self.max_context:
             raise ContextFullError(
@@ -102,9 +107,18 @@ class LocalPolicy:
                 raise PolicyError(f"{type(self.engine).__name__} cannot truncate distributions: leave top_p, top_k out")
             return await self.engine.generate(token_ids, sampling)
         mask = logits_mask if constraint is None else constraint.mask(sampling)
-        return await self.engine.generate(
-            token_ids, sampling, stop_strings=stop_strings, logits_mask=mask, on_tokens=on_tokens, options=options
-        )
+        clock = asyncio.get_running_loop()
+        started = clock.time()
+        try:
+            return await self.engine.generate(
+                token_ids, sampling, stop_strings=stop_strings, logits_mask=mask, on_tokens=on_tokens, options=options
+            )
+        finally:
+            self.generating_s += clock.time() - started
+
+    @property
+    def has_grammar(self) -> bool:
+        return self._grammar is not None
 
     def constraint(self, tools: Sequence[dict[str, Any]] | None = None) -> Constraint | None:
         """The constraint on a turn with these tools, if any."""
@@ -259,7 +273,8 @@ class LocalSession:
     async def get_action(
         self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None
     ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
-        prompt = self.tokens.prompt(observation, available_tools_specs)
+        chars = text_chars(observation)
+        prompt = await run_if_long(chars, self.tokens.prompt, observation, available_tools_specs)
         # One seed per turn: positions restart at 0 with each generation.
         sampling = replace(self.sampling, seed=(self.sampling.seed * 1_000_003 + self._turn) & 0x7FFF_FFFF_FFFF_FFFF)
         constraint = self.policy.constraint(available_tools_specs)

@@ -35,6 +35,8 @@ from toolwise.sandbox.process_tree import (
 from toolwise.sandbox.scratch import remove_in_background
 from toolwise.sandbox.targets import library_folders, package_folder
 
+_CLUSTER_SECRETS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+"""Whoever has the cluster's token runs code on all of its nodes."""
 _INHERITED_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")
 _LIBRARY_VARIABLES = {
     # Libraries that start their own threads: a worker with leftover threads is replaced.
@@ -215,8 +217,9 @@ def launch(
 ) -> ProcessTree:
     """Start a program in its own session, from the spawner thread.
 
-    `report`: the pipe of the supervisor that the program puts above itself.
+    `report`: the pipe of the supervisor that the program puts above itself. The cluster's token is never passed on.
     """
+    environment = {name: value for name, value in environment.items() if name not in _CLUSTER_SECRETS}
     mark = secrets.token_hex(16)
     settings: dict[str, Any] = {
         "env": {**environment, WORKER_ENV_VAR: "1", MARK_VARIABLE: mark},

@@ -42,6 +42,11 @@ def load_json(text: str | bytes) -> Any:
         return None
 
 
+def valid_text(text: str) -> str:
+    """`text` with `?` for lone surrogates, so that it can be stored as UTF-8."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
 def to_jsonable(value: Any, depth: int = 0) -> Any:
     """Convert `value` to types that JSON supports."""
     if value is None or isinstance(value, bool | str):

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Generic, Literal, ParamSpec, TypeVar, cast, get_args, overload
+from typing import Annotated, Any, Generic, ParamSpec, TypeVar, cast, overload
 
 from pydantic import Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
@@ -29,8 +29,9 @@ log = logging.getLogger("toolwise.tools")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-FamilyName = Literal["SEARCH", "CALCULATE", "OTHER"]
-FAMILIES = get_args(FamilyName)
+FAMILIES = ("SEARCH", "CALCULATE", "OTHER")
+"""The families that a router knows by itself; routes of a user's own may have others."""
+FamilyName = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
 PositiveNumber = Annotated[FiniteFloat, Field(gt=0)]
 NonNegativeNumber = Annotated[FiniteFloat, Field(ge=0)]
 
@@ -304,7 +305,10 @@ def checked_seconds(value: Any, where: str) -> float:
 
 def check_tool_options(config: Mapping[str, Any], where: str) -> None:
     """Validate the options used by the router, the budget and the scheduler."""
-    checked(config.get("family", "OTHER"), FamilyName, f"{where}: family", f"one of {', '.join(FAMILIES)}")
+    known = f"one of {', '.join(FAMILIES)}, or a name of your own for routes of your own"
+    family = checked(config.get("family", "OTHER"), FamilyName, f"{where}: family", known)
+    if family.upper() not in FAMILIES and (hint := did_you_mean(family.upper(), FAMILIES)):
+        raise ConfigError(f"{where}: family must be {known}, got {family!r}{hint}")
     checked(config.get("price", 0.0), NonNegativeNumber, f"{where}: price", "a number ≥ 0")
     checked(config.get("max_concurrent"), PositiveInt | None, f"{where}: max_concurrent", "an integer ≥ 1")
     if config.get("isolate") not in (None, True, False):

@@ -38,6 +38,17 @@ def test_where_a_right_one_made_no_call_every_call_costs() -> None:
     assert scores == pytest.approx([1, math.cos(math.pi / 3), math.cos(2 * math.pi / 5)])
 
 
+def test_prices_weigh_the_calls() -> None:
+    group = [said(7, 1), said(7, 2)]
+    scores = [result.score for result in otc_reward(group, "7", correct=CORRECT, prices={"calculator": 0.5})]
+    # Costs of 0.5 and 1: f = 2·0.5·1 / 1.5 = 2/3, as 1 and 2 calls would have.
+    assert scores == pytest.approx([1, math.sin(2 * math.pi / 3)])
+    free = otc_reward(group, "7", correct=CORRECT, prices={"search": 1.0, "*": 0.0})
+    assert [result.score for result in free] == [1.0, 1.0]
+    with pytest.raises(ConfigError, match="the price of 'calculator' is -1"):
+        otc_reward(group, "7", correct=CORRECT, prices={"calculator": -1})
+
+
 @pytest.mark.parametrize("text", ["<tool_call>{oops</tool_call>", '<tool_call>{"name": "calculator", "arg'])
 def test_a_call_that_nobody_can_read_is_a_call(text: str) -> None:
     turns = said(7, 0)

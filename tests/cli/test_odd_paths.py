@@ -91,10 +91,14 @@ COMMANDS: dict[str, tuple[str, Callable[[Path], list[object]]]] = {
 }
 
 
+class Late(BaseException):
+    """No command may take this for an error of its own and report it."""
+
+
 @contextmanager
 def within(seconds: int) -> Iterator[None]:
     def late(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"it waited for {seconds} s")
+        raise Late(f"it waited for {seconds} s")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)

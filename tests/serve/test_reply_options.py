@@ -226,11 +226,13 @@ def test_a_grammar_that_is_compiled_holds_up_no_other_request(monkeypatch: pytes
     async def play() -> None:
         body = {"model": "small", "messages": QUESTION, "max_tokens": 1}
         plain = read_request(json.dumps(body).encode())
-        formed = read_request(json.dumps(body | {"response_format": JSON_SCHEMA}).encode())
+        unknown = schema_of({"type": "object", "properties": {"never compiled": {"type": "string"}}})
+        formed = read_request(json.dumps(body | {"response_format": unknown}).encode())
         slow = [asyncio.create_task(served().complete(formed)) for _ in range(3)]
-        await asyncio.to_thread(compiling.wait, 20)
+        assert await asyncio.to_thread(compiling.wait, 20)
         answer = await asyncio.wait_for(served().complete(plain), 15)
         assert answer["usage"]["completion_tokens"] == 1
+        assert not any(task.done() for task in slow)
         may_end.set()
         await asyncio.gather(*slow)
 

@@ -16,7 +16,7 @@ import numpy as np
 from toolwise.config.data import TaskSources, source_paths, source_weights
 from toolwise.data.cache import CACHE_FOLDER, open_table
 from toolwise.data.conversion import duplicate_id, repeated
-from toolwise.data.files import read_rows
+from toolwise.data.files import open_data, read_rows
 from toolwise.data.rows import tasks_from_rows
 from toolwise.data.table import TaskTable
 from toolwise.data.task_set import TaskSet
@@ -123,7 +123,7 @@ def _is_small(path: Path) -> bool:
             return True
         import pyarrow.parquet as pq
 
-        with path.open("rb") as opened, pq.ParquetFile(opened) as parquet:
+        with open_data(path) as opened, pq.ParquetFile(opened) as parquet:
             return int(parquet.metadata.num_rows) <= SMALL_ROWS
     except Exception:  # a damaged file can make the reader raise anything
         return True

@@ -5,6 +5,7 @@ transformers computes norms in fp32 whatever the precision of the weights, which
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,15 +18,18 @@ from plain_attention import PlainKernel
 from torch import Tensor
 
 from toolwise.config.schema import LoraConfig
+from toolwise.kernels.fused_decoder import FusedDecoder
+from toolwise.learner import forward
 from toolwise.learner.decoder_forward import (
     DecoderForward,
     decoder_forward_problem,
     probe_difference,
     undescribed_reason,
 )
-from toolwise.learner.forward import hidden_states
+from toolwise.learner.forward import TrunkForward, hidden_states
 from toolwise.learner.lora import Adapters
 from toolwise.learner.tree_attention import attention_parts
+from toolwise.models.merged_weights import merged_copy
 
 PROMPT = [3, 5, 7, 9, 11]
 
@@ -173,3 +177,51 @@ def test_weights_that_others_may_have_joined_are_not_moved() -> None:
     found = DecoderForward(model, PlainKernel())(packed.ids, packed.positions, attention_parts(packed.segments, "cpu"))
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
     torch.testing.assert_close(found, hidden_states(model, packed), rtol=1e-5, atol=1e-5)
+
+
+def _moved_in_place(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+
+
+def _replaced_values(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.1
+
+
+def _joined_by_the_engine(model: Any) -> None:
+    _moved_in_place(model)
+    FusedDecoder(merged_copy(model))
+
+
+@pytest.mark.parametrize("change", [_moved_in_place, _replaced_values, _joined_by_the_engine])
+@pytest.mark.parametrize("targets", [None, ["q_proj", "down_proj"], ["q_proj", "k_proj", "v_proj"]])
+def test_a_forward_kept_for_the_next_update_computes_the_current_weights(
+    targets: list[str] | None, change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, packed = tiny_model().double(), packed_rows()
+    if targets is not None:
+        Adapters(model, LoraConfig(rank=4, target_modules=targets), 0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        model.double()
+    built: list[DecoderForward] = []
+
+    def build_forward(model: Any) -> DecoderForward:
+        built.append(DecoderForward(model, PlainKernel()))
+        return built[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(forward, "decoder_forward_problem", lambda model: None)
+        patched.setattr(forward, "DecoderForward", build_forward)
+        first = TrunkForward.prepared(model, None)
+        assert TrunkForward.prepared(model, first) is first
+        before = first(packed).detach()
+        change(model)
+        found = states_and_gradients(model, TrunkForward.prepared(model, first)(packed))
+    expected = states_and_gradients(model, hidden_states(model, packed))
+    assert (found[0] - before).norm() > 1e-3 * before.norm()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() <= 1e-6 * theirs.norm()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import cache
 from typing import Any
@@ -384,7 +386,7 @@ def test_what_is_encoded_again_is_the_callers_own() -> None:
     assert chat.encode("the same words") == first[:-1]
     for number in range(ENCODE_CACHE_SIZE + 50):
         chat.encode(f"others {number}")
-    assert len(chat._encode_cache) == ENCODE_CACHE_SIZE
+    assert chat._encode_cached.cache_info().currsize == ENCODE_CACHE_SIZE
     assert chat.encode("the same words") == first[:-1]
 
 
@@ -409,6 +411,21 @@ def test_arguments_that_are_nested_too_deeply_do_not_end_an_episode() -> None:
 def test_huge_texts_are_not_kept() -> None:
     chat = shipped()
     chat.encode("a short text")
-    before = set(chat._encode_cache)
+    before = chat._encode_cached.cache_info().currsize
     chat.encode("a " * 60_000)
-    assert set(chat._encode_cache) == before
+    assert chat._encode_cached.cache_info().currsize == before
+
+
+def test_texts_are_encoded_in_several_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts are, beside those of the event loop: the cache is full, so each encoding throws one away."""
+    chat = ChatTokenizer(chatml().tokenizer)
+    monkeypatch.setattr(chat.controls, "encode", lambda text, end_text: [len(text)])
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            texts = [[f"{number} of {thread}" for number in range(8_000)] for thread in range(3)]
+            encoded = threads.map(lambda texts: [chat.encode(text) for text in texts], texts)
+            assert list(encoded) == [[[len(text)] for text in own] for own in texts]
+    finally:
+        sys.setswitchinterval(interval)

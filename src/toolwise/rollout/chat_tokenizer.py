@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -73,8 +74,8 @@ class ChatTokenizer:
         self.controls = ControlTokens(tokenizer)
         self._decode_ids = _plain_decode(tokenizer)
         self._now = now or datetime.now()
-        self._encode_cache: dict[str, list[int]] = {}
-        """The last few texts: all rollouts of a group start with the same one."""
+        self._encode_cached = lru_cache(ENCODE_CACHE_SIZE)(self._encode)
+        """For the last few texts, since all rollouts of a group start with the same one; safe in several threads."""
         self.tool_prompt = ToolPrompt()
         self.style = choose_style(self._render_styled)
         self.unknown_eos_ids: tuple[str, ...] = tuple(f"{i!r:.40}" for i in eos_ids if not self._is_token(i))
@@ -206,15 +207,10 @@ class ChatTokenizer:
             ) from fault
 
     def encode(self, text: str) -> list[int]:
-        ids = self._encode_cache.get(text)
-        if ids is None:
-            ids = self.controls.encode(text, self.controls.texts[0])
-            if len(text) > MAX_CACHED_CHARS:
-                return ids
-            if len(self._encode_cache) >= ENCODE_CACHE_SIZE:
-                self._encode_cache.pop(next(iter(self._encode_cache)))
-            self._encode_cache[text] = ids
-        return ids.copy()
+        return self._encode(text) if len(text) > MAX_CACHED_CHARS else self._encode_cached(text).copy()
+
+    def _encode(self, text: str) -> list[int]:
+        return self.controls.encode(text, self.controls.texts[0])
 
     def decode(self, token_ids: Sequence[int], stop_ids: Sequence[int] = ()) -> str:
         """The text of sampled tokens, tags included, without the tokens that ended the turn."""

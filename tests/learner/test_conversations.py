@@ -135,6 +135,20 @@ def test_text_that_the_template_drops_is_trained_on_all_the_same() -> None:
     assert reply_tokens(chat, plain) == chat.reply(plain)
 
 
+def test_text_before_a_call_is_left_out_where_rollouts_would_not_read_the_call_after_it() -> None:
+    """Llama 3 writes calls bare, at the start of a reply; its template drops the text beside them."""
+    chat = chat_tokenizer("llama3")
+    call = ToolCall(id="call_0", name="search", arguments={"query": "x"})
+    messages = [say("user", "a"), say("assistant", "Let me see.", tool_calls=[call])]
+    thoughtful = [say("user", "a"), say("assistant", THOUGHTFUL, tool_calls=[call])]
+    for conversation, content in ((messages, ""), (thoughtful, THOUGHTFUL.partition("</think>")[0] + "</think>")):
+        [row] = tokenize_conversation(chat, conversation)
+        text, calls = chat.find_format("auto").parse(chat.decode(row.ids[row.loss_mask].tolist()))
+        assert [(found.name, found.arguments) for found in calls] == [("search", {"query": "x"})]
+        assert text.startswith(content)
+        assert "Let me see." not in text
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", ["chatml", "qwen3", "forgetful"])
 @pytest.mark.parametrize("content", ["The cafe\u0301 is open.", "x \ufdd0 y", "The CAPS", "\u4e00 <|im_end|>"])

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from toolwise.errors import DataError
 from toolwise.messages import Message
+from toolwise.rollout.call_format import CallFormat
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.rollout.control_tokens import strip_guard_marks
+from toolwise.rollout.parsers.json_calls import THOUGHT_CLOSINGS
 from toolwise.rollout.tokens import OnChange, TokenBuffer
 
 
@@ -55,19 +57,21 @@ def tokenize_conversation(
     *,
     context: int = 0,
     on_change: OnChange = "append",
+    call_format: CallFormat | None = None,
 ) -> list[Example]:
     """The rows of a conversation: one, or several if the template rewrites earlier turns and `on_change` is "fork".
 
     Assistant messages among the first `context` messages are part of the prompt and not trained on. What follows the
-    last reply is left out.
+    last reply is left out. `call_format`: how rollouts read calls, by default as the template suggests.
     """
+    call_format = call_format or chat.find_format("auto")
     buffer = TokenBuffer(chat, on_change=on_change)
     rows: list[tuple[list[int], list[bool]]] = []
     for index, message in enumerate(messages):
         if message.role != "assistant" or index < context:
             continue
         prompt = list(buffer.prompt(messages[:index], tools))
-        reply = reply_tokens(chat, message, tools)
+        reply = reply_tokens(chat, message, tools, call_format)
         buffer.add(reply, closed=True)
         if not rows or prompt[: len(rows[-1][0])] != rows[-1][0]:
             rows.append(([], []))
@@ -79,9 +83,15 @@ def tokenize_conversation(
     return [Example.of(*row) for row in rows]
 
 
-def reply_tokens(chat: ChatTokenizer, message: Message, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+def reply_tokens(
+    chat: ChatTokenizer,
+    message: Message,
+    tools: Sequence[dict[str, Any]] | None = None,
+    call_format: CallFormat | None = None,
+) -> list[int]:
     """A reply as the template writes it, preceded by what it leaves out of the message: some templates drop thoughts,
-    or the text beside calls, which a model writes all the same."""
+    or the text beside calls, which a model writes all the same. Text after which rollouts would not read the calls is
+    left out: those of Llama 3 begin a reply."""
     rendered, content = chat.render_reply(message, tools), message.content or ""
     reply = chat.encode(rendered)
     # Both as text, before the tokenizer, which may change letters. `guard` keeps the length, but for its marks.
@@ -95,7 +105,31 @@ def reply_tokens(chat: ChatTokenizer, message: Message, tools: Sequence[dict[str
         if written.lstrip()[overlap:].split() != bare.split():
             raise DataError("the chat template changes the text of an assistant message: SFT needs it as it is")
         kept = len(text.rstrip()) - overlap
-    return [*chat.encode(chat.end_text + chat.controls.guard(content[:kept]))[1:], *reply]
+    left_out = content[:kept]
+    if message.tool_calls and call_format is not None:
+        left_out = _readable_start(chat, left_out, reply, call_format, tools)
+    return _after(chat, left_out, reply)
+
+
+def _readable_start(
+    chat: ChatTokenizer,
+    text: str,
+    reply: list[int],
+    call_format: CallFormat,
+    tools: Sequence[dict[str, Any]] | None,
+) -> str:
+    """As much of `text` as leaves the calls of the reply after it readable: all of it, its thought, or nothing."""
+
+    def calls_after(start: str) -> list[tuple[str, Any]]:
+        _, calls = call_format.parse_for(chat.decode(_after(chat, start, reply)), tools)
+        return [(call.name, call.arguments) for call in calls]
+
+    thoughts = [text[: text.index(end) + len(end)] for end in THOUGHT_CLOSINGS if end in text]
+    return next(start for start in (text, *thoughts, "") if calls_after(start) == calls_after(""))
+
+
+def _after(chat: ChatTokenizer, text: str, reply: list[int]) -> list[int]:
+    return [*chat.encode(chat.end_text + chat.controls.guard(text))[1:], *reply]
 
 
 def _overlap(text: str, other: str) -> int:

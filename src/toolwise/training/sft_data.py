@@ -155,6 +155,7 @@ def tokenize(config: SftConfig, chat: ChatTokenizer, conversations: Sequence[Con
 
     rows: list[Example] = []
     truncated = dropped = 0
+    call_format = chat.find_format(config.rollout.tool_parser)
     for conversation in conversations:
         try:
             examples = tokenize_conversation(
@@ -163,6 +164,7 @@ def tokenize(config: SftConfig, chat: ChatTokenizer, conversations: Sequence[Con
                 conversation.tools,
                 context=conversation.context,
                 on_change=config.rollout.on_template_change,
+                call_format=call_format,
             )
         except (DataError, ModelError) as fault:
             raise row_error(conversation.path, conversation.number, "messages", str(fault)) from fault

@@ -135,6 +135,22 @@ def test_text_that_the_template_drops_is_trained_on_all_the_same() -> None:
     assert reply_tokens(chat, plain) == chat.reply(plain)
 
 
+def test_the_end_of_the_conversation_is_no_part_of_its_last_reply() -> None:
+    """Phi-3's template ends each turn, and the conversation besides; a rollout ends at the first of the two."""
+    changed = tokenizer("chatml")
+    changed.eos_token = "<|endoftext|>"
+    changed.chat_template = (
+        "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor -%}"
+        "{{ '<|im_start|>assistant\n' if add_generation_prompt else eos_token }}"
+    )
+    chat = ChatTokenizer(changed)
+    conversation = [say("user", "a"), say("assistant", "b"), say("user", "c"), say("assistant", "d")]
+    [row] = tokenize_conversation(chat, conversation)
+    assert chat.tokenizer.decode(row.ids[row.loss_mask].tolist()) == "b<|im_end|>d<|im_end|>"
+    whole = chat.tokenizer.decode(chat.encode(chat.render(conversation, generation_prompt=False)))
+    assert chat.tokenizer.decode(row.ids.tolist()) + "\n<|endoftext|>" == whole
+
+
 def test_text_before_a_call_is_left_out_where_rollouts_would_not_read_the_call_after_it() -> None:
     """Llama 3 writes calls bare, at the start of a reply; its template drops the text beside them."""
     chat = chat_tokenizer("llama3")

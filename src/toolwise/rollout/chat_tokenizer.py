@@ -168,7 +168,11 @@ class ChatTokenizer:
             ends = [len(rendered)]
         if not rendered.startswith(before) or max(ends, default=0) < len(before):
             raise ModelError("the chat template does not put an assistant turn between its opening and its end")
-        return rendered[len(before) : max(ends)]
+        reply, stops = rendered[len(before) : max(ends)], self.turn_ends.stops
+        # Generation ends at the first of several stops: Phi-3 ends a turn, and then the conversation.
+        while (stop := next(filter(reply.endswith, stops), "")) and reply[: -len(stop)].rstrip().endswith(stops):
+            reply = reply[: -len(stop)].rstrip()
+        return reply
 
     def render(self, messages: Sequence[Message], tools: Tools = None, *, generation_prompt: bool = True) -> str:
         """The rendered text, with the marks of `ControlTokens`: for `encode` and for comparisons."""

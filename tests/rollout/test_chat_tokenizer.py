@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -412,3 +416,22 @@ def test_huge_texts_are_not_kept() -> None:
     before = set(chat._encode_cache)
     chat.encode("a " * 60_000)
     assert set(chat._encode_cache) == before
+
+
+def test_texts_are_encoded_in_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = object.__new__(ChatTokenizer)
+    controls = SimpleNamespace(texts=("<|im_end|>",), encode=lambda text, end: [len(text)])
+    monkeypatch.setattr(chat, "controls", controls, raising=False)
+    chat._encode_cache, chat._cache_lock = {}, threading.Lock()
+
+    def encode(start: str) -> int:
+        return sum(chat.encode(f"{start}{i}")[0] for i in range(4_000))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            assert len(set(threads.map(encode, "abc"))) == 1
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(chat._encode_cache) == ENCODE_CACHE_SIZE

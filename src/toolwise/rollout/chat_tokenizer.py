@@ -8,6 +8,7 @@ combines them turn by turn.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -75,6 +76,8 @@ class ChatTokenizer:
         self._now = now or datetime.now()
         self._encode_cache: dict[str, list[int]] = {}
         """The last few texts: all rollouts of a group start with the same one."""
+        self._cache_lock = threading.Lock()
+        """Long texts are encoded in threads."""
         self.tool_prompt = ToolPrompt()
         self.style = choose_style(self._render_styled)
         self.unknown_eos_ids: tuple[str, ...] = tuple(f"{i!r:.40}" for i in eos_ids if not self._is_token(i))
@@ -211,9 +214,10 @@ class ChatTokenizer:
             ids = self.controls.encode(text, self.controls.texts[0])
             if len(text) > MAX_CACHED_CHARS:
                 return ids
-            if len(self._encode_cache) >= ENCODE_CACHE_SIZE:
-                self._encode_cache.pop(next(iter(self._encode_cache)))
-            self._encode_cache[text] = ids
+            with self._cache_lock:
+                if len(self._encode_cache) >= ENCODE_CACHE_SIZE:
+                    self._encode_cache.pop(next(iter(self._encode_cache)))
+                self._encode_cache[text] = ids
         return ids.copy()
 
     def decode(self, token_ids: Sequence[int], stop_ids: Sequence[int] = ()) -> str:

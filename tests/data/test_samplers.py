@@ -126,6 +126,11 @@ def test_another_seed_or_another_sampler_s_state_is_refused_in_one_line(name: st
         ("mixture", {"weights": {"z": 1.0}}, "data source 'z', but the tasks have: 'a', 'b'"),
         ("mixture", {"weights": {"a": 0.0}}, "weight of 'a' is 0.0"),
         ("mixture", {"weights": {}}, "weights is empty"),
+        ("mixture", {}, "weights is empty or not a table"),
+        ("mixture", {"weights": ["a"]}, "weights is empty or not a table"),
+        ("mixture", {"weights": {"a": "x"}}, "weight of 'a' is 'x'"),
+        ("mixture", {"weights": {"a": float("inf")}}, "weight of 'a' is inf"),
+        ("difficulty", {"floor": float("inf")}, "floor is inf"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(name: str, kwargs: dict[str, Any], told: str) -> None:

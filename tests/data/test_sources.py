@@ -198,6 +198,17 @@ def test_a_pattern_too_long_for_a_file_matches_nothing() -> None:
         open_tasks(Path("What is 1 + 1? " * 30))
 
 
+def test_a_folder_is_an_error_that_gives_a_pattern(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is a folder; give a file in it, or a pattern such as .*/\*\.jsonl"):
+        open_tasks(tmp_path)
+
+
+def test_a_file_in_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    numbered(tmp_path / "a.jsonl", 2)
+    assert len(open_tasks(Path("~/a.jsonl"))) == len(open_tasks(Path("~/*.jsonl"))) == 2
+
+
 def test_a_glob_without_files_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no\*.jsonl: no file matches"):
         open_tasks(tmp_path / "no*.jsonl")

@@ -39,7 +39,8 @@ def prefetched(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[list[st
     batches, policy = Batches(tasks, 3, seed=0), object.__new__(LocalPolicy)
     policy.chat = chat = Chat()  # type: ignore[assignment]
     scheduler = SimpleNamespace(make_env=None, lock_step=False, tools={})
-    parts = {"router": DirectRouter(0), "scheduler": scheduler, "policy": policy, "batches": batches} | changes
+    known = {"router": DirectRouter(0), "scheduler": scheduler, "policy": policy, "batches": batches, "agent": None}
+    parts = known | changes
     asyncio.run(prefetch_prompts(SimpleNamespace(**parts)))  # type: ignore[arg-type]
     return chat.started, next(parts["batches"])
 
@@ -54,6 +55,7 @@ def test_the_next_batch_is_tokenized_even_if_a_prompt_fails(monkeypatch: pytest.
     [
         {"router": object()},
         {"policy": object()},
+        {"agent": object()},
         {"scheduler": SimpleNamespace(make_env=print, lock_step=False, tools={})},
         {"scheduler": SimpleNamespace(make_env=None, lock_step=True, tools={})},
     ],

@@ -72,7 +72,7 @@ def open_tasks(
 
 def find_files(sources: TaskSources) -> list[list[TaskFile]]:
     """The files of each source, sorted, each with a name that no other one has."""
-    groups = [_matches(path) for path in source_paths(sources)]
+    groups = [_matches(path.expanduser()) for path in source_paths(sources)]
     paths = [path for group in groups for path in group]
     for path, count in Counter(map(realpath, paths)).items():
         if count > 1:
@@ -84,7 +84,7 @@ def find_files(sources: TaskSources) -> list[list[TaskFile]]:
 def _matches(path: Path) -> list[Path]:
     if not glob.has_magic(str(path)) or exists(path):  # a file may have such a name
         return [path]
-    matches = [Path(match) for match in sorted(glob.glob(str(path.expanduser()), recursive=True))]
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
     files = [match for match in matches if not match.is_dir()]
     if not files:
         raise DataError(f"{path}: no file matches; check the pattern (relative paths start at {Path.cwd()})")

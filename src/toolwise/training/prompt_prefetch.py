@@ -20,9 +20,10 @@ FIRST_PAUSE_S, PAUSE_S = 0.1, 0.005
 
 async def prefetch_prompts(run: Run) -> None:
     """Put the prompts of the next batch into the tokenizer's caches. Only where they are known before the step: a
-    router, an environment or a sampler may change them."""
+    router, an environment, an outside agent or a sampler may change them."""
     scheduler, policy = run.scheduler, run.policy
-    known = isinstance(run.router, DirectRouter) and scheduler.make_env is None and not scheduler.lock_step
+    plain = run.agent is None and scheduler.make_env is None and not scheduler.lock_step
+    known = plain and isinstance(run.router, DirectRouter)
     if not known or not isinstance(policy, LocalPolicy) or not isinstance(run.batches, Batches):
         return
     await asyncio.sleep(FIRST_PAUSE_S)

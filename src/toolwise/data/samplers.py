@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from toolwise.data.task_set import map_distinct
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.protocols import Sampler
 from toolwise.types import Task
@@ -108,9 +110,9 @@ class Mixture(Sampler):
     def __init__(self, tasks: Sequence[Task], seed: int, *, weights: Mapping[str, float] | None = None) -> None:
         if not isinstance(weights, Mapping) or not weights:
             raise ConfigError("weights is empty or not a table: give one such as {math = 3, search = 1}")
-        self._members: dict[str, list[int]] = {}
-        for index, task in enumerate(tasks):
-            self._members.setdefault(task.data_source, []).append(index)
+        self._members: dict[str, array[int]] = {}
+        for index, source in enumerate(map_distinct(tasks, lambda task: task.data_source)):
+            self._members.setdefault(source, array("q")).append(index)
         for name, weight in weights.items():
             if name not in self._members:
                 known = ", ".join(sorted(map(repr, self._members)))

@@ -72,7 +72,12 @@ def test_a_mixture_of_a_converted_file_reads_one_task_of_each_source(
     path = tmp_path / "x.jsonl"
     path.write_text("".join(f'{{"prompt": "{i}", "data_source": "{"abc"[i % 3]}"}}\n' for i in range(30)), "utf-8")
     rows, read = open_tasks(path, cache=tmp_path / "cache"), list[int]()
-    monkeypatch.setattr("toolwise.data.table.read_task", lambda *a, **k: read.append(a[1]) or read_task(*a, **k))
+
+    def count(path: Path, number: int, *arguments: Any, **options: Any) -> Task:
+        read.append(number)
+        return read_task(path, number, *arguments, **options)
+
+    monkeypatch.setattr("toolwise.data.table.read_task", count)
     sampler = Mixture(rows, seed=0, weights={"a": 1, "c": 2})
     assert read == [0, 1, 2]
     assert Counter(rows[index].data_source for index in sampler.draw(12)) == {"a": 4, "c": 8}

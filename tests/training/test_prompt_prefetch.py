@@ -40,7 +40,7 @@ def prefetched(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[list[st
     policy.chat = chat = Chat()  # type: ignore[assignment]
     scheduler = SimpleNamespace(make_env=None, lock_step=False, tools={})
     known = {"router": DirectRouter(0), "scheduler": scheduler, "policy": policy, "batches": batches, "agent": None}
-    parts = known | changes
+    parts: dict[str, Any] = {**known, **changes}
     asyncio.run(prefetch_prompts(SimpleNamespace(**parts)))  # type: ignore[arg-type]
     return chat.started, next(parts["batches"])
 

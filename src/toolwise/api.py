@@ -334,7 +334,7 @@ def check_model(model: Any) -> None:
 
 def read_tasks(tasks: Tasks | None, source: str, cache: Path | None = None) -> Sequence[Task] | None:
     """The tasks of files or of rows given in Python; `cache` is for converted files."""
-    from toolwise.training.inputs import read_given_tasks
+    from toolwise.training.tasks import read_given_tasks
 
     return read_given_tasks(tasks, source, cache)
 

@@ -62,6 +62,22 @@ def test_a_result_is_passed_on(step: Step, rollout: Make) -> None:
     assert credit(Grpo(), made).metrics == {}
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_parts_of_another_estimator_that_no_longer_add_up_are_left_out(
+    factor: float, step: Step, rollout: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    def scaled(rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
+        batch = Grpo()(rollouts)
+        credited = [replace(r, advantages=tuple(a * np.float32(factor) for a in r.advantages)) for r in batch.rollouts]
+        return replace(batch, rollouts=credited)
+
+    made = [rollout(float(i), steps=[step(tokens=2), step(tokens=1)]) for i in range(3)]
+    credited = credit(Mine(scaled), made).rollouts
+    stale = factor != 1.0
+    assert [r.parts is None for r in credited] == [stale, False, stale]  # the second advantage is 0
+    assert ("parts that do not add up" in caplog.text) == stale
+
+
 @pytest.mark.parametrize(
     ("result", "told"),
     [

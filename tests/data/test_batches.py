@@ -138,3 +138,10 @@ def test_upcoming_tasks_are_those_of_the_next_batch() -> None:
     next(batches)
     upcoming = [task.task_id for task in batches.upcoming()]
     assert upcoming == [task.task_id for task in batches.upcoming()] == ids(batches, 1)[0]
+
+
+def test_nothing_is_upcoming_at_the_end_of_an_epoch() -> None:
+    batches = Batches(make_tasks(7), 3, seed=1)
+    ids(batches, 2)
+    assert list(batches.upcoming()) == []  # one task is left over
+    assert len(next(batches)) == batches.next_size == 3

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from async_cases import async_run, by_length, tiny_run, train
 
+from toolwise.data import open_tasks
 from toolwise.data.sampled_batches import SampledBatches, build_sampler
 from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
 from toolwise.messages import Message
@@ -75,8 +78,44 @@ def test_what_is_no_sampler_is_refused(source: Any, kwargs: dict[str, Any], told
         build_sampler(source, kwargs, TASKS, seed=0)
 
 
-@pytest.mark.parametrize("answer", [[0], [0, 6], [0, -1], [0, 1.0], [0, 1, 2]])
-def test_wrong_indices_are_an_error_that_says_what_is_right(answer: list[Any]) -> None:
+@pytest.mark.parametrize("answer", [np.array([3, 1]), [np.int32(3), 1], iter([3, 1])])
+def test_numbers_may_come_from_numpy(answer: Any) -> None:
+    class Own(Sampler):
+        def draw(self, count: int) -> Sequence[int]:
+            return answer
+
+    assert [task.task_id for task in next(SampledBatches(TASKS, 2, Own()))] == ["t3", "t1"]
+
+
+def test_a_generator_that_raises_is_the_sampler_s_error() -> None:
+    class Broken(Sampler):
+        def draw(self, count: int) -> Any:
+            yield 0
+            raise ValueError("the rest is missing")
+
+    with pytest.raises(ToolwiseError, match=r"data\.sampler: Broken failed: ValueError"):
+        next(SampledBatches(TASKS, 2, Broken()))
+
+
+@pytest.mark.parametrize("name", ["uniform", "difficulty"])
+def test_no_tasks_are_an_error_at_the_start(name: str) -> None:
+    with pytest.raises(ConfigError, match="no tasks"):
+        SampledBatches([], 2, build_sampler(name, {}, [], seed=0))
+
+
+def test_scores_are_told_by_number_also_of_a_converted_file(tmp_path: Path, all_files_large: None) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(8)), "utf-8")
+    tasks, recorder = open_tasks(path, cache=tmp_path / "cache"), Recorder()
+    batches = SampledBatches(tasks, 2, recorder)
+    rollouts = [SimpleNamespace(task=task, trainable=True) for task in (tasks[6], tasks[1], tasks[6])]
+    result = SimpleNamespace(has_valid_score=True)
+    batches.observe([SimpleNamespace(rollout=r, result=result, score=float(i)) for i, r in enumerate(rollouts)])  # type: ignore[misc]
+    assert recorder.told == [{1: [1.0], 6: [0.0, 2.0]}]
+
+
+@pytest.mark.parametrize("answer", [[0], [0, 6], [0, -1], [0, 1.0], [0, 1, 2], [0, True], None, 1])
+def test_wrong_indices_are_an_error_that_says_what_is_right(answer: Any) -> None:
     class Wrong(Sampler):
         def draw(self, count: int) -> Sequence[int]:
             return answer

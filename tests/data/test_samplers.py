@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from toolwise.data import open_tasks
+from toolwise.data.rows import read_task
 from toolwise.data.sampled_batches import SampledBatches
 from toolwise.data.samplers import SAMPLERS, Difficulty, Mixture, Uniform
 from toolwise.errors import CheckpointError, ConfigError
@@ -61,6 +64,23 @@ def test_sources_come_in_the_shares_of_their_weights(weights: dict[str, float]) 
         assert abs(counts[name] - 600 * weight / sum(weights.values())) <= 1
     first = [index for index in drawn if rows[index].data_source == next(iter(weights))][:30]
     assert len(set(first)) == 30, "a task came again before all of its source had come"
+
+
+def test_a_mixture_of_a_converted_file_reads_one_task_of_each_source(
+    tmp_path: Path, all_files_large: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(f'{{"prompt": "{i}", "data_source": "{"abc"[i % 3]}"}}\n' for i in range(30)), "utf-8")
+    rows, read = open_tasks(path, cache=tmp_path / "cache"), list[int]()
+
+    def count(path: Path, number: int, *arguments: Any, **options: Any) -> Task:
+        read.append(number)
+        return read_task(path, number, *arguments, **options)
+
+    monkeypatch.setattr("toolwise.data.table.read_task", count)
+    sampler = Mixture(rows, seed=0, weights={"a": 1, "c": 2})
+    assert read == [0, 1, 2]
+    assert Counter(rows[index].data_source for index in sampler.draw(12)) == {"a": 4, "c": 8}
 
 
 def test_after_a_change_of_weights_the_new_shares_hold_at_once() -> None:
@@ -126,6 +146,11 @@ def test_another_seed_or_another_sampler_s_state_is_refused_in_one_line(name: st
         ("mixture", {"weights": {"z": 1.0}}, "data source 'z', but the tasks have: 'a', 'b'"),
         ("mixture", {"weights": {"a": 0.0}}, "weight of 'a' is 0.0"),
         ("mixture", {"weights": {}}, "weights is empty"),
+        ("mixture", {}, "weights is empty or not a table"),
+        ("mixture", {"weights": ["a"]}, "weights is empty or not a table"),
+        ("mixture", {"weights": {"a": "x"}}, "weight of 'a' is 'x'"),
+        ("mixture", {"weights": {"a": float("inf")}}, "weight of 'a' is inf"),
+        ("difficulty", {"floor": float("inf")}, "floor is inf"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(name: str, kwargs: dict[str, Any], told: str) -> None:

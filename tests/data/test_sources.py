@@ -165,6 +165,50 @@ def test_a_file_that_two_patterns_match_is_an_error(tmp_path: Path) -> None:
         open_tasks([tmp_path / "*.jsonl", path])
 
 
+def test_a_file_by_two_names_is_an_error(tmp_path: Path) -> None:
+    path = numbered(tmp_path / "a.jsonl", 1)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link.jsonl").symlink_to(path)
+    for other in (tmp_path / "folder" / ".." / "a.jsonl", tmp_path / "link.jsonl"):
+        with pytest.raises(DataError, match=r"a.jsonl: is named 2 times"):
+            open_tasks([path, other])
+
+
+@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize("row", [{"task_id": "\ud800"}, {"extra_info": {"index": "\ud800"}}])
+def test_an_id_that_is_no_text_is_an_error(
+    tmp_path: Path, request: pytest.FixtureRequest, large: bool, row: dict[str, Any]
+) -> None:
+    if large:
+        request.getfixturevalue("all_files_large")
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "?"}, {"prompt": "?", **row}])
+    with pytest.raises(DataError, match=r"row 1 .* field task_id: not valid Unicode"):
+        open_tasks(path, cache=tmp_path / "cache")
+
+
+def test_files_whose_names_are_no_text_are_read_and_converted(tmp_path: Path, all_files_large: None) -> None:
+    paths = [write_jsonl(tmp_path / name, [{"prompt": "?"}] * 2) for name in ("\udcffa.jsonl", "\udcffb.jsonl")]
+    tasks = open_tasks([DataSource(path=path, weight=1) for path in paths], cache=tmp_path / "cache")
+    assert [task.task_id for task in tasks] == ["?a/row-0", "?a/row-1", "?b/row-0", "?b/row-1"]
+    assert [task.task_id for path in paths for task in load_tasks(path)] == [task.task_id for task in tasks]
+
+
+def test_a_pattern_too_long_for_a_file_matches_nothing() -> None:
+    with pytest.raises(DataError, match="no file matches"):
+        open_tasks(Path("What is 1 + 1? " * 30))
+
+
+def test_a_folder_is_an_error_that_gives_a_pattern(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is a folder; give a file in it, or a pattern such as .*/\*\.jsonl"):
+        open_tasks(tmp_path)
+
+
+def test_a_file_in_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    numbered(tmp_path / "a.jsonl", 2)
+    assert len(open_tasks(Path("~/a.jsonl"))) == len(open_tasks(Path("~/*.jsonl"))) == 2
+
+
 def test_a_glob_without_files_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no\*.jsonl: no file matches"):
         open_tasks(tmp_path / "no*.jsonl")

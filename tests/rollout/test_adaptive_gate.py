@@ -142,6 +142,22 @@ def test_a_cancelled_episode_gives_its_place_back_whether_it_had_it_or_not() -> 
     simulate(work(), seed=0)
 
 
+def test_one_who_is_cancelled_just_before_his_turn_ends_as_cancelled() -> None:
+    async def work() -> None:
+        gate = AdaptiveGate(slots=1, cache_tokens=lambda: 10**6, generating_s=lambda: 0.0)
+        await gate.enter()
+        waiting = asyncio.ensure_future(gate.enter())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        gate.leave()  # passes it over before it knows
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.wait_for(gate.enter(), 1.0)
+        assert (gate.held, gate.waiting) == (1, 0)
+
+    simulate(work(), seed=0)
+
+
 def test_episodes_that_share_a_prompt_count_it_once() -> None:
     async def work() -> AdaptiveGate:
         gate = AdaptiveGate(slots=8, cache_tokens=lambda: 10**6, generating_s=lambda: 0.0, n=4)

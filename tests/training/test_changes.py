@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from toolwise.training.changes import (
     Change,
     changes_between,
     changes_since,
+    check_files,
     check_same_run,
     describe_changes,
     load_run_config,
@@ -129,6 +131,35 @@ def test_a_checkpoint_s_settings_survive_a_move(tmp_path: Path) -> None:
     assert [str(c) for c in changes_since(saved, now.model_copy(update={"seed": 3}), moved)] == ["seed: 0 → 3"]
     assert changes_since(None, now, moved) == []
     assert changes_since({"gone": 1}, now, moved) == []
+
+
+@pytest.mark.parametrize(
+    "train", ["{}/a.jsonl", "{}/*.jsonl", ["{}/a.jsonl", "{}/*.json"], [{"path": "{}/*.jsonl", "weight": 1.0}]]
+)
+def test_task_files_may_be_moved(train: Any, tmp_path: Path) -> None:
+    def config(folder: str) -> RunConfig:
+        return config_of(data={"train": json.loads(json.dumps(train).replace("{}", str(tmp_path / folder)))})
+
+    def changes() -> list[Change]:
+        return changes_since(saved_settings(config("old"), tmp_path), config("new"), tmp_path)
+
+    for folder in ("old", "new"):
+        (tmp_path / folder).mkdir()
+        for name in ("a.jsonl", "b.json"):
+            (tmp_path / folder / name).touch()
+    assert not all(change.allowed for change in changes())  # both are there: which data it is may have changed
+    shutil.rmtree(tmp_path / "old")
+    assert all(change.allowed for change in changes())
+    with pytest.raises(ConfigError, match=r"names missing files: .*old"):
+        check_files(config("old"), tmp_path, "data.")
+
+
+def test_a_missing_sampler_is_named(tmp_path: Path) -> None:
+    config = config_of(data={"sampler": f"{tmp_path}/stages.py:Stages"})
+    with pytest.raises(ConfigError, match=r"names missing files: .*stages\.py \(data\.sampler\)"):
+        check_files(config, tmp_path, "data.")
+    (tmp_path / "stages.py").touch()
+    check_files(config, tmp_path, "data.")
 
 
 def test_references_into_the_folder_are_relative_to_it(tmp_path: Path) -> None:

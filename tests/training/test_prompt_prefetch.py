@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from toolwise.data import Batches
-from toolwise.errors import ModelError
+from toolwise.errors import DataError, ModelError
 from toolwise.messages import Message
 from toolwise.policies.local import LocalPolicy
 from toolwise.routing.routers import DirectRouter
@@ -38,9 +39,10 @@ def prefetched(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[list[st
     batches, policy = Batches(tasks, 3, seed=0), object.__new__(LocalPolicy)
     policy.chat = chat = Chat()  # type: ignore[assignment]
     scheduler = SimpleNamespace(make_env=None, lock_step=False, tools={})
-    parts = {"router": DirectRouter(0), "scheduler": scheduler, "policy": policy, "batches": batches} | changes
+    known = {"router": DirectRouter(0), "scheduler": scheduler, "policy": policy, "batches": batches, "agent": None}
+    parts: dict[str, Any] = {**known, **changes}
     asyncio.run(prefetch_prompts(SimpleNamespace(**parts)))  # type: ignore[arg-type]
-    return chat.started, next(batches)
+    return chat.started, next(parts["batches"])
 
 
 def test_the_next_batch_is_tokenized_even_if_a_prompt_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,9 +55,20 @@ def test_the_next_batch_is_tokenized_even_if_a_prompt_fails(monkeypatch: pytest.
     [
         {"router": object()},
         {"policy": object()},
+        {"agent": object()},
         {"scheduler": SimpleNamespace(make_env=print, lock_step=False, tools={})},
         {"scheduler": SimpleNamespace(make_env=None, lock_step=True, tools={})},
     ],
 )
 def test_prompts_that_may_change_are_left_alone(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     assert prefetched(monkeypatch, **changes)[0] == []
+
+
+def test_a_task_that_cannot_be_read_is_left_to_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Damaged(Batches):
+        def upcoming(self) -> Iterator[Task]:
+            yield next(super().upcoming())
+            raise DataError("its converted copy is damaged")
+
+    tasks = [Task(task_id=str(i), prompt=[Message(role="user", content=f"task {i}")]) for i in range(6)]
+    assert len(prefetched(monkeypatch, batches=Damaged(tasks, 3, seed=0))[0]) == 1

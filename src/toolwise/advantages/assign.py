@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from toolwise.advantages.arrays import CreditError, Doubles, Ints
+from toolwise.advantages.parts import add_up
 from toolwise.errors import ToolwiseError
 from toolwise.protocols import AdvantageEstimator
 from toolwise.types import AddedRollout, AnnotatedRollout, CreditedBatch, CreditedRollout, ScoredRollout, StepData
 from toolwise.untrusted.user_code import call_part, describe_at, user_location
+
+log = logging.getLogger("toolwise.advantages")
 
 
 def credit(estimator: AdvantageEstimator, rollouts: Sequence[AnnotatedRollout]) -> CreditedBatch:
@@ -25,7 +30,10 @@ def credit(estimator: AdvantageEstimator, rollouts: Sequence[AnnotatedRollout]) 
             raise CreditError(f"{where} returned a {type(batch).__name__}; return a toolwise.CreditedBatch")
         _check_rollouts(batch.rollouts, rollouts, where)
         _check_added(batch.added, where)
-        return replace(batch, metrics={str(name): float(value) for name, value in batch.metrics.items()})
+        credited = [_without_stale_parts(rollout, where) for rollout in batch.rollouts]
+        return replace(
+            batch, rollouts=credited, metrics={str(name): float(value) for name, value in batch.metrics.items()}
+        )
     except ToolwiseError as fault:
         if not (location := user_location(fault)):
             raise
@@ -58,6 +66,18 @@ def _check_rollouts(credited: Sequence[CreditedRollout], rollouts: Sequence[Anno
         _check_arrays("advantages", result.advantages, rollout.scored, where)
         if result.returns is not None:
             _check_arrays("returns", result.returns, rollout.scored, where)
+
+
+def _without_stale_parts(rollout: CreditedRollout, where: str) -> CreditedRollout:
+    if add_up(rollout):
+        return rollout
+    _warn_of_parts(where)
+    return replace(rollout, parts=None)
+
+
+@cache
+def _warn_of_parts(where: str) -> None:
+    log.warning("%s: parts that do not add up to the advantages are not recorded; return rollouts without them", where)
 
 
 def _check_added(added: Any, where: str) -> None:

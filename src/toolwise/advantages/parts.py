@@ -18,6 +18,8 @@ from toolwise.advantages.arrays import Doubles, Ints
 from toolwise.types import AdvantageParts, CreditedRollout
 
 Unit = Literal["rollout", "step", "token"]
+TOLERANCE = 1e-5
+"""Relative to the parts: more than the rounding to float32."""
 
 
 def attach_parts(
@@ -63,6 +65,20 @@ def scaled_parts(rollout: CreditedRollout) -> dict[str, Doubles]:
     for values in rollout.parts.factors.values():
         factor = factor * values
     return {name: values * factor for name, values in rollout.parts.parts.items()}
+
+
+def add_up(rollout: CreditedRollout) -> bool:
+    """Whether the parts of a rollout explain its advantages: an estimator that changes those of another keeps its
+    parts."""
+    if rollout.parts is None:
+        return True
+    used = flat_advantages(rollout)
+    arrays = [*rollout.parts.parts.values(), *rollout.parts.factors.values()]
+    if any(np.shape(values) != used.shape for values in arrays):
+        return False
+    scaled = list(scaled_parts(rollout).values())
+    total, size = sum(scaled, np.zeros(len(used))), sum(map(np.abs, scaled), np.abs(used))
+    return bool((np.abs(total - used) <= TOLERANCE * size).all())
 
 
 def flat_advantages(rollout: CreditedRollout) -> Doubles:

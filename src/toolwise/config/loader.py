@@ -206,8 +206,12 @@ def _unrepresentable_values(value: Any, location: Location) -> Iterator[str]:
             yield from _unrepresentable_values(item, (*location, key))
 
 
+_TYPES = {"model_type": "a table", "dict_type": "a table", "path_type": "a path", "list_type": "a list"}
+
+
 def _error_messages(model: type[BaseModel], settings: dict[str, Any], error: ValidationError) -> list[str]:
-    """One message per setting. Unknown keys come first: a misspelled key also shows up as a missing one."""
+    """One message per setting. Unknown keys come first: a misspelled key also shows up as a missing one. Where
+    something inside a setting is wrong, it is not said that the whole might have had another form."""
     unknown: dict[Location, str] = {}
     invalid: dict[Location, str] = {}
     needs: dict[Location, str] = {}
@@ -220,7 +224,7 @@ def _error_messages(model: type[BaseModel], settings: dict[str, Any], error: Val
         shown = "" if isinstance(value, dict) else f", got {_display_value(value)}"
         expected = context.get("expected") or context.get("expected_tags")
         message = re.match("Input should be (.*?)(, unable to .*)?$", item["msg"])  # the second part: why it failed
-        need = "a table" if kind in ("model_type", "dict_type") else expected or (message and message[1])
+        need = _TYPES.get(kind) or expected or (message and message[1])
         if kind == "extra_forbidden":
             unknown[location] = f"unknown key {path} ({_suggest_key(model, location)})"
         elif kind in ("missing", "union_tag_not_found"):
@@ -231,7 +235,9 @@ def _error_messages(model: type[BaseModel], settings: dict[str, Any], error: Val
         else:
             reason = re.sub("^(Value|Assertion) error, ", "", item["msg"])
             invalid[location] = f"{path}: {reason}{shown}" if location else reason
-    return [_one_line(message) for message in [*unknown.values(), *invalid.values()]]
+    inside = {location[:length] for location in (*unknown, *invalid) for length in range(len(location))}
+    problems = [*unknown.items(), *invalid.items()]
+    return [_one_line(message) for location, message in problems if location not in inside]
 
 
 def _location(raw: Location, settings: Any, *, missing: bool) -> Location:

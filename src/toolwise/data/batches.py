@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from toolwise.data.mixture import mixture_order, shuffled
-from toolwise.data.task_set import Indices, TaskSet, task_id_lists
+from toolwise.data.task_set import Indices, TaskSet, fingerprint
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.types import Task
+
+NO_TASKS = "no tasks; give a file with at least one row"
 
 
 class Batches(Iterator[list[Task]]):
@@ -37,7 +37,7 @@ class Batches(Iterator[list[Task]]):
             "batch_size or set drop_last to false"
         )
         for is_wrong, problem in (
-            (not tasks, "no tasks; give a file with at least one row"),
+            (not tasks, NO_TASKS),
             (batch_size < 1, f"batch_size is {batch_size}; it must be at least 1"),
             (drop_last and batch_size > len(tasks), too_large),
             (seed < 0, f"seed is {seed}; it must be 0 or more"),
@@ -48,7 +48,7 @@ class Batches(Iterator[list[Task]]):
         self._mixture = tasks.mixture if isinstance(tasks, TaskSet) else []
         self._batch_size, self._drop_last = batch_size, drop_last
         self._seed, self._shuffle = seed, shuffle
-        self._fingerprint = _fingerprint(tasks)
+        self._fingerprint = fingerprint(tasks)
         self.epoch = self._position = 0
         self._order = self._permutation(0)
 
@@ -59,21 +59,25 @@ class Batches(Iterator[list[Task]]):
     @property
     def next_size(self) -> int:
         """Number of tasks in the next batch."""
-        left = len(self.tasks) - self._position
-        whole = left if left >= (self._batch_size if self._drop_last else 1) else len(self.tasks)
-        return min(self._batch_size, whole)
+        return min(self._batch_size, len(self.tasks) - (0 if self._is_at_end else self._position))
+
+    @property
+    def _is_at_end(self) -> bool:
+        """Whether the next batch is of the next epoch."""
+        return len(self.tasks) - self._position < (self._batch_size if self._drop_last else 1)
 
     def __next__(self) -> list[Task]:
-        if len(self.tasks) - self._position < (self._batch_size if self._drop_last else 1):
+        if self._is_at_end:
             self.epoch, self._position = self.epoch + 1, 0
             self._order = self._permutation(self.epoch)
         indices = self._order[self._position : self._position + self._batch_size].tolist()
         self._position += len(indices)
         return [self.tasks[i] for i in indices]
 
-    def upcoming(self) -> list[Task]:
-        """The tasks of the next batch, without going on to it; none at the end of an epoch."""
-        return [self.tasks[i] for i in self._order[self._position : self._position + self._batch_size]]
+    def upcoming(self) -> Iterator[Task]:
+        """The tasks of the next batch, built one by one and without going on to it; none at the end of an epoch."""
+        if not self._is_at_end:
+            yield from (self.tasks[i] for i in self._order[self._position : self._position + self._batch_size].tolist())
 
     def state_dict(self) -> dict[str, Any]:
         """`position` counts tasks, not batches, so that a run can resume with a different batch size."""
@@ -125,14 +129,3 @@ def _is_same_mixture(saved: Sequence[Sequence[float]], current: Sequence[tuple[i
     return len(saved) == len(current) and all(
         size == old[0] and math.isclose(weight, old[1]) for old, (size, weight) in zip(saved, current, strict=True)
     )
-
-
-def _fingerprint(tasks: Sequence[Task]) -> str:
-    """The SHA-256 of the ids as one JSON list, which is never in memory as a whole."""
-    digest, separator = hashlib.sha256(b"["), b""
-    for task_ids in task_id_lists(tasks):
-        if task_ids:
-            digest.update(separator + json.dumps(task_ids)[1:-1].encode())
-            separator = b", "
-    digest.update(b"]")
-    return digest.hexdigest()

@@ -48,7 +48,6 @@ def convert(path: Path, name: str, folder: Path, progress: Progress) -> int:
         ids = stack.enter_context(_ArrowFile(folder / IDS, "task_id"))
         for number, (row, line) in enumerate(iterate_rows(path, budget)):
             task = read_task(path, number, row, {}, name=name)
-            _check_unicode(path, number, task.task_id)
             rows.add(json.dumps(row).encode() if line is None else line.strip())
             ids.add(task.task_id)
             columns.add(task, name, own_id=has_own_id(row))
@@ -110,13 +109,6 @@ class _ArrowFile:
         if kind is None and self._values:
             self._flush()
         self._stack.__exit__(kind, error, at)
-
-
-def _check_unicode(path: Path, number: int, task_id: str) -> None:
-    try:
-        task_id.encode()
-    except UnicodeEncodeError as error:
-        raise row_error(path, number, "task_id", f"not valid Unicode ({error.reason}); correct the text") from error
 
 
 def hash_of(task_id: str) -> int:

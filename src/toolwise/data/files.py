@@ -53,6 +53,8 @@ def read_rows(path: str | Path, *, limit: int | None = None) -> list[Row]:
 def iterate_rows(path: Path, budget: ReadBudget, *, limit: int | None = None) -> Iterator[tuple[Row, bytes | None]]:
     """Yields at most `limit` rows, each with its line if the file is JSONL; an empty file is an error."""
     if path.suffix.lower() not in READABLE:
+        if path.is_dir():
+            raise DataError(f"{path}: is a folder; give a file in it, or a pattern such as {path / '*.jsonl'}")
         raise DataError(
             f"{path}: has {path.suffix or 'no suffix'}; tasks are read from {', '.join(READABLE)} files: convert it"
         )

@@ -12,7 +12,7 @@ from toolwise.types import Task
 
 
 def profile_of(task: Task) -> Hashable:
-    """Equal for tasks that the checks before the first step cannot tell apart.
+    """Equal for tasks of one data source that the checks before the first step cannot tell apart.
 
     It has the names of a task's tools, arguments and columns, not their values, and the tools in its system messages.
     """
@@ -20,7 +20,7 @@ def profile_of(task: Task) -> Hashable:
         None if task.tools is None else tuple(task.tools),
         _argument_names(task.tools_kwargs) if task.tools_kwargs else (),
         task.ground_truth is None,
-        (bool(task.data_source), bool(task.ability)),
+        (task.data_source, bool(task.ability)),
         tuple((name, value is None) for name, value in task.reward_kwargs.items()),
         tuple(task.extra_info),
         _digest(task.extra_info["tool_families"]) if "tool_families" in task.extra_info else "",

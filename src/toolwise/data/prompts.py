@@ -40,7 +40,7 @@ def read_message(error: FieldError, value: Any, field: str) -> Message:
 def _check_call(error: FieldError, call: ToolCall, field: str) -> None:
     """Raise unless name, id and arguments can be written as JSON in UTF-8."""
     for name, text in (("name", call.name), ("id", call.id)):
-        if not _is_unicode(text):
+        if not is_unicode(text):
             raise error(f"{field}.{name}", "not valid Unicode (lone surrogate); correct the text")
     values: list[Any] = [call.arguments]
     while values:  # without recursion: arguments may be nested deeply
@@ -51,11 +51,16 @@ def _check_call(error: FieldError, call: ToolCall, field: str) -> None:
             values += value
         elif isinstance(value, float) and not math.isfinite(value):
             raise error(f"{field}.arguments", f"{value} is not a JSON number; give a finite one, or null")
-        elif isinstance(value, str) and not _is_unicode(value):
+        elif isinstance(value, str) and not is_unicode(value):
             raise error(f"{field}.arguments", "not valid Unicode (lone surrogate); correct the text")
 
 
-def _is_unicode(text: str) -> bool:
+def as_unicode(text: str) -> str:
+    """With "?" for what is not Unicode: a file's name may be any bytes."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from toolwise.data.files import Row, drop_nulls, read_rows, row_error
-from toolwise.data.prompts import first_error, read_message, read_prompt_ids
+from toolwise.data.prompts import as_unicode, first_error, is_unicode, read_message, read_prompt_ids
 from toolwise.errors import DataError
 from toolwise.messages import Message
 from toolwise.types import Task
@@ -74,9 +74,12 @@ def read_task(path: Path, number: int, row: Row, rows_by_id: Mapping[str, int], 
     """Reads one row. `path` and `number` are for its id and errors; `rows_by_id` maps ids to earlier rows; ids begin
     with `name`, by default the file's."""
     try:
-        return _RowReader(path, number, row, name or path.stem).task(rows_by_id)
+        task = _RowReader(path, number, row, name or as_unicode(path.stem)).task(rows_by_id)
     except RecursionError:
         raise row_error(path, number, "(whole row)", "nested too deeply to be read; flatten it") from None
+    if not is_unicode(task.task_id):
+        raise row_error(path, number, "task_id", "not valid Unicode (lone surrogate); correct the text")
+    return task
 
 
 def has_own_id(row: Mapping[str, Any]) -> bool:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import index
 from typing import Any
 
 from toolwise.config.components import create
 from toolwise.config.imports import did_you_mean, load_reference
+from toolwise.data.batches import NO_TASKS
 from toolwise.data.samplers import SAMPLERS
-from toolwise.data.task_set import TaskSet, task_id_lists
+from toolwise.data.task_set import TaskSet, find_numbers, fingerprint
 from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
 from toolwise.protocols import Sampler
 from toolwise.types import ScoredRollout, Task
@@ -26,10 +26,10 @@ class SampledBatches(Iterator[list[Task]]):
     def __init__(self, tasks: Sequence[Task], batch_size: int, sampler: Sampler) -> None:
         if isinstance(tasks, TaskSet) and tasks.weights:
             raise ConfigError(f"{KEY} is set and sources of data.train have weights: remove one of the two")
+        if not tasks:
+            raise ConfigError(NO_TASKS)
         self.tasks, self.sampler, self._batch_size = tasks, sampler, batch_size
-        ids = (task_id for part in task_id_lists(tasks) for task_id in part)  # without building the tasks of a file
-        self._numbers = {task_id: number for number, task_id in enumerate(ids)}
-        self._fingerprint = hashlib.sha256(json.dumps(list(self._numbers)).encode()).hexdigest()
+        self._fingerprint = fingerprint(tasks)
         self.drawn = 0
 
     @property
@@ -41,32 +41,27 @@ class SampledBatches(Iterator[list[Task]]):
     def next_size(self) -> int:
         return self._batch_size
 
-    def upcoming(self) -> list[Task]:
-        """None: the sampler may still hear something before it is asked."""
-        return []
-
     def __next__(self) -> list[Task]:
-        indices = list(self._call(self.sampler.draw, self._batch_size))
-        wrong = [index for index in indices if type(index) is not int or not 0 <= index < len(self.tasks)]
-        if len(indices) != self._batch_size or wrong:
-            found = f"{wrong[0]!r:.60}" if wrong else f"{len(indices)} indices"
+        drawn = self._call(lambda count: _as_list(self.sampler.draw(count)), self._batch_size)
+        numbers = [_as_number(value, len(self.tasks)) for value in drawn] if isinstance(drawn, list) else []
+        if None in numbers or len(numbers) != self._batch_size:
             raise ToolwiseError(
-                f"{KEY}: {type(self.sampler).__name__}.draw({self._batch_size}) returned {found}: it must return "
-                f"{self._batch_size} integers from 0 to {len(self.tasks) - 1}"
+                f"{KEY}: {type(self.sampler).__name__}.draw({self._batch_size}) returned {drawn!r:.100}: it must "
+                f"return {self._batch_size} integers from 0 to {len(self.tasks) - 1}"
             )
-        self.drawn += len(indices)
-        return [self.tasks[index] for index in indices]
+        self.drawn += len(numbers)
+        return [self.tasks[number] for number in numbers if number is not None]
 
     def observe(self, scored: Sequence[ScoredRollout]) -> None:
         """Tell the sampler the scores of rollouts that were learned from, or dropped because their group had no
         signal; not of those that failed."""
-        scores: dict[int, list[float]] = defaultdict(list)
+        scores: dict[str, list[float]] = defaultdict(list)
         for s in scored:
-            number = self._numbers.get(s.rollout.task.task_id)
-            if number is not None and s.result.has_valid_score and s.rollout.trainable:
-                scores[number].append(s.score)
+            if s.result.has_valid_score and s.rollout.trainable:
+                scores[s.rollout.task.task_id].append(s.score)
         if scores:
-            self._call(self.sampler.observe, dict(scores))
+            numbers = find_numbers(self.tasks, scores)
+            self._call(self.sampler.observe, {number: scores[task_id] for task_id, number in numbers.items()})
 
     def state_dict(self) -> dict[str, Any]:
         return {"sampler": self.sampler.state_dict(), "drawn": self.drawn, "fingerprint": self._fingerprint}
@@ -94,6 +89,20 @@ class SampledBatches(Iterator[list[Task]]):
             raise
         except Exception as fault:
             raise ToolwiseError(f"{KEY}: {type(self.sampler).__name__} failed: {describe_at(fault)}") from fault
+
+
+def _as_list(drawn: Any) -> Any:
+    """What is iterable as a list: a generator of a user's runs here."""
+    return list(drawn) if isinstance(drawn, Iterable) else drawn
+
+
+def _as_number(value: Any, count: int) -> int | None:
+    """The number of one of `count` tasks, also a numpy integer; None for anything else."""
+    try:
+        number = index(value)
+    except TypeError:
+        return None
+    return number if 0 <= number < count and not isinstance(value, bool) else None
 
 
 def build_sampler(source: Any, kwargs: dict[str, Any], tasks: Sequence[Task], seed: int) -> Sampler:

@@ -8,11 +8,14 @@ mixture      data sources in the shares of their weights, each in epochs of its 
 from __future__ import annotations
 
 import hashlib
+import math
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from toolwise.data.task_set import map_distinct
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.protocols import Sampler
 from toolwise.types import Task
@@ -66,7 +69,7 @@ class Difficulty(Sampler):
         highest: float = 1.0,
     ) -> None:
         for wrong, problem in (
-            (not floor > 0, f"floor is {floor}: it must be above 0, so that every task keeps a chance"),
+            (not 0 < floor < math.inf, f"floor is {floor}: it must be above 0, so that every task keeps a chance"),
             (not 0 <= decay < 1, f"decay is {decay}: it must be at least 0 and below 1"),
             (not highest > lowest, f"highest is {highest}: it must be above lowest, {lowest}"),
         ):
@@ -104,18 +107,18 @@ class Difficulty(Sampler):
 class Mixture(Sampler):
     """`weights`: data source (the rows' `data_source`) -> its share of the tasks, relative to the others."""
 
-    def __init__(self, tasks: Sequence[Task], seed: int, *, weights: Mapping[str, float]) -> None:
-        self._members: dict[str, list[int]] = {}
-        for index, task in enumerate(tasks):
-            self._members.setdefault(task.data_source, []).append(index)
+    def __init__(self, tasks: Sequence[Task], seed: int, *, weights: Mapping[str, float] | None = None) -> None:
+        if not isinstance(weights, Mapping) or not weights:
+            raise ConfigError("weights is empty or not a table: give one such as {math = 3, search = 1}")
+        self._members: dict[str, array[int]] = {}
+        for index, source in enumerate(map_distinct(tasks, lambda task: task.data_source)):
+            self._members.setdefault(source, array("q")).append(index)
         for name, weight in weights.items():
             if name not in self._members:
                 known = ", ".join(sorted(map(repr, self._members)))
                 raise ConfigError(f"weights names the data source {name!r}, but the tasks have: {known}")
-            if not weight > 0:
-                raise ConfigError(f"the weight of {name!r} is {weight}: it must be above 0; leave the source out")
-        if not weights:
-            raise ConfigError("weights is empty: name at least one data source")
+            if not isinstance(weight, int | float) or not 0 < weight < math.inf:
+                raise ConfigError(f"the weight of {name!r} is {weight!r:.60}: give a number above 0, or leave it out")
         self._seed = seed
         self._weights = dict(sorted(weights.items()))
         self._streams = {name: Shuffled(len(self._members[name]), seed, _key(name)) for name in self._weights}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 from collections import Counter
 from collections.abc import Callable, Sequence
+from os.path import exists, realpath
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from toolwise.config.data import TaskSources, source_paths, source_weights
 from toolwise.data.cache import CACHE_FOLDER, open_table
 from toolwise.data.conversion import duplicate_id, repeated
 from toolwise.data.files import open_data, read_rows
+from toolwise.data.prompts import as_unicode
 from toolwise.data.rows import tasks_from_rows
 from toolwise.data.table import TaskTable
 from toolwise.data.task_set import TaskSet
@@ -70,9 +72,9 @@ def open_tasks(
 
 def find_files(sources: TaskSources) -> list[list[TaskFile]]:
     """The files of each source, sorted, each with a name that no other one has."""
-    groups = [_matches(path) for path in source_paths(sources)]
+    groups = [_matches(path.expanduser()) for path in source_paths(sources)]
     paths = [path for group in groups for path in group]
-    for path, count in Counter(path.absolute() for path in paths).items():
+    for path, count in Counter(map(realpath, paths)).items():
         if count > 1:
             raise DataError(f"{path}: is named {count} times in the data; name each file once")
     names = _names(paths)
@@ -80,9 +82,9 @@ def find_files(sources: TaskSources) -> list[list[TaskFile]]:
 
 
 def _matches(path: Path) -> list[Path]:
-    if not glob.has_magic(str(path)) or path.exists():
+    if not glob.has_magic(str(path)) or exists(path):  # a file may have such a name
         return [path]
-    matches = [Path(match) for match in sorted(glob.glob(str(path.expanduser()), recursive=True))]
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
     files = [match for match in matches if not match.is_dir()]
     if not files:
         raise DataError(f"{path}: no file matches; check the pattern (relative paths start at {Path.cwd()})")
@@ -91,14 +93,14 @@ def _matches(path: Path) -> list[Path]:
 
 def _names(paths: Sequence[Path]) -> dict[Path, str]:
     """The stem of each path; with as many folders before it as it takes to tell those with equal stems apart."""
-    names = {path: path.stem for path in paths}
+    names = {path: as_unicode(path.stem) for path in paths}
     for depth in range(1, max((len(path.absolute().parts) for path in paths), default=1)):
         counts = Counter(names.values())
         shared = [path for path in paths if counts[names[path]] > 1]
         for path in shared:
             # a/x.jsonl and a/x.parquet differ in their suffixes only
             parts = path.absolute().parts[-depth - 1 : -1]
-            names[path] = "/".join((*parts, path.stem if depth == 1 else path.name))
+            names[path] = as_unicode("/".join((*parts, path.stem if depth == 1 else path.name)))
         if not shared:
             break
     return names

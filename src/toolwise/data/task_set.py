@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -196,9 +198,26 @@ def set_aside(tasks: Sequence[Task], chosen: Collection[int]) -> tuple[Sequence[
 
 def find_tasks(tasks: Sequence[Task], task_ids: Iterable[str]) -> dict[str, Task]:
     """The tasks with these ids; ids that no task has are left out."""
+    return {task_id: tasks[index] for task_id, index in find_numbers(tasks, task_ids).items()}
+
+
+def find_numbers(tasks: Sequence[Task], task_ids: Iterable[str]) -> dict[str, int]:
+    """The index of the task with each of these ids; ids that no task has are left out."""
     wanted = set(task_ids)
-    if not isinstance(tasks, TaskSet):
-        return {task.task_id: task for task in tasks if task.task_id in wanted}
-    hashes = np.array([hash_of(task_id) for task_id in wanted], dtype=np.uint64)
-    found = (tasks[int(index)] for index in np.flatnonzero(np.isin(tasks.hashes, hashes)))
-    return {task.task_id: task for task in found if task.task_id in wanted}
+    places: Iterable[int] = range(len(tasks))
+    if isinstance(tasks, TaskSet):
+        hashes = np.array([hash_of(task_id) for task_id in wanted], dtype=np.uint64)
+        places = np.flatnonzero(np.isin(tasks.hashes, hashes)).tolist()
+    ids = ((tasks[index].task_id, index) for index in places)
+    return {task_id: index for task_id, index in ids if task_id in wanted}
+
+
+def fingerprint(tasks: Sequence[Task]) -> str:
+    """The SHA-256 of the ids as one JSON list, which is never in memory as a whole."""
+    digest, separator = hashlib.sha256(b"["), b""
+    for task_ids in task_id_lists(tasks):
+        if task_ids:
+            digest.update(separator + json.dumps(task_ids)[1:-1].encode())
+            separator = b", "
+    digest.update(b"]")
+    return digest.hexdigest()

@@ -17,6 +17,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from toolwise.concurrency.limits import Gate
 from toolwise.protocols import Metrics
@@ -61,7 +62,8 @@ class AdaptiveGate(Gate):
             if granted.done() and not granted.cancelled():
                 self.leave()  # it had just been let in
             else:
-                self._waiters.remove(granted)
+                with suppress(ValueError):  # it may have been passed over already
+                    self._waiters.remove(granted)
             raise
 
     def leave(self) -> None:

@@ -198,7 +198,7 @@ def check_files(config: RunConfig, run: Path, *sections: str) -> None:
     """Raise unless the files that the run's config.toml names in `sections` ("data.val", "reward", "tools") exist."""
     named = _flatten(
         {
-            "data": config.data.model_dump(mode="json", include={"train", "val"}),
+            "data": config.data.model_dump(mode="json", include={"train", "val", "sampler"}),
             "tools": config.tools,
             "reward": config.reward.model_dump(include={"function", "parts"}),
             "env": {"name": config.env.name},
@@ -234,6 +234,7 @@ def _file(value: Any) -> Path | None:
 
 
 def _exists(file: Path) -> bool:
+    """Whether there is such a file, or one that matches the pattern."""
     return file.exists() or any(glob.iglob(str(file), recursive=True))
 
 
@@ -244,7 +245,7 @@ def _is_moved_file(old: Any, new: Any) -> bool:
     before, now = _file(old), _file(new)
     if before is None or now is None or Path(str(old)).name != Path(str(new)).name:
         return False
-    return now.exists() and not before.exists()
+    return _exists(now) and not _exists(before)
 
 
 def resume_command(out: Path) -> str:

@@ -18,14 +18,11 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from toolwise.config.data import TaskSources
 from toolwise.config.imports import GIVEN_IN_PYTHON, register, unregister
 from toolwise.config.loader import build_config
 from toolwise.config.moved_modules import current_module
 from toolwise.config.schema import RewardPart, RunConfig
 from toolwise.config.trainer import ObserverEntry
-from toolwise.data.rows import tasks_from_rows
-from toolwise.data.sources import open_tasks
 from toolwise.data.task_rows import tasks_to_jsonl
 from toolwise.data.task_set import TaskSet
 from toolwise.errors import ConfigError, DataError, RewardError, ToolwiseError
@@ -38,7 +35,7 @@ from toolwise.tools.catalog import TOOLS, as_entries
 from toolwise.tools.function import FunctionTool
 from toolwise.tools.isolation.code_location import has_main_guard
 from toolwise.training.evaluate import weighted_sources
-from toolwise.training.startup import announce
+from toolwise.training.tasks import named_files
 from toolwise.training.trackers.observers import observer_entries, qualified_name
 from toolwise.types import Task
 
@@ -262,27 +259,6 @@ class RunInputs:
             f"{what} cannot be recorded in config.toml: {reason}; this run can use it, commands on its folder cannot"
         )
         return f"{GIVEN_IN_PYTHON}{what}"
-
-
-def named_files(tasks: Any) -> TaskSources | None:
-    """The files or globs that an argument names; None for rows and tasks."""
-    if isinstance(tasks, str | Path):
-        return Path(tasks)
-    if isinstance(tasks, list | tuple) and tasks and all(isinstance(item, str | Path) for item in tasks):
-        return [Path(item) for item in tasks]
-    return None
-
-
-def read_given_tasks(tasks: Any, source: str, cache: Path | None) -> Sequence[Task] | None:
-    """The tasks of files or of rows given in Python; `cache` is for converted files."""
-    if tasks is None or isinstance(tasks, TaskSet):
-        return tasks
-    if (files := named_files(tasks)) is not None:
-        return open_tasks(files, cache=cache, progress=announce)
-    loaded = tasks_from_rows(Path(source), tasks)
-    if not loaded:
-        raise ConfigError(f"{source} is empty: pass at least one task")
-    return loaded
 
 
 def gather_inputs(

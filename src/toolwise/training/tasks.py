@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from toolwise.config.data import TaskSources
 from toolwise.config.schema import RunConfig
 from toolwise.data import open_tasks
 from toolwise.data.cache import CACHE_FOLDER
-from toolwise.data.task_set import change_tasks, filter_tasks
+from toolwise.data.rows import tasks_from_rows
+from toolwise.data.task_set import TaskSet, change_tasks, filter_tasks
 from toolwise.errors import ConfigError
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import check_task_arguments
@@ -26,6 +28,27 @@ def load_split(config: RunConfig, which: Literal["train", "val"]) -> Sequence[Ta
         raise ConfigError("data.train is missing: name a Parquet or JSONL file of tasks")
     sources, limit = (data.train, data.limit) if which == "train" else (data.val, data.val_limit)
     return [] if sources is None else open_tasks(sources, limit=limit, cache=data.cache, progress=announce)
+
+
+def named_files(tasks: Any) -> TaskSources | None:
+    """The files or globs that an argument names; None for rows and tasks."""
+    if isinstance(tasks, str | Path):
+        return Path(tasks)
+    if isinstance(tasks, list | tuple) and tasks and all(isinstance(item, str | Path) for item in tasks):
+        return [Path(item) for item in tasks]
+    return None
+
+
+def read_given_tasks(tasks: Any, source: str, cache: Path | None) -> Sequence[Task] | None:
+    """The tasks of files or of rows given in Python; `cache` is for converted files."""
+    if tasks is None or isinstance(tasks, TaskSet):
+        return tasks
+    if (files := named_files(tasks)) is not None:
+        return open_tasks(files, cache=cache, progress=announce)
+    loaded = tasks_from_rows(Path(source), tasks)
+    if not loaded:
+        raise ConfigError(f"{source} is empty: pass at least one task")
+    return loaded
 
 
 def cache_folder(config: RunConfig, run: Path) -> Path:

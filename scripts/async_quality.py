@@ -60,12 +60,15 @@ class Job:
 
 
 def all_jobs() -> list[Job]:
-    """Those that the tables need first, then those of "ppo", the default so far."""
+    """Seed by seed, so that those of an unfinished series can be compared; "ppo", the default so far, comes last."""
+    needed = [job for seed in SEEDS for job in _jobs_of(seed) if job.loss != "ppo"]
+    return [*needed, *(job for seed in SEEDS for job in _jobs_of(seed) if job.loss == "ppo")]
+
+
+def _jobs_of(seed: int) -> list[Job]:
     cells = [(0, "none"), *((s, loss) for loss in LOSSES for s in STALENESS)]
-    worlds = [Job(world, s, loss, seed) for s, loss in cells for world in ("grid", "demo") for seed in SEEDS]
-    gigpo = [Job("grid", s, "decoupled", seed, "gigpo") for s in (0, 2) for seed in SEEDS]
-    needed = [job for job in worlds if job.loss != "ppo"]
-    return [*needed, *gigpo, *(job for job in worlds if job.loss == "ppo")]
+    worlds = [Job(world, s, loss, seed) for world in ("grid", "demo") for s, loss in cells]
+    return [*worlds, *(Job("grid", s, "decoupled", seed, "gigpo") for s in (0, 2))]
 
 
 # One run.

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
-from async_quality import LOSSES, STALENESS, Record, read_record
+from async_quality import LOSSES, SEEDS, STALENESS, STEPS, Record, read_record
 
 T_VALUES = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262, 20: 2.093}
 """Student's t of a 95 % interval, by the number of values."""
@@ -91,7 +91,12 @@ def choice(cells: Cells) -> str:
             chosen = loss
         paired = "–" if loss == best else interval(more)
         lines.append(f"| {loss} | {len(lost[loss])} | {fmean(lost[loss].values()):.4f} | {paired} |")
-    return "\n".join([*lines, "", f'By the rule: `actor.policy_loss = "{chosen}"` (smallest mean loss: {best}).'])
+    wanted = len(STEPS) * len(STALENESS) * len(SEEDS)
+    if missing := sum(wanted - len(values) for values in lost.values()):
+        end = f"No default yet: {missing} of {wanted * len(lost)} runs are missing."
+    else:
+        end = f'By the rule: `actor.policy_loss = "{chosen}"` (smallest mean loss: {best}).'
+    return "\n".join([*lines, "", end])
 
 
 def estimators(cells: Cells) -> str:

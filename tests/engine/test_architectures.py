@@ -97,6 +97,18 @@ def test_stock_forwards_attend_with_the_kernels_of_a_gpu(name: str, way: str) ->
     assert_as_in_transformers(model, engine, [*PROMPTS, *SHARED])
 
 
+def test_rows_that_pad_a_batch_to_a_fixed_size_reach_no_kernel_of_a_gpu() -> None:
+    """They have no slot, table or length: a kernel would read those of other memory."""
+    engine = counted(build("llama"), deterministic=True)
+    engine.runner.uses_block_tables = True
+    samplings = [Sampling(max_new_tokens=NEW, seed=seed) for seed in range(len(PROMPTS))]
+    together = generate_all(engine, PROMPTS, samplings)
+    plain = generate_all(counted(build("llama"), deterministic=True), PROMPTS, samplings)
+    for ours, expected in zip(together, plain, strict=True):
+        assert list(ours.token_ids) == list(expected.token_ids)
+        assert list(ours.logprobs) == pytest.approx(list(expected.logprobs), abs=1e-4)
+
+
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
 def test_sinks_and_values_of_another_size_are_left_to_torch(name: str) -> None:
     assert not all(map(fits_attention_kernels, counted(build(name)).runner.attention))

@@ -135,6 +135,16 @@ def test_a_request_draws_the_same_alone_and_in_company() -> None:
         assert list(alone.token_ids) == list(together[n].token_ids)
 
 
+def test_deterministic_results_are_the_same_to_the_bit_alone_and_in_company() -> None:
+    model = on_gpu("llama")
+    samplings = [Sampling(max_new_tokens=NEW, seed=n) for n in range(len(GROUPS))]
+    together = generate_all(Engine(model, blocks=512, deterministic=True), GROUPS, samplings)
+    for n in (0, 5, 11):
+        [alone] = generate_all(Engine(model, blocks=512, deterministic=True), [GROUPS[n]], [samplings[n]])
+        assert list(alone.token_ids) == list(together[n].token_ids)
+        assert list(alone.logprobs) == list(together[n].logprobs)
+
+
 def test_the_next_token_is_the_new_weights_and_graphs_stay() -> None:
     model, other = on_gpu("llama"), tiny("llama", 1, head_dim=16).to("cuda")
     engine = Engine(model, blocks=256)

@@ -140,8 +140,12 @@ def attend_in_groups(
 def _attend_with_kernels(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, context: PagedContext, formula: Formula
 ) -> Tensor:
+    """Rows that pad the batch to a fixed size have no slot, table or length: the kernels would read past the end of
+    those."""
     from toolwise import kernels
 
+    real, rows = len(context.slots), len(query)
+    query, key, value = query[:real], key[:real], value[:real]
     kernels.store_kv(key, value, keys, values, context.slots)
     tables, lengths, starts = context.block_tables, context.context_lengths, context.query_starts
     assert tables is not None
@@ -149,10 +153,12 @@ def _attend_with_kernels(
     assert starts is not None
     odd: dict[str, Any] = {"window": formula.window, "softcap": formula.softcap}
     if context.decoding:
-        return kernels.paged_attention_decode(query, keys, values, tables, lengths, formula.scale, **odd)
-    return kernels.paged_attention_prefill(
-        query, keys, values, tables, starts, lengths, formula.scale, context.max_query_length, **odd
-    )
+        out: Tensor = kernels.paged_attention_decode(query, keys, values, tables, lengths, formula.scale, **odd)
+    else:
+        out = kernels.paged_attention_prefill(
+            query, keys, values, tables, starts, lengths, formula.scale, context.max_query_length, **odd
+        )
+    return out if real == rows else torch.cat([out, out.new_zeros(rows - real, *out.shape[1:])])
 
 
 def _attend_group(

@@ -140,6 +140,8 @@ def fuse_parameters(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         fused = torch.cat([p.data for p in parameters])
         start = 0
         for parameter in parameters:
+            if parameter.is_cuda:  # freed here, while this stream may still read it: another thread's could get it
+                parameter.data.record_stream(torch.cuda.current_stream(parameter.device))
             parameter.data = fused[start : start + len(parameter)]
             start += len(parameter)
     return fused

@@ -8,8 +8,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from toolwise.errors import ToolwiseError
+from toolwise.errors import CheckpointError, ToolwiseError
 from toolwise.serialization.json_text import load_json
+from toolwise.training.diagnosis.examination import run_state
 from toolwise.training.records import RolloutRecord
 from toolwise.training.rollout_index import FILE_NAME, index_table, load_index, token_path
 from toolwise.training.run_folder import RunFolder, open_run
@@ -50,6 +51,13 @@ class RunStore:
     def signature(self) -> str:
         """Changes whenever a file that the pages show does."""
         return f"{hash(self._stamp) & (1 << 52) - 1:x}"
+
+    def state(self) -> str:
+        """Whether a process still trains the run, or how it ended; "damaged" if its summary cannot be read."""
+        try:
+            return run_state(self.folder)
+        except CheckpointError:
+            return "damaged"
 
     def refresh(self) -> bool:
         """Read what has changed; returns whether anything has."""

@@ -48,10 +48,11 @@ function useRuns() {
       let wait = POLL_MS;
       try {
         const runs = await fetchData("runs");
-        if (runs.every((run) => run.finished)) wait = 5 * POLL_MS;
+        if (runs.every((run) => run.ended)) wait = 5 * POLL_MS;
         setState((old) => (JSON.stringify(old.runs) === JSON.stringify(runs) && !old.error ? old : { runs, error: null }));
       } catch (error) {
-        setState((old) => ({ ...old, error: "The server does not answer. Is toolwise view still running?" }));
+        const silent = error instanceof TypeError; // nothing came back
+        setState((old) => ({ ...old, error: silent ? "The server does not answer. Is toolwise view still running?" : error.message }));
       }
       if (!stopped && !window.TOOLWISE_BUNDLE) timer = setTimeout(look, document.hidden ? 5 * wait : wait);
     };

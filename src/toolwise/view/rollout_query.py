@@ -57,7 +57,11 @@ class Query:
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> Query:
         """From the parameters of a link: `kind=lookup|known`, `correct=true`, `score_min=0.5`, `tool=`, `q=`."""
-        words = {name: frozenset(parameters[name].split("|")) for name in WORDS if parameters.get(name)}
+        words = {
+            name: frozenset([parameters[name], *parameters[name].split("|")])  # a kind may have a bar in its name
+            for name in WORDS
+            if parameters.get(name)
+        }
         flags = {name: parameters[name] == "true" for name in FLAGS if parameters.get(name)}
         ranges = {
             name: bounds

@@ -1,5 +1,5 @@
 // The frame of all pages: navigation, theme, keyboard, and a look for new steps every two seconds.
-import { html, render, useEffect, useMemo, useState } from "./lib.js";
+import { html, render, useEffect, useErrorBoundary, useMemo, useState } from "./lib.js";
 import { Live, fetchData } from "./api.js";
 import { Theme } from "./charts.js";
 import { ComparePage } from "./compare.js";
@@ -87,7 +87,7 @@ function App() {
   });
   useEffect(() => { window.scrollTo(0, 0); }, [page, params.id, params.group]);
   const live = useMemo(() => ({ runs: runs ?? [] }), [runs]);
-  const Page = PAGES[page];
+  const Page = Object.hasOwn(PAGES, page) && PAGES[page];
   const run = runs?.[params.run ?? 0];
   useEffect(() => { document.title = `${page}${run ? ` · ${run.name}` : ""} · Toolwise`; }, [page, run?.name]);
   return html`<${Live.Provider} value=${live}><${Theme.Provider} value=${theme}>
@@ -99,8 +99,15 @@ function App() {
       ${run && !run.ended && !window.TOOLWISE_BUNDLE && html`<span class="status live" title="looks for new steps every two seconds">step ${run.step}</span>`}
       <button class="link" onClick=${nextTheme} title="theme (key t)" aria-label=${`theme: ${wanted}`}>${{ auto: "◐", light: "○", dark: "●" }[wanted]}</button><button class="link" onClick=${() => setHelp(true)} aria-label="keyboard help" title="keys (?)">?</button></nav>
     <main id="main" tabindex="-1">${error && html`<p class="error">${error}</p>`}
-      ${runs ? (Page ? html`<${Page} key=${page} params=${params} />` : html`<p class="error">There is no page ${page}.</p>`) : !error && html`<p class="empty">Loading …</p>`}</main>
+      ${runs ? (Page ? html`<${Guarded} key=${page} params=${params}><${Page} params=${params} /></${Guarded}>` : html`<p class="error">There is no page ${page}.</p>`) : !error && html`<p class="empty">Loading …</p>`}</main>
     ${help && html`<${Help} close=${() => setHelp(false)} />`}</${Theme.Provider}></${Live.Provider}>`;
+}
+
+// A page that cannot show its data says so; the others still work.
+function Guarded({ params, children }) {
+  const [error, reset] = useErrorBoundary();
+  useEffect(reset, [JSON.stringify(params)]);
+  return error ? html`<p class="error">This page cannot be shown: ${error.message}</p>` : children;
 }
 
 function Help({ close }) {

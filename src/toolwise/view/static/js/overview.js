@@ -19,7 +19,7 @@ const CURVES = {
 
 export function OverviewPage({ params }) {
   const { runs } = useContext(Live);
-  const chosen = params.runs ? params.runs.split("|").filter((number) => runs[number]) : runs.map((run) => String(run.run));
+  const chosen = params.runs ? params.runs.split("|").filter((number) => /^\d+$/.test(number) && runs[number]) : runs.map((run) => String(run.run));
   const lead = params.run && chosen.includes(params.run) ? params.run : chosen[0] ?? "0";
   return html`
     ${runs.length > 1 && html`<${RunChooser} runs=${runs} chosen=${chosen} lead=${lead} />`}
@@ -44,7 +44,7 @@ function RunHeader({ run }) {
   if (error) return html`<p class="error">${error}</p>`;
   if (!data) return html`<p class="empty">Loading …</p>`;
   const live = !runs[run]?.ended, state = runs[run]?.state;
-  return html`<header class="run-header"><h1>${data.name}</h1>
+  return html`<header class="run-header"><h1><${SafeText} text=${data.name} /></h1>
       <span class=${`status ${live ? "live" : state === "finished" ? "done" : "stopped"}`}>${live ? "live" : state === "running" ? "unfinished" : state}</span>
       <span class="muted">step ${data.step ?? 0}${data.total_steps ? ` of ${data.total_steps}` : ""} · <a href=${linkTo("rollouts", { run })}>${data.rollouts.toLocaleString("en-US")} rollouts</a></span></header>
     ${data.updated === false && html`<p class="error">No trained weight has changed in this run.</p>`}

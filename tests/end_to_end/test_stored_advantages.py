@@ -165,7 +165,14 @@ def test_parts_of_a_run_that_thinks_add_up_to_what_the_loss_used(
 
 
 def test_an_asynchronous_run_stores_what_its_loss_used(tmp_path: Path, batches: list[Batch]) -> None:
-    more = {"total_steps": STEPS, "console": False, "save_every": 100, "mode": "async", "max_staleness": 1}
+    more = {
+        "total_steps": STEPS,
+        "console": False,
+        "save_every": 100,
+        "mode": "async",
+        "max_staleness": 1,
+        "several_stale_updates": True,
+    }
     config = settings({"adv_estimator": "gigpo"}, tools=["calculator", "search"], trainer=more)
     check_files(train(config, tmp_path / "run"), batches)
 

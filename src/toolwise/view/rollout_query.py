@@ -39,6 +39,11 @@ KEYS = (
 """Names of fields in a stored line, which are not its text."""
 
 
+def without_keys(line: str) -> str:
+    """A stored line without the names of its fields: what a text search looks at."""
+    return re.sub('"(?:' + "|".join(map(re.escape, dict.fromkeys(KEYS))) + ')":', "\n", line)
+
+
 class QueryError(ToolwiseError):
     """A filter that does not exist, or a value that does not fit."""
 

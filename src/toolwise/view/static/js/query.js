@@ -16,7 +16,7 @@ function matchesQuery(row, params) {
 }
 
 export function queryRows(name, rows, params, texts) {
-  const needle = (params.q || "").toLowerCase();
+  const needle = JSON.stringify(params.q || "").slice(1, -1).toLowerCase(); // the texts are as they are stored, in JSON
   const found = rows.filter((row) => matchesQuery(row, params) && (!needle || (texts[`${row.file} ${row.rollout_id}`] || "").includes(needle)));
   if (name === "points") {
     const columns = { total: found.length, x: params.x, y: params.y, points: {} };

@@ -176,10 +176,17 @@ def test_a_run_that_has_only_begun_can_be_opened(tmp_path: Path) -> None:
 def test_a_run_is_live_while_its_process_is(tmp_path: Path, holder: Any, summary: Any, state: str) -> None:
     if holder is not None:
         (tmp_path / ".lock").write_text(f"{holder} {socket.gethostname()}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     if summary is not None:
         (tmp_path / "summary.json").write_text(json.dumps(summary))
     (run,) = get(Pages([tmp_path]), "runs")
     assert (run["state"], run["ended"]) == (state, state != "running")
+
+
+def test_rollouts_that_no_training_made_have_not_crashed(tmp_path: Path) -> None:
+    (tmp_path / "rollouts.jsonl").write_text('{"rollout_id": "r"}\n')
+    (run,) = get(Pages([tmp_path]), "runs")
+    assert (run["state"], run["ended"], run["rollouts"]) == ("", True, 1)
 
 
 def test_the_planned_steps_of_a_live_run_are_those_of_its_settings(tmp_path: Path) -> None:

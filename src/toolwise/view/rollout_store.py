@@ -55,11 +55,13 @@ class RunStore:
         return f"{hash(self._stamp) & (1 << 52) - 1:x}"
 
     def state(self) -> str:
-        """Whether a process still trains the run, or how it ended; "damaged" if its summary cannot be read."""
+        """Whether a process still trains the run, or how it ended; "damaged" if its summary cannot be read, "" if
+        nothing was trained, such as by `toolwise rollout`."""
         try:
-            return run_state(self.folder)
+            state = run_state(self.folder)
         except CheckpointError:
             return "damaged"
+        return "" if state == "crashed" and not (self.path / "metrics.jsonl").exists() else state
 
     def refresh(self) -> bool:
         """Read what has changed; returns whether anything has."""

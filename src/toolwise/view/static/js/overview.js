@@ -45,7 +45,7 @@ function RunHeader({ run }) {
   if (!data) return html`<p class="empty">Loading …</p>`;
   const live = !runs[run]?.ended, state = runs[run]?.state;
   return html`<header class="run-header"><h1><${SafeText} text=${data.name} /></h1>
-      <span class=${`status ${live ? "live" : state === "finished" ? "done" : "stopped"}`}>${live ? "live" : state === "running" ? "unfinished" : state}</span>
+      ${state && html`<span class=${`status ${live ? "live" : state === "finished" ? "done" : "stopped"}`}>${live ? "live" : state === "running" ? "unfinished" : state}</span>`}
       <span class="muted">step ${data.step ?? 0}${data.total_steps ? ` of ${data.total_steps}` : ""} · <a href=${linkTo("rollouts", { run })}>${data.rollouts.toLocaleString("en-US")} rollouts</a></span></header>
     ${data.updated === false && html`<p class="error">No trained weight has changed in this run.</p>`}
     ${data.diagnosis.length > 0 && html`<section class="findings" aria-label="Diagnosis">${data.diagnosis.map((finding) => html`<${FindingCard} finding=${finding} run=${run} />`)}</section>`}

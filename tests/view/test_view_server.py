@@ -195,7 +195,7 @@ def test_the_planned_steps_of_a_live_run_are_those_of_its_settings(tmp_path: Pat
 
 
 def test_a_kind_with_a_bar_in_its_name_can_be_chosen(tmp_path: Path) -> None:
-    lines = [{"rollout_id": str(n), "extra_info": {"kind": kind}} for n, kind in enumerate(("a|b", "a", "c"))]
+    lines = [{"rollout_id": str(n), "kind": kind} for n, kind in enumerate(("a|b", "a", "c"))]
     (tmp_path / "step-000001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     pages = Pages([tmp_path])
     assert {row["kind"] for row in get(pages, "rollouts", kind="a|b")["rows"]} == {"a|b", "a"}

@@ -17,6 +17,7 @@ from toolwise.data.rows import tasks_from_rows
 from toolwise.demo.tasks import make_rows
 from toolwise.learner import actor
 from toolwise.learner.batch import Batch
+from toolwise.learner.token_statistics import TokenStatistics
 from toolwise.training.run import assemble
 from toolwise.training.token_records import StepTokens, read_tokens
 from toolwise.training.trainer import Training
@@ -78,7 +79,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     """The batches of tokens from which the actor's losses took their advantages, one per step."""
     seen: list[Batch] = []
 
-    class Watched(actor.TokenStatistics):
+    class Watched(TokenStatistics):
         def __init__(self, batch: Batch) -> None:
             seen.append(batch)
             super().__init__(batch)
@@ -124,7 +125,7 @@ def check_files(out: Path, batches: list[Batch]) -> dict[str, float]:
                 stored.setdefault(row.rollout_id, []).append(row)
         assert {name for name in used if "/level-" not in name} == set(stored)  # not the alternatives of reweighting
         for name, rows in stored.items():
-            advantages = np.concatenate([row.advantages for row in rows])  # type: ignore[misc]
+            advantages = np.concatenate([row.advantages for row in rows if row.advantages is not None])
             np.testing.assert_array_equal(advantages, used[name])
             parts = np.concatenate([product_of_parts(row) for row in rows])
             assert np.all(np.abs(parts - used[name]) <= 1e-6 * np.maximum(1.0, np.abs(used[name]))), name

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from browser_cases import STEPS, Training, rollout_link
 from view_runs import HOSTILE, MEGABYTE
 
 from toolwise.training.token_records import read_tokens
+from toolwise.view.rollout_query import page_of_rows
 from toolwise.view.rollout_store import RunStore
 
 Open = Callable[..., Any]
@@ -53,6 +55,33 @@ def test_the_overview_shows_the_numbers_of_the_summary(trained: Path, serve: Ser
     assert page.inner_text("[data-metric=score]") == f"{summary['after']['score']:.3f}"
     titles = page.locator("figcaption").all_inner_texts()
     assert {"Score", "Correct", "Cost", "Entropy nats"} <= {title.strip() for title in titles}
+
+
+def test_legends_show_the_latest_values(trained: Path, serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(trained), "#/overview")
+    entry = page.locator(".chart", has_text="Entropy").locator(".u-series", has_text="entropy")
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    latest = [row["actor/entropy"] for row in rows if "actor/entropy" in row][-1]
+    assert entry.locator(".u-value").inner_text() == f"{latest:.3f}"
+
+
+def test_a_run_whose_process_is_gone_is_not_live(sample: Path, serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(sample), "#/overview")
+    assert page.locator(".run-header .status").inner_text() == "crashed"
+    assert page.locator(".status.live").count() == 0
+
+
+def test_a_page_that_cannot_show_its_data_leaves_the_others_alone(sample: Path, serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(sample), "#/rollouts")
+    page.route("**/api/overview*", lambda route: route.fulfill(json={"name": 3}))
+    page.keyboard.press("o")
+    page.wait_for_selector("main .error")
+    assert "This page cannot be shown" in page.inner_text("main .error")
+    page.keyboard.press("r")
+    page.wait_for_selector("tbody tr")
+    page.goto(f"{serve(sample)}#/constructor")
+    page.wait_for_selector("main .error")
+    assert "There is no page constructor" in page.inner_text("main .error")
 
 
 def test_a_finding_leads_to_its_rollouts(sample: Path, serve: Serve, open_page: Open) -> None:
@@ -319,6 +348,10 @@ def test_a_bundle_works_without_a_server(sample: Path, tmp_path: Path, open_page
     page.wait_for_selector(f"[data-total='{sum(r['kind'] == 'lookup' for r in wanted)}']")
     page.fill("#search", "OSPREY 4")
     page.wait_for_selector(f"[data-total='{sum(r['kind'] == 'lookup' and r['task_id'] == 'task-3' for r in wanted)}']")
+    for text in ("role", "score", 'hacked = 1"', "\u202e", "845 wells"):  # as many as the server finds
+        page.goto(f"{address}#/rollouts?q={quote(text)}")
+        total = page_of_rows(RunStore(sample), {"q": text})["total"]
+        page.wait_for_selector(f"[data-total='{total}']")
     for name, selector in (
         ("rollout", "[data-advantage]"),
         ("group", ".leaf"),
@@ -331,4 +364,9 @@ def test_a_bundle_works_without_a_server(sample: Path, tmp_path: Path, open_page
         assert HOSTILE[:20] in page.inner_text("main")
     page.goto(f"{address}#/compare")
     page.wait_for_selector(".conversation")
+    assert page.evaluate("window.hacked") is None
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / "rows.js").write_text("window.hacked = 1")
+    page.goto(f"{address}#/rollouts?run=../../evil")
+    page.wait_for_selector("main .error")
     assert page.evaluate("window.hacked") is None

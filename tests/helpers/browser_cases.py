@@ -43,7 +43,7 @@ class Training:
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
 
-    def wait_for(self, path: str, seconds: float = 60.0) -> None:
+    def wait_for(self, path: str, seconds: float = 600.0) -> None:
         deadline = time.monotonic() + seconds
         while not (self.out / path).exists():
             assert time.monotonic() < deadline, f"no {path}"
@@ -51,7 +51,7 @@ class Training:
             time.sleep(0.05)
 
     def finish(self) -> Path:
-        _, err = self.process.communicate(timeout=120)
+        _, err = self.process.communicate(timeout=600)
         assert self.process.returncode == 0, err
         return self.out
 

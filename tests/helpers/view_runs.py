@@ -167,8 +167,8 @@ def _rollout(rng: Any, name: str, group: str, offset: int, task: Task, hostile: 
     )
     messages = [*task.prompt]
     steps: list[StepData] = []
+    tool = "sea<b>rch\u202e" if hostile else "search"
     if searches:
-        tool = "sea<b>rch" if hostile else "search"
         call = ToolCall(id="c0", name=tool, arguments={"query": HOSTILE if hostile else "Osprey wells"})
         messages.append(Message(role="assistant", content=None, tool_calls=[call]))
         messages.append(Message(role="tool", content=HOSTILE if hostile else "845 wells", tool_call_id="c0", name=tool))
@@ -176,7 +176,7 @@ def _rollout(rng: Any, name: str, group: str, offset: int, task: Task, hostile: 
     messages.append(answer)
     ids = [12, 13, 14, 15, 16, 17] + ([18, 19, 20, 21] if hostile else [])
     steps.append(_step(rng, len(steps), ids, "845 wells" if searches else f"guess {offset}"))
-    usage = Usage(calls={"search": 1} if searches else {}, cost=float(searches), sampled_tokens=18)
+    usage = Usage(calls={tool: 1} if searches else {}, cost=float(searches), sampled_tokens=18)
     logits = tuple(float(x) for x in np.round(rng.normal(size=3), 3))
     rollout = Rollout(
         name,

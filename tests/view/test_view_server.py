@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,130 @@ def test_a_run_that_has_only_begun_can_be_opened(tmp_path: Path) -> None:
     assert get(pages, "overview")["metric_names"] == []
     assert get(pages, "rollouts")["total"] == 0
     assert get(pages, "facets")["tools"] == []
+
+
+@pytest.mark.parametrize(
+    ("holder", "summary", "state"),
+    [
+        (os.getpid(), None, "running"),
+        (os.getpid(), {"interrupted": True}, "running"),  # it was resumed
+        (None, None, "crashed"),
+        (2**22 - 1, None, "crashed"),
+        (10**20, None, "crashed"),
+        (None, {"steps": 3, "total_steps": 3}, "finished"),
+        (None, {"steps": 2, "total_steps": 3, "interrupted": True}, "interrupted"),
+    ],
+)
+def test_a_run_is_live_while_its_process_is(tmp_path: Path, holder: Any, summary: Any, state: str) -> None:
+    if holder is not None:
+        (tmp_path / ".lock").write_text(f"{holder} {socket.gethostname()}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    if summary is not None:
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (run,) = get(Pages([tmp_path]), "runs")
+    assert (run["state"], run["ended"]) == (state, state != "running")
+
+
+def test_rollouts_that_no_training_made_have_not_crashed(tmp_path: Path) -> None:
+    (tmp_path / "rollouts.jsonl").write_text('{"rollout_id": "r"}\n')
+    (run,) = get(Pages([tmp_path]), "runs")
+    assert (run["state"], run["ended"], run["rollouts"]) == ("", True, 1)
+
+
+def test_the_planned_steps_of_a_live_run_are_those_of_its_settings(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[trainer]\ntotal_steps = 70\n")
+    assert get(Pages([tmp_path]), "overview")["total_steps"] == 70
+
+
+def test_a_kind_with_a_bar_in_its_name_can_be_chosen(tmp_path: Path) -> None:
+    lines = [{"rollout_id": str(n), "kind": kind} for n, kind in enumerate(("a|b", "a", "c"))]
+    (tmp_path / "step-000001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pages = Pages([tmp_path])
+    assert {row["kind"] for row in get(pages, "rollouts", kind="a|b")["rows"]} == {"a|b", "a"}
+    assert {row["kind"] for row in get(pages, "rollouts", kind="c|a")["rows"]} == {"a", "c"}
+
+
+@pytest.mark.parametrize(
+    ("after", "outcome"),
+    [
+        ({"score": 0.5, "cost": 1.0}, "cheaper"),
+        ({"score": 0.5, "cost": 3.0}, "dearer"),
+        ({"score": 0.7, "cost": 1.0}, "better"),
+        ({"score": 0.2, "cost": 2.0}, "worse"),
+        ({"score": 0.5, "cost": 2.0}, "same"),
+    ],
+)
+def test_tasks_are_compared_without_a_metric_of_correctness_too(
+    tmp_path: Path, after: dict[str, float], outcome: str
+) -> None:
+    for name, values in (("eval-000000", {"score": 0.5, "cost": 2.0}), ("eval-000003", after)):
+        line = {"rollout_id": "r", "task_id": "t", **values}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
+    page = get(Pages([tmp_path]), "compare", file="eval-000000", other_file="eval-000003", other_run="0")
+    assert [task["outcome"] for task in page["tasks"]] == [outcome]
+
+
+def test_a_damaged_run_does_not_hide_the_others(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"torn')
+    pages = Pages([tmp_path, run])
+    assert [(one["state"], one["rollouts"]) for one in get(pages, "runs")] == [("damaged", 0), ("crashed", 124)]
+    status, value = pages.answer("overview", {"run": "0"})
+    assert (status, "delete it to view the run" in value["error"]) == (400, True)
+    assert get(pages, "overview", run="1")["rollouts"] == 124
+
+
+def test_values_that_no_run_writes_are_an_answer_of_one_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": [1], "score/mean": 0.5}\n')
+    pages = Pages([tmp_path])
+    status, value = pages.answer("overview", {})
+    assert (status, "\n" in value["error"]) == (500, False)
+    with Server(build_view_app(pages)) as server:
+        answer = httpx.get(f"http://127.0.0.1:{server.port}/api/overview")
+    assert (answer.status_code, "default-src 'none'" in answer.headers["content-security-policy"]) == (500, True)
+
+
+def test_a_file_that_changed_under_the_page_is_not_shown_as_another_rollout(run: Path, tmp_path: Path) -> None:
+    """As when a resumed run repeats a step: for a moment the index is that of the file before."""
+    folder = Path(shutil.copytree(run, tmp_path / "copy"))
+    pages = Pages([folder])
+    file = folder / "rollouts" / "step-000001.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([lines[0].replace(b"step-1/0/0", b"step-1/9/9"), *lines[1:]]))
+    status, value = pages.answer("rollout", {"file": "step-000001", "id": "step-1/0/0"})
+    assert (status, "has changed" in value["error"]) == (404, True)
+    get(pages, "runs")  # looks for changes
+    assert get(pages, "rollout", file="step-000001", id="step-1/9/9")["messages"]
+
+
+@pytest.mark.parametrize("damage", [b"PAR1 torn", b""])
+def test_a_conversation_is_shown_without_tokens_that_cannot_be_read(run: Path, tmp_path: Path, damage: bytes) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "copy"))
+    (folder / "rollouts" / "step-000001.tokens.parquet").write_bytes(damage)
+    page = get(Pages([folder]), "rollout", file="step-000001", id="step-1/0/1")
+    assert (page["tokens"], len(page["messages"])) == ([], 4)
+    assert get(Pages([folder]), "anchors", file="step-000001", group="step-1/0")["states"]
+
+
+def test_a_last_line_that_is_being_written_is_left_out(run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "copy"))
+    before = get(Pages([folder]), "runs")[0]["rollouts"]
+    for name in ("rollouts/step-000003.jsonl", "metrics.jsonl", "rollouts/vocabulary.ndjson"):
+        path = folder / name
+        path.write_bytes(path.read_bytes()[:-20])
+    pages = Pages([folder])
+    assert get(pages, "runs")[0]["rollouts"] == before - 1
+    assert get(pages, "overview")["metric_names"]
+    assert get(pages, "rollout", file="step-000003", id="step-3/0/1")["tokens"]
+
+
+def test_two_viewers_of_a_run_without_an_index_get_along(run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "copy"))
+    for index in folder.glob("rollouts/*.index.parquet"):
+        index.unlink()
+    with ThreadPoolExecutor() as threads:
+        totals = list(threads.map(lambda _: get(Pages([folder]), "rollouts")["total"], range(4)))
+    assert totals == [124] * 4
+    assert not [path for path in folder.glob("rollouts/*") if "tmp" in path.name]
 
 
 def test_runs_of_earlier_versions_open(tmp_path: Path) -> None:

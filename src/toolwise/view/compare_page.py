@@ -59,7 +59,8 @@ def _outcome(before: dict[str, Any], after: dict[str, Any]) -> Outcome:
         return "learned" if now >= 0.5 else "lost"
     change = (after["score"] or 0.0) - (before["score"] or 0.0)
     saved = (before["cost"] or 0.0) - (after["cost"] or 0.0)
-    if abs(saved) > TOLERANCE and was is not None and was == now:
+    as_good = abs(change) <= TOLERANCE if was is None or now is None else was == now
+    if abs(saved) > TOLERANCE and as_good:
         return "cheaper" if saved > 0 else "dearer"
     if abs(change) > TOLERANCE:
         return "better" if change > 0 else "worse"

@@ -13,7 +13,7 @@ from toolwise.training.trackers.console import format_duration
 from toolwise.training.trackers.observers import describe_observer_errors
 from toolwise.view.comparison import MetricChange, describe_budgets, headline, rows_by_kind
 from toolwise.view.rollout_store import RunStore
-from toolwise.view.router_page import price_list
+from toolwise.view.router_page import price_list, run_settings
 
 QUANTILES = (0.1, 0.5, 0.9)
 SPREAD_COLUMNS = ("score", "cost", "tokens")
@@ -28,7 +28,7 @@ def overview_page(store: RunStore) -> dict[str, Any]:
         "name": run.name,
         "finished": run.finished,
         "step": summary.get("steps"),
-        "total_steps": summary.get("total_steps"),
+        "total_steps": summary.get("total_steps") or _planned_steps(store),
         "facts": _facts(summary),
         "diagnosis": run.diagnosis,
         "updated": summary.get("updated"),
@@ -45,6 +45,13 @@ def overview_page(store: RunStore) -> dict[str, Any]:
         "rollouts": store.table.num_rows,
         "files": store.files(),
     }
+
+
+def _planned_steps(store: RunStore) -> int | None:
+    """What the settings say, while the run has no summary."""
+    trainer = run_settings(store).get("trainer")
+    steps = trainer.get("total_steps") if isinstance(trainer, dict) else None
+    return steps if isinstance(steps, int) else None
 
 
 def _change(change: MetricChange) -> dict[str, Any]:

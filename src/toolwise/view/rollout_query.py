@@ -39,6 +39,11 @@ KEYS = (
 """Names of fields in a stored line, which are not its text."""
 
 
+def without_keys(line: str) -> str:
+    """A stored line without the names of its fields: what a text search looks at."""
+    return re.sub('"(?:' + "|".join(map(re.escape, dict.fromkeys(KEYS))) + ')":', "\n", line)
+
+
 class QueryError(ToolwiseError):
     """A filter that does not exist, or a value that does not fit."""
 
@@ -57,7 +62,11 @@ class Query:
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> Query:
         """From the parameters of a link: `kind=lookup|known`, `correct=true`, `score_min=0.5`, `tool=`, `q=`."""
-        words = {name: frozenset(parameters[name].split("|")) for name in WORDS if parameters.get(name)}
+        words = {
+            name: frozenset([parameters[name], *parameters[name].split("|")])  # a kind may have a bar in its name
+            for name in WORDS
+            if parameters.get(name)
+        }
         flags = {name: parameters[name] == "true" for name in FLAGS if parameters.get(name)}
         ranges = {
             name: bounds

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from toolwise.errors import ToolwiseError
-from toolwise.serialization.json_text import load_json
+from toolwise.errors import CheckpointError, ToolwiseError
+from toolwise.serialization.json_text import load_json, valid_text
+from toolwise.training.diagnosis.examination import run_state
 from toolwise.training.records import RolloutRecord
 from toolwise.training.rollout_index import FILE_NAME, index_table, load_index, token_path
 from toolwise.training.run_folder import RunFolder, open_run
@@ -19,6 +21,7 @@ from toolwise.training.vocabulary_file import read_vocabulary
 
 WORDS = ("kind", "route", "stop_reason", "answered_by")
 """Columns that repeat a few words."""
+log = logging.getLogger("toolwise.view")
 
 
 class NotFoundError(ToolwiseError):
@@ -50,6 +53,15 @@ class RunStore:
     def signature(self) -> str:
         """Changes whenever a file that the pages show does."""
         return f"{hash(self._stamp) & (1 << 52) - 1:x}"
+
+    def state(self) -> str:
+        """Whether a process still trains the run, or how it ended; "damaged" if its summary cannot be read, "" if
+        nothing was trained, such as by `toolwise rollout`."""
+        try:
+            state = run_state(self.folder)
+        except CheckpointError:
+            return "damaged"
+        return "" if state == "crashed" and not (self.path / "metrics.jsonl").exists() else state
 
     def refresh(self) -> bool:
         """Read what has changed; returns whether anything has."""
@@ -126,12 +138,20 @@ class RunStore:
         with self.path_of(row["file"]).open("rb") as file:
             file.seek(row["offset"])
             parsed = load_json(file.read(row["length"]))
-        if not isinstance(parsed, dict):
+        record = RolloutRecord.from_json(parsed) if isinstance(parsed, dict) else None
+        if record is None or valid_text(record.rollout_id) != row["rollout_id"]:  # a resumed run repeats its steps
             raise NotFoundError(f"{row['file']} of {self.name} has changed: load the page again")
-        return RolloutRecord.from_json(parsed)
+        return record
 
     def tokens(self, row: dict[str, Any]) -> list[StepTokens]:
-        """The tokens of one rollout; empty if they are not stored."""
+        """The tokens of one rollout; empty if they are not stored, or cannot be read."""
+        try:
+            return self._read_tokens(row)
+        except Exception as fault:  # a damaged or a half-replaced file: the conversation is there without it
+            log.warning("the tokens of %s in %s cannot be read: %s", row["rollout_id"], self.name, fault)
+            return []
+
+    def _read_tokens(self, row: dict[str, Any]) -> list[StepTokens]:
         path = self.path_of(row["file"])
         tokens = token_path(path)
         if row["token_row"] >= 0 and tokens.is_file():

@@ -19,7 +19,7 @@ from toolwise.view.compare_page import compare_page
 from toolwise.view.group_page import anchor_page, group_page
 from toolwise.view.overview_page import overview_page, series
 from toolwise.view.rollout_page import message_view, rollout_page
-from toolwise.view.rollout_query import SHOWN, facets
+from toolwise.view.rollout_query import SHOWN, facets, without_keys
 from toolwise.view.rollout_store import RunStore
 from toolwise.view.router_page import router_page
 from toolwise.view.view_server import STATIC, Pages
@@ -123,7 +123,7 @@ def _write_run(out: Path, number: int, store: RunStore, files: Sequence[str]) ->
             }
             chunk_of.setdefault(file, {})[group_id] = groups.add({group_id: data})
             for row in members:
-                line = json_text(store.record(row).to_json()).lower()
+                line = without_keys(json_text(store.record(row).to_json())).lower()
                 texts.add({f"{file} {row['rollout_id']}": line})
     groups.flush()
     texts.flush()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import mimetypes
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from toolwise.serve.guard import LOOPBACK, RequestGuard
 from toolwise.serve.limits import ServerLimits
 from toolwise.serve.request import BadRequestError
 from toolwise.serve.server import listen, uvicorn_config
+from toolwise.untrusted.bounds import truncate_text
 from toolwise.view.compare_page import compare_page
 from toolwise.view.group_page import anchor_page, group_page
 from toolwise.view.overview_page import overview_page, series
@@ -47,6 +49,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 Parameters = Mapping[str, str]
+log = logging.getLogger("toolwise.view")
 
 
 class Pages:
@@ -85,16 +88,17 @@ class Pages:
         found = []
         for number, store in enumerate(self.stores):
             store.refresh()
-            summary = store.folder.saved_summary or {}
+            state = store.state()
+            steps = [file["step"] for file in store.files()]
             found.append(
                 {
                     "run": number,
                     "name": store.name,
                     "signature": store.signature,
                     "rollouts": store.table.num_rows,
-                    "step": max((file["step"] for file in store.files()), default=summary.get("steps") or 0),
-                    "finished": store.folder.finished,
-                    "ended": store.folder.saved_summary is not None,
+                    "step": max(steps, default=0),
+                    "state": state,
+                    "ended": state != "running",
                 }
             )
         return found
@@ -114,6 +118,9 @@ class Pages:
             return 400, {"error": str(fault)}
         except FileNotFoundError as fault:
             return 404, {"error": f"{fault.filename}: no longer there; load the page again"}
+        except Exception as fault:  # a damaged file may hold anything, and must not take the other pages along
+            log.exception("the page %s", name)
+            return 500, {"error": f"this page cannot be shown: {truncate_text(repr(fault), 300)}"}
 
 
 def _number(text: str | None) -> int:

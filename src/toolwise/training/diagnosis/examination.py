@@ -92,6 +92,8 @@ def _in_use(folder: Path) -> bool:
     """Whether the process that the lock file names still runs. The lock itself is left alone: to try it, even for a
     moment, could stop a run that is about to start."""
     file = folder / LOCK
+    if not file.is_file():  # or a pipe, which would block
+        return False
     try:
         process, _, host = file.read_text(encoding="utf-8").strip().partition(" ")
         if host != socket.gethostname():
@@ -99,7 +101,7 @@ def _in_use(folder: Path) -> bool:
         os.kill(int(process), 0)
     except PermissionError:  # another user's process
         return True
-    except (OSError, ValueError):
+    except (OSError, ValueError, OverflowError):
         return False
     return True
 

@@ -1,5 +1,5 @@
 // The frame of all pages: navigation, theme, keyboard, and a look for new steps every two seconds.
-import { html, render, useEffect, useMemo, useState } from "./lib.js";
+import { html, render, useEffect, useErrorBoundary, useMemo, useState } from "./lib.js";
 import { Live, fetchData } from "./api.js";
 import { Theme } from "./charts.js";
 import { ComparePage } from "./compare.js";
@@ -48,10 +48,11 @@ function useRuns() {
       let wait = POLL_MS;
       try {
         const runs = await fetchData("runs");
-        if (runs.every((run) => run.finished)) wait = 5 * POLL_MS;
+        if (runs.every((run) => run.ended)) wait = 5 * POLL_MS;
         setState((old) => (JSON.stringify(old.runs) === JSON.stringify(runs) && !old.error ? old : { runs, error: null }));
       } catch (error) {
-        setState((old) => ({ ...old, error: "The server does not answer. Is toolwise view still running?" }));
+        const silent = error instanceof TypeError; // nothing came back
+        setState((old) => ({ ...old, error: silent ? "The server does not answer. Is toolwise view still running?" : error.message }));
       }
       if (!stopped && !window.TOOLWISE_BUNDLE) timer = setTimeout(look, document.hidden ? 5 * wait : wait);
     };
@@ -86,7 +87,7 @@ function App() {
   });
   useEffect(() => { window.scrollTo(0, 0); }, [page, params.id, params.group]);
   const live = useMemo(() => ({ runs: runs ?? [] }), [runs]);
-  const Page = PAGES[page];
+  const Page = Object.hasOwn(PAGES, page) && PAGES[page];
   const run = runs?.[params.run ?? 0];
   useEffect(() => { document.title = `${page}${run ? ` · ${run.name}` : ""} · Toolwise`; }, [page, run?.name]);
   return html`<${Live.Provider} value=${live}><${Theme.Provider} value=${theme}>
@@ -98,8 +99,15 @@ function App() {
       ${run && !run.ended && !window.TOOLWISE_BUNDLE && html`<span class="status live" title="looks for new steps every two seconds">step ${run.step}</span>`}
       <button class="link" onClick=${nextTheme} title="theme (key t)" aria-label=${`theme: ${wanted}`}>${{ auto: "◐", light: "○", dark: "●" }[wanted]}</button><button class="link" onClick=${() => setHelp(true)} aria-label="keyboard help" title="keys (?)">?</button></nav>
     <main id="main" tabindex="-1">${error && html`<p class="error">${error}</p>`}
-      ${runs ? (Page ? html`<${Page} key=${page} params=${params} />` : html`<p class="error">There is no page ${page}.</p>`) : !error && html`<p class="empty">Loading …</p>`}</main>
+      ${runs ? (Page ? html`<${Guarded} key=${page} params=${params}><${Page} params=${params} /></${Guarded}>` : html`<p class="error">There is no page ${page}.</p>`) : !error && html`<p class="empty">Loading …</p>`}</main>
     ${help && html`<${Help} close=${() => setHelp(false)} />`}</${Theme.Provider}></${Live.Provider}>`;
+}
+
+// A page that cannot show its data says so; the others still work.
+function Guarded({ params, children }) {
+  const [error, reset] = useErrorBoundary();
+  useEffect(reset, [JSON.stringify(params)]);
+  return error ? html`<p class="error">This page cannot be shown: ${error.message}</p>` : children;
 }
 
 function Help({ close }) {

@@ -35,6 +35,7 @@ async function searchable(run) {
 
 export async function bundleAnswer(name, params) {
   const run = params.run ?? "0";
+  if (!/^\d+$/.test(run)) throw new Error(`there is no run ${run}`); // it is a part of a path
   if (name === "runs") return window.TOOLWISE_BUNDLE.runs;
   if (name === "overview" || name === "facets") return (await loadScript(`${run}/overview`))[name];
   if (name === "series") {

@@ -23,7 +23,21 @@ function alignSteps(lines) {
   return [steps, ...columns];
 }
 
+// Round numbers between two bounds, and how many decimals they have.
+export function roundTicks(low, high, count = 5) {
+  const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= raw * 0.999);
+  const first = Math.ceil(low / step - 1e-9), last = Math.floor(high / step + 1e-9);
+  const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  return [Array.from({ length: Math.max(0, last - first + 1) }, (_, index) => (first + index) * step), digits];
+}
+
+function latest(values) {
+  return values.findLast((value) => value !== null && value !== undefined);
+}
+
 // lines: {label, steps, values, colour, dash, fill, points, low, high}; low and high mark the edges of a band.
+// The legend shows the latest values until the pointer is on the chart.
 export function Chart({ title, lines, height = 190, unit = "", note = "", zero = false }) {
   const box = useRef(null);
   const theme = useContext(Theme);
@@ -42,9 +56,9 @@ export function Chart({ title, lines, height = 190, unit = "", note = "", zero =
       cursor: { sync: { key: "steps" }, points: { size: 6 } },
       axes: [{ ...axis, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000] }, { ...axis, values: (_, ticks) => ticks.map((tick) => formatNumber(tick, 2)) }],
       bands,
-      series: [{ label: "step" }, ...shown.map((line) => ({
-        label: line.label, stroke: line.colour, width: line.width ?? 1.8, dash: line.dash, fill: line.fill, spanGaps: true,
-        points: { show: line.points ?? line.steps.length === 1, size: 5 }, value: (_, value) => formatNumber(value), show: true,
+      series: [{ label: "step", value: (_, value, __, index) => (index === null || index === undefined ? "latest" : value) }, ...shown.map((line) => ({
+        label: line.label, class: line.high || line.low ? "band" : null, stroke: line.colour, width: line.width ?? 1.8, dash: line.dash, fill: line.fill, spanGaps: true,
+        points: { show: line.points ?? line.steps.length === 1, size: 5 }, value: (_, value, __, index) => formatNumber(index === null || index === undefined ? latest(line.values) : value), show: true,
       }))],
     }, alignSteps(shown), box.current);
     const watch = new ResizeObserver(() => box.current && chart.setSize({ width: box.current.clientWidth, height }));
@@ -111,17 +125,17 @@ function drawScatter(canvas, points, x, y, height, line) {
   pen.font = "11px system-ui";
   pen.fillStyle = colour("muted");
   pen.strokeStyle = colour("grid");
-  for (let tick = 0; tick <= 4; tick += 1) {
-    const [valueX, valueY] = [left + ((right - left) * tick) / 4, low + ((high - low) * tick) / 4];
+  const [ticksX, digitsX] = roundTicks(left, right, Math.min(8, width / 90)), [ticksY, digitsY] = roundTicks(low, high);
+  pen.textAlign = "right";
+  for (const value of ticksY) {
     pen.beginPath();
-    pen.moveTo(52, placeY(valueY));
-    pen.lineTo(width - 14, placeY(valueY));
+    pen.moveTo(52, placeY(value));
+    pen.lineTo(width - 14, placeY(value));
     pen.stroke();
-    pen.textAlign = "right";
-    pen.fillText(formatNumber(valueY, 2), 46, placeY(valueY) + 4);
-    pen.textAlign = "center";
-    pen.fillText(formatNumber(valueX, 2), placeX(valueX), height - 18);
+    pen.fillText(formatNumber(value, digitsY), 46, placeY(value) + 4);
   }
+  pen.textAlign = "center";
+  for (const value of ticksX) pen.fillText(formatNumber(value, digitsX), placeX(value), height - 18);
   pen.fillText(x, width / 2, height - 3);
   pen.textAlign = "left";
   pen.fillText(y, 2, 11);
@@ -132,19 +146,30 @@ function drawScatter(canvas, points, x, y, height, line) {
     pen.stroke();
   }
   canvas.places = known.filter((point) => !line?.includes(point)).map((point) => [placeX(point.x), placeY(point.y), point]);
+  const labels = [];
   for (const [px, py, point] of canvas.places) {
     pen.fillStyle = point.colour || colour("accent");
     pen.globalAlpha = point.big ? 1 : 0.55;
     pen.beginPath();
-    pen.arc(px, py, point.big ? 6 : 3, 0, 7);
+    pen.arc(px, py, point.size ?? 3, 0, 7);
     pen.fill();
-    if (point.big && point.label) {
-      pen.globalAlpha = 1;
-      pen.fillStyle = colour("text");
-      const right = px > 0.65 * width;
-      pen.textAlign = right ? "right" : "left";
-      pen.fillText(point.label, px + (right ? -9 : 9), py + 4);
-    }
+    if (point.big && point.label) labels.push([px, py, point.label]);
   }
   pen.globalAlpha = 1;
+  drawLabels(pen, labels, width);
+}
+
+// Names beside their points, moved up or down until none covers another.
+function drawLabels(pen, labels, width) {
+  const placed = [];
+  pen.fillStyle = colour("text");
+  pen.textAlign = "left";
+  for (const [px, py, label] of labels) {
+    const size = pen.measureText(label).width;
+    const left = px + 11 + size > width ? Math.max(0, px - 11 - size) : px + 11;
+    const free = (y) => !placed.some((box) => Math.abs(box.y - y) < 13 && box.left < left + size && left < box.left + box.size);
+    const y = [0, -13, 13, -26, 26, -39, 39].map((by) => py + 4 + by).find((one) => one > 22 && free(one)) ?? py + 4;
+    placed.push({ left, y, size });
+    pen.fillText(label, left, y);
+  }
 }

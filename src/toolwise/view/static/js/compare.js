@@ -2,7 +2,7 @@
 import { html, useContext } from "./lib.js";
 import { Live, useData } from "./api.js";
 import { Conversation } from "./conversation.js";
-import { Choice, formatNumber, markOf, SafeText } from "./format.js";
+import { Choice, formatNumber, markOf, SafeText, visibleText } from "./format.js";
 import { goTo, linkTo } from "./route.js";
 
 const OUTCOMES = { lost: ["right → wrong", "bad"], learned: ["wrong → right", "good"], worse: ["score fell", "bad"], better: ["score rose", "good"], dearer: ["dearer", "bad"], cheaper: ["cheaper", "good"], same: ["same", ""] };
@@ -29,7 +29,7 @@ function Comparison({ data, params, set, sides }) {
   const chosen = shown.find((task) => task.task_id === params.task) ?? shown[0];
   return html`<div class="chips">${Object.entries(OUTCOMES).map(([name, [label, tone]]) => data.counts[name] > 0 && html`<button class=${`chip ${params.outcome === name ? "on" : ""}`} aria-pressed=${params.outcome === name} data-outcome=${name} onClick=${() => set({ outcome: params.outcome === name ? "" : name })}><b class=${tone}>${data.counts[name]}</b> ${label}</button>`)}</div>
     <div class="scroll card flush tasks"><table class="rollouts"><thead><tr><th>task</th><th class="wide">kind</th><th>outcome</th><th class="number">score</th><th class="number">cost</th></tr></thead><tbody>
-      ${shown.map((task) => html`<tr class=${task === chosen ? "cursor" : ""} onClick=${() => set({ task: task.task_id })}><td class="question"><button class="link" onClick=${() => set({ task: task.task_id })}><${SafeText} text=${task.first.question} /></button></td><td class="wide">${task.first.kind ?? ""}</td><td class=${OUTCOMES[task.outcome][1]}>${OUTCOMES[task.outcome][0]}</td>
+      ${shown.map((task) => html`<tr class=${task === chosen ? "cursor" : ""} onClick=${() => set({ task: task.task_id })}><td class="question"><button class="link" onClick=${() => set({ task: task.task_id })}><${SafeText} text=${task.first.question} /></button></td><td class="wide word">${visibleText(task.first.kind)}</td><td class=${OUTCOMES[task.outcome][1]}>${OUTCOMES[task.outcome][0]}</td>
         <td class="number">${formatNumber(task.first.score)} → ${formatNumber(task.second.score)}</td><td class="number">${formatNumber(task.first.cost, 2)} → ${formatNumber(task.second.cost, 2)}</td></tr>`)}</tbody></table></div>
     ${chosen && html`<div class="grid two sides"><${ComparedSide} where=${{ ...sides.first, id: chosen.first.rollout_id }} /><${ComparedSide} where=${{ ...sides.second, id: chosen.second.rollout_id }} /></div>`}`;
 }

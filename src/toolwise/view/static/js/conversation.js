@@ -1,7 +1,7 @@
 // A conversation: messages with thoughts, calls and results, and the tokens that were sampled below each.
 import { html } from "./lib.js";
 import { fetchData } from "./api.js";
-import { formatNumber, formatSigned, SafeText } from "./format.js";
+import { formatNumber, formatSigned, SafeText, visibleText } from "./format.js";
 import { linkTo } from "./route.js";
 import { LongText, plainText } from "./text.js";
 
@@ -21,7 +21,7 @@ function MessageView({ message, index, step, page, where, children }) {
   const record = step === undefined ? null : page.steps[step];
   const load = (field) => () => fetchData("message", { ...where, index }).then((full) => field(full));
   return html`<article class=${`message ${message.role}`}>
-    <header><b>${message.role === "tool" ? "result" : message.role}</b>${message.name && html` <code><${SafeText} text=${message.name} /></code>`}
+    <header><b>${message.role === "tool" ? "result" : visibleText(message.role)}</b>${message.name && html` <code><${SafeText} text=${message.name} /></code>`}
       ${record && html`<span class="muted"> step ${step}</span>`}
       ${record?.advantage !== null && record?.advantage !== undefined && html` <span class=${`pill ${record.advantage > 0 ? "good" : record.advantage < 0 ? "bad" : ""}`} title="mean advantage of the step">A ${formatSigned(record.advantage)}</span>`}
       ${record?.return_to_go !== undefined && record?.return_to_go !== null && html` <span class="pill" title="return from here on">G ${formatNumber(record.return_to_go)}</span>`}

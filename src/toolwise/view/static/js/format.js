@@ -33,14 +33,22 @@ export function markOf(correct) {
 const HIDDEN = /([\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb]|[\u{e0000}-\u{e0fff}]|[\ud800-\udfff])/u;
 const HIDDEN_ALL = new RegExp(HIDDEN.source, "gu");
 
+function codePointName(character) {
+  return `U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+}
+
+// The same as plain text, for options, titles and attributes.
+export function visibleText(text) {
+  return text === null || text === undefined ? "" : String(text).replaceAll(HIDDEN_ALL, codePointName);
+}
+
 export function SafeText({ text }) {
   if (!HIDDEN.test(text)) return text;
   const pieces = [];
   let end = 0;
   for (const match of text.matchAll(HIDDEN_ALL)) {
     if (match.index > end) pieces.push(text.slice(end, match.index));
-    const code = `U+${match[0].codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
-    pieces.push(html`<span class="code-point" title="a character that is not shown">${code}</span>`);
+    pieces.push(html`<span class="code-point" title="a character that is not shown">${codePointName(match[0])}</span>`);
     end = match.index + match[0].length;
   }
   pieces.push(text.slice(end));

@@ -2,15 +2,16 @@
 import { html, useContext, useMemo } from "./lib.js";
 import { Live, useData } from "./api.js";
 import { Chart, Theme, colour, runColour } from "./charts.js";
-import { Choice, formatMetric, formatNumber, formatSigned, SafeText } from "./format.js";
+import { Choice, formatMetric, formatNumber, formatSigned, SafeText, visibleText } from "./format.js";
 import { linkTo, goTo } from "./route.js";
 
+const THINKING_TIMES = ["time/alternatives_s", "time/level_scores_s"]; // parts of the time of an update
 const CURVES = {
   correct: ["reward/correct/mean", "eval/correct"],
   score: ["score/mean", "eval/score"],
   cost: ["cost/mean", "eval/cost"],
   speed: ["time/tokens_per_s"],
-  phases: ["time/rollout_s", "time/update_s", "time/router_s"],
+  phases: ["time/rollout_s", "time/update_s", ...THINKING_TIMES],
   health: ["actor/entropy", "frac_zero_std", "actor/clip_frac"],
   drift: ["actor/kl", "kl/reference", "canary/logprob_gap_max"],
   loss: ["loss", "eval/loss"],
@@ -18,7 +19,7 @@ const CURVES = {
 
 export function OverviewPage({ params }) {
   const { runs } = useContext(Live);
-  const chosen = params.runs ? params.runs.split("|").filter((number) => runs[number]) : runs.map((run) => String(run.run));
+  const chosen = params.runs ? params.runs.split("|").filter((number) => /^\d+$/.test(number) && runs[number]) : runs.map((run) => String(run.run));
   const lead = params.run && chosen.includes(params.run) ? params.run : chosen[0] ?? "0";
   return html`
     ${runs.length > 1 && html`<${RunChooser} runs=${runs} chosen=${chosen} lead=${lead} />`}
@@ -42,15 +43,15 @@ function RunHeader({ run }) {
   const { runs } = useContext(Live);
   if (error) return html`<p class="error">${error}</p>`;
   if (!data) return html`<p class="empty">Loading …</p>`;
-  const live = !runs[run]?.ended;
-  return html`<header class="run-header"><h1>${data.name}</h1>
-      <span class=${`status ${live ? "live" : data.finished ? "done" : "stopped"}`}>${live ? "live" : data.finished ? "finished" : "ended early"}</span>
+  const live = !runs[run]?.ended, state = runs[run]?.state;
+  return html`<header class="run-header"><h1><${SafeText} text=${data.name} /></h1>
+      ${state && html`<span class=${`status ${live ? "live" : state === "finished" ? "done" : "stopped"}`}>${live ? "live" : state === "running" ? "unfinished" : state}</span>`}
       <span class="muted">step ${data.step ?? 0}${data.total_steps ? ` of ${data.total_steps}` : ""} · <a href=${linkTo("rollouts", { run })}>${data.rollouts.toLocaleString("en-US")} rollouts</a></span></header>
     ${data.updated === false && html`<p class="error">No trained weight has changed in this run.</p>`}
     ${data.diagnosis.length > 0 && html`<section class="findings" aria-label="Diagnosis">${data.diagnosis.map((finding) => html`<${FindingCard} finding=${finding} run=${run} />`)}</section>`}
     <section class="headline">${data.headline.map((change) => html`<div class="card figure"><span class="muted">${change.name}</span>
       <strong data-metric=${change.name}>${formatMetric(change.name, change.after ?? change.before)}</strong>
-      ${change.after !== null && change.before !== null && html`<span class=${change.tone}>${change.name === "correct" ? `${formatSigned(100 * (change.after - change.before), 1)} points` : formatSigned(change.after - change.before, change.name === "tokens" ? 0 : 3)} from ${formatMetric(change.name, change.before)}</span>`}</div>`)}</section>
+      ${change.after !== null && change.before !== null && html`<span class=${change.tone}>${change.after === change.before ? "unchanged" : change.name === "correct" ? `${formatSigned(100 * (change.after - change.before), 1)} points` : formatSigned(change.after - change.before, change.name === "tokens" ? 0 : 3)} from ${formatMetric(change.name, change.before)}</span>`}</div>`)}</section>
     ${data.facts.length > 0 && html`<p class="facts muted">${data.facts.join(" · ")}</p>`}`;
 }
 
@@ -58,7 +59,7 @@ function FindingCard({ finding, run }) {
   const evidence = finding.evidence ?? {}, steps = evidence.steps?.length ? evidence.steps : finding.step ? [finding.step, finding.step] : [];
   const file = steps.length ? `step-${String(steps.at(-1)).padStart(6, "0")}` : "";
   const figures = Object.entries(evidence.figures ?? {}).filter(([, value]) => typeof value === "number");
-  return html`<article class=${`finding ${finding.severity ?? ""}`}><h3>${finding.kind} <small class="muted">${finding.step ? `step ${finding.step}` : "before the first step"}</small></h3>
+  return html`<article class=${`finding ${finding.severity ?? ""}`}><h3>${visibleText(finding.kind)} <small class="muted">${finding.step ? `step ${finding.step}` : "before the first step"}</small></h3>
     <p><${SafeText} text=${String(finding.cause ?? "")} /></p><p class="cure"><${SafeText} text=${String(finding.cure ?? "")} /></p>
     ${finding.settings?.length > 0 && html`<p class="muted">try ${finding.settings.map((name) => html`<code>${String(name)}</code> `)}</p>`}
     ${figures.length > 0 && html`<p class="muted">${figures.map(([name, value]) => `${name} ${formatNumber(value)}`).join(", ")}</p>`}
@@ -120,10 +121,14 @@ function PhaseChart({ series, name }) {
   if (!series) return null;
   const rollout = series["time/rollout_s"], update = series["time/update_s"];
   if (!rollout || !update) return null;
-  const byStep = new Map(rollout.steps.map((step, index) => [step, rollout.values[index]]));
-  const total = { steps: update.steps, values: update.values.map((value, index) => value + (byStep.get(update.steps[index]) ?? 0)) };
+  const plus = (...names) => {
+    const columns = names.filter((one) => series[one]).map((one) => new Map(series[one].steps.map((step, index) => [step, series[one].values[index]])));
+    return { steps: update.steps, values: update.steps.map((step) => columns.reduce((sum, column) => sum + (column.get(step) ?? 0), 0)) };
+  };
+  const thinking = THINKING_TIMES.some((one) => series[one]);
   return html`<${Chart} title=${`Time by phase${name ? `, ${name}` : ""}`} unit="s a step, stacked" zero lines=${[
-    { label: "rollouts + update", ...total, colour: colour("run-1"), fill: `${colour("run-1")}33` },
+    { label: `rollouts${thinking ? " + thinking" : ""} + update`, ...plus("time/rollout_s", "time/update_s"), colour: colour("run-1"), fill: `${colour("run-1")}33` },
+    ...(thinking ? [{ label: "rollouts + thinking", ...plus("time/rollout_s", ...THINKING_TIMES), colour: colour("run-2"), fill: `${colour("run-2")}44` }] : []),
     { label: "rollouts", ...rollout, colour: colour("run-0"), fill: `${colour("run-0")}55` }]} />`;
 }
 

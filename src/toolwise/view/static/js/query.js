@@ -5,7 +5,7 @@ const QUERY_FLAGS = ["correct", "trained_on", "fault", "thinking"];
 const QUERY_NUMBERS = ["step", "score", "cost", "advantage", "steps", "tokens", "calls", "failed_calls"];
 
 function matchesQuery(row, params) {
-  for (const name of QUERY_WORDS) if (params[name] && !params[name].split("|").includes(row[name] ?? "")) return false;
+  for (const name of QUERY_WORDS) if (params[name] && ![params[name], ...params[name].split("|")].includes(row[name] ?? "")) return false;
   for (const name of QUERY_FLAGS) if (params[name] && row[name] !== (params[name] === "true")) return false;
   for (const name of QUERY_NUMBERS) {
     const low = params[`${name}_min`], high = params[`${name}_max`];
@@ -16,7 +16,7 @@ function matchesQuery(row, params) {
 }
 
 export function queryRows(name, rows, params, texts) {
-  const needle = (params.q || "").toLowerCase();
+  const needle = JSON.stringify(params.q || "").slice(1, -1).toLowerCase(); // the texts are as they are stored, in JSON
   const found = rows.filter((row) => matchesQuery(row, params) && (!needle || (texts[`${row.file} ${row.rollout_id}`] || "").includes(needle)));
   if (name === "points") {
     const columns = { total: found.length, x: params.x, y: params.y, points: {} };

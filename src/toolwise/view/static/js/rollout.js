@@ -2,7 +2,7 @@
 import { html, useEffect, useMemo, useState } from "./lib.js";
 import { useData } from "./api.js";
 import { Conversation } from "./conversation.js";
-import { Choice, formatNumber, formatSigned, markOf, SafeText } from "./format.js";
+import { Choice, formatNumber, formatSigned, markOf, SafeText, visibleText } from "./format.js";
 import { goTo, linkTo } from "./route.js";
 import { LongText } from "./text.js";
 import { COLOURINGS, Legend, TokenDetail, TokenStrip, scaleOf, versionsOf } from "./tokens.js";
@@ -74,14 +74,18 @@ export function RolloutTabs({ page, run, row }) {
   return tabs.map(([name, label, params]) => html`<a class=${name === page ? "on" : ""} aria-current=${name === page ? "page" : undefined} href=${linkTo(name, params)}>${label}</a>`);
 }
 
+function countsText(counts) {
+  return Object.entries(counts).map(([name, count]) => `${visibleText(name)} ${count}`).join(", ");
+}
+
 function Outcome({ data }) {
   const { row } = data;
   const line = (label, value) => value !== null && value !== undefined && value !== "" && html`<tr><td>${label}</td><td>${value}</td></tr>`;
   return html`<table class="figures outcome"><tbody>
     ${line("score", html`<b data-score=${row.score}>${formatNumber(row.score)}</b> ${markOf(row.correct)}`)}
-    ${Object.entries(data.metrics).map(([name, value]) => line(name, formatNumber(value)))}
-    ${line("cost", formatNumber(row.cost, 2))} ${line("ended", row.stop_reason)} ${line("kind", row.kind)} ${line("route", row.route)} ${line("answered by", row.answered_by)}
-    ${line("calls", Object.entries(data.calls).map(([name, count]) => `${name} ${count}`).join(", "))} ${line("failed calls", Object.entries(data.failed_calls).map(([name, count]) => `${name} ${count}`).join(", "))}
+    ${Object.entries(data.metrics).map(([name, value]) => line(visibleText(name), formatNumber(value)))}
+    ${line("cost", formatNumber(row.cost, 2))} ${line("ended", visibleText(row.stop_reason))} ${line("kind", visibleText(row.kind))} ${line("route", visibleText(row.route))} ${line("answered by", visibleText(row.answered_by))}
+    ${line("calls", countsText(data.calls))} ${line("failed calls", countsText(data.failed_calls))}
     ${line("tokens", row.tokens)} ${line("trained on", row.trained_on === null ? "" : row.trained_on ? "yes" : "no")}</tbody></table>
     ${data.reason && html`<h4>Reason</h4><${LongText} text=${data.reason} />`}
     ${data.ground_truth && data.ground_truth !== "null" && html`<h4>Expected</h4><${LongText} text=${data.ground_truth} />`}

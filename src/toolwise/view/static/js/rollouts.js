@@ -2,7 +2,7 @@
 import { html, useEffect, useMemo, useRef, useState } from "./lib.js";
 import { useData } from "./api.js";
 import { Scatter, colour } from "./charts.js";
-import { Choice, formatNumber, formatSigned, markOf, SafeText } from "./format.js";
+import { Choice, formatNumber, formatSigned, markOf, SafeText, visibleText } from "./format.js";
 import { goTo, linkTo } from "./route.js";
 
 const PAGE = 50;
@@ -58,18 +58,18 @@ export function RolloutsPage({ params }) {
         <button class="link" onClick=${() => sortBy(name)}>${label || "✓"}${params.sort === name ? (params.desc === "true" ? " ↓" : " ↑") : ""}</button></th>`)}</tr></thead>
       <tbody>${rows.map((row, index) => html`<tr key=${`${row.file} ${row.rollout_id}`} class=${index === cursor ? "cursor" : ""} onClick=${(event) => event.target.closest("a") || open(row)}>
         <td class="number"><span class=${`phase ${row.phase}`}>${row.phase === "eval" ? "eval " : ""}${row.step}</span></td>
-        <td class="wide">${row.kind ?? ""}</td>
+        <td class="wide word" title=${visibleText(row.kind)}>${visibleText(row.kind)}</td>
         <td class="question"><a href=${linkTo("rollout", { run, file: row.file, id: row.rollout_id })}><${SafeText} text=${row.question || row.rollout_id} /></a></td>
-        <td class="wide">${row.route ?? ""}</td><td class="number">${formatNumber(row.score)}</td><td>${markOf(row.correct)}</td><td class="number">${formatNumber(row.cost, 2)}</td>
+        <td class="wide word" title=${visibleText(row.route)}>${visibleText(row.route)}</td><td class="number">${formatNumber(row.score)}</td><td>${markOf(row.correct)}</td><td class="number">${formatNumber(row.cost, 2)}</td>
         <td class="number wide">${row.tokens}</td><td class="number wide">${row.calls}${row.failed_calls ? html`<span class="bad" title="failed calls"> ${row.failed_calls}!</span>` : ""}</td>
         <td class=${`number wide ${row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : ""}`}>${row.trained_on ? formatSigned(row.advantage) : ""}</td>
-        <td class="wide">${row.fault ? html`<span class="bad">${row.stop_reason}</span>` : row.stop_reason}</td></tr>`)}</tbody></table>
+        <td class=${`wide word ${row.fault ? "bad" : ""}`}>${visibleText(row.stop_reason)}</td></tr>`)}</tbody></table>
       ${data && !rows.length && html`<p class="empty">Nothing fits these filters.</p>`}</div>`;
 }
 
 function Filters({ facets, params, set }) {
   const words = facets?.words ?? {};
-  const choice = (name, label, values) => values?.length > 0 && html`<${Choice} label=${label} value=${params[name]} options=${[["", "any"], ...values.map(([value, count]) => [value, `${value} (${count.toLocaleString("en-US")})`])]} onChange=${(value) => set({ [name]: value })} />`;
+  const choice = (name, label, values) => values?.length > 0 && html`<${Choice} label=${label} value=${params[name]} options=${[["", "any"], ...values.map(([value, count]) => [value, `${visibleText(value)} (${count.toLocaleString("en-US")})`])]} onChange=${(value) => set({ [name]: value })} />`;
   const flag = (name, label, yes, no) => html`<${Choice} label=${label} value=${params[name]} options=${[["", "any"], ["true", yes], ["false", no]]} onChange=${(value) => set({ [name]: value })} />`;
   const active = Object.keys(filtersOf(params)).length;
   return html`<form class="filters" onSubmit=${(event) => event.preventDefault()} role="search">
@@ -78,7 +78,7 @@ function Filters({ facets, params, set }) {
     ${flag("correct", "correct", "yes", "no")} ${flag("trained_on", "trained on", "yes", "no")}
     ${["step", "score", "cost"].map((name) => html`<${RangeFilter} name=${name} params=${params} set=${set} range=${facets?.ranges[name]} />`)}
     ${params.fault && html`<button type="button" class="chip on" onClick=${() => set({ fault: "" })}>with a fault ×</button>`}
-    ${["task_id", "group_id", "file"].filter((name) => params[name]).map((name) => html`<button type="button" class="chip on" onClick=${() => set({ [name]: "" })}>${name}: ${params[name]} ×</button>`)}
+    ${["task_id", "group_id", "file"].filter((name) => params[name]).map((name) => html`<button type="button" class="chip on" onClick=${() => set({ [name]: "" })}>${name}: ${visibleText(params[name])} ×</button>`)}
     ${active > 0 && html`<button type="button" class="link" onClick=${() => goTo("rollouts", { run: params.run, sort: params.sort, desc: params.desc, scatter: params.scatter }, true)}>clear filters</button>`}</form>`;
 }
 
@@ -109,7 +109,7 @@ function ScatterPanel({ run, params, filters, set }) {
     const found = data.points;
     return found.file.map((file, index) => ({
       x: found[x]?.[index], y: found[y]?.[index], file, id: found.rollout_id[index],
-      colour: found.correct[index] === true ? colour("good") : found.correct[index] === false ? colour("bad") : colour("accent"),
+      size: 3, colour: found.correct[index] === true ? colour("good") : found.correct[index] === false ? colour("bad") : colour("accent"),
     }));
   }, [data]);
   const axis = (name, value) => html`<${Choice} label=${name} value=${value} options=${NUMBER_COLUMNS.map((column) => [column, column])} onChange=${(column) => set({ [name]: column })} />`;

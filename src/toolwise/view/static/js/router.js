@@ -2,7 +2,7 @@
 import { html, useMemo } from "./lib.js";
 import { useData } from "./api.js";
 import { Chart, Scatter, colour, runColour } from "./charts.js";
-import { formatNumber, formatSigned, SafeText } from "./format.js";
+import { formatNumber, formatSigned, SafeText, visibleText } from "./format.js";
 import { linkTo } from "./route.js";
 import { RolloutTabs } from "./rollout.js";
 
@@ -27,7 +27,7 @@ export function RouterPage({ params }) {
       <section class="card"><h2>What each route cost and earned on this task</h2><${RouteTable} rows=${data.task} chosen=${data.chosen} /></section>
       <section class="card"><h2>Score against cost</h2><${RouteScatter} data=${data} /></section>
       <section class="card"><h2>Prices</h2><${Prices} prices=${data.prices} /></section></div>
-    ${data.turns.length > 0 && html`<section class="card"><h2>Turn by turn</h2>${data.turns.map((turn, index) => html`<h3>turn ${index}: ${turn.route} ${turn.advantage !== null && turn.advantage !== undefined && html`<small>A ${formatSigned(turn.advantage)}</small>`}</h3><${Odds} odds=${turn.odds} chosen=${turn.route} />`)}</section>`}
+    ${data.turns.length > 0 && html`<section class="card"><h2>Turn by turn</h2>${data.turns.map((turn, index) => html`<h3>turn ${index}: ${visibleText(turn.route)} ${turn.advantage !== null && turn.advantage !== undefined && html`<small>A ${formatSigned(turn.advantage)}</small>`}</h3><${Odds} odds=${turn.odds} chosen=${turn.route} />`)}</section>`}
     <div class="grid charts"><${Chart} title="λ over time" zero lines=${names.filter((name) => /lambda$/.test(name)).map(line)} /><${Chart} title="Spending" zero lines=${[...names.filter((name) => /\/mean$/.test(name)).map(line), ...data.prices.budgets.slice(0, 1).map((one) => {
       const steps = series?.[names.find((name) => /lambda$/.test(name))]?.steps ?? [];
       return { label: "budget", steps: steps.length ? [steps[0], steps.at(-1)] : [], values: [one.limit, one.limit], colour: colour("bad"), dash: [3, 3] };
@@ -36,20 +36,20 @@ export function RouterPage({ params }) {
 
 function Odds({ odds, chosen }) {
   if (!odds.length) return html`<p class="muted">No odds are stored: the route was given.</p>`;
-  return html`<table class="figures odds"><tbody>${odds.map((one) => html`<tr class=${one.route === chosen ? "on" : ""} data-route=${one.route}><td>${one.route}${one.route === chosen ? " ✓" : ""}</td><td><span class="bar"><i class="after" style=${{ width: `${100 * (one.p ?? 0)}%` }}></i></span></td><td class="number" data-p=${one.p}>${one.p === null ? "does not apply" : `${(100 * one.p).toFixed(1)} %`}</td></tr>`)}</tbody></table>`;
+  return html`<table class="figures odds"><tbody>${odds.map((one) => html`<tr class=${one.route === chosen ? "on" : ""} data-route=${one.route}><td>${visibleText(one.route)}${one.route === chosen ? " ✓" : ""}</td><td><span class="bar"><i class="after" style=${{ width: `${100 * (one.p ?? 0)}%` }}></i></span></td><td class="number" data-p=${one.p}>${one.p === null ? "does not apply" : `${(100 * one.p).toFixed(1)} %`}</td></tr>`)}</tbody></table>`;
 }
 
 function RouteTable({ rows, chosen }) {
   return html`<div class="scroll"><table class="figures"><thead><tr><th>route</th><th class="number">here</th><th class="number">score</th><th class="number">cost</th><th class="number">in the run</th><th class="number">score</th><th class="number">cost</th></tr></thead><tbody>
-    ${rows.map((row) => html`<tr class=${row.route === chosen ? "on" : ""}><td>${row.route || "none"}</td><td class="number">${row.n}</td><td class="number">${formatNumber(row.score)}</td><td class="number">${formatNumber(row.cost, 2)}</td><td class="number">${row.n_run}</td><td class="number">${formatNumber(row.score_run)}</td><td class="number">${formatNumber(row.cost_run, 2)}</td></tr>`)}</tbody></table></div>`;
+    ${rows.map((row) => html`<tr class=${row.route === chosen ? "on" : ""}><td>${visibleText(row.route) || "none"}</td><td class="number">${row.n}</td><td class="number">${formatNumber(row.score)}</td><td class="number">${formatNumber(row.cost, 2)}</td><td class="number">${row.n_run}</td><td class="number">${formatNumber(row.score_run)}</td><td class="number">${formatNumber(row.cost_run, 2)}</td></tr>`)}</tbody></table></div>`;
 }
 
 function RouteScatter({ data }) {
   const [points, line] = useMemo(() => {
-    const task = data.task.filter((row) => row.n).map((row) => ({ x: row.cost, y: row.score, label: `${row.route}, this task`, big: true, colour: colour(row.route === data.chosen ? "good" : "accent") }));
-    const all = data.run.map((row) => ({ x: row.cost, y: row.score, label: `${row.route}, whole run`, colour: colour("muted"), big: true }));
+    const task = data.task.filter((row) => row.n).map((row) => ({ x: row.cost, y: row.score, label: `${visibleText(row.route)}, this task`, big: true, size: 6, colour: colour(row.route === data.chosen ? "good" : "accent") }));
+    const all = data.run.map((row) => ({ x: row.cost, y: row.score, label: `${visibleText(row.route)}, whole run`, colour: colour("muted"), big: true, size: 8 }));
     const curve = (data.frontier?.curves?.router ?? []).map((point) => ({ x: point.cost?.value, y: point.score?.value })).filter((point) => Number.isFinite(point.x) && Number.isFinite(point.y)).sort((a, b) => a.x - b.x);
-    return [[...task, ...all], curve];
+    return [[...all, ...task], curve]; // those of the task above the others
   }, [data]);
   return html`<${Scatter} points=${points} line=${line} x="cost" y="score" height=${240} /><p class="note">Grey: all rollouts of the route in this run.${line.length ? " Line: the router's frontier." : ""}</p>`;
 }

@@ -26,7 +26,7 @@ function shade(column, value, scale, versions) {
   const share = Math.min(1, Math.abs(value) / scale);
   if (share < 0.01) return "";
   const base = column === "advantages" || column === "gaps" ? colour(value > 0 ? "positive" : "negative") : colour(column === "entropies" ? "run-4" : "run-3");
-  return base + Math.round(25 + 165 * share).toString(16).padStart(2, "0");
+  return base + Math.round(25 + Number(colour("shade")) * share).toString(16).padStart(2, "0");
 }
 
 export function TokenStrip({ step, column, scale, versions, selected, onSelect }) {

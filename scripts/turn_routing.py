@@ -196,7 +196,7 @@ def report(out: Path, seeds: Sequence[int]) -> None:
     differences: dict[str, list[float]] = {"score": [], "cost": [], "score less the best mixture's": []}
     for seed in seeds:
         turn, prompt = (means(stored(arm, seed)) for arm in ARMS)
-        mixture = best_mixture([means(stored("turn", seed, route["name"])) for route in ROUTES], turn[1])
+        mixture = best_mixture([means(stored("prompt", seed, route["name"])) for route in ROUTES], turn[1])
         cells = [f"{turn[0]:.3f}", f"{turn[1]:.3f}", f"{prompt[0]:.3f}", f"{prompt[1]:.3f}", f"{mixture:.3f}"]
         print(f"| {seed} | {' | '.join(cells)} |")
         gaps = (turn[0] - prompt[0], turn[1] - prompt[1], turn[0] - mixture)
@@ -205,7 +205,7 @@ def report(out: Path, seeds: Sequence[int]) -> None:
     for name, values in differences.items():
         print(f"every turn less once per prompt: {name} {interval(values)}")
     print("\n| | score, sum known | cost | score, sum not known | cost |\n|---|---|---|---|---|")
-    pairs = [(arm, "auto") for arm in ARMS] + [("turn", route["name"]) for route in ROUTES]
+    pairs = [(arm, "auto") for arm in ARMS] + [("prompt", route["name"]) for route in ROUTES]
     for arm, name in pairs:
         pooled = [row for seed in seeds for row in stored(arm, seed, name)]
         cells = [f"{value:.3f}" for easy in (True, False) for value in means([r for r in pooled if r["easy"] == easy])]
@@ -225,7 +225,7 @@ def main() -> None:
     if not args.report:
         args.out.mkdir(parents=True, exist_ok=True)
         actor = args.actor or args.out / "actor"
-        fixed = {"turn": tuple(route["name"] for route in ROUTES), "prompt": ()}
+        fixed = {"turn": (), "prompt": tuple(route["name"] for route in ROUTES)}
         scaled = not args.unscaled
         runs = [(Run(arm, seed, args.out, actor, scaled), fixed[arm]) for arm in args.arms for seed in args.seeds]
         make_all(runs, args.jobs)

@@ -89,6 +89,11 @@ def test_inputs_are_scaled_once_by_the_first_batch() -> None:
     torch.testing.assert_close(router.head.norm.weight, scale)
 
 
+def test_scaled_inputs_need_features_that_stay() -> None:
+    with pytest.raises(ValueError, match='scale_inputs needs features that stay, but backbone is "top"'):
+        RouterConfig(scale_inputs=True, backbone="top")
+
+
 @pytest.mark.long
 def test_it_learns_from_sampled_routes_too() -> None:
     router, best = learner(), [0, 1, 2, 1]

@@ -8,14 +8,14 @@ one's result can settle (scripts/turn_actor.py): same actor, same routes, same q
 Rules, fixed before seeds 0 to 4 were run:
 
 1. Both arms have the four routes of `ROUTES`, and train a head on the same frozen actor: the same number of steps,
-   prompts and rollouts, the same λ. `turn` chooses before every turn, `prompt` once. Each arm gets the best of the same
-   `CANDIDATES` (entropy bonus at the start, learning rate), by its mean score on the tuning seeds, moved to the budget
-   at half a right answer per call.
-2. Each is calibrated to the same budget on tasks of its own, as by default, and then answers 600 fresh questions, the
+   prompts and rollouts, the same λ and the same settings. `turn` chooses before every turn, `prompt` once. The settings
+   were chosen for `turn`, on stored rollouts of tuning seed 100. They cannot matter to `prompt`: it is also compared
+   with the best mixture of fixed routes, which no router that reads these prompts only can beat on average.
+2. Each is calibrated to the same budget on tasks of its own, as by default, and then answers 400 fresh questions, the
    same for both, as `toolwise run` does: greedily, with its calibrated routes.
 3. Reported for each seed: score and cost of both, and the score of the best mixture of fixed routes at the cost of
-   `turn` (on the same questions). No router that reads these prompts only can do better on average, as they do not tell
-   the two halves apart. `turn` wins if the 95 % interval of each difference over the seeds is above 0.
+   `turn` (on the same questions). `turn` wins if the 95 % intervals, over the seeds, of its lead over `prompt` and over
+   that mixture are above 0.
 
 What is done is not repeated.
 """
@@ -51,11 +51,8 @@ ROUTES = [
     {"name": "calculate", "tools": ["calculator"]},
     {"name": "both", "tools": ["search", "calculator"]},
 ]
-TRAIN, CALIBRATION, FRESH = 1200, 128, 600
-STEPS = 60
-CANDIDATES = ((0.05, 6e-3), (0.1, 1e-2), (0.2, 1e-2), (0.3, 1e-2))
-TUNING_SEEDS = (100, 101)
-POINTS_PER_CALL = 0.5
+TRAIN, CALIBRATION, FRESH = 1200, 128, 400
+STEPS = 40
 
 
 def rows(split: str, seed: int, count: int) -> list[dict[str, Any]]:
@@ -63,17 +60,17 @@ def rows(split: str, seed: int, count: int) -> list[dict[str, Any]]:
     return [make_task(rng, index, "train" if split == "train" else "heldout") for index in range(count)]
 
 
-def settings(arm: str, seed: int, actor: Path, candidate: int) -> dict[str, Any]:
-    entropy, rate = CANDIDATES[candidate]
+def settings(arm: str, seed: int, actor: Path, scale_inputs: bool = True) -> dict[str, Any]:
     router: dict[str, Any] = {
         "enable": True,
         "train_actor": False,
         "cost": "calls",
         "wording": "silent",
         "routes": ROUTES,
-        "lr": rate,
+        "scale_inputs": scale_inputs,
+        "lr": 3e-3,
         "epochs": 4,
-        "entropy_coef": entropy,
+        "entropy_coef": 0.2,
         "entropy_final": 0.01,
         # λ stays: in so few steps it would only oscillate. The calibration delivers the budget.
         "budgets": [{"limit": BUDGET, "initial": 0.3, "rate": 0.0, "proportional": 0.0}],
@@ -104,17 +101,17 @@ def settings(arm: str, seed: int, actor: Path, candidate: int) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """One arm with one seed and one candidate for its settings."""
+    """One arm with one seed."""
 
     arm: str
     seed: int
-    candidate: int
     out: Path
     actor: Path
+    scale_inputs: bool = True
 
     @property
     def folder(self) -> Path:
-        return self.out / f"{self.arm}-{self.seed}-candidate-{self.candidate}"
+        return self.out / f"{self.arm}-{self.seed}{'' if self.scale_inputs else '-unscaled'}"
 
     def result(self, name: str) -> Path:
         """Outcomes on the fresh questions: of the arm, or of a fixed route."""
@@ -129,7 +126,7 @@ class Run:
         torch.set_num_threads(1)
         if not (self.folder / "summary.json").exists():
             toolwise.train(
-                settings(self.arm, self.seed, self.actor, self.candidate),
+                settings(self.arm, self.seed, self.actor, self.scale_inputs),
                 tasks=rows("train", self.seed, TRAIN),
                 val=rows("validation", self.seed, 8),
                 out=self.folder,
@@ -140,36 +137,11 @@ class Run:
             score, cost = means(json.loads(self.result(name).read_text()))
             print(f"{self.folder.name}, {name}: score {score:.3f}, cost {cost:.3f}", flush=True)
 
-    def means(self) -> tuple[float, float]:
-        return means(json.loads(self.result("auto").read_text()))
-
 
 def make_all(runs: Sequence[tuple[Run, Sequence[str]]], jobs: int) -> None:
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         for done in [pool.submit(run.make, routes) for run, routes in runs]:
             done.result()
-
-
-def tune(out: Path, actor: Path, arms: Sequence[str], jobs: int) -> dict[str, int]:
-    """arm -> its best candidate on the tuning seeds"""
-    path = out / "chosen.json"
-    if not path.exists():
-        runs = {
-            (arm, candidate): [Run(arm, seed, candidate, out, actor) for seed in TUNING_SEEDS]
-            for arm in arms
-            for candidate in range(len(CANDIDATES))
-        }
-        make_all([(run, ()) for each in runs.values() for run in each], jobs)
-
-        def at_budget(each: Sequence[Run]) -> float:
-            return fmean(score + POINTS_PER_CALL * (BUDGET - cost) for score, cost in (run.means() for run in each))
-
-        values = {key: at_budget(each) for key, each in runs.items()}
-        best = {arm: max(range(len(CANDIDATES)), key=lambda candidate: values[arm, candidate]) for arm in arms}
-        path.write_text(json.dumps({"chosen": best, "values": [[*key, value] for key, value in values.items()]}))
-    print(path.read_text(), flush=True)
-    chosen: dict[str, int] = json.loads(path.read_text())["chosen"]
-    return chosen
 
 
 async def measure(run: Path, seed: int, route: str = "auto") -> list[dict[str, Any]]:
@@ -215,10 +187,8 @@ def interval(values: Sequence[float]) -> str:
 
 
 def report(out: Path, seeds: Sequence[int]) -> None:
-    chosen: dict[str, int] = json.loads((out / "chosen.json").read_text())["chosen"]
-
     def stored(arm: str, seed: int, name: str = "auto") -> list[dict[str, Any]]:
-        read: list[dict[str, Any]] = json.loads(Run(arm, seed, chosen[arm], out, out).result(name).read_text())
+        read: list[dict[str, Any]] = json.loads(Run(arm, seed, out, out).result(name).read_text())
         return read
 
     columns = ("seed", "every turn", "cost", "once per prompt", "cost", "best mixture at the cost of every turn")
@@ -247,17 +217,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--actor", type=Path, help="the actor; by default OUT/actor")
     parser.add_argument("--seeds", type=int, nargs="+", required=True, help="seeds")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="arms to run")
+    parser.add_argument("--unscaled", action="store_true", help="without router.scale_inputs, as a control")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--report", action="store_true", help="only print the tables")
     args = parser.parse_args()
     if not args.report:
         args.out.mkdir(parents=True, exist_ok=True)
         actor = args.actor or args.out / "actor"
-        chosen = tune(args.out, actor, ARMS, args.jobs)
         fixed = {"turn": (), "prompt": tuple(route["name"] for route in ROUTES)}
-        runs = [(Run(arm, seed, chosen[arm], args.out, actor), fixed[arm]) for seed in args.seeds for arm in ARMS]
+        scaled = not args.unscaled
+        runs = [(Run(arm, seed, args.out, actor, scaled), fixed[arm]) for arm in args.arms for seed in args.seeds]
         make_all(runs, args.jobs)
-    report(args.out, args.seeds)
+    if args.report:
+        report(args.out, args.seeds)
 
 
 if __name__ == "__main__":

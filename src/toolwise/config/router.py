@@ -107,6 +107,9 @@ class RouterConfig(Section):
     """Input of the head: the hidden state of the last prompt token, or the mean over all tokens."""
     hidden: int = Field(default=64, ge=0)
     """Width of the head's hidden layer; 0: linear head."""
+    scale_inputs: bool = False
+    """Scale the head's inputs to mean 0 and standard deviation 1 over the first batch. The head then learns sooner what
+    tells prompts, or the turns of a conversation, apart. Needs a frozen backbone."""
     layers: list[int] = Field(default_factory=lambda: [-1], min_length=1)
     """Layers whose hidden states are concatenated: -1 is the last, 0 the first."""
     temperature: PositiveFloat = 0.05
@@ -312,6 +315,14 @@ class RouterConfig(Section):
             raise ValueError(
                 'budget_window needs the outcome of every route and features that stay: sampling = "stratified" and '
                 'backbone = "frozen"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_scale_inputs(self) -> RouterConfig:
+        if self.scale_inputs and self.backbone != "frozen":
+            raise ValueError(
+                f'scale_inputs needs features that stay, but backbone is "{self.backbone}": set backbone = "frozen"'
             )
         return self
 

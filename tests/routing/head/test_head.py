@@ -52,6 +52,28 @@ def test_initialization_depends_on_its_seed_only() -> None:
     assert torch.equal(torch.get_rng_state(), before)  # the global RNG state is unchanged
 
 
+def test_scaled_inputs_have_mean_0_and_deviation_1_and_change_no_route() -> None:
+    made = head(hidden=0)
+    features = 5.0 * torch.randn(8, generator=torch.Generator().manual_seed(1)) + torch.randn(
+        64, 8, generator=torch.Generator().manual_seed(2)
+    )
+    made.scale_inputs(features)
+    scaled = made.norm(features)
+    torch.testing.assert_close(scaled.mean(0), torch.zeros(8), atol=1e-5, rtol=0.0)
+    torch.testing.assert_close(scaled.std(0, correction=0), torch.ones(8), atol=1e-4, rtol=0.0)
+    assert made(features).tolist() == [[0.0] * 3] * 64
+
+
+def test_a_channel_that_did_not_vary_is_not_blown_up_and_equal_features_change_nothing() -> None:
+    made, features = head(hidden=0), torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+    made.scale_inputs(features[:1].expand(4, -1))
+    assert made.norm.weight.tolist() == [1.0] * 8
+    normalised = torch.nn.functional.layer_norm(features, (8,))
+    made.scale_inputs(normalised * torch.tensor([*[1.0] * 7, 1e-6]))
+    assert torch.isfinite(made.norm.weight).all()
+    assert made.norm.weight[7] < 11.0 * made.norm.weight[:7].median()
+
+
 def test_it_computes_in_fp32_under_a_trunk_in_bf16() -> None:
     made, features = stirred(head(hidden=16)), torch.randn(4, 8)
     found = made(features.bfloat16())

@@ -61,6 +61,39 @@ def test_it_learns_which_route_each_prompt_wants(hidden: int, epochs: int) -> No
     assert metrics["router/updates"] == epochs
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+def test_scaled_inputs_tell_prompts_apart_that_have_most_in_common(scaled: bool) -> None:
+    router = learner(config=router_options(scale_inputs=scaled), hidden=0)
+    generator = torch.Generator().manual_seed(3)
+    common, difference = torch.randn(2, 32, generator=generator)
+    features = [common + 0.02 * (i % 2) * difference for i in range(8)]
+    for _ in range(10):
+        predictions = [router.predict_encoded([3, 4], encoded) for encoded in features]
+        router.learn(
+            [
+                RouterExample(w, (), tuple(float(r == i % 2) - w.probs[i % 2] for r in range(3)))
+                for i, w in enumerate(predictions)
+            ]
+        )
+    right = [router.predict_encoded([3, 4], features[i]).probs[i] for i in (0, 1)]
+    assert (min(right) > 0.8) == scaled
+
+
+def test_inputs_are_scaled_once_by_the_first_batch() -> None:
+    router = learner(config=router_options(scale_inputs=True, lr=1e-9))
+    router.learn(strata(router, [0, 1, 2, 1]))
+    scale = router.head.norm.weight.clone()
+    assert not torch.equal(scale, torch.ones(32))
+    predictions = [router.predict_encoded([3], torch.full((32,), float(i))) for i in range(4)]
+    router.learn([RouterExample(w, (), (0.1, 0.0, -0.1)) for w in predictions])
+    torch.testing.assert_close(router.head.norm.weight, scale)
+
+
+def test_scaled_inputs_need_features_that_stay() -> None:
+    with pytest.raises(ValueError, match='scale_inputs needs features that stay, but backbone is "top"'):
+        RouterConfig(scale_inputs=True, backbone="top")
+
+
 @pytest.mark.long
 def test_it_learns_from_sampled_routes_too() -> None:
     router, best = learner(), [0, 1, 2, 1]

@@ -22,6 +22,9 @@ from toolwise.routing.samples import RoutePrediction
 from toolwise.serialization.json_text import json_text
 
 FORMAT = 1
+MIN_DEVIATION = 0.1
+"""Least standard deviation that `scale_inputs` assumes of a channel, as a share of the root mean square of all: one
+that hardly varied in the first batch must not be blown up."""
 
 
 class HeadSettings(Section):
@@ -82,6 +85,23 @@ class RouterHead(nn.Module):
         if hidden is not None:
             x = gelu(linear(x, hidden.weight, hidden.bias))
         return linear(x, out.weight, out.bias)
+
+    @torch.no_grad()
+    def scale_inputs(self, features: Tensor) -> None:
+        """Set the layer norm so that its outputs have mean 0 and standard deviation 1 over `features` [batch, width].
+
+        The states of last tokens have most of their length in common, so that what tells prompts apart is a small part
+        of the head's input and is learned late.
+        """
+        norm = self.norm
+        x = layer_norm(features.to(norm.weight.dtype), norm.normalized_shape, eps=norm.eps)
+        deviation, mean = torch.std_mean(x, dim=0, correction=0)
+        typical = float(deviation.square().mean().sqrt())
+        if typical < 1e-6:
+            return  # all features are the same
+        deviation = deviation.clamp_min(MIN_DEVIATION * typical)
+        norm.weight.copy_(1.0 / deviation)
+        norm.bias.copy_(-mean / deviation)
 
     def logits(self, outputs: Tensor, multipliers: Sequence[float] = ()) -> Tensor:
         """[batch, routes] from the output of `forward`; one multiplier (λ) per entry of `units`."""

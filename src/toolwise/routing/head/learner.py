@@ -109,6 +109,7 @@ class RouterLearner(HeadPredictor):
         return {f"router/{name}": value for name, value in self._step(batch, (), only_labels=True).items()}
 
     def _step(self, batch: RouterBatch, multipliers: Sequence[float], *, only_labels: bool = False) -> Metrics:
+        self._scale_inputs(batch)
         if self.trunk:
             self.optimizer.sync_masters()  # the actor's update has changed them
         sums = defaultdict[str, float](float)
@@ -123,6 +124,15 @@ class RouterLearner(HeadPredictor):
         if self.trunk and self.actor_optimizer is not None:
             self.actor_optimizer.sync_masters()
         return sums | norms
+
+    @torch.no_grad()
+    def _scale_inputs(self, batch: RouterBatch) -> None:
+        """Before the first step: while the head's output weights are 0, this changes no route's probability."""
+        features = [example.prediction.head_inputs[1] for example in batch.examples]
+        if self.trunk or not self.config.scale_inputs or len(features) < 2 or bool(self.head.out.weight.any()):
+            return
+        self.head.scale_inputs(torch.stack(features))
+        self.optimizer.sync_masters()
 
     def _features(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         s = self.head.settings

@@ -5,9 +5,10 @@
     python benchmarks/serve.py --device cuda --shape 1.6b --concurrent 256 --rounds 3 --out serve.json
 
 With FOLDER, a model folder such as the SmolLM2 of scripts/make_smollm2.py, both servers run it in fp32 with the same
-number of threads, each in its own process, one after the other. With --shape, the model has random weights, in bf16 on
-a GPU, and the server is compared with its engine without HTTP ("offline"): once for each of --intervals, the
-milliseconds for which chunks of a stream are collected (0: an event for each token).
+number of threads, each in its own process. Both are started once and answer the same prompts in turns, so that other
+work on the machine disturbs both alike; `idle_cpu_s` is what the one that waits uses meanwhile. With --shape, the model
+has random weights, in bf16 on a GPU, and the server is compared with its engine without HTTP ("offline"): once for each
+of --intervals, the milliseconds for which chunks of a stream are collected (0: an event for each token).
 
 Clients run in processes of their own and read from plain sockets. Each streams one reply after the other, past the end
 of the turn, to a prompt of its own that shares no beginning with others. Tokens are those that the server's `usage`
@@ -32,7 +33,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -237,27 +238,41 @@ def vllm_command(python: Path, folder: Path, port: int, clients: int) -> list[st
     return [*command, "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", str(clients)]
 
 
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
 def beside_vllm(options: argparse.Namespace, pool: ProcessPoolExecutor, report: Report, port: int) -> None:
-    """Our server and vLLM's on the model folder, for each number of clients."""
+    """Our server and vLLM's on the model folder: both run, and answer in turns, for each number of clients."""
     threads = {"OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE"}
     settings = ["model.dtype=float32", "model.device=cpu"]
-    servers = {"toolwise": (our_command(options.folder, port, settings), threads)}
-    if options.vllm:
-        # "nobind" leaves the number of threads to OpenMP, as on our side.
-        more = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_NO_USAGE_STATS": "1"}
-        command = vllm_command(options.vllm, options.folder, port, max(options.concurrent))
-        servers["vllm"] = (command, threads | more | {"HF_HUB_OFFLINE": "1"})
-    for number in range(options.rounds):
-        for name, (command, environment) in servers.items():
-            with served(command, environment, port) as session:
-                for clients in options.concurrent:
-                    options.clients = clients
-                    texts = make_prompts(options.folder, clients, options.prompt_tokens, 1000 * number + clients)
-                    pool.submit(run_clients, port, [["Hello"]], 4).result()  # warm
-                    before = cpu_seconds(session)
-                    figures = measure(pool, port, texts, options)
-                    cpu = {"cpu_s": cpu_seconds(session) - before, "threads": options.threads}
-                    report.add(name, clients, figures | cpu)
+    ports = {"toolwise": port}
+    with ExitStack() as servers:
+        sessions = {
+            "toolwise": servers.enter_context(served(our_command(options.folder, port, settings), threads, port))
+        }
+        if options.vllm:
+            ports["vllm"] = free_port()
+            # "nobind" leaves the number of threads to OpenMP, as on our side.
+            more = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_NO_USAGE_STATS": "1"}
+            command = vllm_command(options.vllm, options.folder, ports["vllm"], max(options.concurrent))
+            environment = threads | more | {"HF_HUB_OFFLINE": "1"}
+            sessions["vllm"] = servers.enter_context(served(command, environment, ports["vllm"]))
+        for number in range(options.rounds):
+            for clients in options.concurrent:
+                options.clients = clients
+                texts = make_prompts(options.folder, clients, options.prompt_tokens, 1000 * number + clients)
+                for name in sorted(sessions, reverse=number % 2 == 1):
+                    pool.submit(run_clients, ports[name], [["Hello"]], 4).result()  # warm
+                    before = {each: cpu_seconds(session) for each, session in sessions.items()}
+                    figures = measure(pool, ports[name], texts, options)
+                    used = {each: cpu_seconds(session) - before[each] for each, session in sessions.items()}
+                    idle = sum(used.values()) - used[name]
+                    report.add(
+                        name, clients, figures | {"cpu_s": used[name], "idle_cpu_s": idle}, threads=options.threads
+                    )
 
 
 def beside_engine(options: argparse.Namespace, pool: ProcessPoolExecutor, report: Report, port: int) -> None:
@@ -328,12 +343,9 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, give_up)
     signal.alarm(options.limit_s)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.client_processes, mp_context=context) as pool:
-        (beside_engine if options.shape else beside_vllm)(options, pool, Report(options), port)
+        (beside_engine if options.shape else beside_vllm)(options, pool, Report(options), free_port())
 
 
 if __name__ == "__main__":

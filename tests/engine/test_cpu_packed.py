@@ -37,6 +37,27 @@ def test_a_packed_layer_computes_the_layer(bias: bool, rows: int) -> None:
         torch.testing.assert_close(PackedProjections()(layer)(states), layer(states), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("biases", [(True, True, True), (False, False, False), (True, False, True)])
+@pytest.mark.parametrize("rows", [1, 300])
+def test_layers_of_one_input_are_one_product(biases: tuple[bool, ...], rows: int) -> None:
+    states, widths = torch.randn(rows, 48), (80, 16, 16)
+    layers = [torch.nn.Linear(48, width, bias=bias) for width, bias in zip(widths, biases, strict=True)]
+    with torch.inference_mode():
+        joined = PackedProjections()(*layers)(states)
+        for part, layer in zip(torch.split(joined, widths, -1), layers, strict=True):
+            torch.testing.assert_close(part, layer(states), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 300])
+def test_a_gated_product_is_the_activation_times_the_other(bias: bool, rows: int) -> None:
+    first, second = (torch.nn.Linear(48, 80, bias=bias) for _ in range(2))
+    states = torch.randn(rows, 48)
+    with torch.inference_mode():
+        expected = torch.nn.functional.silu(first(states)) * second(states)
+        torch.testing.assert_close(PackedProjections().gated(first, second)(states), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_an_engine_with_packed_weights_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_packed, "MIN_WEIGHTS", 0)
     plain, packed = engine_of(1), engine_of(1)

@@ -7,11 +7,15 @@ import json
 import random
 import re
 import sys
+import time
 from array import array
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import jsonschema
@@ -221,6 +225,26 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.state, name)
+
+
+def test_a_grammar_that_two_threads_ask_for_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh, compiled = copy(vocabulary()), list[str]()
+    fresh._compiled, together = {}, Barrier(2)
+
+    def compile_slowly(grammar: Grammar) -> Any:
+        compiled.append(grammar.text)
+        time.sleep(0.05)
+        return None
+
+    def ask() -> Constraint:
+        together.wait(10)
+        return fresh.compile(Grammar.regex("a"))
+
+    monkeypatch.setattr(Vocabulary, "_matcher", lambda self, grammar: compile_slowly(grammar))
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (asked.result() for asked in [threads.submit(ask), threads.submit(ask)])
+    assert first is second
+    assert compiled == ["a"]
 
 
 def test_each_token_is_read_once() -> None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Embedding
-from torch.nn.functional import embedding, linear, rms_norm
+from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from toolwise.models.attention_layers import state_difference
 from toolwise.models.attention_probe import inference_copy
@@ -30,6 +30,9 @@ from toolwise.models.decoder_layers import (
     max_context,
 )
 from toolwise.models.dense_attention import dense_attention
+
+if TYPE_CHECKING:
+    from toolwise.engine.cpu_packed import PackedProjections
 
 AttentionFn = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, query [rows, heads, size], key, value, scale) -> [rows, heads * size]"""
@@ -109,15 +112,15 @@ def ropes_per_step(decoder: Decoder, starts: np.ndarray[Any, Any], steps: int) -
 
 
 class CpuForward:
-    """The current parameters of a model, collected once per call: looking them up takes time too. `project` makes the
-    function of a linear layer."""
+    """The current parameters of a model, collected once per call: looking them up takes time too. Linear layers use
+    the weights as they are, or `packed` ones."""
 
-    def __init__(self, decoder: Decoder, project: Callable[[Any], Projection] | None = None) -> None:
+    def __init__(self, decoder: Decoder, packed: PackedProjections | None = None) -> None:
         embed = decoder.trunk.embed_tokens
         self.embed = partial(embedding, weight=embed.weight) if type(embed) is Embedding else embed
         self.embed_scale = decoder.embed_scale
         self.norm = decoder.norm.weight.to(embed.weight.dtype), decoder.norm.epsilon
-        self.layers = [_Layer.of(layer, project or _projection) for layer in decoder.layers]
+        self.layers = [_Layer.of(layer, packed) for layer in decoder.layers]
 
     def forward(self, ids: Tensor, ropes: Ropes, attend: AttentionFn) -> Tensor:
         """Final hidden states [rows, width], from one token per row."""
@@ -162,6 +165,8 @@ class _Layer:
     after_mlp: Norm | None
     gate_up: tuple[Projection, ...]
     activation: Projection
+    gated: Projection | None
+    """gate, up and activation in one, if there is such a function."""
     down: Projection
     rope: str | None
     residual_scale: float
@@ -169,13 +174,15 @@ class _Layer:
     """Whether the outputs of attention and MLP are normed or scaled before they are added."""
 
     @classmethod
-    def of(cls, layer: DecoderLayer, project: Callable[[Any], Projection]) -> _Layer:
+    def of(cls, layer: DecoderLayer, packed: PackedProjections | None) -> _Layer:
         shape, size = layer.attention, layer.attention.key_size
+        project: Callable[[Any], Projection] = _projection if packed is None else packed
+        gates = packed is not None and layer.activation is silu and len(layer.gate_up) == 2
         keys = shape.key_heads * size
         return cls(
             size=size,
             scale=shape.scale,
-            qkv=tuple(map(project, layer.qkv)),
+            qkv=tuple(map(project, layer.qkv)) if packed is None else (packed(*layer.qkv),),
             widths=[shape.heads * size, keys, keys],
             query_norm=_norm(layer.q_norm),
             key_norm=_norm(layer.k_norm),
@@ -187,6 +194,7 @@ class _Layer:
             after_mlp=_norm(layer.after_mlp),
             gate_up=tuple(map(project, layer.gate_up)),
             activation=layer.activation,
+            gated=packed.gated(*layer.gate_up) if packed is not None and gates else None,
             down=project(layer.down),
             rope=layer.rope,
             residual_scale=layer.residual_scale,
@@ -208,6 +216,8 @@ class _Layer:
         return query, key, value
 
     def mlp(self, states: Tensor) -> Tensor:
+        if self.gated is not None:
+            return self.down(self.gated(states))
         if len(self.gate_up) == 1:
             gate, up = self.gate_up[0](states).chunk(2, -1)
             return self.down(self.activation(gate) * up)

@@ -7,12 +7,13 @@ a second copy of them. Rounding differs from that of `torch.nn.functional.linear
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Projection = Callable[[Tensor], Tensor]
 MIN_WEIGHTS = 20_000_000
 """In a smaller model, calls cost more than products."""
 ROWS_HINT = 256
@@ -31,25 +32,53 @@ def packing_problem(weights: int) -> str | None:
 
 
 class PackedProjections:
-    """Packs each layer when it is first asked for."""
+    """Packs layers when they are first asked for."""
 
     def __init__(self) -> None:
-        self._packed: dict[int, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
-        """By the id of the weight, which is kept so that no other gets its id."""
+        self._packed: dict[tuple[int, ...], tuple[list[Tensor], Tensor, Tensor | None]] = {}
+        """By the ids of the weights, which are kept so that no others get their ids."""
 
-    def __call__(self, module: Any) -> Callable[[Tensor], Tensor]:
-        weight, bias = module.weight, module.bias
-        if id(weight) not in self._packed:
+    def __call__(self, *modules: Any) -> Projection:
+        """The product of one layer, or of several that have the same input, side by side."""
+        packed, bias = self._pack(modules)
+
+        def project(states: Tensor) -> Tensor:
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
+            return out
+
+        return project
+
+    def gated(self, gate: Any, up: Any) -> Projection:
+        """silu(gate(x)) * up(x): each product is stored once, with what follows it."""
+        (gate_packed, gate_bias), (up_packed, up_bias) = self._pack((gate,)), self._pack((up,))
+
+        def project(states: Tensor) -> Tensor:
+            gates = torch.ops.mkldnn._linear_pointwise(states, gate_packed, gate_bias, "swish", [], "")
+            out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(states, gates, up_packed, up_bias, "mul")
+            return out
+
+        return project
+
+    def _pack(self, modules: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+        weights = [module.weight for module in modules]
+        key = tuple(map(id, weights))
+        if key not in self._packed:
             with torch.inference_mode():
+                weight = weights[0] if len(weights) == 1 else torch.cat(weights)
                 packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
-
-            def project(states: Tensor) -> Tensor:
-                out: Tensor = torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
-                return out
-
-            self._packed[id(weight)] = weight, project
-        return self._packed[id(weight)][1]
+                self._packed[key] = weights, packed, _joined_bias(modules)
+        _, packed, bias = self._packed[key]
+        return packed, bias
 
     def clear(self) -> None:
         """The weights have changed."""
         self._packed.clear()
+
+
+def _joined_bias(modules: Sequence[Any]) -> Tensor | None:
+    if all(module.bias is None for module in modules):
+        return None
+    if len(modules) == 1:
+        return modules[0].bias  # type: ignore[no-any-return]
+    parts = [m.weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in modules]
+    return torch.cat(parts)

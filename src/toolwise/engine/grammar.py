@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,24 +92,31 @@ class Vocabulary:
         self._ll_tokenizer = _ll_tokenizer(self._library, tokenizer, self.size)
         self._compiled: dict[Grammar, Constraint | str] = {}
         """Or why it cannot be used."""
+        self._compiling = threading.Lock()
 
     def is_compiled(self, grammar: Grammar) -> bool:
         """Whether `compile` has its result already."""
         return grammar in self._compiled
 
     def compile(self, grammar: Grammar) -> Constraint:
-        """Compile a grammar for any number of requests; recent ones, and recent refusals, are cached."""
+        """Compile a grammar for any number of requests, in any thread; recent ones and refusals are cached."""
         known = self._compiled.get(grammar)
         if known is None:
-            try:
-                known = Constraint(self._matcher(grammar), self._ll_tokenizer.eos_tokens, self.size)
-            except GrammarError as refusal:
-                known = str(refusal)
-            if len(self._compiled) >= MAX_COMPILED:
-                self._compiled.pop(next(iter(self._compiled)))
-            self._compiled[grammar] = known
+            with self._compiling:
+                known = self._compiled.get(grammar) or self._compile_new(grammar)
         if isinstance(known, str):
             raise GrammarError(known)
+        return known
+
+    def _compile_new(self, grammar: Grammar) -> Constraint | str:
+        known: Constraint | str
+        try:
+            known = Constraint(self._matcher(grammar), self._ll_tokenizer.eos_tokens, self.size)
+        except GrammarError as refusal:
+            known = str(refusal)
+        if len(self._compiled) >= MAX_COMPILED:
+            del self._compiled[next(iter(self._compiled))]
+        self._compiled[grammar] = known
         return known
 
     def _matcher(self, grammar: Grammar) -> Any:

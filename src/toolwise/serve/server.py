@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import MissingExtraError, ToolwiseError
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     import uvicorn
 
 START_S = 30.0
-LISTEN_BACKLOG = 1024
+LISTEN_BACKLOG = 2048
 GRACE_S = 5.0
 """Time for running requests to finish when the server stops."""
 
@@ -39,6 +41,18 @@ def uvicorn_config(app: Any, limits: ServerLimits, *, drain_s: float) -> uvicorn
         h11_max_incomplete_event_size=limits.head_bytes,
         backlog=LISTEN_BACKLOG,
     )
+
+
+def server_without_signals(config: uvicorn.Config) -> uvicorn.Server:
+    """A server that leaves signals to its caller; uvicorn would take them over, and raise them again in the end."""
+    import uvicorn
+
+    class ServerWithoutSignals(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    return ServerWithoutSignals(config)
 
 
 def listen(host: str, port: int) -> socket.socket:

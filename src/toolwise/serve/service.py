@@ -26,7 +26,7 @@ from toolwise.serve.guard import ApiKeys
 from toolwise.serve.limits import ServerLimits
 from toolwise.serve.prometheus import ServerMetrics
 from toolwise.serve.request import ChatRequest
-from toolwise.serve.server import listen, uvicorn_config
+from toolwise.serve.server import listen, server_without_signals, uvicorn_config
 from toolwise.serve.weights import ReloadableWeights
 from toolwise.types import Task
 
@@ -153,16 +153,7 @@ async def _run(
     admission: Admission,
     on_start: Callable[[str], None],
 ) -> None:
-    import uvicorn
-
-    class SignalledServer(uvicorn.Server):
-        """Ends when it is told to; uvicorn's own handlers would raise the signal again in the end."""
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    server = SignalledServer(uvicorn_config(app, config.limits, drain_s=config.drain_s))
+    server = server_without_signals(uvicorn_config(app, config.limits, drain_s=config.drain_s))
     loop = asyncio.get_running_loop()
 
     def drain() -> None:

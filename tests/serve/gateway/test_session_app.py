@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +18,7 @@ from toolwise.errors import PolicyError
 from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
 from toolwise.protocols import Sampling
+from toolwise.rollout.agents.agent_request import task_fields
 from toolwise.rollout.agents.recorded_session import RecordedSession
 from toolwise.serve.gateway.gateway_server import Gateway
 from toolwise.tools import build_tools
@@ -148,6 +151,23 @@ def test_the_openai_client_reads_calls_and_text_token_by_token() -> None:
 
     deadlines.run(work())
     policy.close()
+
+
+def test_an_agent_of_the_examples_is_recorded_as_one_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loop with the real client, of which the long tests train the model."""
+    pytest.importorskip("openai")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples" / "agents"))
+    loop = importlib.import_module("openai_loop")
+
+    async def talk(client: httpx.AsyncClient, session: RecordedSession) -> None:
+        base_url = str(client.base_url).rstrip("/")
+        await asyncio.to_thread(loop.run, task_fields(session.decision), base_url, session.api_key)
+        assert [call.origin for call in session.calls] == ["first", "continued"]
+        rollout = session.close()
+        assert [(m.role, m.content) for m in rollout.messages[2:]] == [("tool", "4"), ("assistant", "It is 4.")]
+        assert dict(rollout.usage.calls) == {"calculator": 1}
+
+    serve([CALL, "It is 4."], talk)
 
 
 def test_tokens_in_and_out_as_vllm_has_it() -> None:

@@ -7,10 +7,9 @@ import itertools
 import json
 import logging
 import os
-import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from toolwise.rollout.agents import agent_worker
 from toolwise.sandbox import wire
 from toolwise.sandbox.faults import WorkerFault
 from toolwise.sandbox.process_tree import SUPERVISION_AVAILABLE, members_of
-from toolwise.sandbox.processes import describe_exit, launch, open_pipes, python_command
-from toolwise.tools.isolation.tool_process import ToolProcess
+from toolwise.sandbox.processes import describe_exit
+from toolwise.tools.isolation.tool_process import start_supervised
 
 log = logging.getLogger("toolwise.agents")
 MAX_REPLY_BYTES = 8 << 20
@@ -57,7 +56,8 @@ class AgentProcess:
         self._killed = False
         self._reader = wire.FrameReader(MAX_REPLY_BYTES)
         self._lines = 0
-        self._process = _start(list(command), environment, worker=worker)
+        options = {"command": list(command), "worker": worker}
+        self._process = start_supervised("toolwise.rollout.agents.agent_start", options, environment)
         self._lock = threading.Lock()
         self.thread = threading.Thread(target=self._watch, name="toolwise-agent", daemon=True)
         self.thread.start()
@@ -195,21 +195,3 @@ class AgentProcess:
 def worker_command(python: str) -> list[str]:
     """The command that starts `agent_worker.py` in another environment; its argument is added."""
     return [python, "-u", str(Path(agent_worker.__file__))]
-
-
-def _start(command: list[str], environment: Mapping[str, str], *, worker: bool) -> ToolProcess:
-    with ExitStack() as ours, ExitStack() as theirs:
-        ends, (channel, lifeline, output) = open_pipes(ours, theirs)
-        start = {
-            "channel": channel,
-            "life": lifeline,
-            "supervised": SUPERVISION_AVAILABLE,
-            "report": None,
-            "path": sys.path,
-            "command": command,
-            "worker": worker,
-        }
-        line = python_command("toolwise.rollout.agents.agent_start", start)
-        popen = launch(line, environment, stdout=output, stderr=output, pass_fds=(channel, lifeline))
-        ours.pop_all()
-        return ToolProcess(*ends, popen)

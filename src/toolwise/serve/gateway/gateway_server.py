@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from toolwise.concurrency.tasks import spawn
-from toolwise.errors import MissingExtraError, ToolwiseError
+from toolwise.errors import ToolwiseError
 from toolwise.rollout.agents.recorded_session import RecordedSession, SessionPolicy
 from toolwise.serve.gateway.session_app import GATEWAY_LIMITS, SessionTable, build_session_app
 from toolwise.serve.limits import TextLimits
+from toolwise.serve.server import server_without_signals, uvicorn_config
 
 if TYPE_CHECKING:
     import uvicorn
 
 START_S = 10.0
+DRAIN_S = 1.0
 
 
 class Gateway:
@@ -82,32 +82,5 @@ class Gateway:
 
 
 def _make_server(app: Any) -> uvicorn.Server:
-    try:
-        import uvicorn
-
-        from toolwise.serve.protocol import limited_protocol
-    except ModuleNotFoundError as missing:
-        raise MissingExtraError("uvicorn", "serve") from missing
-
-    class QuietServer(uvicorn.Server):
-        """Leaves Ctrl-C to the run."""
-
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    limits = GATEWAY_LIMITS
-    return QuietServer(
-        uvicorn.Config(
-            app,
-            http=limited_protocol(limits),
-            ws="none",
-            lifespan="off",
-            log_level="error",
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=int(limits.keep_alive_s),
-            timeout_graceful_shutdown=1,
-            h11_max_incomplete_event_size=limits.head_bytes,
-        )
-    )
+    """Leaves Ctrl-C to the run."""
+    return server_without_signals(uvicorn_config(app, GATEWAY_LIMITS, drain_s=DRAIN_S))

@@ -16,8 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from toolwise.sandbox import wire
 from toolwise.sandbox.faults import WorkerFault
@@ -85,6 +87,13 @@ class ToolProcess(WorkerPipes):
 
 def start_tool_process(module_ref: ModuleRef) -> ToolProcess:
     """Start an interpreter that loads `module_ref`; raises `OSError` on failure."""
+    options = {"place": asdict(module_ref), "largest": MAX_RESULT_BYTES}
+    return start_supervised("toolwise.tools.isolation.tool_worker_main", options, {**_DEFAULTS, **os.environ})
+
+
+def start_supervised(module: str, options: Mapping[str, Any], environment: Mapping[str, str]) -> ToolProcess:
+    """Start an interpreter that runs `main` of `module` with `options` and a channel to us, below a supervisor if the
+    system supports one. Raises `OSError` on failure."""
     with ExitStack() as ours, ExitStack() as theirs:
         ends, (channel, lifeline, output) = open_pipes(ours, theirs)
         start = {
@@ -93,12 +102,10 @@ def start_tool_process(module_ref: ModuleRef) -> ToolProcess:
             "supervised": SUPERVISION_AVAILABLE,
             "report": None,
             "path": sys.path,
-            "place": asdict(module_ref),
-            "largest": MAX_RESULT_BYTES,
+            **options,
         }
-        command_line = python_command("toolwise.tools.isolation.tool_worker_main", start)
-        environment, pass_fds = {**_DEFAULTS, **os.environ}, (channel, lifeline)
-        popen = launch(command_line, environment, stdout=output, stderr=output, pass_fds=pass_fds)
+        command_line = python_command(module, start)
+        popen = launch(command_line, environment, stdout=output, stderr=output, pass_fds=(channel, lifeline))
         ours.pop_all()
         return ToolProcess(*ends, popen)
 

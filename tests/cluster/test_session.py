@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from toolwise.errors import ConfigError
 from toolwise.training.loop import StepResult
 
 CLUSTER = {"address": "local", "workers": 2}
+AGENTS = Path(__file__).parents[2] / "examples" / "agents"
 
 
 def episodes(results: list[StepResult]) -> list[Any]:
@@ -79,6 +81,39 @@ def test_adapters_alone_are_sent(tmp_path: Path) -> None:
     assert max(sent) < 400_000  # the model has 3.5 MB
 
 
+GRADED = """
+from plain_http import chat
+
+def run(task, base_url, api_key):
+    prompt = [{"role": "user", "content": task["prompt"][-1]["content"]}]
+    first = chat(base_url, api_key, prompt)
+    answer = {"role": "assistant", "content": first["content"] or ""}
+    again = chat(base_url, api_key, [*prompt, answer, {"role": "user", "content": "Are you sure?"}])
+    return (len(again["content"] or "") % 7) / 7
+"""
+
+
+@pytest.mark.long
+def test_an_agent_of_the_users_own_runs_on_workers(tmp_path: Path) -> None:
+    folder = tmp_path / "agent"
+    folder.mkdir()
+    shutil.copy(AGENTS / "plain_http.py", folder)
+    (folder / "graded.py").write_text(GRADED)
+    config = cluster_config(
+        agent={"run": f"{folder / 'graded.py'}:run", "max_concurrent": 1},  # one call at a time: the same batches
+        reward={"function": "agent", "kwargs": {}},
+        tools=[],
+        cluster=CLUSTER,
+        deterministic=False,
+    )
+    assert slots_per_worker(config) == 1
+    alone, weights = train_alone(config, 2)
+    assert all(result.metrics["actor/updates"] for result in alone)
+    together, others, _ = train_together(config, 2, tmp_path / "run", Workers())
+    assert episodes(together) == episodes(alone)
+    assert others == weights
+
+
 @pytest.mark.long
 def test_asynchronous_training_stays_within_its_staleness(tmp_path: Path) -> None:
     trainer = {"mode": "async", "max_staleness": 1, "total_steps": 3}
@@ -99,7 +134,6 @@ def test_a_worker_takes_its_share_of_the_batches() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"agent": {"run": "file.py:run"}}, "agent.run"),
         ({"router": {"enable": True, "every": "turn"}}, "router.every"),
         ({"tools": [f"{GIVEN_IN_PYTHON}the tool f"]}, "the tool f"),
         ({"router": {"enable": True, "backbone": "full"}, "cluster": {"learners": 2}}, "router.backbone"),

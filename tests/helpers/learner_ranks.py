@@ -26,7 +26,9 @@ from toolwise.learner import distributed
 from toolwise.learner.actor import Actor
 from toolwise.learner.critic import Critic
 from toolwise.learner.optimizer import Optimizer
-from toolwise.learner.sharding import gathered, local, whole_weights, write_whole
+from toolwise.learner.sharding import gathered, local, write_whole
+from toolwise.models import merged_weights
+from toolwise.models.merged_weights import is_adapter_weight
 from toolwise.types import CreditedRollout
 
 UPDATES, RATE = 10, 0.05
@@ -88,8 +90,9 @@ def learn(rank: int, ranks: int, lora: bool = False, shard: bool = False) -> dic
             found[f"{name}.norm.{update}"] = torch.tensor(metrics[f"{name}/grad_norm"], dtype=torch.float64)
         found[f"weights.{update}"] = flat_weights(actor)
     if shard:
-        held = sum(local(weight).numel() for weight in actor.optimizer.weights)
-        assert held < 1.2 * sum(weight.numel() for weight in actor.optimizer.weights) / ranks
+        model = [weight for name, weight in actor.model.named_parameters() if not is_adapter_weight(name)]
+        assert sum(local(weight).numel() for weight in model) < 1.2 * sum(weight.numel() for weight in model) / ranks
+        assert not merged_weights._BY_ADAPTER
     return found
 
 
@@ -118,7 +121,7 @@ def save_and_go_on(rank: int, ranks: int, folder: Path, shard: bool) -> dict[str
     else:
         adam_updates(actor, rank, ranks, 2)
         state.snapshot()
-        weights = whole_weights(actor.model)
+        weights = {name: gathered(weight) for name, weight in actor.model.named_parameters()}
         facts = state.write(saved)
         distributed.sum_over_ranks([0.0])
         if rank == 0:
@@ -136,7 +139,7 @@ def run_rank(rank: int, ranks: int, folder: Path, job: str) -> None:
     if job.startswith("save"):
         found = save_and_go_on(rank, ranks, folder, shard=job == "save-shard")
     else:
-        found = learn(rank, ranks, lora=job == "lora", shard=job == "shard")
+        found = learn(rank, ranks, lora="lora" in job, shard="shard" in job)
     save_file(found, folder / f"rank-{rank}.safetensors")
     dist.destroy_process_group()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ MAX_OTHER_BYTES = 256 << 20
 """Of all files that are not the model's."""
 SENT_FOLDERS = ("model.path", "critic.path", "router.policies.*.path", "tools.search.folder", "tools.search.wordnet")
 """Settings whose folders travel: models, and the documents of the search tool. Any other folder may hold anything."""
+PROGRAMS = ("agent.python", "agent.command.0", "tools.*.command", "tools.*.command.0")
+"""Settings that name a program, which needs more than its file."""
 FILE = "file:"
 
 log = logging.getLogger("toolwise.cluster")
@@ -47,8 +49,8 @@ def pack_settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
         path = _named_path(text)
         if path is None:
             continue
-        if path.is_dir() and not any(fnmatchcase(setting, pattern) for pattern in SENT_FOLDERS):
-            log.warning("%s: the folder %s is not sent to other nodes: each must have it there", setting, path)
+        if _matches(setting, PROGRAMS) or (path.is_dir() and not _matches(setting, SENT_FOLDERS)):
+            log.warning("%s: %s is not sent to other nodes: each must have it there", setting, path)
             continue
         sent.add(text)
         for file in _files_of(path, text):
@@ -78,6 +80,10 @@ def unpack_settings(payload: Payload, folder: Path) -> RunConfig:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(data)
     return RunConfig.model_validate(_rewritten(json.loads(text), folder, set(json.loads(sent))))
+
+
+def _matches(setting: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(setting, pattern) for pattern in patterns)
 
 
 def _moved(path: str, folder: Path) -> Path:

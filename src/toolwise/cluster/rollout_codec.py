@@ -119,8 +119,6 @@ def _read_call(value: Sequence[Any]) -> ToolCall:
 
 
 def _rollout(rollout: Rollout) -> dict[str, Any]:
-    if rollout.turn_routes or rollout.result is not None:
-        raise ClusterError("routes of turns and outside agents do not go with a cluster")
     contexts = Contexts()
     messages = list(rollout.messages)
     return {
@@ -131,6 +129,7 @@ def _rollout(rollout: Rollout) -> dict[str, Any]:
         "stop_reason": rollout.stop_reason.value,
         "usage": {name: dict(v) if isinstance(v, Mapping) else v for name, v in asdict(rollout.usage).items()},
         "tool_rewards": dict(rollout.tool_rewards),
+        "result": None if rollout.result is None else rollout.result.model_dump(exclude_unset=True),
     }
 
 
@@ -145,6 +144,7 @@ def _read_rollout(fields: Mapping[str, Any], task: Task) -> Rollout:
         stop_reason=StopReason(fields["stop_reason"]),
         usage=Usage(**fields["usage"]),
         tool_rewards=fields["tool_rewards"],
+        result=None if fields["result"] is None else EvaluateResult.model_validate(fields["result"]),
     )
 
 

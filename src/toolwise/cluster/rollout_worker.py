@@ -16,6 +16,7 @@ from toolwise.cluster.interface import ClusterError, Payload, RefusedError
 from toolwise.cluster.node_files import unpack_settings
 from toolwise.cluster.rollout_codec import group_to_payload, ticket_from_payload
 from toolwise.cluster.weight_transfer import install, transferred_weights
+from toolwise.config.imports import load_reference
 from toolwise.config.schema import RunConfig
 from toolwise.engine import Engine
 from toolwise.engine.weight_swap import replace_weights
@@ -27,6 +28,8 @@ from toolwise.training.rollout_setup import RolloutSetup, setup_rollouts, tools_
 from toolwise.types import RouteDecision
 
 MAX_LOG_LINES = 1000
+BUILD_AGENT = "toolwise.serve.gateway.builder:build_outside_agent"
+"""By reference: what serves an agent of the user's own is above this package."""
 DAMAGED = -1
 """The version of a worker whose weights are not those of any version: it takes a whole copy alone."""
 
@@ -40,8 +43,9 @@ class RolloutWorker:
         logging.getLogger("toolwise").addHandler(self.log)
         self._folder = TemporaryDirectory(prefix="toolwise-worker-")
         config = with_worker_threads(unpack_settings(payload, Path(self._folder.name)))
-        with tools_and_scoring(config, None, None) as (tools, scoring):
-            self.setup: RolloutSetup = setup_rollouts(config, [], tools, scoring)
+        agent = load_reference(BUILD_AGENT, what="agent.run")(config) if config.agent.enabled else None
+        with tools_and_scoring(config, None, None, agent) as (tools, scoring):
+            self.setup: RolloutSetup = setup_rollouts(config, [], tools, scoring, agent=agent)
         scoring.set_print_callback(self.log.add_print)
         if config.actor.lora.rank:
             Adapters(self.setup.policy.model, config.actor.lora, config.seed)

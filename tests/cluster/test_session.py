@@ -114,6 +114,26 @@ def test_an_agent_of_the_users_own_runs_on_workers(tmp_path: Path) -> None:
     assert others == weights
 
 
+ROUTED: dict[str, Any] = {"enable": True, "wording": "silent", "lr": 0.05, "cost": "calls", "budgets": [{"limit": 0.5}]}
+CAPPED = {"budget_prompt": True, "max_cost": 1.0, "random_budgets": {"low": 0.1, "high": 0.9, "bins": 3}}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("router", [{"every": "turn"}, CAPPED])
+def test_a_router_that_needs_more_than_the_prompt_routes_on_workers(router: dict[str, Any], tmp_path: Path) -> None:
+    config = cluster_config(router={**ROUTED, **router}, cluster=CLUSTER, multi_turn={"max_turns": 3})
+    alone, weights = train_alone(config, 3)
+    together, others, _ = train_together(config, 3, tmp_path, Workers())
+    assert episodes(together) == episodes(alone)
+    assert others == weights
+    for name in ("router/loss", "router/entropy", "router/r_task"):
+        assert [result.metrics[name] for result in together] == [result.metrics[name] for result in alone]
+    assert alone[-1].metrics["router/entropy"] < alone[0].metrics["router/entropy"]  # it has learned
+    routes = [[list(s.rollout.turn_routes) for s in result.scored] for result in (*alone, *together)]
+    assert routes[:3] == routes[3:]
+    assert bool(routes[0][0]) == ("every" in router)
+
+
 @pytest.mark.long
 def test_asynchronous_training_stays_within_its_staleness(tmp_path: Path) -> None:
     trainer = {"mode": "async", "max_staleness": 1, "total_steps": 3}
@@ -134,7 +154,6 @@ def test_a_worker_takes_its_share_of_the_batches() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"router": {"enable": True, "every": "turn"}}, "router.every"),
         ({"tools": [f"{GIVEN_IN_PYTHON}the tool f"]}, "the tool f"),
         ({"router": {"enable": True, "backbone": "full"}, "cluster": {"learners": 2}}, "router.backbone"),
     ],

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from learner_cases import LR, changed, sample, tiny_model
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from toolwise.cluster.learner_codec import credited_from_payload, credited_to_payload, divide, token_count
 from toolwise.cluster.learner_state import LearnerState
@@ -109,10 +110,14 @@ def adam_updates(actor: Actor, rank: int, ranks: int, count: int) -> None:
         actor.update([replace(c, annotated=a) for c, a in zip(mine, annotated, strict=True)])
 
 
-def save_and_go_on(rank: int, ranks: int, folder: Path, shard: bool) -> dict[str, torch.Tensor]:
-    """Two updates by AdamW, a checkpoint, and two more; or only the latter, if there is a checkpoint."""
-    critic = Critic(tiny_model().double(), WIDE, shard=shard)
-    actor = Actor(tiny_model().double(), WIDE, critic=critic, shard=shard)
+def save_and_go_on(rank: int, ranks: int, folder: Path, shard: bool, offload: bool) -> dict[str, torch.Tensor]:
+    """Two updates by AdamW, a checkpoint, and two more; or only the latter, if there is a checkpoint. `offload`: with
+    the optimizer's state in CPU memory, in fp32."""
+    config = changed(WIDE, optimizer_state="cpu") if offload else WIDE
+    critic = Critic(tiny_model().double(), config, shard=shard)
+    actor = Actor(tiny_model().double(), config, critic=critic, shard=shard)
+    masters = [master for part in (actor, critic) for master in part.optimizer.masters]
+    assert not offload or not any(isinstance(master, DTensor) for master in masters)
     state = LearnerState(actor, rank, ranks)
     saved = folder.parent / "saved"
     if (saved / MANIFEST).exists():
@@ -137,7 +142,7 @@ def run_rank(rank: int, ranks: int, folder: Path, job: str) -> None:
     PLANTED["factor"] = 1.0 / ranks if job == "planted" else 1.0
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     if job.startswith("save"):
-        found = save_and_go_on(rank, ranks, folder, shard=job == "save-shard")
+        found = save_and_go_on(rank, ranks, folder, shard="shard" in job, offload="cpu" in job)
     else:
         found = learn(rank, ranks, lora="lora" in job, shard="shard" in job)
     save_file(found, folder / f"rank-{rank}.safetensors")

@@ -15,15 +15,6 @@ def check_cluster(config: RunConfig) -> None:
     router, cluster = config.router, config.cluster
     several = cluster.learners > 1
     for refused, problem in (
-        (router.enable and router.every == "turn", 'router.every = "turn": set it to "prompt"'),
-        (
-            router.enable and router.budget_prompt and router.random_budgets is not None,
-            "router.budget_prompt with router.random_budgets",
-        ),
-        (
-            several and cluster.sharding == "fsdp" and config.actor.optimizer_state == "cpu",
-            'cluster.sharding = "fsdp" and actor.optimizer_state = "cpu": set it to "fp32" or "bf16"',
-        ),
         (several and not router.train_actor, "cluster.learners above 1 without training the actor: set it to 1"),
         (
             several and router.enable and (router.backbone != "frozen" or router.optimizer == "actor"),

@@ -111,6 +111,13 @@ def check_payload(payload: Mapping[str, Any]) -> Payload:
     return payload
 
 
+def same_payload(left: Payload, right: Payload) -> bool:
+    def same(one: object, other: object) -> bool:
+        return np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other
+
+    return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
+
+
 def payload_bytes(payload: Payload) -> int:
     return sum(
         len(value) if isinstance(value, bytes) else value.nbytes if isinstance(value, np.ndarray) else 8

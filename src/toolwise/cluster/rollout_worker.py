@@ -14,7 +14,8 @@ from typing import Any
 
 from toolwise.cluster.interface import ClusterError, Payload, RefusedError
 from toolwise.cluster.node_files import unpack_settings
-from toolwise.cluster.rollout_codec import group_to_payload, ticket_from_payload
+from toolwise.cluster.plain_data import from_payload
+from toolwise.cluster.rollout_codec import ROUTER, group_to_payload, ticket_from_payload
 from toolwise.cluster.weight_transfer import install, transferred_weights
 from toolwise.config.imports import load_reference
 from toolwise.config.schema import RunConfig
@@ -24,6 +25,7 @@ from toolwise.learner.fingerprint import fingerprint
 from toolwise.learner.lora import Adapters
 from toolwise.rewards.combine import CompositeReward
 from toolwise.routing.inference_router import InferenceRouter
+from toolwise.routing.turn_router import TurnRouter
 from toolwise.training.rollout_setup import RolloutSetup, setup_rollouts, tools_and_scoring
 from toolwise.types import RouteDecision
 
@@ -62,8 +64,8 @@ class RolloutWorker:
         raise ClusterError(f"a rollout worker has no {method}")
 
     async def _roll_out(self, payload: Payload) -> Payload:
-        received, do_sample = ticket_from_payload(payload)
-        decision = self._with_code(received)
+        received, do_sample, turns = ticket_from_payload(payload)
+        decision = self._with_code(received) if turns is None else self._with_turns(received, turns, payload)
         [rollouts] = [group async for group in self.setup.scheduler.groups([decision], do_sample=do_sample)]
         results = None
         if self.scores:
@@ -83,8 +85,17 @@ class RolloutWorker:
             seed=decision.seed,
             prompt_id=decision.prompt_id,
             count_usage=router._usage_counter(decision.task),
+            budget=decision.budget,
         )
         return replace(decision, count_usage=built.count_usage, policy=built.policy, wrap_env=built.wrap_env)
+
+    def _with_turns(self, decision: RouteDecision, turns: dict[str, Any], payload: Payload) -> RouteDecision:
+        """The decision with the router of its turns, which is that of the driver when it decided."""
+        router = self.setup.router
+        assert isinstance(router, TurnRouter)
+        state = from_payload({name.removeprefix(ROUTER): value for name, value in payload.items() if ROUTER in name})
+        built = router.at_state(state).decision_for(decision.prompt_id, decision.task, decision.n, **turns)
+        return replace(decision, turns=built.turns, count_usage=built.count_usage)
 
     async def _install(self, payload: Payload) -> Payload:
         policy = self.setup.policy

@@ -22,7 +22,6 @@ from toolwise.cluster.weight_publisher import WeightPublisher
 from toolwise.cluster.worker_pool import WorkerPool
 from toolwise.config.schema import RunConfig
 from toolwise.rollout.scheduler import RolloutScheduler
-from toolwise.routing.inference_router import InferenceRouter
 from toolwise.training import checkpoint
 from toolwise.training.evaluate import Scoring
 from toolwise.training.run import Run
@@ -84,7 +83,7 @@ async def running_on(cluster: Cluster, run: Run, config: RunConfig, out: Path) -
         run.policy,
         run.progress,
         node_log,
-        sends_code=isinstance(run.router, InferenceRouter),
+        run.router,
     )
     learners: LearnerGroup | None = None
     try:

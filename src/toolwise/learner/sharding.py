@@ -88,6 +88,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def like_sharded(part: Tensor, tensor: Tensor) -> Tensor:
+    """This process' part as that of a tensor which is divided as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return part
+    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
+    whole: Tensor = DTensor.from_local(part, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    return whole
+
+
 def local_range(tensor: Tensor) -> tuple[int, int] | None:
     """The range of the flattened tensor that this process has; None if it has all of it."""
     if not isinstance(tensor, DTensor):

@@ -114,6 +114,13 @@ def test_a_file_cannot_be_written_outside_of_the_folder(tmp_path: Path) -> None:
         unpack_settings({**settings, "file:/../../evil.py": b"x"}, tmp_path / "there")
 
 
+def test_a_node_with_other_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, files = pack_settings(config(tmp_path))
+    monkeypatch.setattr(node_files, "code_hash", lambda: "another")
+    with pytest.raises(ConfigError, match="other source code of toolwise"):
+        unpack_settings({**settings, **files}, tmp_path / "there")
+
+
 def test_programs_stay(tmp_path: Path) -> None:
     """Their files alone would not run elsewhere: an interpreter needs its libraries."""
     script = tmp_path / "agent.js"

@@ -155,7 +155,7 @@ def test_a_worker_takes_its_share_of_the_batches() -> None:
     ("settings", "named"),
     [
         ({"tools": [f"{GIVEN_IN_PYTHON}the tool f"]}, "the tool f"),
-        ({"router": {"enable": True, "backbone": "full"}, "cluster": {"learners": 2}}, "router.backbone"),
+        ({"router": {"enable": True, "optimizer": "actor"}, "cluster": {"learners": 2}}, "router.optimizer"),
     ],
 )
 def test_what_a_cluster_cannot_do_is_refused_at_the_start(settings: dict[str, Any], named: str) -> None:

@@ -17,9 +17,8 @@ def check_cluster(config: RunConfig) -> None:
     for refused, problem in (
         (several and not router.train_actor, "cluster.learners above 1 without training the actor: set it to 1"),
         (
-            several and router.enable and (router.backbone != "frozen" or router.optimizer == "actor"),
-            'cluster.learners above 1 and a router on the actor\'s weights: set router.backbone = "frozen" and '
-            'router.optimizer = "own"',
+            several and router.enable and router.optimizer == "actor",
+            'cluster.learners above 1 and router.optimizer = "actor": set it to "own"',
         ),
     ):
         if refused:

@@ -149,9 +149,9 @@ class LearnerWorker:
         return {}
 
     def close(self) -> None:
+        self._folder.cleanup()  # first: the others may be gone, and what follows wait for them
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._folder.cleanup()
 
 
 def _load_critic(config: RunConfig, path: str) -> Any:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from toolwise.cluster.interface import Payload
+from toolwise.cluster.node_report import code_hash
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 
@@ -64,12 +66,18 @@ def pack_settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
                         f"{MAX_OTHER_BYTES >> 20} MB, which is too much to send to every worker: put it on each node "
                         "and name it in an environment variable that your code reads"
                     )
-    packed = {"settings": json.dumps(settings, allow_nan=False).encode(), "sent": json.dumps(sorted(sent)).encode()}
-    return packed, files
+    texts = {"settings": json.dumps(settings, allow_nan=False), "sent": json.dumps(sorted(sent)), "code": code_hash()}
+    return {name: text.encode() for name, text in texts.items()}, files
 
 
 def unpack_settings(payload: Payload, folder: Path) -> RunConfig:
-    """Write the files below `folder`; the settings, with their paths there."""
+    """Write the files below `folder`; the settings, with their paths there. Raises if this node has another version of
+    this package, which may compute other numbers or read the settings in another way."""
+    if payload["code"] != code_hash().encode():
+        raise ConfigError(
+            f"{socket.gethostname()} has other source code of toolwise than the process of the run: install the same "
+            "version on each node; toolwise doctor --cluster lists what differs"
+        )
     text, sent = payload["settings"], payload["sent"]
     assert isinstance(text, bytes)
     assert isinstance(sent, bytes)

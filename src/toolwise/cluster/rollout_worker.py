@@ -123,8 +123,8 @@ class RolloutWorker:
         return {**figures, "worker": self.name.encode(), "counters": counters, "log": self.log.take()}
 
     def close(self) -> None:
-        self.setup.close()
-        self._folder.cleanup()
+        with self._folder:  # which is deleted, whatever fails
+            self.setup.close()
 
 
 def with_worker_threads(config: RunConfig) -> RunConfig:

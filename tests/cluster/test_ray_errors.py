@@ -122,3 +122,21 @@ def test_a_process_may_delete_its_files_before_it_is_killed(
 
     assert asyncio.run(work())
     assert actor.log == log
+
+
+def test_counters_are_gauges_of_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, list[Any]] = {}
+
+    class Gauge:
+        def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+            assert tag_keys == ("process",)
+            self.values = seen.setdefault(name, [])
+
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            self.values.append((tags["process"], value))
+
+    monkeypatch.setattr(ray_cluster, "import_extra", lambda *_: SimpleNamespace(Gauge=Gauge))
+    cluster = cast(Any, SimpleNamespace(_gauges={}))
+    for process, value in (("worker-0", 3), ("worker-1", 4.0)):
+        RayCluster.show(cluster, process, {"engine/blocks": value})
+    assert seen == {"toolwise_engine_blocks": [("worker-0", 3.0), ("worker-1", 4.0)]}

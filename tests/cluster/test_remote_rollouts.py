@@ -30,7 +30,12 @@ class NotesSteps:
 def test_rewards_on_workers_see_the_step_of_their_batch(batch_step: Any, seen: int) -> None:
     pool, policy = NotesSteps(), SimpleNamespace(engine=None, version=0)
     workers = RolloutWorkers(
-        cast(Any, pool), cast(Any, None), cast(Any, policy), cast(Any, SimpleNamespace(step=3)), cast(Any, None), cast(Any, None)
+        cast(Any, pool),
+        cast(Any, None),
+        cast(Any, policy),
+        cast(Any, SimpleNamespace(step=3)),
+        cast(Any, None),
+        cast(Any, None),
     )
     scheduler = RemoteScheduler(cast(Any, policy), {}, workers=workers)
     prompt = [Message(role="user", content="?")]

@@ -94,6 +94,9 @@ class Cluster(Protocol):
     async def store(self, payload: Payload, *, deadline_s: float) -> Stored:
         """Put a payload into the object store. Waits while it is full."""
 
+    def show(self, process: str, counters: Mapping[str, float]) -> None:
+        """Show the counters of a process on the dashboard of the cluster, if it has one."""
+
     async def close(self) -> None:
         """End all processes."""
 

@@ -63,8 +63,8 @@ class LearnerState:
         return [("actor", self.actor.optimizer), *([] if critic is None else [("critic", critic.optimizer)])]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Every tensor that a checkpoint must hold besides the model's weights, after its name; and the weight that it is
-        divided like."""
+        """Every tensor that a checkpoint must hold besides the model's weights: its name, the tensor, and the weight
+        that it is divided like."""
         for owner, optimizer in self._optimizers():
             for index, (weight, master) in enumerate(zip(optimizer.weights, optimizer.masters, strict=True)):
                 for moment in MOMENTS:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from toolwise.cluster.interface import (
@@ -62,6 +63,7 @@ class RayCluster:
         if self._owned:
             self._connect(config)
         self._actors: dict[Process, Any] = {}
+        self._gauges: dict[str, Any] = {}
         self._started = 0
         self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[ProcessExit]]] = []
         self._watchers: dict[Process, asyncio.Task[None]] = {}
@@ -97,7 +99,11 @@ class RayCluster:
         command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", head]
         try:
             ended = subprocess.run(
-                command, env={**environment, "RAY_AUTH_MODE": "disabled"}, capture_output=True, check=False, timeout=PROBE_S
+                command,
+                env={**environment, "RAY_AUTH_MODE": "disabled"},
+                capture_output=True,
+                check=False,
+                timeout=PROBE_S,
             )
         except subprocess.TimeoutExpired:
             return  # it keeps asking, in vain
@@ -222,6 +228,16 @@ class RayCluster:
                     raise CallTimeoutError(f"the object store was full for {deadline_s:g} s") from fault
                 await asyncio.sleep(RETRY_S)
 
+    def show(self, process: str, counters: Mapping[str, float]) -> None:
+        """As gauges, for Ray's dashboard and its Prometheus endpoints: engine/blocks is toolwise_engine_blocks."""
+        metrics = import_extra("ray.util.metrics", "ray")
+        for name, value in counters.items():
+            if name not in self._gauges:
+                self._gauges[name] = metrics.Gauge(
+                    f"toolwise_{re.sub('[^a-zA-Z0-9]', '_', name)}", description=name, tag_keys=("process",)
+                )
+            self._gauges[name].set(float(value), tags={"process": process})
+
     async def close(self) -> None:
         await asyncio.gather(*(self.kill(process) for process in list(self._actors)))
         if self._owned:
@@ -240,7 +256,8 @@ class RayCluster:
 
 def require_token(address: str) -> None:
     """Raise unless the processes of the cluster must show a token: whoever reaches a Ray cluster without one runs code
-    on it. A local cluster, which other machines may reach, too (Ray listens on all interfaces), gets a token of its own."""
+    on it. A local cluster, which other machines may reach (Ray listens on all interfaces), gets
+    a token of its own."""
     if address == "local" and "ray" not in sys.modules:  # Ray reads the environment when it is imported
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         if "RAY_AUTH_TOKEN_PATH" not in os.environ:

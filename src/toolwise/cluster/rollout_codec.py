@@ -162,7 +162,9 @@ def _turn_route(route: TurnRoute) -> dict[str, Any]:
     fields = {field.name: getattr(route, field.name) for field in dataclasses.fields(route)}
     prediction = None
     if route.prediction is not None:
-        prediction = {field.name: getattr(route.prediction, field.name) for field in dataclasses.fields(RoutePrediction)}
+        prediction = {
+            field.name: getattr(route.prediction, field.name) for field in dataclasses.fields(RoutePrediction)
+        }
         prompt, features = route.prediction.head_inputs
         prediction["head_inputs"] = [np.asarray(prompt, np.int32), features]
     return {**fields, "message": route.message and _message(route.message), "prediction": prediction}

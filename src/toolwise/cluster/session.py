@@ -67,7 +67,7 @@ async def running_on(cluster: Cluster, run: Run, config: RunConfig, out: Path) -
     """The run with its workers, which end with the block."""
     settings, files = pack_settings(config)
     stored = await cluster.store(files, deadline_s=config.cluster.transfer_s)
-    node_log = NodeLog(out)
+    node_log = NodeLog(out, cluster.show)
     pool = WorkerPool(
         cluster,
         config.cluster,

@@ -1,8 +1,9 @@
 """A model whose weights, gradients and optimiser state are divided among the learners, by FSDP2 (`fully_shard`).
 
 Each layer is a group of its own, gathered when it runs; embeddings, last norm and head, which may be tied, are one
-more. Adapters (LoRA), which are small, stay whole in each process. Gradients are summed, not averaged: losses are divided by counts over all processes already. A pass is collective,
-so all processes run as many: one with fewer micro-batches runs fillers, which add nothing.
+more. Adapters (LoRA), which are small, stay whole in each process. Gradients are summed, not averaged: losses are
+divided by counts over all processes already. A pass is collective, so all processes run as many: one with fewer
+micro-batches runs fillers, which add nothing.
 """
 
 from __future__ import annotations

@@ -260,7 +260,8 @@ class MergedProduct(torch.autograd.Function):
 
 
 class PassLinear(nn.Module):
-    """`AdaptedLinear` over a base weight that is gathered for each pass: adds the adapter to it forward and backward."""
+    """`AdaptedLinear` over a base weight that is gathered for each pass: adds the adapter to it, forward and backward,
+    and keeps no sum."""
 
     def __init__(self, adapter: Any, seed: int) -> None:
         super().__init__()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from toolwise.errors import ConfigError
 from toolwise.training.loop import StepResult
 
 CLUSTER = {"address": "local", "workers": 2}
-AGENTS = Path(__file__).parents[2] / "examples" / "agents"
 
 
 def episodes(results: list[StepResult]) -> list[Any]:
@@ -82,7 +80,15 @@ def test_adapters_alone_are_sent(tmp_path: Path) -> None:
 
 
 GRADED = """
-from plain_http import chat
+import json
+import urllib.request
+
+def chat(base_url, api_key, messages):
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + api_key}
+    body = json.dumps({"model": "any", "messages": messages}).encode()
+    request = urllib.request.Request(base_url + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)["choices"][0]["message"]
 
 def run(task, base_url, api_key):
     prompt = [{"role": "user", "content": task["prompt"][-1]["content"]}]
@@ -97,7 +103,6 @@ def run(task, base_url, api_key):
 def test_an_agent_of_the_users_own_runs_on_workers(tmp_path: Path) -> None:
     folder = tmp_path / "agent"
     folder.mkdir()
-    shutil.copy(AGENTS / "plain_http.py", folder)
     (folder / "graded.py").write_text(GRADED)
     config = cluster_config(
         agent={"run": f"{folder / 'graded.py'}:run", "max_concurrent": 1},  # one call at a time: the same batches

@@ -76,7 +76,7 @@ class RouterHead(nn.Module):
         )
 
     def _outputs(self, features: Tensor) -> Tensor:
-        # The head's own dtype is fp32, except in tests that need more precision. Features may come from another process.
+        # The head's own dtype is fp32, except in tests that need more precision. Features may come from elsewhere.
         norm, hidden, out = self.norm, self.hidden, self.out
         x = layer_norm(features.to(out.weight), norm.normalized_shape, norm.weight, norm.bias, norm.eps)
         if hidden is not None:

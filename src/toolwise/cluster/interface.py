@@ -115,8 +115,8 @@ def check_payload(payload: Mapping[str, Any]) -> Payload:
 
 
 def same_payload(left: Payload, right: Payload) -> bool:
-    def same(one: object, other: object) -> bool:
-        return np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other
+    def same(one: Any, other: Any) -> bool:
+        return bool(np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other)
 
     return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
 

@@ -41,9 +41,10 @@ def test_sharded_ranks_learn_what_one_does(ranks: int, alone: dict[str, torch.Te
 
 
 @pytest.mark.long
-def test_ranks_with_adapters_learn_what_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "job"), [(2, "lora"), (2, "lora-shard"), (4, "lora-shard")])
+def test_ranks_with_adapters_learn_what_one_does(ranks: int, job: str, tmp_path: Path) -> None:
     expected = learner_ranks.learn(0, 1, lora=True)
-    for found in run_ranks(2, tmp_path, "lora"):
+    for found in run_ranks(ranks, tmp_path, job):
         assert largest_gap(found, expected) < 1e-10
 
 

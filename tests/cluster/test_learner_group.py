@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from cluster_cases import build, cluster_config, train_steps
+from cluster_cases import build, cluster_config, train_alone, train_steps
 
 from toolwise import Callback
 from toolwise.cluster.interface import (
@@ -123,6 +124,23 @@ def test_a_group_learns_saves_and_goes_on_as_one_process(
     later.update(batches[1])
     assert later.weights_checksum() == expected[1]
     later.close()
+
+
+@pytest.mark.long
+def test_a_router_that_trains_the_actors_weights_gives_them_to_the_learners(learners: SimulatedCluster) -> None:
+    router = {"enable": True, "backbone": "full", "wording": "silent", "lr": 1e-3, "budgets": [{"limit": 0.5}]}
+    config = cluster_config(router=router, cluster={"address": "local", "learners": 1})
+    expected, weights = train_alone(config, 3)
+    run = build(config)
+    settings, files = pack_settings(config)
+    group = LearnerGroup(learners, config, cast("Actor", run.learner), settings, Stored(files, 0))
+    group.start()
+    found = asyncio.run(train_steps(replace(run, learner=group), 3))
+    assert group.weights_checksum() == weights
+    for name in ("router/loss", "actor/loss", "actor/grad_norm"):
+        assert [result.metrics.get(name) for result in found] == [result.metrics.get(name) for result in expected]
+    group.close()
+    run.close()
 
 
 def test_a_group_without_its_learners_says_so(learners: SimulatedCluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,24 @@ def test_a_file_cannot_be_written_outside_of_the_folder(tmp_path: Path) -> None:
     settings, _ = pack_settings(config(tmp_path))
     with pytest.raises(ConfigError, match="outside"):
         unpack_settings({**settings, "file:/../../evil.py": b"x"}, tmp_path / "there")
+
+
+def test_a_node_with_other_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, files = pack_settings(config(tmp_path))
+    monkeypatch.setattr(node_files, "code_hash", lambda: "another")
+    with pytest.raises(ConfigError, match="other source code of toolwise"):
+        unpack_settings({**settings, **files}, tmp_path / "there")
+
+
+def test_programs_stay(tmp_path: Path) -> None:
+    """Their files alone would not run elsewhere: an interpreter needs its libraries."""
+    script = tmp_path / "agent.js"
+    script.write_text("")
+    sent = RunConfig.model_validate(
+        {"data": {"train": tmp_path / "tasks.jsonl"}, "agent": {"command": [sys.executable, str(script)]}}
+    )
+    settings, files = pack_settings(sent)
+    assert [Path(name).name for name in files] == ["agent.js"]
+    received = unpack_settings({**settings, **files}, tmp_path / "there").agent.command
+    assert received[0] == sys.executable
+    assert Path(received[1]).is_relative_to(tmp_path / "there")

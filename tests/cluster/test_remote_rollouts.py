@@ -21,7 +21,7 @@ class NotesSteps:
     def __init__(self) -> None:
         self.steps: list[Any] = []
 
-    async def run(self, ticket: Payload) -> Payload:
+    async def run(self, ticket: Payload, stored: Any = None) -> Payload:
         self.steps.append(ticket["step"])
         raise ClusterError("no worker")
 
@@ -30,7 +30,12 @@ class NotesSteps:
 def test_rewards_on_workers_see_the_step_of_their_batch(batch_step: Any, seen: int) -> None:
     pool, policy = NotesSteps(), SimpleNamespace(engine=None, version=0)
     workers = RolloutWorkers(
-        cast(Any, pool), cast(Any, None), cast(Any, policy), cast(Any, SimpleNamespace(step=3)), cast(Any, None), False
+        cast(Any, pool),
+        cast(Any, None),
+        cast(Any, policy),
+        cast(Any, SimpleNamespace(step=3)),
+        cast(Any, None),
+        cast(Any, None),
     )
     scheduler = RemoteScheduler(cast(Any, policy), {}, workers=workers)
     prompt = [Message(role="user", content="?")]

@@ -95,8 +95,9 @@ def test_a_ticket_keeps_seeds_messages_and_what_a_route_changed(run: Run) -> Non
         tools=("search",),
         log_prob=-0.25,
     )
-    received, do_sample = ticket_from_payload(check_payload(ticket_to_payload(decision, do_sample=False)))
+    received, do_sample, turns = ticket_from_payload(check_payload(ticket_to_payload(decision, do_sample=False)))
     assert not do_sample
+    assert turns is None
     assert received.prompt[-1].original == decision.task.prompt[-1]  # type: ignore[attr-defined]
     assert replace(received, prompt=()) == replace(decision, prompt=())
     assert list(received.prompt) == list(decision.prompt)

@@ -79,6 +79,67 @@ def test_adapters_alone_are_sent(tmp_path: Path) -> None:
     assert max(sent) < 400_000  # the model has 3.5 MB
 
 
+GRADED = """
+import json
+import urllib.request
+
+def chat(base_url, api_key, messages):
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + api_key}
+    body = json.dumps({"model": "any", "messages": messages}).encode()
+    request = urllib.request.Request(base_url + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)["choices"][0]["message"]
+
+def run(task, base_url, api_key):
+    prompt = [{"role": "user", "content": task["prompt"][-1]["content"]}]
+    first = chat(base_url, api_key, prompt)
+    answer = {"role": "assistant", "content": first["content"] or ""}
+    again = chat(base_url, api_key, [*prompt, answer, {"role": "user", "content": "Are you sure?"}])
+    return (len(again["content"] or "") % 7) / 7
+"""
+
+
+@pytest.mark.long
+def test_an_agent_of_the_users_own_runs_on_workers(tmp_path: Path) -> None:
+    folder = tmp_path / "agent"
+    folder.mkdir()
+    (folder / "graded.py").write_text(GRADED)
+    config = cluster_config(
+        agent={"run": f"{folder / 'graded.py'}:run", "max_concurrent": 1},  # one call at a time: the same batches
+        reward={"function": "agent", "kwargs": {}},
+        tools=[],
+        cluster=CLUSTER,
+        deterministic=False,
+    )
+    assert slots_per_worker(config) == 1
+    alone, _ = train_alone(config, 2)
+    assert all(result.metrics["actor/updates"] for result in alone)
+    together, _, _ = train_together(config, 2, tmp_path / "run", Workers())
+    assert episodes(together) == episodes(alone)
+    for name in ("score/mean", "actor/grad_norm"):  # engines that cached other prompts round in another way
+        assert [r.metrics[name] for r in together] == pytest.approx([r.metrics[name] for r in alone], rel=1e-3)
+
+
+ROUTED: dict[str, Any] = {"enable": True, "wording": "silent", "lr": 0.05, "cost": "calls", "budgets": [{"limit": 0.5}]}
+CAPPED = {"budget_prompt": True, "max_cost": 1.0, "random_budgets": {"low": 0.1, "high": 0.9, "bins": 3}}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("router", [{"every": "turn"}, CAPPED])
+def test_a_router_that_needs_more_than_the_prompt_routes_on_workers(router: dict[str, Any], tmp_path: Path) -> None:
+    config = cluster_config(router={**ROUTED, **router}, cluster=CLUSTER, multi_turn={"max_turns": 3})
+    alone, weights = train_alone(config, 3)
+    together, others, _ = train_together(config, 3, tmp_path, Workers())
+    assert episodes(together) == episodes(alone)
+    assert others == weights
+    for name in ("router/loss", "router/entropy", "router/r_task"):
+        assert [result.metrics[name] for result in together] == [result.metrics[name] for result in alone]
+    assert alone[-1].metrics["router/entropy"] < alone[0].metrics["router/entropy"]  # it has learned
+    routes = [[list(s.rollout.turn_routes) for s in result.scored] for result in (*alone, *together)]
+    assert routes[:3] == routes[3:]
+    assert bool(routes[0][0]) == ("every" in router)
+
+
 @pytest.mark.long
 def test_asynchronous_training_stays_within_its_staleness(tmp_path: Path) -> None:
     trainer = {"mode": "async", "max_staleness": 1, "total_steps": 3}
@@ -99,10 +160,8 @@ def test_a_worker_takes_its_share_of_the_batches() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"agent": {"run": "file.py:run"}}, "agent.run"),
-        ({"router": {"enable": True, "every": "turn"}}, "router.every"),
         ({"tools": [f"{GIVEN_IN_PYTHON}the tool f"]}, "the tool f"),
-        ({"router": {"enable": True, "backbone": "full"}, "cluster": {"learners": 2}}, "router.backbone"),
+        ({"router": {"enable": True, "optimizer": "actor"}, "cluster": {"learners": 2}}, "router.optimizer"),
     ],
 )
 def test_what_a_cluster_cannot_do_is_refused_at_the_start(settings: dict[str, Any], named: str) -> None:

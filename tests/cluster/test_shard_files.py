@@ -48,11 +48,11 @@ def test_without_a_manifest_nothing_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("job", ["save", "save-shard"])
-def test_a_run_saved_on_four_ranks_goes_on_with_one_two_or_eight(job: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("job", "tolerance"), [("save", 1e-8), ("save-shard", 1e-8), ("save-shard-cpu", 1e-6)])
+def test_a_run_saved_on_four_ranks_goes_on_with_one_two_or_eight(job: str, tolerance: float, tmp_path: Path) -> None:
     (tmp_path / "4").mkdir()
     [expected, *_] = run_ranks(4, tmp_path / "4", job)
     for ranks in (1, 2, 8):
         (tmp_path / str(ranks)).mkdir()
-        found = run_ranks(ranks, tmp_path / str(ranks), "save" if ranks == 1 else job)
-        assert largest_gap(found[0], expected) < 1e-8
+        found = run_ranks(ranks, tmp_path / str(ranks), job.replace("-shard", "") if ranks == 1 else job)
+        assert largest_gap(found[0], expected) < tolerance

@@ -16,6 +16,7 @@ from toolwise.cluster.rollout_worker import RolloutWorker
 from toolwise.cluster.session import running_on
 from toolwise.cluster.simulated import SimulatedCluster, Weather
 from toolwise.config.schema import RunConfig
+from toolwise.serve.gateway import build_outside_agent
 from toolwise.training.async_loop import AsyncLoop
 from toolwise.training.loop import StepResult, train_step
 from toolwise.training.run import Run, assemble
@@ -41,7 +42,7 @@ def cluster_config(**sections: Any) -> RunConfig:
 
 
 def build(config: RunConfig) -> Run:
-    return assemble(config, tasks=demo_tasks(8), validation_tasks=[])
+    return assemble(config, tasks=demo_tasks(8), validation_tasks=[], agent=build_outside_agent(config))
 
 
 class Workers(SimulatedCluster):

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from learner_cases import LR, changed, sample, tiny_model
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from toolwise.cluster.learner_codec import credited_from_payload, credited_to_payload, divide, token_count
 from toolwise.cluster.learner_state import LearnerState
@@ -26,7 +27,9 @@ from toolwise.learner import distributed
 from toolwise.learner.actor import Actor
 from toolwise.learner.critic import Critic
 from toolwise.learner.optimizer import Optimizer
-from toolwise.learner.sharding import gathered, local, whole_weights, write_whole
+from toolwise.learner.sharding import gathered, local, write_whole
+from toolwise.models import merged_weights
+from toolwise.models.merged_weights import is_adapter_weight
 from toolwise.types import CreditedRollout
 
 UPDATES, RATE = 10, 0.05
@@ -88,8 +91,9 @@ def learn(rank: int, ranks: int, lora: bool = False, shard: bool = False) -> dic
             found[f"{name}.norm.{update}"] = torch.tensor(metrics[f"{name}/grad_norm"], dtype=torch.float64)
         found[f"weights.{update}"] = flat_weights(actor)
     if shard:
-        held = sum(local(weight).numel() for weight in actor.optimizer.weights)
-        assert held < 1.2 * sum(weight.numel() for weight in actor.optimizer.weights) / ranks
+        model = [weight for name, weight in actor.model.named_parameters() if not is_adapter_weight(name)]
+        assert sum(local(weight).numel() for weight in model) < 1.2 * sum(weight.numel() for weight in model) / ranks
+        assert not merged_weights._BY_ADAPTER
     return found
 
 
@@ -106,10 +110,14 @@ def adam_updates(actor: Actor, rank: int, ranks: int, count: int) -> None:
         actor.update([replace(c, annotated=a) for c, a in zip(mine, annotated, strict=True)])
 
 
-def save_and_go_on(rank: int, ranks: int, folder: Path, shard: bool) -> dict[str, torch.Tensor]:
-    """Two updates by AdamW, a checkpoint, and two more; or only the latter, if there is a checkpoint."""
-    critic = Critic(tiny_model().double(), WIDE, shard=shard)
-    actor = Actor(tiny_model().double(), WIDE, critic=critic, shard=shard)
+def save_and_go_on(rank: int, ranks: int, folder: Path, shard: bool, offload: bool) -> dict[str, torch.Tensor]:
+    """Two updates by AdamW, a checkpoint, and two more; or only the latter, if there is a checkpoint. `offload`: with
+    the optimizer's state in CPU memory, in fp32."""
+    config = changed(WIDE, optimizer_state="cpu") if offload else WIDE
+    critic = Critic(tiny_model().double(), config, shard=shard)
+    actor = Actor(tiny_model().double(), config, critic=critic, shard=shard)
+    masters = [master for part in (actor, critic) for master in part.optimizer.masters]
+    assert not offload or not any(isinstance(master, DTensor) for master in masters)
     state = LearnerState(actor, rank, ranks)
     saved = folder.parent / "saved"
     if (saved / MANIFEST).exists():
@@ -118,7 +126,7 @@ def save_and_go_on(rank: int, ranks: int, folder: Path, shard: bool) -> dict[str
     else:
         adam_updates(actor, rank, ranks, 2)
         state.snapshot()
-        weights = whole_weights(actor.model)
+        weights = {name: gathered(weight) for name, weight in actor.model.named_parameters()}
         facts = state.write(saved)
         distributed.sum_over_ranks([0.0])
         if rank == 0:
@@ -134,9 +142,9 @@ def run_rank(rank: int, ranks: int, folder: Path, job: str) -> None:
     PLANTED["factor"] = 1.0 / ranks if job == "planted" else 1.0
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     if job.startswith("save"):
-        found = save_and_go_on(rank, ranks, folder, shard=job == "save-shard")
+        found = save_and_go_on(rank, ranks, folder, shard="shard" in job, offload="cpu" in job)
     else:
-        found = learn(rank, ranks, lora=job == "lora", shard=job == "shard")
+        found = learn(rank, ranks, lora="lora" in job, shard="shard" in job)
     save_file(found, folder / f"rank-{rank}.safetensors")
     dist.destroy_process_group()
 

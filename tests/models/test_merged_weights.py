@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,17 @@ from toolwise.config.schema import LoraConfig
 from toolwise.learner import fused_modules
 from toolwise.learner.forward import hidden_states, token_logprobs
 from toolwise.learner.lora import Adapters
-from toolwise.models.merged_weights import AdaptedLinear, merged_copy, plain_layer, rounded, trainable_layer
+from toolwise.models import merged_weights
+from toolwise.models.merged_weights import (
+    AdaptedLinear,
+    PassLinear,
+    is_adapter,
+    merge_in_passes,
+    merged_copy,
+    plain_layer,
+    rounded,
+    trainable_layer,
+)
 from toolwise.models.weight_sharing import shared_copy
 
 
@@ -324,3 +334,26 @@ def test_frozen_weights_have_no_gradients_and_nothing_is_kept_for_them() -> None
     frozen = plain_layer(model.model.layers[0].mlp.up_proj)
     assert isinstance(frozen, nn.Linear)
     assert not frozen.weight.requires_grad
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_added_up_in_each_pass_are_the_merged_ones(name: str, dtype: torch.dtype) -> None:
+    """Bit by bit, with the same gradients: learners with divided weights must compute with those of the engine."""
+    model = build(name).to(dtype)
+    adapted(model)
+    module: Any = next(part for part in model.modules() if is_adapter(part))
+    kept: Any = trainable_layer(module)
+    weight = cast("Any", plain_layer(module)).weight.clone()
+    merge_in_passes(model)
+    passing = trainable_layer(module)
+    assert isinstance(passing, PassLinear)
+    assert torch.equal(passing.merged(module.base_layer.weight), weight.t() if passing.transposed else weight)
+    assert module not in merged_weights._BY_ADAPTER
+    x = torch.randn(5, kept.weight.shape[0 if passing.transposed else 1]).to(dtype).requires_grad_()
+    found = []
+    for layer in (kept, passing):
+        inputs = [x, passing.lora_a, passing.lora_b]
+        out = layer(x)
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

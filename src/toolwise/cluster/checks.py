@@ -15,25 +15,10 @@ def check_cluster(config: RunConfig) -> None:
     router, cluster = config.router, config.cluster
     several = cluster.learners > 1
     for refused, problem in (
-        (config.agent.enabled, "an agent of your own (agent.run, agent.command)"),
-        (router.enable and router.every == "turn", 'router.every = "turn": set it to "prompt"'),
-        (
-            router.enable and router.budget_prompt and router.random_budgets is not None,
-            "router.budget_prompt with router.random_budgets",
-        ),
-        (
-            several and cluster.sharding == "fsdp" and bool(config.actor.lora.rank),
-            'cluster.sharding = "fsdp" and adapters, which are small: set it to "replicated"',
-        ),
-        (
-            several and cluster.sharding == "fsdp" and config.actor.optimizer_state == "cpu",
-            'cluster.sharding = "fsdp" and actor.optimizer_state = "cpu": set it to "fp32" or "bf16"',
-        ),
         (several and not router.train_actor, "cluster.learners above 1 without training the actor: set it to 1"),
         (
-            several and router.enable and (router.backbone != "frozen" or router.optimizer == "actor"),
-            'cluster.learners above 1 and a router on the actor\'s weights: set router.backbone = "frozen" and '
-            'router.optimizer = "own"',
+            several and router.enable and router.optimizer == "actor",
+            'cluster.learners above 1 and router.optimizer = "actor": set it to "own"',
         ),
     ):
         if refused:

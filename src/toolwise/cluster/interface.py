@@ -94,6 +94,9 @@ class Cluster(Protocol):
     async def store(self, payload: Payload, *, deadline_s: float) -> Stored:
         """Put a payload into the object store. Waits while it is full."""
 
+    def show(self, process: str, counters: Mapping[str, float]) -> None:
+        """Show the counters of a process on the dashboard of the cluster, if it has one."""
+
     async def close(self) -> None:
         """End all processes."""
 
@@ -109,6 +112,13 @@ def check_payload(payload: Mapping[str, Any]) -> Payload:
                 f"{name!r} is a {type(value).__name__}: only bytes, numbers and arrays of numbers cross processes"
             )
     return payload
+
+
+def same_payload(left: Payload, right: Payload) -> bool:
+    def same(one: Any, other: Any) -> bool:
+        return bool(np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other)
+
+    return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
 
 
 def payload_bytes(payload: Payload) -> int:

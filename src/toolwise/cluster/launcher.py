@@ -10,6 +10,7 @@ from typing import Any
 
 from toolwise.concurrency.deadlines import run_async
 from toolwise.protocols import Callback
+from toolwise.rollout.agents.agent_pool import AgentPool
 from toolwise.training.inputs import RunInputs
 from toolwise.training.run import Run, assemble
 from toolwise.training.run_folder import RunResult
@@ -37,8 +38,11 @@ def launch_training(
         return observers
 
     def build() -> Run:
+        agent = parts.get("agent")
+        if agent is not None:  # also when the run starts again after its processes have ended
+            agent = replace(agent, pool=AgentPool(agent.pool.config))
         with show_startup(enabled=trainer.console):
-            run = assemble(inputs.config, **parts)
+            run = assemble(inputs.config, **{**parts, "agent": agent})
         return replace(run, config=inputs.recorded)
 
     def start(run: Run, resume: bool) -> Training:

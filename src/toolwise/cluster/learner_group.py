@@ -29,6 +29,7 @@ from toolwise.cluster.learner_codec import (
 from toolwise.cluster.plain_data import to_payload
 from toolwise.cluster.shard_files import write_manifest
 from toolwise.cluster.weight_transfer import bits_of, install, transferred_weights, whole_copy
+from toolwise.concurrency.tasks import all_tasks, wait_all
 from toolwise.config.schema import RunConfig
 from toolwise.learner.actor import Actor
 from toolwise.learner.fingerprint import fingerprint
@@ -39,6 +40,7 @@ from toolwise.types import AnnotatedRollout, CreditedRollout, ScoredRollout, Thi
 
 STATE_FOLDER = "learners"
 """Within the model's folder of a checkpoint."""
+STOP_S = 5.0
 CONNECTION_LOST = ("/gloo/", "NCCL error", "torch.distributed.Dist")
 """In errors of a learner that lost the connection to another one, which has died or hangs."""
 T = TypeVar("T")
@@ -60,6 +62,10 @@ class LearnerGroup(Learner):
         self.model = local.model
         self.version = 0
         self.updated: Mapping[str, UpdatedTokens] = {}  # stays with the ranks
+        self.shared = config.router.enable and config.router.backbone != "frozen"
+        """Whether the router in this process trains the weights, too."""
+        self._taken = ""
+        """Checksum of the weights that the ranks have, if they may become others here."""
         self.on_event: Callable[..., None] = lambda kind, process, **numbers: None
         """Told what happens, for the run folder."""
         self._spec = settings, files
@@ -78,8 +84,9 @@ class LearnerGroup(Learner):
 
     def close(self) -> None:
         self._wait(self._kill())
+        self._wait(_end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5.0)
+        self._thread.join(STOP_S)
 
     # --- learning
 
@@ -87,6 +94,7 @@ class LearnerGroup(Learner):
         self, scored: Sequence[ScoredRollout], thinking: ThinkingByRollout | None = None
     ) -> list[AnnotatedRollout]:
         require_tokens(scored)
+        self._give_weights()
         columns: dict[int, dict[str, Any]] = {}
         if scored and self.local.required_annotations:
             parts = self._divide([s.steps for s in scored], [s.rollout.group_id for s in scored])
@@ -102,6 +110,7 @@ class LearnerGroup(Learner):
         ]
 
     def update(self, credited: Sequence[CreditedRollout]) -> Metrics:
+        self._give_weights()
         parts = self._divide([c.steps for c in credited], [c.rollout.group_id for c in credited])
         replies = self._call("update", [credited_to_payload([credited[index] for index in part]) for part in parts])
         checksums = {reply["checksum"] for reply in replies}
@@ -123,6 +132,17 @@ class LearnerGroup(Learner):
         _, expected = install(transferred_weights(self.model), first, 0)
         if fingerprint(self.model) != expected:
             raise ClusterError("the learners' weights arrived changed: this is a bug, please report it")
+        self._taken = self.weights_checksum() if self.shared else ""
+
+    def _give_weights(self) -> None:
+        """Give the ranks what the router has made of the weights since they were taken here."""
+        if self.shared and self._taken != (found := self.weights_checksum()):
+            self._install_weights()
+            self._taken = found
+
+    def _install_weights(self) -> None:
+        payload = whole_copy(bits_of(transferred_weights(self.model)), self.version, fingerprint(self.model))
+        self._call("install", [payload] * len(self._ranks))
 
     # --- checkpoints
 
@@ -149,8 +169,7 @@ class LearnerGroup(Learner):
         """Load a checkpoint of any number of learners, or of one process, whose state `load_state_dict` has."""
         if self.local.adapters is None:
             load_weights(self.model, folder)
-        payload = whole_copy(bits_of(transferred_weights(self.model)), self.version, fingerprint(self.model))
-        self._call("install", [payload] * len(self._ranks))
+        self._install_weights()
         if self._state is None:
             self._call("load", [{"folder": str((folder / STATE_FOLDER).absolute()).encode()}] * len(self._ranks))
         else:
@@ -229,6 +248,14 @@ class LearnerGroup(Learner):
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work` on the group's own event loop: that of the run may be the caller's."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+async def _end_tasks() -> None:
+    """End what still runs on this event loop, such as the watch over a process that was killed."""
+    tasks = [task for task in all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await wait_all(tasks, STOP_S)
 
 
 def _is_loss(fault: BaseException) -> bool:

@@ -29,8 +29,8 @@ class LearnerState:
     def snapshot(self) -> int:
         """Copy this rank's share, so that training can go on while it is written; return its size in bytes."""
         self._parts = {}
-        for name, tensor in self._tensors(create=False):
-            self._parts[name] = local_part(tensor, self.rank, self.ranks)
+        for name, tensor, like in self._tensors():
+            self._parts[name] = local_part(tensor, like, self.rank, self.ranks)
         self._facts = self._small_state()
         return sum(part.values.nbytes for part in self._parts.values())
 
@@ -53,32 +53,33 @@ class LearnerState:
                     dtype = torch.bfloat16 if optimizer.moment_bytes == 2 else master.dtype
                     moments = {name: torch.zeros_like(master, dtype=dtype) for name in MOMENTS}
                     optimizer.adamw.state[master] = {"step": step, **moments}
-        for name, tensor in self._tensors(create=True):
-            if name not in reader.names or reader.total(name) != tensor.numel():
+        for name, tensor, like in self._tensors():
+            if name not in reader.names or reader.total(name) != like.numel():
                 raise CheckpointError(f"the checkpoint's learners have another {name}: resume with the same settings")
-            read_into(tensor, reader, name)
+            read_into(tensor, like, reader, name)
 
     def _optimizers(self) -> list[tuple[str, Optimizer]]:
         critic = self.actor.critic
         return [("actor", self.actor.optimizer), *([] if critic is None else [("critic", critic.optimizer)])]
 
-    def _tensors(self, *, create: bool) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that a checkpoint must hold besides the model's weights."""
+    def _tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Every tensor that a checkpoint must hold besides the model's weights: its name, the tensor, and the weight
+        that it is divided like."""
         for owner, optimizer in self._optimizers():
             for index, (weight, master) in enumerate(zip(optimizer.weights, optimizer.masters, strict=True)):
                 for moment in MOMENTS:
                     if (state := optimizer.adamw.state.get(master)) is not None:
-                        yield f"{owner}.{index}.{moment}", state[moment]
+                        yield f"{owner}.{index}.{moment}", state[moment], weight
                 if master is not weight:
-                    yield f"{owner}.{index}.master", master
+                    yield f"{owner}.{index}.master", master, weight
         if self.actor.critic is not None:
             for part in ("trunk", "head"):
                 for name, weight in getattr(self.actor.critic, part).named_parameters():
-                    yield f"critic.{part}.{name}", weight
+                    yield f"critic.{part}.{name}", weight, weight
         if self.actor.adapters is not None:
             for name, weight in self.actor.model.named_parameters():
                 if weight.requires_grad:
-                    yield f"adapter.{name}", weight
+                    yield f"adapter.{name}", weight, weight
 
     def _small_state(self) -> dict[str, Any]:
         actor, critic = self.actor, self.actor.critic
@@ -109,16 +110,16 @@ class LearnerState:
             optimizer.guard.load_state_dict(facts["guards"][owner])
 
 
-def local_part(tensor: Tensor, rank: int, ranks: int) -> Part:
+def local_part(tensor: Tensor, like: Tensor, rank: int, ranks: int) -> Part:
     """A copy of this rank's share of a tensor, in CPU memory: its shard, or of a whole tensor an equal range."""
-    flat, total = local(tensor.detach()).reshape(-1), tensor.numel()
-    if (held := local_range(tensor)) is not None:
+    flat, total = local(tensor.detach()).reshape(-1), like.numel()
+    if (held := local_range(like)) is not None:
         return Part(flat.to("cpu", copy=True), held[0], total)
     start, stop = own_range(total, rank, ranks)
     return Part(flat[start:stop].to("cpu", copy=True), start, total)
 
 
-def read_into(tensor: Tensor, reader: PartReader, name: str) -> None:
-    start, stop = local_range(tensor) or (0, tensor.numel())
+def read_into(tensor: Tensor, like: Tensor, reader: PartReader, name: str) -> None:
+    start, stop = local_range(like) or (0, like.numel())
     mine = local(tensor)
     mine.copy_(reader.read(name, start, stop).reshape(mine.shape))

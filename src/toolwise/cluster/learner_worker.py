@@ -20,12 +20,12 @@ from toolwise.cluster.learner_codec import annotations_to_payload, credited_from
 from toolwise.cluster.learner_state import LearnerState
 from toolwise.cluster.node_files import unpack_settings
 from toolwise.cluster.plain_data import from_payload
-from toolwise.cluster.weight_transfer import bits_of, install, transferred, whole_copy
+from toolwise.cluster.weight_transfer import Bits, bits_of, install, transferred_weights, whole_copy
 from toolwise.config.schema import RunConfig
 from toolwise.learner.actor import Actor
 from toolwise.learner.builder import build_learner
-from toolwise.learner.fingerprint import fingerprint_of
-from toolwise.learner.sharding import is_sharded, whole_weights, write_whole
+from toolwise.learner.fingerprint import fingerprint_of, sample_of
+from toolwise.learner.sharding import gathered, is_sharded, write_whole
 from toolwise.models import load_model
 from toolwise.training.components import load_estimator, load_loss
 from toolwise.training.rollout_setup import load_options
@@ -42,6 +42,8 @@ class LearnerWorker:
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True)
         self.rank, self.ranks = 0, 1
+        self._samples: dict[str, torch.Tensor] = {}
+        """Of each weight, for the fingerprint."""
         self.actor: Actor
         self.state: LearnerState
 
@@ -93,7 +95,8 @@ class LearnerWorker:
             shard=self.config.cluster.sharding == "fsdp",
         )
         self.state = LearnerState(self.actor, self.rank, self.ranks)
-        return {"fingerprint": fingerprint_of(whole_weights(model)).encode(), "pid": os.getpid()}
+        self._samples = {name: sample_of(gathered(weight)).clone() for name, weight in model.named_parameters()}
+        return {"fingerprint": fingerprint_of(self._samples).encode(), "pid": os.getpid()}
 
     def _annotate(self, payload: Payload) -> Payload:
         return annotations_to_payload(self.actor.annotate(scored_from_payload(payload)))
@@ -109,16 +112,21 @@ class LearnerWorker:
         }
 
     def _weights(self, payload: Payload) -> Payload:
-        """The whole weights, from the first rank."""
-        weights = whole_weights(self.actor.model)
-        if self.rank:
-            return {}
-        return whole_copy(bits_of(transferred(weights)), self.actor.version, fingerprint_of(weights))
+        """The whole weights, from the first rank; with adapters those alone. Gathered one by one, so that no process
+        has more than one of them whole."""
+        bits: Bits = {}
+        for name, weight in transferred_weights(self.actor.model).items():
+            whole = gathered(weight)
+            if self.rank == 0:
+                bits |= bits_of({name: whole})
+                self._samples[name] = sample_of(whole).clone()
+        return {} if self.rank else whole_copy(bits, self.actor.version, fingerprint_of(self._samples))
 
     def _install(self, payload: Payload) -> Payload:
         """Weights of a checkpoint, in place of those of the model's folder."""
-        weights = {name: weight.detach().clone() for name, weight in whole_weights(self.actor.model).items()}
-        version, _ = install(transferred(weights), payload, 0)
+        parameters = transferred_weights(self.actor.model)
+        weights = {name: gathered(weight).detach().clone() for name, weight in parameters.items()}
+        version, _ = install(weights, payload, 0)
         write_whole(self.actor.model, weights)
         self.actor.optimizer.sync_masters()
         self.actor.version = version
@@ -141,9 +149,9 @@ class LearnerWorker:
         return {}
 
     def close(self) -> None:
+        self._folder.cleanup()  # first: the others may be gone, and what follows wait for them
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._folder.cleanup()
 
 
 def _load_critic(config: RunConfig, path: str) -> Any:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from toolwise.cluster.interface import Payload
+from toolwise.cluster.node_report import code_hash
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 
@@ -24,6 +26,8 @@ MAX_OTHER_BYTES = 256 << 20
 """Of all files that are not the model's."""
 SENT_FOLDERS = ("model.path", "critic.path", "router.policies.*.path", "tools.search.folder", "tools.search.wordnet")
 """Settings whose folders travel: models, and the documents of the search tool. Any other folder may hold anything."""
+PROGRAMS = ("agent.python", "agent.command.0", "tools.*.command", "tools.*.command.0")
+"""Settings that name a program, which needs more than its file."""
 FILE = "file:"
 
 log = logging.getLogger("toolwise.cluster")
@@ -47,8 +51,8 @@ def pack_settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
         path = _named_path(text)
         if path is None:
             continue
-        if path.is_dir() and not any(fnmatchcase(setting, pattern) for pattern in SENT_FOLDERS):
-            log.warning("%s: the folder %s is not sent to other nodes: each must have it there", setting, path)
+        if _matches(setting, PROGRAMS) or (path.is_dir() and not _matches(setting, SENT_FOLDERS)):
+            log.warning("%s: %s is not sent to other nodes: each must have it there", setting, path)
             continue
         sent.add(text)
         for file in _files_of(path, text):
@@ -62,12 +66,18 @@ def pack_settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
                         f"{MAX_OTHER_BYTES >> 20} MB, which is too much to send to every worker: put it on each node "
                         "and name it in an environment variable that your code reads"
                     )
-    packed = {"settings": json.dumps(settings, allow_nan=False).encode(), "sent": json.dumps(sorted(sent)).encode()}
-    return packed, files
+    texts = {"settings": json.dumps(settings, allow_nan=False), "sent": json.dumps(sorted(sent)), "code": code_hash()}
+    return {name: text.encode() for name, text in texts.items()}, files
 
 
 def unpack_settings(payload: Payload, folder: Path) -> RunConfig:
-    """Write the files below `folder`; the settings, with their paths there."""
+    """Write the files below `folder`; the settings, with their paths there. Raises if this node has another version of
+    this package, which may compute other numbers or read the settings in another way."""
+    if payload["code"] != code_hash().encode():
+        raise ConfigError(
+            f"{socket.gethostname()} has other source code of toolwise than the process of the run: install the same "
+            "version on each node; toolwise doctor --cluster lists what differs"
+        )
     text, sent = payload["settings"], payload["sent"]
     assert isinstance(text, bytes)
     assert isinstance(sent, bytes)
@@ -78,6 +88,10 @@ def unpack_settings(payload: Payload, folder: Path) -> RunConfig:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(data)
     return RunConfig.model_validate(_rewritten(json.loads(text), folder, set(json.loads(sent))))
+
+
+def _matches(setting: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(setting, pattern) for pattern in patterns)
 
 
 def _moved(path: str, folder: Path) -> Path:

@@ -4,7 +4,7 @@ group, transfer, start and death, and counters of every worker."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ COUNTERS_S = 10.0
 
 
 class NodeLog:
-    """Appends to the files of the run folder `out`."""
+    """Appends to the files of the run folder `out`; `show` gets the counters of each process, too."""
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
+    def __init__(
+        self, out: Path, show: Callable[[str, Mapping[str, float]], None] = lambda process, counters: None
+    ) -> None:
+        self.out, self.show = out, show
         self._start = time.monotonic()
         self._counted: dict[str, float] = {}
 
@@ -38,6 +40,7 @@ class NodeLog:
         if now - self._counted.get(name, -COUNTERS_S) >= COUNTERS_S:
             self._counted[name] = now
             self.event("counters", name, **counters)
+            self.show(name, counters)
 
     def event(self, kind: str, worker: str, **numbers: Any) -> None:
         """One line of cluster.jsonl; `at_s` counts from the start of this process."""

@@ -12,6 +12,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,8 +44,9 @@ def node_facts() -> dict[str, Any]:
     }
 
 
+@cache
 def code_hash() -> str:
-    """Of the source of this package as it is installed."""
+    """Of the source of this package, as it was when the process first asked."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())

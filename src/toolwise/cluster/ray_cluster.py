@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import secrets
+import shutil
+import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from toolwise.cluster.interface import (
@@ -34,6 +37,9 @@ log = logging.getLogger("toolwise.cluster")
 MAX_CALLS = 1000
 """Calls of one process at a time; the pool sends fewer."""
 RETRY_S = 0.5
+PROBE_S = 60.0
+END_S = 10.0
+"""How long a process may take to stop what it started and to delete its files."""
 DEAD = (
     "RayActorError",
     "ObjectLostError",
@@ -52,29 +58,60 @@ class RayCluster:
         require_token(config.address)
         self.ray = import_extra("ray", "ray")
         self._owned = not self.ray.is_initialized()
+        self._session: str | None = None
+        """Folder of the cluster that this started."""
         if self._owned:
             self._connect(config)
         self._actors: dict[Process, Any] = {}
+        self._gauges: dict[str, Any] = {}
         self._started = 0
         self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[ProcessExit]]] = []
-        self._watchers: set[asyncio.Task[None]] = set()
+        self._watchers: dict[Process, asyncio.Task[None]] = {}
 
     def _connect(self, config: ClusterConfig) -> None:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
             if not config.local:
                 self.ray.init(address=config.address, **quiet)
+                self._refuse_open(config.address)
                 return
-            self.ray.init(
+            context = self.ray.init(
                 address="local",
                 num_cpus=max(1, round(config.workers * config.worker_cpus + config.learners * config.learner_cpus + 1)),
                 object_store_memory=config.object_store_mb * 2**20,
                 include_dashboard=False,
                 **quiet,
             )
-        except (ConnectionError, ValueError, RuntimeError) as fault:
-            reason = str(fault).splitlines()[0]
+            self._session = context.address_info["session_dir"]
+        except ClusterError:
+            self.ray.shutdown()
+            raise
+        except Exception as fault:  # Ray raises many kinds, also plain ones: a node that takes long to start
+            reason = _first_line(fault)
             raise ClusterError(f"cluster.address = {config.address!r}: Ray cannot be reached ({reason})") from fault
+
+    def _refuse_open(self, address: str) -> None:
+        """Raise if the cluster answers a process that has no token: its nodes were started without authentication."""
+        if address.startswith("ray://"):
+            return  # the head's own address is not known here
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+        head = self.ray.get_runtime_context().gcs_address
+        command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", head]
+        try:
+            ended = subprocess.run(
+                command,
+                env={**environment, "RAY_AUTH_MODE": "disabled"},
+                capture_output=True,
+                check=False,
+                timeout=PROBE_S,
+            )
+        except subprocess.TimeoutExpired:
+            return  # it keeps asking, in vain
+        if ended.returncode == 0:
+            raise ClusterError(
+                f"cluster.address = {address!r}: the cluster was started without authentication, so that anyone who "
+                "reaches it runs code on it; start its nodes with RAY_AUTH_MODE=token: docs/cluster.md"
+            )
 
     # --- processes
 
@@ -104,9 +141,7 @@ class RayCluster:
         except BaseException:
             await self.kill(process)
             raise
-        watcher = spawn(self._watch(process, actor))
-        self._watchers.add(watcher)
-        watcher.add_done_callback(self._watchers.discard)
+        self._watchers[process] = spawn(self._watch(process, actor))
         return process
 
     def _strategy(self, resources: Resources) -> Any:
@@ -146,7 +181,18 @@ class RayCluster:
         return check_payload(reply)
 
     async def kill(self, process: Process) -> None:
-        if (actor := self._actors.pop(process, None)) is not None:
+        """It may delete its files first. Its end is no event: whoever kills it knows."""
+        watcher = self._watchers.pop(process, None)
+        if watcher is not None and not watcher.get_loop().is_closed():  # perhaps that of another thread
+            watcher.get_loop().call_soon_threadsafe(watcher.cancel)
+        if (actor := self._actors.pop(process, None)) is None:
+            return
+        try:
+            async with asyncio.timeout(END_S):
+                await actor.end.remote()
+        except (TimeoutError, self.ray.exceptions.RayError):
+            log.info("%s did not end by itself", process.name)
+        finally:
             self.ray.kill(actor, no_restart=True)
 
     async def _watch(self, process: Process, actor: Any) -> None:
@@ -175,20 +221,29 @@ class RayCluster:
         until = loop.time() + deadline_s
         while True:
             try:
-                return Stored(self.ray.put(dict(check_payload(payload))), payload_bytes(payload))
+                reference = await asyncio.to_thread(self.ray.put, dict(check_payload(payload)))  # which may wait
+                return Stored(reference, payload_bytes(payload))
             except full as fault:
                 if loop.time() > until:
                     raise CallTimeoutError(f"the object store was full for {deadline_s:g} s") from fault
                 await asyncio.sleep(RETRY_S)
 
+    def show(self, process: str, counters: Mapping[str, float]) -> None:
+        """As gauges, for Ray's dashboard and its Prometheus endpoints: engine/blocks is toolwise_engine_blocks."""
+        metrics = import_extra("ray.util.metrics", "ray")
+        for name, value in counters.items():
+            if name not in self._gauges:
+                self._gauges[name] = metrics.Gauge(
+                    f"toolwise_{re.sub('[^a-zA-Z0-9]', '_', name)}", description=name, tag_keys=("process",)
+                )
+            self._gauges[name].set(float(value), tags={"process": process})
+
     async def close(self) -> None:
-        for watcher in self._watchers:
-            if not watcher.get_loop().is_closed():
-                watcher.get_loop().call_soon_threadsafe(watcher.cancel)
-        for process in list(self._actors):
-            await self.kill(process)
+        await asyncio.gather(*(self.kill(process) for process in list(self._actors)))
         if self._owned:
             self.ray.shutdown()
+        if self._session is not None:
+            shutil.rmtree(self._session, ignore_errors=True)
 
     def nodes(self) -> list[dict[str, Any]]:
         """The nodes that are alive: id, address and resources."""
@@ -201,7 +256,8 @@ class RayCluster:
 
 def require_token(address: str) -> None:
     """Raise unless the processes of the cluster must show a token: whoever reaches a Ray cluster without one runs code
-    on it. A local cluster, which other machines may reach too, gets a token of its own."""
+    on it. A local cluster, which other machines may reach (Ray listens on all interfaces), gets
+    a token of its own."""
     if address == "local" and "ray" not in sys.modules:  # Ray reads the environment when it is imported
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         if "RAY_AUTH_TOKEN_PATH" not in os.environ:

@@ -9,15 +9,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolwise.cluster.interface import Payload, Stored, same_payload
 from toolwise.cluster.node_log import NodeLog
-from toolwise.cluster.rollout_codec import group_from_payload, ticket_to_payload
+from toolwise.cluster.plain_data import to_payload
+from toolwise.cluster.rollout_codec import ROUTER, group_from_payload, ticket_to_payload
 from toolwise.cluster.weight_publisher import WeightPublisher
 from toolwise.cluster.worker_pool import WorkerPool
 from toolwise.concurrency.tasks import spawn, wait_all
 from toolwise.engine import Engine
 from toolwise.errors import ConfigError
-from toolwise.protocols import ModelPolicy
+from toolwise.protocols import ModelPolicy, Router
 from toolwise.rollout.scheduler import RolloutScheduler
+from toolwise.routing.inference_router import InferenceRouter
+from toolwise.routing.turn_router import TurnRouter
 from toolwise.training.evaluate import Scoring
 from toolwise.training.run import Progress
 from toolwise.training.weight_copies import WeightCopies
@@ -34,12 +38,12 @@ class RolloutWorkers:
     policy: ModelPolicy
     progress: Progress
     log: NodeLog
-    sends_code: bool
-    """Whether workers build the policies and caps of routes themselves."""
+    router: Router
     results: dict[str, EvaluateResult] = field(default_factory=dict)
     """Rewards that workers computed, until they are asked for."""
     published: int = 0
     """The version that the workers have; the model folder's at the beginning."""
+    _router_state: tuple[Payload, Stored | None] = field(default_factory=lambda: ({}, None))
     _busy: dict[str, float] = field(default_factory=dict)
     _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -55,17 +59,28 @@ class RolloutWorkers:
     ) -> list[Rollout]:
         """The rollouts of a decision, by some worker. Rewards see `step`, that of the batch; None: the current one."""
         own_code = (decision.policy, decision.wrap_env, decision.count_usage)
-        if not self.sends_code and any(part is not None for part in own_code):
+        if not isinstance(self.router, InferenceRouter) and any(part is not None for part in own_code):
             raise ConfigError(
                 "router.name: decisions with a policy, a counter or a wrapped environment need one process"
             )
         ticket = ticket_to_payload(decision, do_sample=do_sample)
-        reply = dict(await self.pool.run({**ticket, "step": self.progress.step if step is None else step}))
+        ticket["step"] = self.progress.step if step is None else step
+        reply = dict(await self.pool.run(ticket, None if decision.turns is None else await self._store_router()))
         self._take_figures(reply)
         rollouts, results = group_from_payload(reply, decision, index)
         if results is not None:
             self.results |= {r.rollout_id: result for r, result in zip(rollouts, results, strict=True)}
         return rollouts
+
+    async def _store_router(self) -> Stored:
+        """What routes the turns on workers: stored once for all tickets until it changes."""
+        assert isinstance(self.router, TurnRouter)
+        state = {f"{ROUTER}{name}": value for name, value in to_payload(self.router.turn_state()).items()}
+        known, stored = self._router_state
+        if stored is None or not same_payload(state, known):
+            stored = await self.pool.cluster.store(state, deadline_s=self.pool.config.transfer_s)
+            self._router_state = state, stored
+        return stored
 
     def _take_figures(self, reply: dict[str, Any]) -> None:
         """Logs and counters go to the run folder; the busy time of the workers' engines counts as this engine's, which

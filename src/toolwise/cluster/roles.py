@@ -28,7 +28,7 @@ class Role(Protocol):
         """Answer a call. Calls overlap."""
 
     def close(self) -> None:
-        """Stop what the process started."""
+        """Stop what the process started, and delete its files."""
 
 
 class RoleHost:
@@ -44,6 +44,11 @@ class RoleHost:
 
     async def call(self, method: str, payload: Payload, stored: Payload | None = None) -> dict[str, Any]:
         return await self._answer(method, {**payload, **(stored or {})})
+
+    async def end(self) -> None:
+        """Stop what the process started and delete its files, before it is killed."""
+        if self.served is not None:
+            await asyncio.to_thread(self.served.close)
 
     async def wait(self) -> None:
         """Never returns: it ends with the process, whose death is noticed by that."""

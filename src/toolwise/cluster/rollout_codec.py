@@ -19,10 +19,15 @@ from toolwise.cluster.plain_data import from_payload, to_payload
 from toolwise.errors import ConfigError
 from toolwise.messages import Message, Prefix, ToolCall
 from toolwise.routing.prompts import RoutedMessage
+from toolwise.routing.samples import RoutePrediction
+from toolwise.routing.turn_choice import TurnChooser
 from toolwise.serialization.state import TensorCollector, encode
 from toolwise.types import EvaluateResult, Rollout, RouteDecision, StepData, StopReason, Task, Usage
 from toolwise.types.tokens import SampledTokens
+from toolwise.types.turns import TurnRoute
 
+ROUTER = "router:"
+"""Before the names of a router's state, which comes with a ticket whose turns are routed."""
 NOT_SENT = {"task", "prompt", "turns", "count_usage", "policy", "wrap_env", "price_calls"}
 """Messages and code."""
 DECISION_FIELDS = [field.name for field in dataclasses.fields(RouteDecision) if field.name not in NOT_SENT]
@@ -33,8 +38,9 @@ STEP_FIELDS += ["advantage", "return_to_go"]
 
 
 def ticket_to_payload(decision: RouteDecision, *, do_sample: bool) -> dict[str, Any]:
-    if decision.turns is not None:
-        raise ConfigError('router.every = "turn" does not go with a cluster: set router.every = "prompt"')
+    turns = decision.turns
+    if turns is not None and not isinstance(turns, TurnChooser):
+        raise ConfigError("router.name: a router of your own that routes turns needs one process")
     fields = {name: getattr(decision, name) for name in DECISION_FIELDS}
     task = {
         name: getattr(decision.task, name)
@@ -43,17 +49,18 @@ def ticket_to_payload(decision: RouteDecision, *, do_sample: bool) -> dict[str, 
     }
     task["prompt"] = [_message(message) for message in decision.task.prompt]
     prompt = [_message(message) for message in decision.prompt]
-    return to_payload({**fields, "task": task, "prompt": prompt, "do_sample": do_sample}, f"task {task['task_id']}")
+    routing = None if turns is None else {"explore": turns.explore, "shift": turns.shift}
+    ticket = {**fields, "task": task, "prompt": prompt, "do_sample": do_sample, "turns": routing}
+    return to_payload(ticket, f"task {task['task_id']}")
 
 
-def ticket_from_payload(payload: Payload) -> tuple[RouteDecision, bool]:
-    """The decision, and whether to sample."""
+def ticket_from_payload(payload: Payload) -> tuple[RouteDecision, bool, dict[str, Any] | None]:
+    """The decision, whether to sample, and how to choose the routes of turns."""
     fields = from_payload(payload)
     task = Task(**{**fields["task"], "prompt": [_read_message(message) for message in fields["task"]["prompt"]]})
     prompt = [_read_message(message) for message in fields["prompt"]]
-    return RouteDecision(task=task, prompt=prompt, **{name: fields[name] for name in DECISION_FIELDS}), fields[
-        "do_sample"
-    ]
+    decision = RouteDecision(task=task, prompt=prompt, **{name: fields[name] for name in DECISION_FIELDS})
+    return decision, fields["do_sample"], fields["turns"]
 
 
 def group_to_payload(rollouts: Sequence[Rollout], results: Sequence[EvaluateResult] | None) -> dict[str, Any]:
@@ -119,8 +126,6 @@ def _read_call(value: Sequence[Any]) -> ToolCall:
 
 
 def _rollout(rollout: Rollout) -> dict[str, Any]:
-    if rollout.turn_routes or rollout.result is not None:
-        raise ClusterError("routes of turns and outside agents do not go with a cluster")
     contexts = Contexts()
     messages = list(rollout.messages)
     return {
@@ -131,6 +136,8 @@ def _rollout(rollout: Rollout) -> dict[str, Any]:
         "stop_reason": rollout.stop_reason.value,
         "usage": {name: dict(v) if isinstance(v, Mapping) else v for name, v in asdict(rollout.usage).items()},
         "tool_rewards": dict(rollout.tool_rewards),
+        "turn_routes": [_turn_route(route) for route in rollout.turn_routes],
+        "result": None if rollout.result is None else rollout.result.model_dump(exclude_unset=True),
     }
 
 
@@ -145,7 +152,31 @@ def _read_rollout(fields: Mapping[str, Any], task: Task) -> Rollout:
         stop_reason=StopReason(fields["stop_reason"]),
         usage=Usage(**fields["usage"]),
         tool_rewards=fields["tool_rewards"],
+        turn_routes=tuple(_read_turn_route(route) for route in fields["turn_routes"]),
+        result=None if fields["result"] is None else EvaluateResult.model_validate(fields["result"]),
     )
+
+
+def _turn_route(route: TurnRoute) -> dict[str, Any]:
+    """With the head's inputs, which it learns from: the tokens that it read, and their features."""
+    fields = {field.name: getattr(route, field.name) for field in dataclasses.fields(route)}
+    prediction = None
+    if route.prediction is not None:
+        prediction = {
+            field.name: getattr(route.prediction, field.name) for field in dataclasses.fields(RoutePrediction)
+        }
+        prompt, features = route.prediction.head_inputs
+        prediction["head_inputs"] = [np.asarray(prompt, np.int32), features]
+    return {**fields, "message": route.message and _message(route.message), "prediction": prediction}
+
+
+def _read_turn_route(fields: Mapping[str, Any]) -> TurnRoute:
+    prediction = None
+    if fields["prediction"] is not None:
+        prompt, features = fields["prediction"]["head_inputs"]
+        prediction = RoutePrediction(**{**fields["prediction"], "head_inputs": (tuple(prompt.tolist()), features)})
+    message = fields["message"] and _read_message(fields["message"])
+    return TurnRoute(**{**fields, "message": message, "prediction": prediction})
 
 
 class Contexts:

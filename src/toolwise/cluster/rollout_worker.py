@@ -14,8 +14,10 @@ from typing import Any
 
 from toolwise.cluster.interface import ClusterError, Payload, RefusedError
 from toolwise.cluster.node_files import unpack_settings
-from toolwise.cluster.rollout_codec import group_to_payload, ticket_from_payload
+from toolwise.cluster.plain_data import from_payload
+from toolwise.cluster.rollout_codec import ROUTER, group_to_payload, ticket_from_payload
 from toolwise.cluster.weight_transfer import install, transferred_weights
+from toolwise.config.imports import load_reference
 from toolwise.config.schema import RunConfig
 from toolwise.engine import Engine
 from toolwise.engine.weight_swap import replace_weights
@@ -23,10 +25,13 @@ from toolwise.learner.fingerprint import fingerprint
 from toolwise.learner.lora import Adapters
 from toolwise.rewards.combine import CompositeReward
 from toolwise.routing.inference_router import InferenceRouter
+from toolwise.routing.turn_router import TurnRouter
 from toolwise.training.rollout_setup import RolloutSetup, setup_rollouts, tools_and_scoring
 from toolwise.types import RouteDecision
 
 MAX_LOG_LINES = 1000
+BUILD_AGENT = "toolwise.serve.gateway.builder:build_outside_agent"
+"""By reference: what serves an agent of the user's own is above this package."""
 DAMAGED = -1
 """The version of a worker whose weights are not those of any version: it takes a whole copy alone."""
 
@@ -40,8 +45,9 @@ class RolloutWorker:
         logging.getLogger("toolwise").addHandler(self.log)
         self._folder = TemporaryDirectory(prefix="toolwise-worker-")
         config = with_worker_threads(unpack_settings(payload, Path(self._folder.name)))
-        with tools_and_scoring(config, None, None) as (tools, scoring):
-            self.setup: RolloutSetup = setup_rollouts(config, [], tools, scoring)
+        agent = load_reference(BUILD_AGENT, what="agent.run")(config) if config.agent.enabled else None
+        with tools_and_scoring(config, None, None, agent) as (tools, scoring):
+            self.setup: RolloutSetup = setup_rollouts(config, [], tools, scoring, agent=agent)
         scoring.set_print_callback(self.log.add_print)
         if config.actor.lora.rank:
             Adapters(self.setup.policy.model, config.actor.lora, config.seed)
@@ -58,8 +64,8 @@ class RolloutWorker:
         raise ClusterError(f"a rollout worker has no {method}")
 
     async def _roll_out(self, payload: Payload) -> Payload:
-        received, do_sample = ticket_from_payload(payload)
-        decision = self._with_code(received)
+        received, do_sample, turns = ticket_from_payload(payload)
+        decision = self._with_code(received) if turns is None else self._with_turns(received, turns, payload)
         [rollouts] = [group async for group in self.setup.scheduler.groups([decision], do_sample=do_sample)]
         results = None
         if self.scores:
@@ -79,8 +85,17 @@ class RolloutWorker:
             seed=decision.seed,
             prompt_id=decision.prompt_id,
             count_usage=router._usage_counter(decision.task),
+            budget=decision.budget,
         )
         return replace(decision, count_usage=built.count_usage, policy=built.policy, wrap_env=built.wrap_env)
+
+    def _with_turns(self, decision: RouteDecision, turns: dict[str, Any], payload: Payload) -> RouteDecision:
+        """The decision with the router of its turns, which is that of the driver when it decided."""
+        router = self.setup.router
+        assert isinstance(router, TurnRouter)
+        state = from_payload({name.removeprefix(ROUTER): value for name, value in payload.items() if ROUTER in name})
+        built = router.at_state(state).decision_for(decision.prompt_id, decision.task, decision.n, **turns)
+        return replace(decision, turns=built.turns, count_usage=built.count_usage)
 
     async def _install(self, payload: Payload) -> Payload:
         policy = self.setup.policy
@@ -108,8 +123,8 @@ class RolloutWorker:
         return {**figures, "worker": self.name.encode(), "counters": counters, "log": self.log.take()}
 
     def close(self) -> None:
-        self.setup.close()
-        self._folder.cleanup()
+        with self._folder:  # which is deleted, whatever fails
+            self.setup.close()
 
 
 def with_worker_threads(config: RunConfig) -> RunConfig:

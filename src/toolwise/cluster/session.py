@@ -21,12 +21,14 @@ from toolwise.cluster.remote_rollouts import RemoteScheduler, RemoteScoring, Rem
 from toolwise.cluster.weight_publisher import WeightPublisher
 from toolwise.cluster.worker_pool import WorkerPool
 from toolwise.config.schema import RunConfig
-from toolwise.routing.inference_router import InferenceRouter
+from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.training import checkpoint
+from toolwise.training.evaluate import Scoring
 from toolwise.training.run import Run
 from toolwise.training.run_folder import RunResult
 from toolwise.training.startup import announce, show_startup
 from toolwise.training.trainer import Training
+from toolwise.training.weight_copies import WeightCopies
 
 if TYPE_CHECKING:
     from toolwise.learner.actor import Actor
@@ -65,7 +67,7 @@ async def running_on(cluster: Cluster, run: Run, config: RunConfig, out: Path) -
     """The run with its workers, which end with the block."""
     settings, files = pack_settings(config)
     stored = await cluster.store(files, deadline_s=config.cluster.transfer_s)
-    node_log = NodeLog(out)
+    node_log = NodeLog(out, cluster.show)
     pool = WorkerPool(
         cluster,
         config.cluster,
@@ -81,7 +83,7 @@ async def running_on(cluster: Cluster, run: Run, config: RunConfig, out: Path) -
         run.policy,
         run.progress,
         node_log,
-        sends_code=isinstance(run.router, InferenceRouter),
+        run.router,
     )
     learners: LearnerGroup | None = None
     try:
@@ -96,9 +98,11 @@ async def running_on(cluster: Cluster, run: Run, config: RunConfig, out: Path) -
         yield replace(
             run,
             learner=run.learner if learners is None else learners,
-            scheduler=RemoteScheduler(**_fields_of(run.scheduler), workers=workers),
-            scoring=RemoteScoring(**_fields_of(run.scoring), workers=workers),
-            weights=None if run.weights is None else RemoteWeights(**_fields_of(run.weights), workers=workers),
+            scheduler=RemoteScheduler(**_fields_of(RolloutScheduler, run.scheduler), workers=workers),
+            scoring=RemoteScoring(**_fields_of(Scoring, run.scoring), workers=workers),
+            weights=None
+            if run.weights is None
+            else RemoteWeights(**_fields_of(WeightCopies, run.weights), workers=workers),
         )
     finally:
         await pool.close()
@@ -113,12 +117,16 @@ def saved_by_learners(out: Path) -> bool:
 
 
 def slots_per_worker(config: RunConfig) -> int:
-    """Groups that a worker may have at once: its share of the batches under way, within `rollout.max_concurrent`."""
+    """Groups that a worker may have at once: its share of the batches under way, within `rollout.max_concurrent`, and
+    `agent.max_concurrent` for an agent of the user's own."""
     if config.cluster.groups_per_worker is not None:
         return config.cluster.groups_per_worker
-    groups = config.data.batch_size * (1 + config.trainer.allowed_staleness)
-    return max(1, min(math.ceil(groups / config.cluster.workers), config.rollout.most_concurrent // config.rollout.n))
+    groups, most = config.data.batch_size * (1 + config.trainer.allowed_staleness), config.rollout.most_concurrent
+    if config.agent.enabled:
+        most = min(most, config.agent.max_concurrent)
+    return max(1, min(math.ceil(groups / config.cluster.workers), most // config.rollout.n))
 
 
-def _fields_of(part: Any) -> dict[str, Any]:
-    return {field.name: getattr(part, field.name) for field in fields(part)}
+def _fields_of(kind: Any, part: Any) -> dict[str, Any]:
+    """Those of the class that a part of this process has, or inherits."""
+    return {field.name: getattr(part, field.name) for field in fields(kind)}

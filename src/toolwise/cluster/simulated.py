@@ -147,6 +147,9 @@ class SimulatedCluster:
     async def store(self, payload: Payload, *, deadline_s: float) -> Stored:
         return Stored(check_payload(payload), payload_bytes(payload))
 
+    def show(self, process: str, counters: Mapping[str, float]) -> None:
+        return
+
     async def close(self) -> None:
         for process in list(self.processes):
             self.end(process, "closed")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from toolwise.cluster.interface import Payload, RefusedError
+from toolwise.models.merged_weights import is_adapter_weight
 
 SMALL = 0.5
 """A difference is sent if it takes less than this share of the whole."""
@@ -27,11 +28,8 @@ Bits = dict[str, "np.ndarray[Any, Any]"]
 
 def transferred_weights(model: Any) -> dict[str, Tensor]:
     """What is sent: the adapters if the model has any, else all parameters. Tied weights are there once."""
-    return transferred(dict(model.named_parameters()))
-
-
-def transferred(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    adapters = {name: weight for name, weight in parameters.items() if ".lora_" in name}
+    parameters = dict(model.named_parameters())
+    adapters = {name: weight for name, weight in parameters.items() if is_adapter_weight(name)}
     return adapters or parameters
 
 

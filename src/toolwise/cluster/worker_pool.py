@@ -88,13 +88,15 @@ class WorkerPool:
         await wait_all(starts)
         self._raise_failure()
 
-    async def run(self, ticket: Payload) -> Payload:
+    async def run(self, ticket: Payload, stored: Stored | None = None) -> Payload:
         """The reply of a worker to a ticket, which is given to another one for as long as workers die over it."""
         while True:
             worker = await self._acquire()
             began = asyncio.get_running_loop().time()
             try:
-                reply = await self.cluster.call(worker.process, "roll_out", ticket, deadline_s=self.call_s)
+                reply = await self.cluster.call(
+                    worker.process, "roll_out", ticket, deadline_s=self.call_s, stored=stored
+                )
                 worker.finished += 1
                 self.on_event("group", worker.name, seconds=asyncio.get_running_loop().time() - began)
                 return reply

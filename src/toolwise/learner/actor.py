@@ -89,8 +89,10 @@ class Actor:
             "values": critic is not None,
         }
         self.required_annotations = needs | {name for name, is_required in required.items() if is_required}
+        if shard and self.adapters is not None:  # the reference shares the weights, divided as they are
+            shard_model(model)
         self.reference = build_reference(model, self.adapters) if "ref_logprobs" in self.required_annotations else None
-        for sharded in (model, self.reference) if shard else ():
+        for sharded in (model, self.reference) if shard and self.adapters is None else ():
             if sharded is not None:
                 shard_model(sharded)
         self.optimizer = Optimizer(

@@ -24,12 +24,17 @@ def fingerprint_of(weights: Mapping[str, Tensor]) -> str:
     names, values = [], []
     model_dtype = next(iter(weights.values())).dtype
     for name, weight in sorted(weights.items()):
-        flat = weight.detach().reshape(-1)
         names.append(name)
-        values.append(flat[:: max(1, len(flat) // VALUES_PER_TENSOR)][:VALUES_PER_TENSOR].to(model_dtype).float())
+        values.append(sample_of(weight).to(model_dtype).float())
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=12)
     digest.update(torch.cat(values).cpu().numpy().tobytes())
     return f"{str(model_dtype).removeprefix('torch.')}:{digest.hexdigest()}"
+
+
+def sample_of(weight: Tensor) -> Tensor:
+    """The values of a tensor that are hashed; of these values, the same again."""
+    flat = weight.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // VALUES_PER_TENSOR)][:VALUES_PER_TENSOR]
 
 
 _INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from toolwise.config.router import RouterConfig
 from toolwise.config.schema import ActorConfig, CriticConfig, OptimizerState
@@ -23,7 +24,7 @@ from toolwise.config.sft import SftConfig
 from toolwise.learner import distributed
 from toolwise.learner.bf16_adamw import Bf16AdamW
 from toolwise.learner.schedules import lr_factor
-from toolwise.learner.sharding import local
+from toolwise.learner.sharding import like_sharded, local
 from toolwise.learner.step_guard import Guard
 
 CHUNK = {False: 1 << 18, True: 1 << 26}
@@ -111,7 +112,7 @@ class Optimizer:
             self.adamw.step()
             update_norm = self._update_norm()
             if pairs := list(self._master_pairs()):
-                torch._foreach_copy_([weight for weight, _ in pairs], [master for _, master in pairs])
+                torch._foreach_copy_([local(weight) for weight, _ in pairs], [local(master) for _, master in pairs])
         self.zero_grad()
         return {"grad_norm": norm, "update_norm": update_norm}
 
@@ -126,7 +127,7 @@ class Optimizer:
             self._host_gradients = [torch.empty(m.shape, dtype=m.dtype, pin_memory=pinned) for m in self.masters]
         for master, holder, buffer in zip(self.masters, self.holders, self._host_gradients, strict=True):
             if holder.grad is not None:
-                master.grad = buffer.copy_(holder.grad, non_blocking=True)
+                master.grad = buffer.copy_(local(holder.grad), non_blocking=True)
         if self.weights and self.weights[0].is_cuda:
             torch.cuda.synchronize(self.weights[0].device)
 
@@ -155,7 +156,7 @@ class Optimizer:
             if decay_ratio:
                 torch._foreach_add_(deltas, weights, alpha=decay_ratio)
             squared_norm += torch.stack([torch.dot(delta, delta) for delta in deltas]).double().sum()
-        if any(local(master) is not master for master in self.masters):
+        if any(local(weight) is not weight for weight in self.weights):
             [total] = distributed.sum_over_ranks([float(squared_norm)], squared_norm.device)
             return math.sqrt(total)
         return math.sqrt(float(squared_norm))
@@ -187,8 +188,8 @@ class Optimizer:
         """Update the masters after loading weights. A master that still rounds to its weight is kept: it is more
         precise."""
         for weight, master in self._master_pairs():
-            current = weight.detach().to(master.device)
-            master.copy_(torch.where(master.to(weight.dtype) == current, master, current.float()))
+            current, kept = local(weight.detach()).to(master.device), local(master)
+            kept.copy_(torch.where(kept.to(weight.dtype) == current, kept, current.float()))
 
     def _master_pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         return ((w, m) for w, m in zip(self.weights, self.masters, strict=True) if w is not m)
@@ -213,14 +214,18 @@ class Optimizer:
 
 
 def _master(weight: Tensor, *, offload: bool) -> Tensor:
-    """What AdamW updates in place of `weight`: an fp32 copy, or the weight itself if it can be updated as it is."""
+    """What AdamW updates in place of `weight`: an fp32 copy, or the weight itself if it can be updated as it is. In CPU
+    memory each process has a plain copy of its part."""
     if offload:
-        return weight.detach().to("cpu", torch.float32, copy=True)
+        return local(weight.detach()).to("cpu", torch.float32, copy=True)
     return weight if torch.finfo(weight.dtype).bits >= 32 else weight.detach().float()
 
 
 def _holder(weight: Tensor, master: Tensor) -> Tensor:
-    if master.device == weight.device:
-        return master if weight.dtype != master.dtype else weight
+    if weight.dtype == master.dtype:
+        return weight
+    if master.device == weight.device and isinstance(weight, DTensor) == isinstance(master, DTensor):
+        return master
     # A gradient must have the shape and type of its tensor; this one takes the memory of a single number.
-    return weight if weight.dtype == master.dtype else torch.zeros((), device=weight.device).expand(weight.shape)
+    empty = torch.zeros((), device=weight.device).expand(local(weight).shape)
+    return like_sharded(empty, weight)

@@ -1,8 +1,9 @@
 """A model whose weights, gradients and optimiser state are divided among the learners, by FSDP2 (`fully_shard`).
 
 Each layer is a group of its own, gathered when it runs; embeddings, last norm and head, which may be tied, are one
-more. Gradients are summed, not averaged: losses are divided by counts over all processes already. A pass is collective,
-so all processes run as many: one with fewer micro-batches runs fillers, which add nothing.
+more. Adapters (LoRA), which are small, stay whole in each process. Gradients are summed, not averaged: losses are
+divided by counts over all processes already. A pass is collective, so all processes run as many: one with fewer
+micro-batches runs fillers, which add nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from toolwise.errors import ConfigError
 from toolwise.models.attention_layers import adopt_reports, attention_layers, head_problem
+from toolwise.models.merged_weights import is_adapter_weight, merge_in_passes
 
 T = TypeVar("T")
 ENTRY = "toolwise_pass"
@@ -32,12 +34,14 @@ def shard_model(model: Any) -> None:
     if report.problem is not None:
         raise ConfigError(f'cluster.sharding = "fsdp" needs attention that can be packed, and {report.problem}')
     head_problem(model)
+    merge_in_passes(model)
+    adapters = {weight for name, weight in model.named_parameters() if is_adapter_weight(name)}
     trunk, first = model.get_decoder(), next(model.parameters())
     mesh = init_device_mesh(first.device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(first.dtype, torch.float32))
     for layer in trunk.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=adapters)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=adapters)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -62,21 +66,18 @@ def run_pass(model: Any, work: Callable[[], T]) -> T:
     return result
 
 
-def whole_weights(model: Any) -> dict[str, Tensor]:
-    """The model's parameters by name, gathered; a collective if it is sharded."""
-    return {name: gathered(weight) for name, weight in model.named_parameters()}
-
-
 def gathered(weight: Tensor) -> Tensor:
+    """The whole tensor; a collective if it is divided."""
     whole: Tensor = weight.full_tensor().detach() if isinstance(weight, DTensor) else weight
     return whole
 
 
 @torch.no_grad()
 def write_whole(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Write whole weights into the model; each process keeps its part of them."""
-    for name, weight in model.named_parameters():
-        new = weights[name].to(weight.device)
+    """Write whole weights into the model's parameters of these names; each process keeps its part of them."""
+    parameters = dict(model.named_parameters())
+    for name, given in weights.items():
+        weight, new = parameters[name], given.to(parameters[name].device)
         if isinstance(weight, DTensor):
             weight.copy_(distribute_tensor(new, weight.device_mesh, weight.placements, src_data_rank=None))
         else:
@@ -86,6 +87,15 @@ def write_whole(model: Any, weights: Mapping[str, Tensor]) -> None:
 def local(tensor: Tensor) -> Tensor:
     """This process' part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like_sharded(part: Tensor, tensor: Tensor) -> Tensor:
+    """This process' part as that of a tensor which is divided as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return part
+    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
+    whole: Tensor = DTensor.from_local(part, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    return whole
 
 
 def local_range(tensor: Tensor) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -34,6 +35,11 @@ def is_adapter(module: Any) -> bool:
     return hasattr(type(module), "get_delta_weight") and hasattr(module, "base_layer")
 
 
+def is_adapter_weight(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's own."""
+    return ".lora_" in name
+
+
 def merged_copy(model: Any) -> Any:
     """The model with its adapters merged: a copy of its modules with plain layers in place of adapted ones. The merged
     weights are shared by all copies. A model without adapters is returned as it is."""
@@ -47,7 +53,9 @@ def plain_layer(module: Module) -> Module:
 
 def trainable_layer(module: Module) -> Module:
     """A layer that computes with the merged weight and gives the adapter its gradients; any other module as it is."""
-    return (_merged(module).trainable or module) if is_adapter(module) else module
+    if not is_adapter(module):
+        return module
+    return _IN_PASSES[module] if module in _IN_PASSES else _merged(module).trainable or module
 
 
 def base_layer(module: Module) -> Module:
@@ -79,6 +87,16 @@ _BY_WEIGHT: Any = WeakIdKeyDictionary()
 """By the base weight, which is the same object in all copies that share it."""
 _BY_ADAPTER: WeakKeyDictionary[Module, _Merged] = WeakKeyDictionary()
 _ADAPTER_PARAMETERS: Any = WeakIdKeyDictionary()
+_IN_PASSES: WeakKeyDictionary[Module, PassLinear] = WeakKeyDictionary()
+
+
+def merge_in_passes(model: Any) -> None:
+    """From now on add up the weights of the model's adapted layers in each pass, and keep none: whole base weights are
+    there only during a pass. They must be whole now."""
+    for module in model.modules():
+        if is_adapter(module) and AdaptedLinear.supports(module):
+            _IN_PASSES[module] = PassLinear(module, _seed(module.base_layer.weight))
+            _BY_ADAPTER.pop(module, None)
 
 
 def _merged(adapter: Any) -> _Merged:
@@ -167,10 +185,16 @@ def _write(target: Any, adapter: Any, seed: int) -> None:
     weight = adapter.base_layer.weight
     if target.device != weight.device or target.dtype != weight.dtype:
         target.data = torch.empty_like(weight)  # the model has moved
+    deltas = [adapter.get_delta_weight(name) for name in adapter.active_adapters]
+    target.copy_(_sum(weight, deltas, seed))
+
+
+def _sum(weight: Tensor, deltas: Sequence[Tensor], seed: int) -> Tensor:
+    """Values that the precision of the weight can represent."""
     total = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    for name in adapter.active_adapters:
-        total = total + adapter.get_delta_weight(name).to(total.dtype)
-    target.copy_(rounded(total, target.dtype, seed))
+    for delta in deltas:
+        total = total + delta.to(total.dtype)
+    return rounded(total, weight.dtype, seed)
 
 
 def rounded(values: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
@@ -233,6 +257,50 @@ class MergedProduct(torch.autograd.Function):
         grad_a, grad_b = adapter_gradients(grad, rows, lora_a, lora_b, ctx.scaling)
         grad_x = grads[0] @ weight if ctx.needs_input_grad[0] else None
         return grad_x, grad_a, grad_b, None, None, None
+
+
+class PassLinear(nn.Module):
+    """`AdaptedLinear` over a base weight that is gathered for each pass: adds the adapter to it, forward and backward,
+    and keeps no sum."""
+
+    def __init__(self, adapter: Any, seed: int) -> None:
+        super().__init__()
+        [name] = adapter.active_adapters
+        self.base, self.seed = adapter.base_layer, seed
+        self.lora_a, self.lora_b = adapter.lora_A[name].weight, adapter.lora_B[name].weight
+        self.scaling, self.transposed = float(adapter.scaling[name]), bool(adapter.fan_in_fan_out)
+
+    @property
+    def bias(self) -> Any:
+        return self.base.bias
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """[out, in]"""
+        delta = (self.lora_b @ self.lora_a).detach() * self.scaling
+        total = _sum(weight.detach(), [delta.t() if self.transposed else delta], self.seed).to(weight.dtype)
+        return total.t() if self.transposed else total
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = PassProduct.apply(x, self.lora_a, self.lora_b, self.base.weight, self)  # type: ignore[no-untyped-call]
+        return out
+
+
+class PassProduct(torch.autograd.Function):
+    """`MergedProduct` that keeps the base weight alone for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lora_a: Tensor, lora_b: Tensor, weight: Tensor, layer: PassLinear) -> Tensor:
+        ctx.save_for_backward(x, lora_a, lora_b, weight)
+        ctx.layer = layer
+        return linear(x, layer.merged(weight), layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, lora_a, lora_b, weight = ctx.saved_tensors
+        grad, rows = grads[0].flatten(0, -2), x.flatten(0, -2)
+        grad_a, grad_b = adapter_gradients(grad, rows, lora_a, lora_b, ctx.layer.scaling)
+        grad_x = grads[0] @ ctx.layer.merged(weight) if ctx.needs_input_grad[0] else None
+        return grad_x, grad_a, grad_b, None, None
 
 
 def adapter_gradients(grad: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> tuple[Tensor, Tensor]:

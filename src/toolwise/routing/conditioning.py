@@ -134,6 +134,7 @@ class Conditioning:
             price=chosen.price.get(chosen.first_unit, 0.0),
             wrap_env=allowance.wrap_env,
             price_calls=self.price_calls(task, self.offered(task, chosen.name)),
+            budget=budget,
         )
 
     @property

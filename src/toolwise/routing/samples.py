@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Protocol
@@ -122,6 +122,12 @@ class RoutePredictor(Protocol):
 
     def load(self, folder: Any) -> dict[str, Any]:
         """Replaces the head with the one in `folder`; returns the metadata saved with it."""
+
+    def prediction_state(self) -> dict[str, Any]:
+        """The heads, as plain values and tensors."""
+
+    def at_state(self, state: Mapping[str, Any]) -> RoutePredictor:
+        """One with the heads of this `prediction_state`, over the same trunk."""
 
 
 class RouterModel(RoutePredictor, Stateful, Protocol):

@@ -37,6 +37,9 @@ class TurnChooser:
     """The head's prediction from the tokens of the conversation."""
     choose: Callable[[RoutePrediction, int, int], int]
     """(prediction, turn, rollout offset) -> the index of a route"""
+    explore: bool = False
+    shift: float | None = None
+    """How it chooses, for a process that builds it again: as in `TurnRouter.decision_for`."""
 
     async def route(
         self, turn: int, messages: Sequence[Message], prompt_ids: Sequence[int], rollout_offset: int

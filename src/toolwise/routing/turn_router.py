@@ -6,6 +6,7 @@ learn    scored rollouts ─► rewards and costs from each turn on ─► advan
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -48,19 +49,34 @@ class TurnRouter(InferenceRouter):
         self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step", explore: bool = False
     ) -> list[RouteDecision]:
         return [
-            self._turn_decision(f"{label}-{step}/{index}/{task.task_id}", task, n) for index, task in enumerate(tasks)
+            self.decision_for(f"{label}-{step}/{index}/{task.task_id}", task, n) for index, task in enumerate(tasks)
         ]
 
     def decide_shifted(self, tasks: Sequence[Task], shift: float, step: int) -> list[RouteDecision]:
         """Every task once, with the best routes after a shift; nothing is learned from it."""
         return [
-            self._turn_decision(f"calibration-{step}/{index}/{task.task_id}", task, 1, shift=shift)
+            self.decision_for(f"calibration-{step}/{index}/{task.task_id}", task, 1, shift=shift)
             for index, task in enumerate(tasks)
         ]
 
-    def _turn_decision(
+    def turn_state(self) -> dict[str, Any]:
+        """What decides the routes of turns at the moment, as plain values and tensors: see `at_state`."""
+        calibration = None if self.calibration is None else self.calibration.to_json()
+        return {"model": self.model.prediction_state(), "lambdas": self.budgets.lambdas, KEY: calibration}
+
+    def at_state(self, state: Mapping[str, Any]) -> TurnRouter:
+        """A router that routes as the one whose `turn_state` this is, over the engine and the prompts of this one."""
+        other = copy.copy(self)
+        other.model, other.budgets = self.model.at_state(state["model"]), copy.deepcopy(self.budgets)
+        other.budgets.set_lambdas(state["lambdas"])
+        other.calibration = self._read_calibration(state)
+        return other
+
+    def decision_for(
         self, prompt_id: str, task: Task, n: int, *, explore: bool = False, shift: float | None = None
     ) -> RouteDecision:
+        """`explore`: sample routes from the head that learns. `shift`: take the best ones after this shift."""
+
         def choose(prediction: RoutePrediction, turn: int, offset: int) -> int:
             if shift is not None:
                 return shifted_route(prediction, self._weights(task), shift, task.prompt, turn)
@@ -73,7 +89,7 @@ class TurnRouter(InferenceRouter):
             return self.model.predict_encoded(prompt_ids, features, self.multipliers, averaged=not explore)
 
         decision = turn_decision(
-            TurnChooser(task, self.conditioning, predict, choose),
+            TurnChooser(task, self.conditioning, predict, choose, explore, shift),
             group_id=prompt_id,
             n=n,
             seed=Random(f"route/{self.seed}/{prompt_id}").getrandbits(48),
@@ -150,7 +166,7 @@ class LearnedTurnRouter(TurnRouter, RemembersPrompts):
         if not explore:
             return super().decide(tasks, n, step, label=label)
         decisions = [
-            self._turn_decision(f"{label}-{step}/{index}/{task.task_id}", task, n, explore=True)
+            self.decision_for(f"{label}-{step}/{index}/{task.task_id}", task, n, explore=True)
             for index, task in enumerate(tasks)
         ]
         self._pending |= {decision.group_id for decision in decisions}

@@ -204,6 +204,8 @@ class RouteDecision:
     """Wraps the environment of each rollout, such as to hold it to a cost."""
     price_calls: PriceCalls | None = field(default=None, compare=False)
     """Prices the calls of a rollout, those that were refused included; None: the tools' own prices."""
+    budget: float | None = None
+    """What the agent is told that it may spend on average; None: what the configuration says."""
 
 
 @dataclass(frozen=True, slots=True)

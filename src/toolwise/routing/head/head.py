@@ -79,9 +79,9 @@ class RouterHead(nn.Module):
         )
 
     def _outputs(self, features: Tensor) -> Tensor:
-        # The head's own dtype is fp32, except in tests that need more precision.
+        # The head's own dtype is fp32, except in tests that need more precision. Features may come from elsewhere.
         norm, hidden, out = self.norm, self.hidden, self.out
-        x = layer_norm(features.to(out.weight.dtype), norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+        x = layer_norm(features.to(out.weight), norm.normalized_shape, norm.weight, norm.bias, norm.eps)
         if hidden is not None:
             x = gelu(linear(x, hidden.weight, hidden.bias))
         return linear(x, out.weight, out.bias)

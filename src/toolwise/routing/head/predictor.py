@@ -190,6 +190,17 @@ class HeadPredictor:
             )
         ]
 
+    def prediction_state(self) -> dict[str, Any]:
+        return {"head": dict(self.head.named_parameters()), "average": self.average.state_dict()}
+
+    @torch.no_grad()
+    def at_state(self, state: Mapping[str, Any]) -> HeadPredictor:
+        head, tokens = copy.deepcopy(self.head), self.micro_batch_tokens
+        other = HeadPredictor(self.model, head, micro_batch_tokens=tokens, encode=self.encode)
+        other._copy_head_weights(state["head"], "the ticket has")
+        other.average.load_state_dict(state["average"], head)
+        return other
+
     @torch.no_grad()
     def load(self, folder: Any) -> dict[str, Any]:
         head, metadata = load_head(Path(folder))

@@ -164,8 +164,8 @@ def test_a_run_that_has_only_begun_can_be_opened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("holder", "summary", "state"),
     [
-        (os.getpid(), None, "running"),
-        (os.getpid(), {"interrupted": True}, "running"),  # it was resumed
+        ("own", None, "running"),
+        ("own", {"interrupted": True}, "running"),  # it was resumed
         (None, None, "crashed"),
         (2**22 - 1, None, "crashed"),
         (10**20, None, "crashed"),
@@ -175,6 +175,7 @@ def test_a_run_that_has_only_begun_can_be_opened(tmp_path: Path) -> None:
 )
 def test_a_run_is_live_while_its_process_is(tmp_path: Path, holder: Any, summary: Any, state: str) -> None:
     if holder is not None:
+        holder = os.getpid() if holder == "own" else holder
         (tmp_path / ".lock").write_text(f"{holder} {socket.gethostname()}\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     if summary is not None:

@@ -25,6 +25,9 @@ settings.register_profile("quick", max_examples=25, deadline=None)
 settings.register_profile("thorough", max_examples=300, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
+# Some virtual machines report Intel's AMX without its tile palette: bfloat16 products there end the process with an
+# illegal instruction. Training refuses bfloat16 on a CPU, tests compute with it. Worker processes inherit this.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 gc.disable()  # until all is imported and collected: it would look through every module again and again
 

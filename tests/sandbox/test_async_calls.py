@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,9 @@ async def f(messages, truth):
     return 1.0
 
 async def half_a_second(messages, truth):
+    began = time.monotonic()
     await asyncio.sleep(0.5)
-    return 1.0
+    return {"score": 1.0, "metrics": {"began": began, "ended": time.monotonic()}}
 
 async def shared(messages, truth):
     print("begin")
@@ -104,21 +106,32 @@ def rollouts(count: int) -> list[Rollout]:
 def test_sixteen_that_wait_half_a_second_take_about_as_long_as_one(tier: str, reference: Callable[[str], str]) -> None:
     with Sandbox(tier, timeout_s=20, workers=1) as sandbox:  # type: ignore[arg-type]
         sandbox.signature_of(reference("half_a_second"))  # as at the start of a run: the worker is running
+        evaluate = partial(sandbox.evaluate_batch, reference("half_a_second"), [[]] * 16, [None] * 16)
+        assert_overlap(evaluate)
+
+
+def assert_overlap(evaluate: Callable[[], list[EvaluateResult]]) -> None:
+    """All sixteen wait at once, and so take about as long as one; the best of three tries, for a busy machine."""
+    tries = []
+    for _ in range(3):
         began = time.monotonic()
-        results = sandbox.evaluate_batch(reference("half_a_second"), [[]] * 16, [None] * 16)
+        results = evaluate()
         seconds = time.monotonic() - began
-    assert kinds(results) == ["ok"] * 16
-    assert seconds < 3.0  # one by one: 8
+        assert kinds(results) == ["ok"] * 16
+        spans = [(result.metrics["began"].score, result.metrics["ended"].score) for result in results]
+        at_once = max(sum(begin <= instant < end for begin, end in spans) for instant, _ in spans)
+        tries.append((at_once, seconds))
+        if at_once == 16 and seconds < 1.0:  # one by one: 1, and 8 s
+            return
+    raise AssertionError(f"calls at once, and seconds: {tries}")
 
 
 def test_async_calls_overlap_in_the_executors_too(reference: Callable[[str], str]) -> None:
     reward = Reward.of(reference("half_a_second"))
     with Sandbox(timeout_s=20, workers=1) as sandbox:
+        sandbox.signature_of(reference("half_a_second"))
         for executor in (SandboxExecutor(sandbox), InProcessExecutor()):
-            began = time.monotonic()
-            results = asyncio.run(executor.evaluate(reward, rollouts(16), step=0))
-            assert kinds(results) == ["ok"] * 16
-            assert time.monotonic() - began < 4.0
+            assert_overlap(lambda run=executor: asyncio.run(run.evaluate(reward, rollouts(16), step=0)))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

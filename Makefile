@@ -15,7 +15,7 @@ WORKERS ?= $(shell expr 3 + $(CORES))
 SANDBOX_WORKERS ?= $(shell expr 1 + $(CORES))
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-docs test-browser screenshots test-namespaced test-long fuzz check format vllm-env bench-env agents-env trackers-env clean help
+.PHONY: demo test test-docs test-numerics browser test-browser screenshots test-namespaced test-long fuzz check format vllm-env bench-env agents-env trackers-env clean help
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,12 +32,23 @@ test-docs: $(READY)  ## Every snippet in the README and in docs/ and a notebook'
 	$(TEST) -n $(WORKERS) --dist loadfile tests/docs
 
 BROWSER_PATH ?= $(firstword $(foreach name,chromium chromium-browser google-chrome google-chrome-stable,$(shell command -v $(name))))
-test-browser: $(READY)  ## The pages of `toolwise view` in a real browser, during a real training
+browser:  ## The browser in which the pages are tested
 	@test -n "$(BROWSER_PATH)" || { echo 'no browser: apt-get install chromium, or make test-browser BROWSER_PATH=/path/to/chrome' >&2; exit 1; }
+	@echo "$(BROWSER_PATH)"
+
+test-browser: $(READY) browser  ## The pages of `toolwise view` in a real browser, during a real training
 	BROWSER_PATH=$(BROWSER_PATH) $(TEST) -n 0 tests/browser
 
 screenshots: $(READY)  ## The pictures of docs/view.md, taken by the tests; SCREENSHOT_RUN=RUN shows another run
 	SCREENSHOTS=docs/images $(TEST) -n 0 tests/browser/test_screenshots.py
+
+# `make test` computes with the best instructions that the machine has, and with one thread.
+NUMERIC := $(addprefix tests/,advantages engine kernels learner models routing/head thinking)
+test-numerics: $(READY)  ## The numeric tests without vector instructions and with AVX2, each with one and two threads
+	@for set in default avx2; do for threads in 1 2; do \
+		echo "== instructions: $$set, threads: $$threads"; \
+		ATEN_CPU_CAPABILITY=$$set OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(NUMERIC) -m 'not long' || exit 1; \
+	done; done
 
 test-namespaced: $(READY)  ## What needs bubblewrap (apt install bubblewrap): the sandbox's tier of namespaces
 	@command -v bwrap > /dev/null || { echo 'bubblewrap is missing: apt install bubblewrap' >&2; exit 1; }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,16 @@ from view_runs import sample_run
 from toolwise.serve.server import Server
 from toolwise.view.view_server import Pages, build_view_app
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
-    path = os.environ.get("BROWSER_PATH") or next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
+    path = os.environ.get("BROWSER_PATH")
+    if path is None:  # the Makefile knows the names
+        found = subprocess.run(["make", "-s", "browser"], cwd=ROOT, capture_output=True, text=True, check=False)
+        path = found.stdout.strip()
+    if not path:
         pytest.skip("no browser: apt-get install chromium, or set BROWSER_PATH")
     from playwright.sync_api import sync_playwright
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from toolwise.errors import ModelError
-from toolwise.models import BUILTIN, load_chat, load_model, locate
+from toolwise.models import BUILTIN, hub, load_chat, load_model, locate
 
 COMMITS = {"main": "1" * 40, "v1": "2" * 40}
 
@@ -60,6 +64,64 @@ def test_a_name_that_is_not_there_says_what_to_do() -> None:
         locate("owner/other", "v2")
     assert "\n" not in str(caught.value)
     assert "revision 'v2'" in str(caught.value)
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """Where connections are neither accepted nor refused: the queue of a server that never takes them is full."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        yield int(server.getsockname()[1])
+
+
+@pytest.fixture
+def hub_at(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    from huggingface_hub import constants
+
+    def move(port: int) -> None:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+
+    return move
+
+
+@pytest.mark.parametrize("port", ["closed_port", "silent_port"])
+def test_without_a_network_a_name_fails_at_once_in_one_line(
+    port: str,
+    hub_at: Callable[[int], None],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(hub, "CONNECT_S", 0.3)
+    number = request.getfixturevalue(port)
+    hub_at(number)
+    began = time.monotonic()
+    with pytest.raises(ModelError, match=rf"'owner/other' is not .*http://127\.0\.0\.1:{number} cannot be reached"):
+        locate("owner/other")
+    assert time.monotonic() - began < 3
+    assert caplog.records == []  # the hub's client warned of each retry
+
+
+def test_without_a_network_a_cached_model_still_loads(
+    cache: Path, hub_at: Callable[[int], None], closed_port: int
+) -> None:
+    hub_at(closed_port)
+    assert Path(locate("owner/name")) == cache / COMMITS["main"]
+    assert Path(locate("owner/name", "v1")) == cache / COMMITS["v1"]
 
 
 def test_a_folder_has_no_revision(tmp_path: Path) -> None:

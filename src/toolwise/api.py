@@ -19,6 +19,7 @@ from toolwise.config.imports import in_worker
 from toolwise.config.loader import apply_overrides, build_config
 from toolwise.config.schema import RunConfig, load_config
 from toolwise.config.sft import SftConfig
+from toolwise.data.row_layout import PLAIN, RowLayout
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.types import Task
 
@@ -91,7 +92,8 @@ def train(
     run_config = read_config(config, overrides, model)
     folder = Path(out) if out is not None else new_run_folder(run_config.name)
     cache = cache_folder(run_config, folder)
-    rows, held_out = read_tasks(tasks, "tasks", cache), read_tasks(val, "val", cache)
+    layout = RowLayout.of(run_config.data)
+    rows, held_out = read_tasks(tasks, "tasks", cache, layout), read_tasks(val, "val", cache, layout)
     parts: dict[str, Any] = {"tools": tools, "reward": reward, "env": env, "router": router, "parser": parser}
     parts |= {"estimator": estimator, "loss": loss, "agent": agent}
     observed: dict[str, Any] = {"trackers": trackers, "callbacks": callbacks}
@@ -215,8 +217,8 @@ def evaluate(
     from toolwise.training.metrics import summarize_validation
     from toolwise.training.rollout_setup import setup_evaluation
 
-    held_out = read_tasks(tasks, "tasks") or []
     run_config = read_config(config, overrides, model)
+    held_out = read_tasks(tasks, "tasks", layout=RowLayout.of(run_config.data)) or []
     parts: dict[str, Any] = {"tools": tools, "reward": reward, "env": env, "router": router, "parser": parser}
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="toolwise-"))  # holds the source of notebook cells
@@ -332,11 +334,13 @@ def check_model(model: Any) -> None:
         )
 
 
-def read_tasks(tasks: Tasks | None, source: str, cache: Path | None = None) -> Sequence[Task] | None:
+def read_tasks(
+    tasks: Tasks | None, source: str, cache: Path | None = None, layout: RowLayout = PLAIN
+) -> Sequence[Task] | None:
     """The tasks of files or of rows given in Python; `cache` is for converted files."""
     from toolwise.training.tasks import read_given_tasks
 
-    return read_given_tasks(tasks, source, cache)
+    return read_given_tasks(tasks, source, cache, layout)
 
 
 def new_run_folder(name: str) -> Path:

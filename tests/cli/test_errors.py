@@ -146,7 +146,7 @@ def bad_json_line(desk: Desk) -> list[object]:
     return desk.rows({"prompt": "1?"}, '{"prompt": ')
 
 
-@case("train.jsonl: row 1", "field prompt", "missing", "rename the column `messages`")
+@case("train.jsonl: row 1", "field prompt", "missing", 'data.columns = { prompt = "messages" }')
 def row_without_prompt(desk: Desk) -> list[object]:
     return desk.rows({"prompt": "1?"}, {"messages": []})
 

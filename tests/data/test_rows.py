@@ -318,7 +318,7 @@ def test_bad_token_ids_are_named(tmp_path: Path, row: dict[str, Any], field: str
         ({"prompt": None}, "prompt", "missing"),
         ({"prompt": []}, "prompt", "missing or empty"),
         ({"prompt": ""}, "prompt", "missing or empty"),
-        ({"prompt": None, "messages": PROMPT}, "prompt", "rename the column `messages`"),
+        ({"prompt": None, "messages": PROMPT}, "prompt", 'data.columns = { prompt = "messages" }'),
         ({"prompt": {"role": "user"}}, "prompt", "list of messages or a string"),
         ({"prompt": ["hello"]}, "prompt[0]", "not a message"),
         ({"prompt": [{"role": "robot", "content": "x"}]}, "prompt[0].role", "'robot'"),

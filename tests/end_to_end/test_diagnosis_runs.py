@@ -71,7 +71,7 @@ def test_a_run_that_cannot_learn_says_why_everywhere_and_exits_with_3(
         assert f"WARNING {kind}\n  {finding['cause']}\n  {finding['cure']}\n" in ended.out
         assert ended.out.count(finding["cause"]) == 1
         assert f'<span class="badge">{kind}</span>' in page
-    assert "Rename the column answer to ground_truth" in ended.out
+    assert 'Set data.columns = { ground_truth = "answer" }' in ended.out
     assert "never updated" in ended.err
     assert json.loads((run / "diagnosis.json").read_bytes()) == found["diagnosis"]
 

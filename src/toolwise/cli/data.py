@@ -16,11 +16,27 @@ from toolwise.terminal import print_json, print_line
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from toolwise.data.row_layout import RowLayout
     from toolwise.routing.labels.labeler import LabellingResult
     from toolwise.tools.base import BaseTool
     from toolwise.types import Task
 
 app = typer.Typer(name="data", help="Prepare, label and inspect datasets.", no_args_is_help=True)
+
+ColumnOption = Annotated[
+    list[str] | None,
+    typer.Option("--column", metavar="FIELD=COLUMN", help="As data.columns, such as prompt=question; repeatable."),
+]
+
+
+def read_layout(columns: list[str] | None) -> RowLayout:
+    from toolwise.data.row_layout import RowLayout
+
+    pairs = [option.partition("=") for option in columns or ()]
+    for name, equals, column in pairs:
+        if not (name and equals and column):
+            raise ConfigError(f"--column {name + equals + column!r}: write it as field=column, such as prompt=question")
+    return RowLayout({name: column for name, _, column in pairs})
 
 
 @app.command()
@@ -67,6 +83,7 @@ def label(
         Path | None, typer.Option(help="Cache of the model's answers (default: OUT.cache.jsonl).", show_default=False)
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent requests.")] = 16,
+    column: ColumnOption = None,
 ) -> None:
     """Label tools with families and tasks with routes, to warm-start the router. Optional."""
     from toolwise.data import load_tasks
@@ -81,7 +98,7 @@ def label(
     if os.path.realpath(out) == os.path.realpath(file):
         raise ConfigError(f"--out {out} is the input file: choose another path, the input is never overwritten")
     built = build_tools(tools or [])
-    tasks = load_tasks(file)
+    tasks = load_tasks(file, layout=read_layout(column))
     if heuristic:
         result = label_by_rules(tasks, built)
     else:
@@ -108,13 +125,14 @@ def label(
 @app.command()
 def stats(
     file: Annotated[Path, typer.Argument(help="Task file: .parquet, .jsonl or .json.")],
+    column: ColumnOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Check every row of a task file and summarize its contents."""
     from toolwise.data.stats import describe_tasks, stats_table
     from toolwise.terminal.display import Console
 
-    description = describe_tasks(file)
+    description = describe_tasks(file, read_layout(column))
     if as_json:
         print_json(description)
     else:

@@ -91,10 +91,12 @@ def evaluate(
 def held_out_tasks(config: RunConfig, source: Path, data: Path | None) -> Sequence[Task]:
     """The tasks in `data`, or those of the configuration's data.val."""
     from toolwise.data import open_tasks
+    from toolwise.data.row_layout import RowLayout
 
     if (file := data or config.data.val) is None:
         raise ConfigError(f"{source} does not set data.val: add --data FILE")
-    return open_tasks(file, limit=config.data.val_limit if data is None else None, cache=config.data.cache)
+    limit = config.data.val_limit if data is None else None
+    return open_tasks(file, limit=limit, cache=config.data.cache, layout=RowLayout.of(config.data))
 
 
 def warn_about_calibration_tasks(source: Path, tasks: Sequence[Task]) -> None:

@@ -65,6 +65,7 @@ def rollout(
     from toolwise.api import new_run_folder
     from toolwise.config.schema import load_config
     from toolwise.data import open_tasks
+    from toolwise.data.row_layout import RowLayout
     from toolwise.training.rollout_files import write_records
 
     if source.is_dir() and policy == "local":
@@ -75,7 +76,7 @@ def rollout(
         raise ConfigError("toolwise rollout plays our own loop, not an agent of your own: use toolwise eval")
     if (file := data or config.data.val or config.data.train) is None:
         raise ConfigError("the configuration sets neither data.val nor data.train: add --data FILE")
-    tasks = list(open_tasks(file, limit=count, cache=config.data.cache))
+    tasks = list(open_tasks(file, limit=count, cache=config.data.cache, layout=RowLayout.of(config.data)))
     folder = out or new_run_folder("rollouts")
     scored = _roll_out(
         config,

@@ -28,6 +28,11 @@ class DataConfig(Section):
     """Training tasks: a Parquet or JSONL file, a glob, or a list of files, globs and tables {path, weight}."""
     val: TaskSources | None = None
     """Held-out validation tasks, never trained on: a file, a glob, or a list of them."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Which column of the files holds which field, such as { prompt = "question", ground_truth = "answer" }; fields
+    that are not named are read from the column of their own name."""
+    system_prompt: str = ""
+    """System message of every prompt that does not begin with one."""
     batch_size: PositiveInt = 16
     """Tasks per step."""
     shuffle: bool = True

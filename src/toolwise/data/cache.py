@@ -21,6 +21,7 @@ from typing import Any
 
 from toolwise.data.conversion import HASHES, IDS, PROFILES, ROWS, convert
 from toolwise.data.files import one_line
+from toolwise.data.row_layout import PLAIN, RowLayout
 from toolwise.data.table import TaskTable
 from toolwise.errors import DataError
 from toolwise.serialization.files import sync, write_atomic
@@ -36,21 +37,23 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 log = logging.getLogger("toolwise.data")
 
 
-def open_table(path: Path, name: str, cache: Path, progress: Callable[[str], None]) -> TaskTable:
+def open_table(
+    path: Path, name: str, cache: Path, progress: Callable[[str], None], layout: RowLayout = PLAIN
+) -> TaskTable:
     """The tasks of a file, from its copy in `cache`, which is made first if there is none. Ids begin with `name`."""
-    source = _identity(path, name)
+    source = _identity(path, name, layout)
     family = _family(source)
     entry = cache / f"{family}-{_digest(source)}"
-    if (table := _open(entry, path, name, source)) is not None:
+    if (table := _open(entry, path, name, source, layout)) is not None:
         return table
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _lock(cache / f".{family}.lock", path, progress):
-            if (table := _open(entry, path, name, source)) is None:
+            if (table := _open(entry, path, name, source, layout)) is None:
                 _remove_others(cache, family)
                 progress(f"converting {path}, once, to {entry}")
-                _make(entry, path, name, source, progress)
-                table = _open(entry, path, name, source)
+                _make(entry, path, name, source, progress, layout)
+                table = _open(entry, path, name, source, layout)
     except OSError as error:
         raise _disk_error(path, cache, error) from error
     if table is None:
@@ -58,34 +61,35 @@ def open_table(path: Path, name: str, cache: Path, progress: Callable[[str], Non
     return table
 
 
-def _identity(path: Path, name: str) -> dict[str, Any]:
+def _identity(path: Path, name: str, layout: RowLayout) -> dict[str, Any]:
     """What a copy depends on. The time of the last change (ctime) also tells a file whose other time was set back."""
     try:
         status = path.stat()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
     times = {"modified": status.st_mtime_ns, "changed": status.st_ctime_ns}
-    return {"format": FORMAT, "path": os.path.realpath(path), "name": name, "size": status.st_size, **times}
+    source = {"format": FORMAT, "path": os.path.realpath(path), "name": name, "size": status.st_size, **times}
+    return source if layout.is_plain else source | {"layout": [dict(layout.columns), layout.system_prompt]}
 
 
 def _family(source: dict[str, Any]) -> str:
-    """The copies of one file under one name, whatever its content, share it."""
+    """The copies of one file under one name and in one layout, whatever its content, share it."""
     stem = re.sub(r"[^\w.-]", "_", source["name"])[-40:]
-    return f"{stem}-{_digest([source['path'], source['name']])}"
+    return f"{stem}-{_digest([source[key] for key in ('path', 'name', 'layout') if key in source])}"
 
 
 def _digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _open(entry: Path, path: Path, name: str, source: dict[str, Any]) -> TaskTable | None:
+def _open(entry: Path, path: Path, name: str, source: dict[str, Any], layout: RowLayout) -> TaskTable | None:
     """None if there is no copy, or one that is damaged."""
     try:
         recorded = json.loads((entry / _SOURCE).read_text("utf-8"))
         sizes = {file: (entry / file).stat().st_size for file in _FILES}
         if recorded["source"] != source or recorded["sizes"] != sizes:
             return None
-        table = TaskTable(entry, path, name)
+        table = TaskTable(entry, path, name, layout=layout)
         return table if len(table) == recorded["rows"] == len(table.hashes) == len(table.profiles) else None
     except FileNotFoundError:
         return None
@@ -94,13 +98,20 @@ def _open(entry: Path, path: Path, name: str, source: dict[str, Any]) -> TaskTab
         return None
 
 
-def _make(entry: Path, path: Path, name: str, source: dict[str, Any], progress: Callable[[str], None]) -> None:
+def _make(
+    entry: Path,
+    path: Path,
+    name: str,
+    source: dict[str, Any],
+    progress: Callable[[str], None],
+    layout: RowLayout,
+) -> None:
     temporary = entry.with_name(f".{entry.name}.{os.getpid()}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        rows = convert(path, name, temporary, progress)
-        if _identity(path, name) != source:
+        rows = convert(path, name, temporary, progress, layout)
+        if _identity(path, name, layout) != source:
             raise DataError(f"{path}: changed while it was read; start again when nothing writes to it")
         sizes = {file: (temporary / file).stat().st_size for file in _FILES}
         write_atomic(

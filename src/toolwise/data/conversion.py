@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from toolwise.data.files import ReadBudget, iterate_rows, row_error
 from toolwise.data.profiles import profile_of
+from toolwise.data.row_layout import PLAIN, RowLayout
 from toolwise.data.rows import has_own_id, id_prefix, read_task
 from toolwise.types import Task
 
@@ -39,18 +40,20 @@ Hashes = npt.NDArray[np.uint64]
 Progress = Callable[[str], None]
 
 
-def convert(path: Path, name: str, folder: Path, progress: Progress) -> int:
-    """Writes the converted file to `folder`, which exists; returns its rows. Ids begin with `name`."""
+def convert(path: Path, name: str, folder: Path, progress: Progress, layout: RowLayout = PLAIN) -> int:
+    """Writes the converted file to `folder`, which exists; returns its rows. Ids begin with `name`.
+
+    Rows are stored as they are; what depends on `layout` are their ids, their profiles, and whether they are valid."""
     budget = ReadBudget(path, at_least=_MAX_UNPACKED * path.stat().st_size if path.exists() else 0)
     columns = _Columns()
     with ExitStack() as stack:
         rows = stack.enter_context(_ArrowFile(folder / ROWS, "row", binary=True))
         ids = stack.enter_context(_ArrowFile(folder / IDS, "task_id"))
         for number, (row, line) in enumerate(iterate_rows(path, budget)):
-            task = read_task(path, number, row, {}, name=name)
+            task = read_task(path, number, row, {}, name=name, layout=layout)
             rows.add(json.dumps(row).encode() if line is None else line.strip())
             ids.add(task.task_id)
-            columns.add(task, name, own_id=has_own_id(row))
+            columns.add(task, name, own_id=has_own_id(layout.rename(path, number, row)))
             if number and number % _PROGRESS_ROWS == 0:
                 progress(f"converting {path}: {number:,} rows")
     _make_unique(path, folder, columns)

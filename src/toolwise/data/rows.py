@@ -13,36 +13,11 @@ from pydantic import ValidationError
 
 from toolwise.data.files import Row, drop_nulls, read_rows, row_error
 from toolwise.data.prompts import as_unicode, first_error, is_unicode, read_message, read_prompt_ids
+from toolwise.data.row_layout import KNOWN_COLUMNS, PLAIN, RowLayout, list_columns
 from toolwise.errors import DataError
 from toolwise.messages import Message
 from toolwise.types import Task
 from toolwise.untrusted.patterns import PatternError, compile_pattern
-
-KNOWN_COLUMNS = frozenset(
-    {
-        "task_id",
-        "prompt",
-        "prompt_ids",
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "data_source",
-        "ability",
-        "reward_model",
-        "ground_truth",
-        "extra_info",
-        "tools",
-        "tools_kwargs",
-        "interaction_kwargs",
-        "need_tools_kwargs",
-        "evaluation_criteria",
-        "termination_regex",
-        "router_target_action",
-        "tool_families",
-        "router_labelled_by",
-    }
-)
-"""Every other column is passed to the reward as a keyword argument."""
 
 TOOL_PHASES = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 _RESERVED_ARGUMENTS = frozenset(
@@ -50,36 +25,52 @@ _RESERVED_ARGUMENTS = frozenset(
 )
 _LABEL_COLUMNS = ("router_target_action", "tool_families", "router_labelled_by")
 """Columns added by `toolwise data label`; like the labels of a sidecar file, they go into `extra_info`."""
+_PROMPT_NAMES = ("messages", "question", "problem", "instruction", "query", "input", "text")
+"""What other datasets call the prompt."""
 _PLAIN_TYPES = frozenset({str, int, bool, type(None)})
 _TASK_OPTIONS = frozenset({"tools", "tools_kwargs", "interaction_kwargs", "need_tools_kwargs"})
 
 
-def load_tasks(path: str | Path, *, limit: int | None = None) -> list[Task]:
+def load_tasks(path: str | Path, *, limit: int | None = None, layout: RowLayout = PLAIN) -> list[Task]:
     """Loads the tasks of a Parquet, JSONL or JSON file in order; raises `DataError` for the first bad row."""
-    return tasks_from_rows(Path(path), read_rows(path, limit=limit))
+    return tasks_from_rows(Path(path), read_rows(path, limit=limit), layout=layout)
 
 
-def tasks_from_rows(path: Path, rows: Iterable[Task | Mapping[str, Any]], *, name: str = "") -> list[Task]:
-    """`path` is for errors and, without a `name`, for ids."""
+def tasks_from_rows(
+    path: Path, rows: Iterable[Task | Mapping[str, Any]], *, name: str = "", layout: RowLayout = PLAIN
+) -> list[Task]:
+    """`path` is for errors and, without a `name`, for ids. A `Task` has fields, not columns."""
     tasks: list[Task] = []
     rows_by_id: dict[str, int] = {}
     for number, row in enumerate(rows):
-        task = row if isinstance(row, Task) else read_task(path, number, dict(row), rows_by_id, name=name)
+        if isinstance(row, Task):
+            task = layout.add_system_prompt(path, number, row)
+        else:
+            task = read_task(path, number, dict(row), rows_by_id, name=name, layout=layout)
         rows_by_id[task.task_id] = number
         tasks.append(task)
     return tasks
 
 
-def read_task(path: Path, number: int, row: Row, rows_by_id: Mapping[str, int], *, name: str = "") -> Task:
+def read_task(
+    path: Path,
+    number: int,
+    row: Row,
+    rows_by_id: Mapping[str, int],
+    *,
+    name: str = "",
+    layout: RowLayout = PLAIN,
+) -> Task:
     """Reads one row. `path` and `number` are for its id and errors; `rows_by_id` maps ids to earlier rows; ids begin
     with `name`, by default the file's."""
+    row = layout.rename(path, number, row)
     try:
         task = _RowReader(path, number, row, name or as_unicode(path.stem)).task(rows_by_id)
     except RecursionError:
         raise row_error(path, number, "(whole row)", "nested too deeply to be read; flatten it") from None
     if not is_unicode(task.task_id):
         raise row_error(path, number, "task_id", "not valid Unicode (lone surrogate); correct the text")
-    return task
+    return layout.add_system_prompt(path, number, task)
 
 
 def has_own_id(row: Mapping[str, Any]) -> bool:
@@ -193,8 +184,10 @@ class _RowReader:
         if value is None and not required:
             return []
         if value is None or value in ("", []):
-            misnamed = "messages" in self.row
-            hint = "rename the column `messages` to it" if misnamed else "give messages, a string or prompt_ids"
+            hint = "give messages, a string or prompt_ids"
+            if "prompt" not in self.row:
+                likely = next((name for name in _PROMPT_NAMES if name in self.row), "question")
+                hint += f', or name its column: data.columns = {{ prompt = "{likely}" }}; {list_columns(self.row)}'
             raise self.error("prompt", f"missing or empty; {hint}")
         if isinstance(value, str):
             value = [{"role": "user", "content": value}]

@@ -19,6 +19,7 @@ from toolwise.data.cache import CACHE_FOLDER, open_table
 from toolwise.data.conversion import duplicate_id, repeated
 from toolwise.data.files import open_data, read_rows
 from toolwise.data.prompts import as_unicode
+from toolwise.data.row_layout import PLAIN, RowLayout
 from toolwise.data.rows import tasks_from_rows
 from toolwise.data.table import TaskTable
 from toolwise.data.task_set import TaskSet
@@ -43,6 +44,7 @@ def open_tasks(
     *,
     limit: int | None = None,
     cache: Path | None = None,
+    layout: RowLayout = PLAIN,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Sequence[Task]:
     """The tasks of all sources in order: a list if they are few, else read from `cache` when needed.
@@ -59,7 +61,7 @@ def open_tasks(
         before = len(parts)
         for file in group:
             if left is None or left > 0:
-                parts.append(_open_file(file, left, cache or DEFAULT_CACHE, progress))
+                parts.append(_open_file(file, left, cache or DEFAULT_CACHE, progress, layout))
                 opened.append(file)
                 left = None if left is None else left - len(parts[-1])
         source_parts.append(len(parts) - before)
@@ -107,13 +109,15 @@ def _names(paths: Sequence[Path]) -> dict[Path, str]:
 
 
 def _open_file(
-    file: TaskFile, limit: int | None, cache: Path, progress: Callable[[str], None]
+    file: TaskFile, limit: int | None, cache: Path, progress: Callable[[str], None], layout: RowLayout
 ) -> TaskTable | list[Task]:
     few = limit is not None and limit <= SMALL_ROWS
     if few or _is_small(file.path):
-        return tasks_from_rows(file.path, read_rows(file.path, limit=limit), name=file.name)
-    table = open_table(file.path, file.name, cache, progress)
-    return table if limit is None else TaskTable(table.folder, file.path, file.name, limit=limit)
+        return tasks_from_rows(file.path, read_rows(file.path, limit=limit), name=file.name, layout=layout)
+    table = open_table(file.path, file.name, cache, progress, layout)
+    if limit is None:
+        return table
+    return TaskTable(table.folder, file.path, file.name, limit=limit, layout=layout)
 
 
 def _is_small(path: Path) -> bool:

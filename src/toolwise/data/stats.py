@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolwise.data.files import row_error
 from toolwise.data.rlla_rows import gold_calls, gold_kind, parse_tools
+from toolwise.data.row_layout import PLAIN, RowLayout
 from toolwise.data.sources import open_tasks
 from toolwise.errors import DataError
 from toolwise.terminal import escape_controls
@@ -33,12 +34,12 @@ _MISSABLE = (
 )
 
 
-def describe_tasks(path: str | Path) -> dict[str, Any]:
+def describe_tasks(path: str | Path, layout: RowLayout = PLAIN) -> dict[str, Any]:
     """Statistics of a task file, as JSON-ready values. A bad row raises the same `DataError` as loading it."""
     path = Path(path)
     with TemporaryDirectory(prefix="toolwise-stats-") as cache:  # a large file is read from a converted copy
         statistics = _Statistics(path)
-        for number, task in enumerate(open_tasks(path, cache=Path(cache))):
+        for number, task in enumerate(open_tasks(path, cache=Path(cache), layout=layout)):
             statistics.add(number, task)
     return statistics.describe()
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from toolwise.data.conversion import HASHES, IDS, PROFILES, ROWS, Hashes
 from toolwise.data.files import row_error
+from toolwise.data.row_layout import PLAIN, RowLayout
 from toolwise.data.rows import read_task
 from toolwise.errors import DataError
 from toolwise.types import Task
@@ -26,8 +27,10 @@ _READS_MAPPED = 128
 class TaskTable(Sequence[Task]):
     """The tasks in `folder`, which was converted from `path`. `limit`: only the first ones."""
 
-    def __init__(self, folder: Path, path: Path, name: str, *, limit: int | None = None) -> None:
-        self.folder, self.path, self.name = folder, path, name
+    def __init__(
+        self, folder: Path, path: Path, name: str, *, limit: int | None = None, layout: RowLayout = PLAIN
+    ) -> None:
+        self.folder, self.path, self.name, self.layout = folder, path, name, layout
         self._rows, self._ids = _Column(folder / ROWS), _Column(folder / IDS)
         self._length = len(self._rows) if limit is None else min(limit, len(self._rows))
 
@@ -44,7 +47,7 @@ class TaskTable(Sequence[Task]):
         number = range(len(self))[index]
         try:
             row, task_id = json.loads(self._rows[number]), str(self._ids[number])
-            task = read_task(self.path, number, row, {}, name=self.name)
+            task = read_task(self.path, number, row, {}, name=self.name, layout=self.layout)
         except (ValueError, DataError) as error:
             problem = f"its converted copy is damaged ({error}); delete {self.folder}, it is made again"
             raise row_error(self.path, number, "(whole row)", problem) from error

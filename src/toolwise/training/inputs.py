@@ -23,6 +23,7 @@ from toolwise.config.loader import build_config
 from toolwise.config.moved_modules import current_module
 from toolwise.config.schema import RewardPart, RunConfig
 from toolwise.config.trainer import ObserverEntry
+from toolwise.data.row_layout import RowLayout
 from toolwise.data.task_rows import tasks_to_jsonl
 from toolwise.data.task_set import TaskSet
 from toolwise.errors import ConfigError, DataError, RewardError, ToolwiseError
@@ -80,7 +81,8 @@ class RunInputs:
             self.notes.append(f"data.{which} is not recorded: pass the paths of its files instead of opened tasks")
         else:
             try:
-                self.files[f"data/{which}.jsonl"] = tasks_to_jsonl(tasks, which).encode("utf-8", "backslashreplace")
+                text = tasks_to_jsonl(tasks, which, RowLayout.of(self.config.data))
+                self.files[f"data/{which}.jsonl"] = text.encode("utf-8", "backslashreplace")
                 update[which] = self.folder / "data" / f"{which}.jsonl"
             except DataError as fault:
                 self.notes.append(f"data.{which} is not recorded: {fault}")

@@ -11,6 +11,7 @@ from toolwise.config.data import TaskSources
 from toolwise.config.schema import RunConfig
 from toolwise.data import open_tasks
 from toolwise.data.cache import CACHE_FOLDER
+from toolwise.data.row_layout import PLAIN, RowLayout
 from toolwise.data.rows import tasks_from_rows
 from toolwise.data.task_set import TaskSet, change_tasks, filter_tasks
 from toolwise.errors import ConfigError
@@ -27,7 +28,9 @@ def load_split(config: RunConfig, which: Literal["train", "val"]) -> Sequence[Ta
     if which == "train" and data.train is None:
         raise ConfigError("data.train is missing: name a Parquet or JSONL file of tasks")
     sources, limit = (data.train, data.limit) if which == "train" else (data.val, data.val_limit)
-    return [] if sources is None else open_tasks(sources, limit=limit, cache=data.cache, progress=announce)
+    if sources is None:
+        return []
+    return open_tasks(sources, limit=limit, cache=data.cache, layout=RowLayout.of(data), progress=announce)
 
 
 def named_files(tasks: Any) -> TaskSources | None:
@@ -39,13 +42,17 @@ def named_files(tasks: Any) -> TaskSources | None:
     return None
 
 
-def read_given_tasks(tasks: Any, source: str, cache: Path | None) -> Sequence[Task] | None:
+def read_given_tasks(tasks: Any, source: str, cache: Path | None, layout: RowLayout = PLAIN) -> Sequence[Task] | None:
     """The tasks of files or of rows given in Python; `cache` is for converted files."""
-    if tasks is None or isinstance(tasks, TaskSet):
-        return tasks
+    if tasks is None:
+        return None
+    if isinstance(tasks, TaskSet):  # of tasks, not of rows
+        if not layout.system_prompt:
+            return tasks
+        return change_tasks(tasks, lambda task: layout.add_system_prompt(Path(source), 0, task), keeps_profiles=True)
     if (files := named_files(tasks)) is not None:
-        return open_tasks(files, cache=cache, progress=announce)
-    loaded = tasks_from_rows(Path(source), tasks)
+        return open_tasks(files, cache=cache, layout=layout, progress=announce)
+    loaded = tasks_from_rows(Path(source), tasks, layout=layout)
     if not loaded:
         raise ConfigError(f"{source} is empty: pass at least one task")
     return loaded

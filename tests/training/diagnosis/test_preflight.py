@@ -51,7 +51,7 @@ def test_a_column_named_answer_is_named_with_its_cure() -> None:
     assert (finding.name, finding.step) == ("no_ground_truth", 0)
     assert "None on all 2 training rows" in finding.says
     assert "prompt, answer, level" in finding.says
-    assert "Rename the column answer to ground_truth" in finding.cure
+    assert 'Set data.columns = { ground_truth = "answer" }' in finding.cure
     assert "def score(messages, ground_truth, answer)" in finding.cure
 
 

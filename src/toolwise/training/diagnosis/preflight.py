@@ -213,7 +213,7 @@ def _no_ground_truth(rewards: CompositeReward, tasks: Sequence[Task], which: str
         "warning",
         f"ground_truth is None on all {len(tasks)} {which} rows, but {readers[0].name} takes it; the columns are: "
         f"{available}",
-        cure=f"Rename the column {likely[0]} to ground_truth, or let the reward take it by name: "
+        cure=f'Set data.columns = {{ ground_truth = "{likely[0]}" }}, or let the reward take it by name: '
         f"def score(messages, ground_truth, {likely[0].removeprefix('extra_info.')})"
         if not likely[0].startswith("extra_info.")
         else f"Move {likely[0]} to a column ground_truth",

@@ -1,8 +1,9 @@
-"""`toolwise init reward`: a reward and sample rollouts that pass the check."""
+"""`toolwise init`: starters that pass the command that they name, as they are written."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,47 @@ def test_what_it_writes_passes_the_check_that_it_names(
     command = ended.out.splitlines()[-1].split()
     assert command == ["toolwise", "check", "reward", "my_reward.py", "--rollouts", "my_reward_rollouts.jsonl"]
     assert cli(*command[1:]).status == 0
+
+
+@pytest.mark.parametrize("name", ["", "shop_world"])
+@pytest.mark.parametrize("kind", ["tool", "env"])
+def test_what_it_writes_passes_its_check_under_any_name(
+    kind: str, name: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = cli("init", kind, *([name] if name else []))
+    assert (ended.status, ended.err) == (0, "")
+    command = shlex.split(ended.out.splitlines()[-1])
+    assert command[:3] == ["toolwise", "check", kind]
+    assert shlex.split((tmp_path / command[3].partition(":")[0]).read_text().splitlines()[2]) == command
+    checked = cli(*command[1:])
+    assert checked.status == 0, checked.out
+    assert checked.out.splitlines()[-1] == "no problems found"
+
+
+@pytest.mark.parametrize("name", ["", "first"])
+def test_the_run_that_it_writes_passes_its_dry_run(
+    name: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = cli("init", "config", *([name] if name else []))
+    assert (ended.status, ended.err) == (0, "")
+    command = shlex.split(ended.out.splitlines()[-1])
+    assert command == ["toolwise", "train", f"{name or 'my_run'}.toml", "--dry-run"]
+    ended = cli(*command[1:])
+    assert ended.status == 0, ended.err
+    assert "calculator" in ended.out
+
+
+@pytest.mark.parametrize("kind", ["tool", "env", "config"])
+def test_no_starter_overwrites(kind: str, tmp_path: Path, cli: Cli) -> None:
+    first = cli("init", kind, "mine", "--folder", tmp_path)
+    assert first.status == 0
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    ended = cli("init", kind, "mine", "--folder", tmp_path)
+    assert ended.status == 2
+    assert "already exists" in ended.err
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_it_never_overwrites(tmp_path: Path, cli: Cli) -> None:

@@ -1,11 +1,11 @@
-"""For reward authors: `toolwise init reward` writes starter files, `toolwise score` scores a run's stored rollouts
-again, e.g. after fixing a reward; and the options that `toolwise check reward` shares: arguments and sandbox."""
+"""`toolwise score`, which scores stored rollouts again, e.g. after fixing a reward; and the options that it shares with
+`toolwise check reward`: arguments and sandbox."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,8 +16,6 @@ from toolwise.terminal import print_json, print_line
 if TYPE_CHECKING:
     from toolwise.checks.reward.rescore import RescoreReport
     from toolwise.config.schema import SandboxConfig
-
-init_app = typer.Typer(name="init", help="Write starter files.", no_args_is_help=True)
 
 KwargsOption = Annotated[
     list[str] | None,
@@ -64,23 +62,6 @@ def override_sandbox(
     options = {"tier": tier, "timeout_s": timeout_s, "memory_mb": memory_mb, "read": read, "permissions": allow}
     settings = sandbox.model_dump() | {name: value for name, value in options.items() if value}
     return build_config(SandboxConfig, settings, source="sandbox options")
-
-
-@init_app.command("reward")
-def init_reward(
-    name: Annotated[str, typer.Argument(help="Name of the function and of its file.")] = "my_reward",
-    mode: Annotated[
-        Literal["pointwise", "batch", "group"],
-        typer.Option(help="What one call scores: one rollout, all of a step, or all of a task."),
-    ] = "pointwise",
-    folder: Annotated[Path, typer.Option(help="Folder to write to (default: .).", show_default=False)] = Path(),
-) -> None:
-    """Write a working, commented reward and a small sample of rollouts to check it on."""
-    from toolwise.checks.reward.starter import create_reward_files
-
-    code, rollouts = create_reward_files(folder, name, mode)
-    print_line(f"wrote {code} and {rollouts}; check the reward with:")
-    print_line(f"  toolwise check reward {code} --rollouts {rollouts}")
 
 
 def score(

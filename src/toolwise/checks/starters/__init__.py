@@ -1,0 +1,1 @@
+"""Templates of a tool, an environment and a configuration, copied by `toolwise init`."""

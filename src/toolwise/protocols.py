@@ -49,6 +49,8 @@ class Sampling:
     seed: int = 0
     """Samples depend only on (seed, position), never on the rest of the batch."""
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a reply as soon as they occur in it. Their tokens belong to it, as sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class PrefixEngine(GenerationEngine, Protocol):
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, stop_strings: Sequence[str] = ()
     ) -> Generation:
-        """`stop_strings` end the text too."""
+        """`stop_strings` end the text too, as those of `sampling` do."""
 
     async def score(
         self, prefix_ids: Sequence[int], continuations: Sequence[Sequence[int]], temperature: float = 1.0

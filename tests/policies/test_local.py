@@ -511,3 +511,33 @@ def test_a_model_that_the_engine_cannot_run_is_run_by_transformers(
     assert "LlamaForCausalLM is not supported by the engine: generating with transformers" in caplog.text
     assert len(run(policy.generate(prompt(), Sampling(max_new_tokens=2))).token_ids) == 2
     assert policy.metrics() == {"policy/version": 0.0}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stop_string_ends_a_turn_and_stays_in_it_as_sampled(engine: Any) -> None:
+    """The tokens are those that are sampled without it, up to the one that completes it; the next prompt goes on from
+    them, never tokenised again."""
+
+    def turn(session: AgentPolicy, messages: Sequence[Message]) -> tuple[str, Any]:
+        _, text, record, _ = run(session.get_action(messages))
+        assert text is not None
+        return text, record
+
+    free_text, free = turn(local(24, engine=engine, temperature=30.0).session(seed=5, do_sample=True), QUESTION)
+    assert free["finish_reason"] == "length"
+    stop = free_text[27:33]  # across two tokens or more
+    policy = local(24, engine=engine, temperature=30.0, stop_strings=("never said", stop))
+    session = policy.session(seed=5, do_sample=True)
+    text, record = turn(session, QUESTION)
+    ids = list(record["token_ids"])
+    assert record["finish_reason"] == "stop_string"
+    assert ids == list(free["token_ids"])[: len(ids)]
+    assert list(record["logprobs"]) == list(free["logprobs"])[: len(ids)]
+    decode = loaded()[1].decode
+    assert (stop in text, text, stop in decode(ids[:-1])) == (True, decode(ids), False)
+    seen = [*record["prompt_ids"], *ids]
+    messages = [*QUESTION, Message(role="assistant", content=text), Message(role="user", content="And 3 + 3?")]
+    _, second = turn(session, messages)
+    rest = list(second["prompt_ids"])[len(seen) :]
+    assert list(second["prompt_ids"])[: len(seen)] == seen
+    assert rest[0] in loaded()[1].stop_ids  # the end of the turn, which was not sampled

@@ -61,6 +61,23 @@ STEP = [
 ]
 
 
+def test_turns_that_a_stop_string_ended_are_counted() -> None:
+    def turn(finish: str) -> StepData:
+        tokens = {"token_ids": [1], "logprobs": [0.0], "prompt_ids": [1], "finish_reason": finish}
+        return StepData(
+            system_step_index=0,
+            observation_data=None,
+            action_taken={"type": "text"},
+            resulting_messages_history=[],
+            policy_logprobs=tokens,
+        )
+
+    one = scored(1.0)
+    turns = tuple(map(turn, ("tool_calls", "stop_string", "stop", "stop")))
+    assert "outputs/stop_string" not in summarize([one])
+    assert summarize([replace(one, rollout=replace(one.rollout, steps=turns))])["outputs/stop_string"] == 0.25
+
+
 def test_metrics_of_a_step() -> None:
     metrics = summarize(STEP)
     assert metrics == {

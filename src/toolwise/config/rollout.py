@@ -87,6 +87,9 @@ class RolloutConfig(ChatConfig):
     """Sampling temperature."""
     max_new_tokens: PositiveInt = 256
     """Maximum tokens per turn."""
+    stop: list[Annotated[str, Field(min_length=1, max_length=200)]] = Field(default_factory=list, max_length=16)
+    """Texts that end a turn as soon as the model has written one, such as "</answer>". It stays in the reply, token by
+    token as sampled. docs/engine.md says what each engine does."""
     grammar: GrammarConfig = GrammarConfig()
     cache_mb: PositiveInt | None = None
     """Memory of the KV cache in MB; unset: on a GPU half of what is free when the run starts, but no more than updates

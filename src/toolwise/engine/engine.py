@@ -133,10 +133,11 @@ class Engine(GenerationEngine):
         receives the tokens while they are sampled, a few at a time."""
         if sampling.max_new_tokens < 1 or not sampling.temperature > 0:
             raise PolicyError("max_new_tokens must be at least 1 and temperature above 0 (do_sample=False is greedy)")
+        stop_strings = (*sampling.stop_strings, *stop_strings)
         if stop_strings and self.results.decode is None:
             raise PolicyError("stop strings need a decode function: pass Engine(decode=tokenizer.decode)")
         request = self._request("generate", prompt_ids, sampling, new_tokens=sampling.max_new_tokens)
-        request.stop_strings, request.logits_mask = tuple(stop_strings), logits_mask
+        request.stop_strings, request.logits_mask = stop_strings, logits_mask
         request.on_tokens, request.options = on_tokens, options
         generation: Generation = await self._submit(request)
         return generation

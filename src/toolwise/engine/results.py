@@ -15,11 +15,10 @@ from toolwise.engine.blocks import BlockManager
 from toolwise.engine.request import Request
 from toolwise.engine.scheduler import Plan
 from toolwise.errors import PolicyError
+from toolwise.rollout.stop_strings import has_stop_string
 from toolwise.untrusted.user_code import describe
 
 Decode = Callable[[Sequence[int]], str]
-_MAX_CHARACTER_TOKENS = 8
-"""Extra tokens to decode beyond the bytes of the longest stop string: one character can take several tokens."""
 
 
 class OutputProcessor:
@@ -102,13 +101,11 @@ class OutputProcessor:
         if not request.stop_strings:
             return False
         assert self.decode is not None
-        longest = max(len(stop.encode()) for stop in request.stop_strings) + _MAX_CHARACTER_TOKENS
         try:
-            text = self.decode(request.tokens[max(request.prompt_length, len(request.tokens) - longest) :])
+            return has_stop_string(self.decode, request.tokens, request.stop_strings, request.prompt_length)
         except BaseException as fault:  # user code
             request.fault = PolicyError(f"the tokens of a request cannot be decoded: {describe(fault)}")
             return False
-        return any(stop in text for stop in request.stop_strings)
 
     def _score(self, request: Request, states: Tensor) -> None:
         for chunk in torch.split(states, sampler.MAX_LOGIT_ROWS):

@@ -199,7 +199,7 @@ def _build_engine(
         log.warning(
             "%s is not supported by the engine: generating with transformers (%s)", type(model).__name__, reason
         )
-    return BatchGenerator(model, chat.pad_id, max_batch)
+    return BatchGenerator(model, chat.pad_id, max_batch, chat.decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,16 +287,20 @@ class LocalSession:
             extra["logits_mask"] = self._ban
         result = await self.policy.generate(prompt, sampling, **extra)
         stops = sampling.stop_token_ids
-        alignment = self.tokens.add(result.token_ids, closed=bool(result.token_ids) and result.token_ids[-1] in stops)
+        closed = bool(result.token_ids) and result.token_ids[-1] in stops
+        alignment = self.tokens.add(result.token_ids, closed=closed)
         self._turn += 1
         text = self.policy.chat.decode(result.token_ids, stops)
         reply = parse_for_tools(self.policy.parse, text, available_tools_specs)
         content, calls = reply
+        finish: str = result.finish_reason
+        if finish == "stop" and not closed:
+            finish = "stop_string"
         logprobs = {
             "token_ids": result.token_ids,
             "logprobs": result.logprobs,
             "prompt_ids": prompt,
-            "finish_reason": "tool_calls" if calls and result.finish_reason == "stop" else result.finish_reason,
+            "finish_reason": "tool_calls" if calls and finish == "stop" else finish,
             "policy_version": result.policy_version,
             "alignment": alignment,
         }

@@ -25,12 +25,14 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from toolwise.engine.results import Decode
 from toolwise.engine.sampler import draw
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.models.attention_layers import state_difference
 from toolwise.models.decoder_layers import longrope_limit
 from toolwise.models.merged_weights import merged_copy
 from toolwise.protocols import Generation, GenerationEngine, Sampling
+from toolwise.rollout.stop_strings import has_stop_string
 from toolwise.untrusted.user_code import describe
 
 _PendingRequest = tuple[Sequence[int], Sampling, Future[Generation]]
@@ -40,8 +42,9 @@ class BatchGenerator(GenerationEngine):
     """Requests that wait at the same time become one batch; later ones wait for the next. Requests may come from any
     event loop: a single thread serves them all."""
 
-    def __init__(self, model: Any, pad_id: int, max_batch: int) -> None:
-        self.model, self.pad_id, self.max_batch = model, pad_id, max_batch
+    def __init__(self, model: Any, pad_id: int, max_batch: int, decode: Decode | None = None) -> None:
+        """`decode` is for stop strings."""
+        self.model, self.pad_id, self.max_batch, self.decode = model, pad_id, max_batch, decode
         self.longest = longrope_limit(getattr(model, "config", None))
         self.version = 0
         self.batch_wait_s = 0.002
@@ -77,7 +80,12 @@ class BatchGenerator(GenerationEngine):
             results: Sequence[Generation | PolicyError]
             try:
                 results = generate_batch(
-                    self.model, prompts, samplings, pad_id=self.pad_id, policy_version=self.version
+                    self.model,
+                    prompts,
+                    samplings,
+                    pad_id=self.pad_id,
+                    policy_version=self.version,
+                    decode=self.decode,
                 )
             except BaseException as fault:  # fail every request of the batch; none may wait forever
                 results = [PolicyError(f"generation failed: {describe(fault)}")] * len(batch)
@@ -144,8 +152,9 @@ def generate_batch(
     *,
     pad_id: int,
     policy_version: int,
+    decode: Decode | None = None,
 ) -> list[Generation]:
-    """Continue every prompt until a stop token or its maximum length; finished rows leave the batch.
+    """Continue every prompt until a stop token, a stop string or its maximum length; finished rows leave the batch.
 
     Prompts of different lengths are padded on the left; a model with recurrent layers, which would read the padding,
     runs those of each length apart.
@@ -158,7 +167,7 @@ def generate_batch(
     results: dict[int, Generation] = {}
     for members in by_length.values():
         some, theirs = [prompts[i] for i in members], [samplings[i] for i in members]
-        results |= zip(members, _generate(stock, some, theirs, pad_id, policy_version), strict=True)
+        results |= zip(members, _generate(stock, some, theirs, pad_id, policy_version, decode), strict=True)
     return [results[i] for i in range(len(prompts))]
 
 
@@ -242,7 +251,10 @@ def _generate(
     samplings: Sequence[Sampling],
     pad_id: int,
     policy_version: int,
+    decode: Decode | None,
 ) -> list[Generation]:
+    if decode is None and any(sampling.stop_strings for sampling in samplings):
+        raise PolicyError("stop strings need a decode function")
     mask, logits = _prefill(stock, prompts, pad_id)
     device = logits.device
     ids = [array("i") for _ in prompts]
@@ -261,7 +273,9 @@ def _generate(
                 )
             ids[i].append(token)
             logprobs[i].append(logprob)
-            stopped[i] = token in samplings[i].stop_token_ids
+            stopped[i] = token in samplings[i].stop_token_ids or (
+                decode is not None and has_stop_string(decode, ids[i], samplings[i].stop_strings)
+            )
             if not stopped[i] and position < samplings[i].max_new_tokens:
                 remaining.append(row)
         if not remaining:

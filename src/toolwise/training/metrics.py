@@ -73,11 +73,14 @@ def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
 
 def output_metrics(scored: Sequence[ScoredRollout]) -> Metrics:
     """Shares of rollouts that ended in a reply cut off by rollout.max_new_tokens, and that have the step's most common
-    output, word for word."""
+    output, word for word; and the share of turns that one of rollout.stop ended, if any."""
     ends = [s.rollout.steps[-1].tokens.finish_reason for s in scored if s.rollout.steps]
+    turns = [step.tokens.finish_reason for s in scored for step in s.rollout.steps]
+    stopped = turns.count("stop_string") / max(1, len(turns))
     return {
         "outputs/cut": ends.count("length") / max(1, len(ends)),
         "outputs/most_common": most_common_share([written_text(s.rollout.messages) for s in scored]),
+        **({"outputs/stop_string": stopped} if stopped else {}),
     }
 
 

@@ -279,7 +279,12 @@ def try_weights(config: RunConfig) -> Finding:
 
 def sampling_from_config(config: RunConfig) -> Sampling:
     rollout = config.rollout
-    return Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens, do_sample=rollout.do_sample)
+    return Sampling(
+        temperature=rollout.temperature,
+        max_new_tokens=rollout.max_new_tokens,
+        do_sample=rollout.do_sample,
+        stop_strings=tuple(rollout.stop),
+    )
 
 
 def build_scheduler(

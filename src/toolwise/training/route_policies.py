@@ -85,7 +85,11 @@ def _server_policy(config: RunConfig, options: RoutePolicyConfig, limit: int | N
         options.base_url,
         options.model,
         api_key=read_api_key(options.api_key_env, "router.policies: api_key_env"),
-        sampling=Sampling(temperature=rollout.temperature, max_new_tokens=limit or rollout.max_new_tokens),
+        sampling=Sampling(
+            temperature=rollout.temperature,
+            max_new_tokens=limit or rollout.max_new_tokens,
+            stop_strings=tuple(rollout.stop),
+        ),
         timeout_s=options.timeout_s,
         max_concurrent=options.max_concurrent,
         # Nothing is learned from its tokens, and not every server can send them.

@@ -22,7 +22,7 @@ class TokenLogprobs(TypedDict):
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     prompt_ids: Sequence[int]
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "stop_string"]
     policy_version: int
     alignment: NotRequired[Alignment]
     token_versions: NotRequired[Sequence[int]]
@@ -37,7 +37,7 @@ class SampledTokens(Mapping[str, Any]):
     """One per sampled token."""
     prompt_ids: Sequence[int]
     finish_reason: str | None = None
-    """"length" if the reply was cut off at its length limit."""
+    """"length" if the reply was cut off at its length limit, "stop_string" if one of `rollout.stop` ended it."""
     policy_version: int | None = None
     alignment: Alignment | None = None
     has_ids: bool = True

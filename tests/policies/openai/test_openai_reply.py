@@ -35,6 +35,12 @@ def fault_of(value: Any) -> ServerError:
     return caught.value
 
 
+def test_a_server_may_name_the_string_that_ended_a_reply() -> None:
+    assert read(body({"stop_reason": "</answer>"})).tokens.finish_reason == "stop_string"
+    assert read(body({"stop_reason": 2})).tokens.finish_reason == "stop"  # a token
+    assert read(body({"stop_reason": None})).tokens.finish_reason == "stop"
+
+
 def test_plain_text() -> None:
     reply = read(body())
     assert (reply.content, reply.raw, reply.calls) == ("hello", "hello", [])

@@ -33,6 +33,12 @@ def test_a_request_says_all_that_shapes_a_draw() -> None:
     assert [body[name] for name in unshaped] == [1.0, -1, 0.0, 1.0, 0.0, 0.0]
 
 
+def test_stop_strings_are_sent_and_stay_in_the_reply() -> None:
+    body = completion_body("m", [1], Sampling(stop_strings=("</answer>",)))
+    assert (body["stop"], body["include_stop_str_in_output"]) == (["</answer>"], True)
+    assert "stop" not in completion_body("m", [1], Sampling())
+
+
 def test_greedy_is_temperature_zero() -> None:
     assert completion_body("m", [1], Sampling(do_sample=False, temperature=0.7))["temperature"] == 0.0
 

@@ -125,6 +125,8 @@ class OpenAIAgentPolicy:
         }
         if sampling.stop_token_ids:
             body["stop_token_ids"] = list(sampling.stop_token_ids)
+        if sampling.stop_strings:
+            body["stop"] = list(sampling.stop_strings)
         if tools:
             body["tools"] = list(tools)
             if self.parse is not None:
@@ -133,6 +135,8 @@ class OpenAIAgentPolicy:
             body["logprobs"] = True
         if self.return_token_ids:
             body |= {"return_token_ids": True} | NEUTRAL_SAMPLING
+            if sampling.stop_strings:  # in the text as in the tokens
+                body["include_stop_str_in_output"] = True
         return body | self.extra_body
 
     def metrics(self) -> Metrics:

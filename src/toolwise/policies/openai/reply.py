@@ -14,7 +14,7 @@ from toolwise.messages import Message, ToolCall
 from toolwise.remote.server_errors import ServerError
 from toolwise.types import SampledTokens
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "stop_string"]
 Parse = Callable[[str], tuple[str, list[ToolCall]]]
 
 _TOKEN_ID = "token_id:"
@@ -91,6 +91,8 @@ def _finish_reason(choice: dict[str, Any], has_calls: bool) -> FinishReason:
         raise ServerError("bad_reply", f"the server ended the reply with finish_reason {reason!r}", retryable=True)
     if reason == "content_filter":
         raise ServerError("refused", "the server's content filter blocked the reply")
+    if isinstance(choice.get("stop_reason"), str):  # vLLM names the string; other servers do not tell it apart
+        return "stop_string"
     return "tool_calls" if has_calls else "stop"
 
 

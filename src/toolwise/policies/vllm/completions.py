@@ -14,6 +14,7 @@ from toolwise.remote.server_errors import ServerError
 
 def completion_body(model: str, token_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
     """The request body. Log-probs of greedy decoding are always at temperature 1: servers offer no others."""
+    stop = {"stop": list(sampling.stop_strings), "include_stop_str_in_output": True} if sampling.stop_strings else {}
     return NEUTRAL_SAMPLING | {
         "top_p": 1.0,
         "presence_penalty": 0.0,
@@ -25,9 +26,10 @@ def completion_body(model: str, token_ids: Sequence[int], sampling: Sampling) ->
         "seed": sampling.seed & 0x7FFF_FFFF_FFFF_FFFF,
         "logprobs": 0,  # of the sampled token only
         "return_token_ids": True,
-        # Only `stop_token_ids` end a reply; the stop token stays in `token_ids`.
+        # Only `stop_token_ids` and stop strings end a reply; their tokens stay in `token_ids`.
         "ignore_eos": True,
         "stop_token_ids": list(sampling.stop_token_ids),
+        **stop,
     }
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, FAST, LONG, TRANSFORMERS, build
 from engine_cases import assert_forced, assert_greedy, counted, forced, generate_all, random_ids, reference, run
+from precision import assert_fp32_close
 from selection import quick_first
 
 from toolwise.config.schema import LoraConfig
@@ -106,7 +107,7 @@ def test_rows_that_pad_a_batch_to_a_fixed_size_reach_no_kernel_of_a_gpu() -> Non
     plain = generate_all(counted(build("llama"), deterministic=True), PROMPTS, samplings)
     for ours, expected in zip(together, plain, strict=True):
         assert list(ours.token_ids) == list(expected.token_ids)
-        assert list(ours.logprobs) == pytest.approx(list(expected.logprobs), abs=1e-4)
+        assert_fp32_close(ours.logprobs, expected.logprobs)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
@@ -162,4 +163,4 @@ def test_scores_share_a_prefix(name: str) -> None:
     found = run(counted(model, max_batch_tokens=16).score(prefix, continuations))
     for tokens, scored in zip(continuations, found, strict=True):
         expected = forced(model, prefix, tokens)[range(len(tokens)), tokens]
-        torch.testing.assert_close(torch.tensor(list(scored.logprobs)), expected, atol=1e-4, rtol=0)
+        assert_fp32_close(scored.logprobs, expected)

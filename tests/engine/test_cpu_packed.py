@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 import torch
+from precision import assert_fp32_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolwise.engine import Engine, cpu_packed
@@ -65,7 +66,7 @@ def test_an_engine_with_packed_weights_gives_the_same_tokens(monkeypatch: pytest
     assert packed.runner.pack_weights()
     first, second = generate(plain), generate(packed)
     assert list(first.token_ids) == list(second.token_ids)
-    assert list(first.logprobs) == pytest.approx(list(second.logprobs), abs=1e-5)
+    assert_fp32_close(first.logprobs, second.logprobs)
 
 
 def test_new_weights_are_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +77,7 @@ def test_new_weights_are_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     generate(engine)
     engine.model.load_state_dict(other.model.state_dict())
     engine.weights_changed(1)
-    assert list(generate(engine).logprobs) == pytest.approx(list(generate(other).logprobs), abs=1e-5)
+    assert_fp32_close(generate(engine).logprobs, generate(other).logprobs)
 
 
 def test_a_small_model_is_left_as_it_is() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from architectures import build
 from engine_cases import VOCABULARY, counted, generate_all, random_ids, run, shipped, tiny
+from precision import assert_fp32_close
 
 from toolwise.engine import Engine
 from toolwise.errors import ContextFullError, ModelError, PolicyError
@@ -158,7 +159,7 @@ def test_a_mean_is_kept_for_others_only_when_all_of_it_is_computed() -> None:
     [later] = generate_all(engine, [prompt], [greedy])
     [alone] = generate_all(Engine(tiny("llama"), blocks=256), [prompt], [greedy])
     assert list(found.token_ids) == list(later.token_ids) == list(alone.token_ids)
-    assert list(later.logprobs) == pytest.approx(list(alone.logprobs), abs=1e-4)
+    assert_fp32_close(later.logprobs, alone.logprobs)
 
 
 def test_means_of_different_prompts_do_not_wait_for_each_other() -> None:
@@ -208,7 +209,7 @@ def test_scores_are_the_same_where_results_must_be_so_to_the_bit(prefix_cache: b
         engine = Engine(tiny("llama"), blocks=64, block_size=4, prefix_cache=prefix_cache, **how)
         return [x for s in run(engine.score(prefix, more)) for x in s.logprobs]
 
-    assert scored(deterministic=True) == pytest.approx(scored(), abs=1e-4)
+    assert_fp32_close(scored(deterministic=True), scored())
 
 
 def test_dropping_and_rebuilding_the_cache_takes_milliseconds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from engine_cases import (
     run,
     tiny,
 )
+from precision import assert_fp32_close
 from selection import quick_first
 
 from toolwise.engine import Engine
@@ -212,10 +214,8 @@ def test_scores_are_those_of_a_teacher_forced_pass(count: int) -> None:
     for tokens, scored in zip(continuations, found, strict=True):
         logprobs = forced(model, prefix, tokens, 0.7)
         entropies = -(logprobs.exp() * logprobs).sum(-1)
-        torch.testing.assert_close(
-            torch.tensor(list(scored.logprobs)), logprobs[range(len(tokens)), tokens], atol=1e-4, rtol=0
-        )
-        torch.testing.assert_close(torch.tensor(list(scored.entropies)), entropies, atol=1e-4, rtol=1e-4)
+        assert_fp32_close(scored.logprobs, logprobs[range(len(tokens)), tokens])
+        assert_fp32_close(scored.entropies, entropies, scale=math.log(model.config.vocab_size))
     own = sum(len(tokens) - 1 for tokens in continuations)
     assert engine.metrics()["engine/prefilled_tokens"] == len(prefix) + own, "the prefix once, and no last token"
 
@@ -228,7 +228,7 @@ def test_scores_survive_being_put_off() -> None:
     found = run(engine.score(prefix, continuations))
     for tokens, scored in zip(continuations, found, strict=True):
         expected = forced(model, prefix, tokens)[range(12), tokens]
-        torch.testing.assert_close(torch.tensor(list(scored.logprobs)), expected, atol=1e-4, rtol=0)
+        assert_fp32_close(scored.logprobs, expected)
 
 
 @pytest.mark.parametrize("pool", ["last", "mean"])
@@ -244,7 +244,7 @@ def test_encoding_is_the_trunks_hidden_state_and_is_not_computed_again(pool: Any
     state, reply = run(ask())
     with torch.inference_mode():
         states = model.get_decoder()(input_ids=torch.tensor([ids])).last_hidden_state[0]
-    torch.testing.assert_close(state, states[-1] if pool == "last" else states.mean(0), atol=1e-4, rtol=1e-4)
+    assert_fp32_close(state, states[-1] if pool == "last" else states.mean(0), scale=float(states.abs().max()))
     assert state.dtype == torch.float32
     again = 1 if pool == "mean" else 0
     assert engine.metrics()["engine/prefilled_tokens"] == len(ids) + again
@@ -282,4 +282,4 @@ def test_thinking_alternatives_generate_and_score_side_by_side() -> None:
     assert_greedy(model, ids[:15], list(short.token_ids), reference(model, ids[:15], 6))
     for tokens, found in zip([ids[15:20], ids[15:26], [1, 2]], scored, strict=True):
         expected = forced(model, ids[:15], tokens)[range(len(tokens)), tokens]
-        torch.testing.assert_close(torch.tensor(list(found.logprobs)), expected, atol=1e-4, rtol=0)
+        assert_fp32_close(found.logprobs, expected)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from architectures import build
 from learner_cases import LR, PAD, changed, credit, current_logprobs, sample, tiny_model
+from precision import assert_fp32_close
 from selection import quick_first
 from transformers import LlamaForCausalLM
 
@@ -97,7 +98,7 @@ def test_the_reference_runs_while_the_policy_samples_through_its_adapters() -> N
             assert [[x.tolist() for x in a.ref_logprobs or ()] for a in annotated(actor, credited)] == alone
         for found in drawing.result():
             assert found.token_ids == drawn.token_ids
-            assert list(found.logprobs) == pytest.approx(list(drawn.logprobs), abs=1e-5)
+            assert_fp32_close(found.logprobs, drawn.logprobs)
 
 
 def annotated(actor: Actor, credited: Sequence[CreditedRollout]) -> list[AnnotatedRollout]:
@@ -126,9 +127,7 @@ def test_checkpoints_keep_adapters_and_the_saved_model_is_plain(tmp_path: Path) 
     actor.update(credited)
     actor.save_model(tmp_path)
     merged = LlamaForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(
-        current_logprobs(Actor(merged, LR), credited), current_logprobs(actor, credited), rtol=0, atol=1e-4
-    )
+    assert_fp32_close(current_logprobs(Actor(merged, LR), credited), current_logprobs(actor, credited))
     again = Actor(tiny_model(), ADAPTED)
     again.load_state_dict(copy.deepcopy(actor.state_dict()))
     again.load_weights(tmp_path)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import LR, changed, gradients, same, sample, tiny_model, weights
+from precision import assert_fp32_close
 from selection import quick_first
 
 from toolwise.learner import actor as actor_module
@@ -109,7 +110,7 @@ def test_annotations_are_redone_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for one, other in zip(expected, short.annotate(scored), strict=True):
         for name in ("old_logprobs", "ref_logprobs"):
             for a, b in zip(getattr(one, name), getattr(other, name), strict=True):
-                np.testing.assert_allclose(a, b, atol=1e-5)
+                assert_fp32_close(a, b)
 
 
 def with_returns(credited: list[CreditedRollout]) -> list[CreditedRollout]:

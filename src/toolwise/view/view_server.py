@@ -55,8 +55,8 @@ log = logging.getLogger("toolwise.view")
 class Pages:
     """The data of every page. One request at a time: the stores are not thread-safe, and there is one reader."""
 
-    def __init__(self, runs: Sequence[Path]) -> None:
-        self.stores = [RunStore(path) for path in runs]
+    def __init__(self, runs: Sequence[Path | RunStore]) -> None:
+        self.stores = [run if isinstance(run, RunStore) else RunStore(run) for run in runs]
         self._lock = RLock()
         self.endpoints: dict[str, Callable[[Parameters], Any]] = {
             "runs": self.runs,

@@ -6,6 +6,7 @@ import base64
 import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -17,6 +18,8 @@ from toolwise.config.secret_names import mask_secrets, secret_keys
 from toolwise.protocols import Callback
 from toolwise.serialization.files import write_atomic
 from toolwise.training.changes import describe_changes
+from toolwise.training.diagnosis.evidence import pages
+from toolwise.training.diagnosis.monitor import finding_from_json
 from toolwise.training.metrics import describe_totals
 from toolwise.training.records import RolloutRecord
 from toolwise.training.run_folder import RunFolder, open_run
@@ -164,6 +167,8 @@ def _finding_view(entry: Mapping[str, Any]) -> dict[str, str]:
     steps, rollouts = (evidence.get(name) or [] for name in ("steps", "rollouts"))
     shown = [f"steps {steps[0]} to {steps[-1]}"] if steps and steps[0] != steps[-1] else []
     shown += [f"rollouts {', '.join(map(str, rollouts))}"] if rollouts else []
+    with suppress(TypeError, ValueError):  # of another version
+        shown += [f"in toolwise view at {link}" for link in pages(finding_from_json(entry))[:1]]
     fields = {key: clean_text(entry.get(key)) for key in DIAGNOSIS_FIELDS}
     return fields | {"evidence": clean_text("; ".join(shown))}
 

@@ -21,9 +21,10 @@ from toolwise.data.files import Row, read_rows, row_error
 from toolwise.errors import CheckpointError, DataError
 from toolwise.messages import Message
 from toolwise.rewards.function import Mode
+from toolwise.serialization.gzip_blocks import SUFFIX as GZIP
 from toolwise.training.evaluate import Scoring
 from toolwise.training.records import RolloutRecord
-from toolwise.training.rollout_paths import GZIP, rollout_files, stem
+from toolwise.training.rollout_paths import rollout_files, stem
 from toolwise.training.trackers.jsonl import read_metrics
 from toolwise.types import EvaluateResult, Rollout, StepData, StopReason, Task, Usage
 

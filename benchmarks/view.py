@@ -29,6 +29,7 @@ import httpx
 from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_line
 from toolwise.training.records import RolloutRecord, StepRecord, read_records
+from toolwise.training.rollout_files import compress_old_files
 from toolwise.training.rollout_index import Location, index_row, write_index
 from toolwise.training.trackers.jsonl import read_metrics
 
@@ -102,7 +103,7 @@ class Figure:
         return f"{self.name}: {self.value:.3g} {self.unit}{aim}"
 
 
-def make_run(out: Path, count: int) -> None:
+def make_run(out: Path, count: int, plain_steps: int = 20) -> None:
     rng, folder = random.Random(0), out / "rollouts"
     folder.mkdir(parents=True)
     metrics = []
@@ -112,6 +113,8 @@ def make_run(out: Path, count: int) -> None:
         metrics.append(
             {"step": step, "score/mean": 0.4 + 0.1 * rng.random(), "time/rollout_s": 3.0, "time/update_s": 2.0}
         )
+    if plain_steps:
+        compress_old_files(folder, "step", plain_steps)
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
 
 
@@ -216,13 +219,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("view-benchmark"))
     parser.add_argument("--rollouts", type=int, default=100_000)
     parser.add_argument("--port", type=int, default=8155, help="0: any free port")
+    parser.add_argument("--plain-steps", type=int, default=20, help="as records.plain_steps; 0: all are plain")
     parser.add_argument("--steps", type=int, default=4, help="training steps to compare the index with; 0: none")
     parser.add_argument("--browser", action=argparse.BooleanOptionalAction, default=True, help="measure first paints")
     options = parser.parse_args()
     run = options.out / "run"
     if not run.exists():
-        make_run(run, options.rollouts)
-    size = sum(path.stat().st_size for path in (run / "rollouts").glob("*.jsonl"))
+        make_run(run, options.rollouts, options.plain_steps)
+    size = sum(path.stat().st_size for path in (run / "rollouts").glob("*.jsonl*"))
     print(f"{options.rollouts:,} rollouts, {size / 1e6:.0f} MB of lines")
     figures = measure_pages(run, options.port, browser=options.browser)
     if options.steps:

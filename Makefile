@@ -112,14 +112,16 @@ $(VENV)-agents/%/.ready: constraints/agents.txt
 	$(@D)/bin/python -m pip install --quiet -c $< $(AGENT_PACKAGES_$*)
 	touch $@
 
-trackers-env: $(VENV)-trackers/.ready  ## TensorBoard, W&B and MLflow in .venv-trackers, for the long tests that run them
+TRACKERS := tensorboard wandb mlflow
 
-# Their own requirements come first; Toolwise and torch are those of .venv.
-$(VENV)-trackers/.ready: constraints/trackers.txt $(READY)
-	$(PYTHON) -m venv $(VENV)-trackers
-	$(VENV)-trackers/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)-trackers/bin/python -m pip install --quiet -c $< tensorboard wandb mlflow
-	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_paths()["purelib"])' > $$(echo $(VENV)-trackers/lib/python*/site-packages)/toolwise.pth
+trackers-env: $(foreach name,$(TRACKERS),$(VENV)-trackers/$(name)/.ready)  ## TensorBoard, W&B and MLflow in .venv-trackers, one environment each, for the long tests that run them
+
+# Each tracker's own requirements come first; Toolwise and torch are those of .venv.
+$(VENV)-trackers/%/.ready: constraints/trackers.txt $(READY)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet -c $< $*
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_paths()["purelib"])' > $$(echo $(@D)/lib/python*/site-packages)/toolwise.pth
 	touch $@
 
 clean:

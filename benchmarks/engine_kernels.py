@@ -149,7 +149,7 @@ def check_attention(dtype: torch.dtype, bound: float) -> None:
             ours, theirs = qkv.clone(), qkv.clone()
             parts = [x.split([heads, kv_heads, kv_heads], 1) for x in (ours, theirs)]
             (k1, v1), (k2, v2), (k3, v3) = ((k.clone(), v.clone()) for _ in range(3))
-            torch_reference.rope_and_store(*parts[1], cos, sin, k1, v1, b.slots, **norm)
+            torch_reference.rope_and_store(*parts[1], cos, sin, k1, v1, b.slots, **norm)  # type: ignore[call-arg]
             got = decode(
                 parts[0][0],
                 k2,
@@ -157,7 +157,7 @@ def check_attention(dtype: torch.dtype, bound: float) -> None:
                 b.tables,
                 b.lengths,
                 b.scale,
-                new=NewTokens(*parts[0][1:], cos, sin, b.slots, **norm),
+                new=NewTokens(*parts[0][1:], cos, sin, b.slots, **norm),  # type: ignore[call-arg]
             )
             wide = (parts[1][0].float(), k1.float(), v1.float())
             check(
@@ -369,7 +369,7 @@ def exactly(model: Any, b: Any, cache: PagedCache, ids: torch.Tensor, positions:
     """Logits of the same weights and caches in fp32."""
     wide = FusedDecoder(copy.deepcopy(model).float())
     caches = ([c.float() for c in held] for held in (cache.keys, cache.values))
-    whole = PagedCache(*caches, wide.rope_tables(1024))
+    whole = PagedCache(*caches, wide.rope_tables(1024))  # type: ignore[call-arg]
     return wide.logits(wide.forward_decode(ids, positions, whole, b.slots, b.tables, b.lengths))
 
 

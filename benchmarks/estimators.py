@@ -196,7 +196,7 @@ def grpo() -> None:
         index = np.arange(samples) // 8
         told = np.array([f"prompt-{i}" for i in index], dtype=object)
         given = torch.from_numpy(rewards), torch.from_numpy(mask)
-        seconds, (found, _) = best(lambda g=given, t=told: compute_grpo_outcome_advantage(*g, t), 100)
+        seconds, (found, _) = best(lambda g=given, t=told: compute_grpo_outcome_advantage(g[0], g[1], t), 100)
         theirs, taken = peer(VERL, {"rewards": rewards, "mask": mask, "index": index}, 10)
         loop, vectorised = theirs.values()
         apart = float(np.abs(found.numpy() - taken).max())

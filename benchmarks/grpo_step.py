@@ -150,9 +150,10 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
     for name in ("transformers.models.llama.modeling_llama", "toolwise.learner.builder", "toolwise.policies.local"):
         import_module(name)  # imported before measuring: not part of the step's memory
     from toolwise.concurrency.garbage import frozen_heap
+    from toolwise.config.schema import RunConfig
     from toolwise.messages import Message
     from toolwise.training.loop import train_step
-    from toolwise.training.run import RunConfig, assemble
+    from toolwise.training.run import assemble
     from toolwise.types import Task
 
     imports = memory_mb("VmRSS")

@@ -105,9 +105,10 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Run one form in this process."""
     import torch
 
+    from toolwise.config.schema import RunConfig
     from toolwise.messages import Message
     from toolwise.training.loop import train_step
-    from toolwise.training.run import RunConfig, assemble
+    from toolwise.training.run import assemble
     from toolwise.types import Task
 
     tasks = [Task(task_id=str(i), prompt=[Message(role="user", content=text)]) for i, text in enumerate(job["prompts"])]
@@ -141,7 +142,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         if job["device"] != "cpu"
         else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     )
-    engine = run.policy.engine
+    engine: Any = run.policy.engine
     run.close()
     return {"steps": steps, "peak": peak, "runner": type(engine.runner).__name__, **held}
 

@@ -70,7 +70,7 @@ def parts() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     tokenizer = AutoTokenizer.from_pretrained(MODEL, trust_remote_code=False)
     # TRL requires a schema for an unknown chat template: this is TRL's own for the same call format, with our end of
     # turn instead of Qwen's.
-    schema = copy.deepcopy(qwen3_schema)
+    schema: Any = copy.deepcopy(qwen3_schema)
     schema["x-regex"] = schema["x-regex"].replace(r"<\|im_end\|>", r"<\|end\|>")
     tokenizer.response_schema = schema
     model = AutoModelForCausalLM.from_pretrained(MODEL, trust_remote_code=False)

@@ -261,7 +261,7 @@ def _assembled(job: Job, out: Path, scale: Scale, steps: int) -> tuple[Any, list
     from toolwise.routing.head.predictor import prompt_features
     from toolwise.training.run import assemble
 
-    run = assemble(config_of(job, out, scale, steps))
+    run: Any = assemble(config_of(job, out, scale, steps))
     held_out = load_tasks(out / "tasks" / "heldout.jsonl")
     learner = run.router.model
     known: dict[tuple[int, ...], Any] = {}

@@ -111,7 +111,7 @@ async def evaluate(run: Any, job: Job) -> dict[str, Any]:
     from toolwise.api import read_tasks
     from toolwise.demo.rooms.demonstrations import task_rows
     from toolwise.thinking.step_selection import parse_steps
-    from toolwise.training.loop import score
+    from toolwise.training.evaluate import score
 
     first = HOUSES if job.kind == "sweep" else 0
     tasks = read_tasks(list(task_rows(range(first, first + job.houses), "heldout")), "heldout")

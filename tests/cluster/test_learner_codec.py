@@ -9,7 +9,7 @@ import pytest
 import torch
 from rank_runs import largest_gap, run_ranks
 
-from toolwise.cluster.learner_codec import divide
+from toolwise.cluster.learner_codec import divide, updated_from_payload, updated_to_payload
 
 torch.set_num_threads(1)
 
@@ -51,6 +51,30 @@ def test_ranks_with_adapters_learn_what_one_does(ranks: int, job: str, tmp_path:
 @pytest.mark.long
 def test_a_factor_in_the_gradients_is_noticed(alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
     assert largest_gap(run_ranks(2, tmp_path, "planted")[0], alone) > 0.4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_gaps_entropies_and_clips_come_back_as_of_one_process(ranks: int, tmp_path: Path) -> None:
+    alone = learner_ranks.updated_columns(0, 1)
+    found: dict[str, torch.Tensor] = {}
+    for of_rank in run_ranks(ranks, tmp_path, "updated"):
+        assert not found.keys() & of_rank.keys()
+        found |= of_rank
+    assert found.keys() == alone.keys()
+    for name, wanted in alone.items():
+        assert found[name].dtype == wanted.dtype
+        got, expected = torch.nan_to_num(found[name], 9.0), torch.nan_to_num(wanted, 9.0)
+        if name.startswith("0/") and not name.endswith("clipped"):
+            assert torch.equal(got, expected), name
+        else:  # after a step whose gradients were summed in another order
+            assert torch.allclose(got.double(), expected.double(), atol=1e-6), name
+    assert any(bool(wanted.any()) for name, wanted in alone.items() if name.endswith("clipped"))
+
+
+def test_columns_of_a_learner_that_had_nothing_to_learn_are_not_there() -> None:
+    assert updated_to_payload([]) == {}
+    assert updated_from_payload({}, learner_ranks.rollouts()) == {}
 
 
 def test_groups_stay_whole_and_ranks_get_as_many_tokens() -> None:

@@ -27,6 +27,7 @@ from toolwise.cluster.interface import (
     Resources,
     Stored,
 )
+from toolwise.cluster.learner_codec import UPDATED
 from toolwise.cluster.learner_group import LearnerGroup, LearnersLostError
 from toolwise.cluster.learner_worker import LearnerWorker
 from toolwise.cluster.node_files import pack_settings
@@ -98,19 +99,27 @@ def test_a_group_learns_saves_and_goes_on_as_one_process(
         cluster={"address": "local", "learners": 1},
     )
     batches: list[Any] = []
-    expected = []
+    expected: list[str] = []
+    updated: list[Any] = []
     run = build(config)
     update = run.learner.update
     run.learner.update = lambda credited: batches.append(credited) or update(credited)  # type: ignore[method-assign]
     for _ in range(2):
         asyncio.run(train_steps(run, 1))
         expected.append(run.learner.weights_checksum())
+        updated.append(run.learner.updated)
     run.close()
     group = new_group(learners, config)
     scored = [c.annotated.scored for c in batches[0]]
     for mine, its in zip(group.annotate(scored), (c.annotated for c in batches[0]), strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(mine.ref_logprobs or (), its.ref_logprobs or (), strict=True))
     assert group.update(batches[0])["actor/updates"] == 1.0
+    assert group.updated.keys() == updated[0].keys() == {c.rollout.rollout_id for c in batches[0]}
+    for name, tokens in updated[0].items():
+        for column in UPDATED:
+            found, wanted = getattr(group.updated[name], column), getattr(tokens, column)
+            assert found.dtype == wanted.dtype
+            assert np.array_equal(found, wanted, equal_nan=column != "clipped")
     assert group.weights_checksum() == expected[0]
     state, weights = group.state_dict(), group.weights_to_save()
     group.save_model(tmp_path, None if weights is None else dict(weights))

@@ -21,6 +21,7 @@ from async_cases import async_run, by_length
 from toolwise.envs.base import BaseEnv
 from toolwise.training import checkpoint
 from toolwise.training.rollout_index import token_path
+from toolwise.training.rollout_paths import rollout_files
 from toolwise.training.stored_groups import unpack_group
 from toolwise.training.token_records import read_tokens
 from toolwise.training.trainer import Training
@@ -88,8 +89,8 @@ class Witness:
         self.stored |= self.groups_in(saved)
 
     def record(self, last: int) -> dict[str, bytes]:
-        paths = sorted((self.out / "rollouts").glob("step-*.jsonl"))
-        found = [logprobs(path) for path in paths if int(path.stem.partition("-")[2]) <= last]
+        paths = rollout_files(self.out / "rollouts", "step-*")
+        found = [logprobs(path) for name, path in paths.items() if int(name.partition("-")[2]) <= last]
         counts = Counter(rollout for step in found for rollout in step)
         assert set(counts.values()) <= {1}, "learned from twice"
         return {rollout: data for step in found for rollout, data in step.items()}

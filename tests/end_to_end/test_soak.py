@@ -17,6 +17,9 @@ from statistics import median
 
 import pytest
 
+from toolwise.training.rollout_paths import rollout_files
+from toolwise.training.trackers.jsonl import read_metrics
+
 STEPS = int(os.environ.get("SOAK_STEPS", "1000"))
 WORLD = '''
 """Two in a hundred fail, each in one of the ways that people's code does."""
@@ -181,7 +184,7 @@ def test_nothing_grows_in_a_thousand_steps(tmp_path: Path, make_config: Callable
     (tmp_path / "samples.json").write_text(json.dumps([astuple(s) for s in samples]))
     left = [path for path in temporary.rglob("*") if not path.name.startswith("torchinductor")]
     assert left == []  # nothing outlives the run
-    rows = [json.loads(line) for file in (run / "rollouts").glob("*.jsonl") for line in file.read_text().splitlines()]
+    rows = [row for file in rollout_files(run / "rollouts", "*").values() for row in read_metrics(file)]
     assert len(rows) >= STEPS * 8
     faults = sum(row["fault"] is not None or row["error"] is not None for row in rows)
     assert 0.01 < faults / len(rows) < 0.2, faults  # two in a hundred at each of a few places

@@ -20,7 +20,15 @@ from learner_cases import LR, changed, sample, tiny_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from toolwise.cluster.learner_codec import credited_from_payload, credited_to_payload, divide, token_count
+from toolwise.cluster.learner_codec import (
+    UPDATED,
+    credited_from_payload,
+    credited_to_payload,
+    divide,
+    token_count,
+    updated_from_payload,
+    updated_to_payload,
+)
 from toolwise.cluster.learner_state import LearnerState
 from toolwise.cluster.shard_files import MANIFEST, write_manifest
 from toolwise.learner import distributed
@@ -97,6 +105,24 @@ def learn(rank: int, ranks: int, lora: bool = False, shard: bool = False) -> dic
     return found
 
 
+def updated_columns(rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """What `Actor.updated` has after two updates of two optimizer steps, sent as a learner sends it; each row in a pass
+    by itself, so that it does not matter which others the rank has."""
+    whole = rollouts()
+    parts = divide(whole, [token_count(c.steps) for c in whole], [c.rollout.group_id for c in whole], ranks)
+    mine = [whole[index] for index in parts[rank]]
+    config = changed(WIDE, micro_batch_tokens=1, ppo_epochs=2)
+    actor = Actor(tiny_model().double(), config, critic=Critic(tiny_model().double(), config))
+    found: dict[str, torch.Tensor] = {}
+    for update in range(2):
+        annotated = actor.annotate([c.annotated.scored for c in mine])
+        actor.update([replace(c, annotated=a) for c, a in zip(mine, annotated, strict=True)])
+        for name, tokens in updated_from_payload(updated_to_payload(actor.updated.values()), mine).items():
+            for column in UPDATED:
+                found[f"{update}/{name}/{column}"] = torch.from_numpy(getattr(tokens, column).copy())
+    return found
+
+
 def flat_weights(actor: Actor) -> torch.Tensor:
     return torch.cat([gathered(weight).detach().flatten() for weight in actor.optimizer.weights])
 
@@ -143,6 +169,8 @@ def run_rank(rank: int, ranks: int, folder: Path, job: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     if job.startswith("save"):
         found = save_and_go_on(rank, ranks, folder, shard="shard" in job, offload="cpu" in job)
+    elif job == "updated":
+        found = updated_columns(rank, ranks)
     else:
         found = learn(rank, ranks, lora="lora" in job, shard="shard" in job)
     save_file(found, folder / f"rank-{rank}.safetensors")

@@ -1,11 +1,13 @@
-"""Programs that the tests of trackers start in .venv-trackers: train with trackers, and read back what they stored.
+"""Programs that the tests of trackers start in .venv-trackers: train with trackers, and read back what one stored.
 
-`python tracker_programs.py train FOLDER STEPS SETTINGS` and `… read FOLDER`, which prints JSON.
+`python tracker_programs.py train FOLDER STEPS SETTINGS` and `… read FOLDER TRACKER`, which prints JSON.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import struct
 import sys
 from collections.abc import Iterator
@@ -26,6 +28,23 @@ CONFIG: dict[str, Any] = {
 REWARD = "def varied(messages, ground_truth):\n    return sum(map(ord, messages[-1]['content'] or '')) % 101 / 101\n"
 
 
+class KillsServer:
+    """A callback that kills a server with its processes after a step."""
+
+    def __init__(self, process: int, step: int) -> None:
+        self.process, self.step = process, step
+
+    def on_step(self, event: Any) -> None:
+        if event.step == self.step:
+            os.killpg(self.process, signal.SIGKILL)
+
+    def on_validation(self, event: Any) -> None: ...
+
+    def on_checkpoint(self, event: Any) -> None: ...
+
+    def on_end(self, event: Any) -> None: ...
+
+
 def train(folder: Path, steps: int, trainer: dict[str, Any]) -> None:
     """Train, or resume, the run in `folder` until `steps` are done."""
     import tomli_w
@@ -44,10 +63,10 @@ def train(folder: Path, steps: int, trainer: dict[str, Any]) -> None:
     print(json.dumps(result.summary["observers"]))
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """What each tracker stored, read with its own library."""
-    run = folder / "run"
-    return {"tensorboard": read_tensorboard(run), "wandb": read_wandb(run), "mlflow": read_mlflow(folder)}
+def read(folder: Path, tracker: str) -> dict[str, Any]:
+    """What the tracker stored, read with its own library."""
+    readers = {"tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": lambda run: read_mlflow(run.parent)}
+    return readers[tracker](folder / "run")
 
 
 def read_tensorboard(run: Path) -> dict[str, Any]:
@@ -136,11 +155,19 @@ def read_mlflow(folder: Path) -> dict[str, Any]:
         "params": run.data.params,
         "metrics": metrics,
         "files": files,
+        "tables": {file: table_ids(client, run.info.run_id, file) for file in files if file.startswith("rollouts/")},
     }
+
+
+def table_ids(client: Any, run_id: str, file: str) -> list[str]:
+    """The rollouts in a table, as MLflow's own pages read it."""
+    import pandas
+
+    return list(pandas.read_json(client.download_artifacts(run_id, file), orient="split")["rollout_id"])
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "train":
         train(Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
     else:
-        print(json.dumps(read(Path(sys.argv[2]))))
+        print(json.dumps(read(Path(sys.argv[2]), sys.argv[3])))

@@ -16,11 +16,14 @@ from safetensors.numpy import save_file
 import toolwise.models
 from toolwise.advantages import Gigpo, Grpo, Rlvcr
 from toolwise.config.records import RecordsConfig
+from toolwise.errors import CheckpointError
 from toolwise.messages import Message
+from toolwise.serialization.gzip_blocks import open_text
 from toolwise.training import rollout_index
 from toolwise.training.records import read_records
 from toolwise.training.rollout_files import RolloutFiles, write_records
 from toolwise.training.rollout_index import build_index, index_path, index_table, load_index, read_index
+from toolwise.training.rollout_paths import rollout_file, rollout_files
 from toolwise.training.token_records import ROLLOUTS_PER_GROUP, keeps_tokens, read_old_tokens, read_tokens
 from toolwise.training.vocabulary_file import VocabularyFile, read_vocabulary
 from toolwise.types import (
@@ -159,6 +162,15 @@ def test_an_index_is_built_again_for_a_file_edited_at_equal_size(tmp_path: Path)
     assert load_index(file)["rollout_id"].to_pylist() == ["g/9"]
 
 
+def test_the_index_of_a_copied_run_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "run", [scored("g/0", 1.0), scored("g/1", 0.0)])
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", copy_function=shutil.copyfile)
+    file = tmp_path / "copy" / "step-000001.jsonl"
+    os.utime(file, ns=(1, 1))
+    monkeypatch.setattr(rollout_index, "build_index", lambda _: pytest.fail("the index was built again"))
+    assert load_index(file).num_rows == 2
+
+
 def test_a_damaged_index_is_built_again(tmp_path: Path) -> None:
     write(tmp_path, [scored("g/0", 1.0), scored("g/1", 0.0)])
     index_path(tmp_path / "step-000001.jsonl").write_bytes(b"PAR1 not really")
@@ -239,6 +251,63 @@ def test_tokens_of_the_last_steps_are_kept(tmp_path: Path) -> None:
     names = sorted(path.name for path in (tmp_path / "rollouts").glob("*.tokens.parquet"))
     assert names == ["step-000003.tokens.parquet", "step-000004.tokens.parquet"]
     assert len(list((tmp_path / "rollouts").glob("*.jsonl"))) == 4
+
+
+def event_of(folder: Path, step: int) -> StepEvent:
+    pair = [scored(f"step-{step}/0/{n}", float(n), f"step-{step}/0") for n in (0, 1)]
+    credited = list(Grpo()([AnnotatedRollout(s) for s in pair]).rollouts)
+    return StepEvent(folder, step, {}, pair, credited)
+
+
+def test_messages_of_older_steps_are_compressed_and_read_as_before(tmp_path: Path) -> None:
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    for folder, keep in ((plain, None), (packed, 2)):
+        files = RolloutFiles(RecordsConfig(plain_steps=keep))
+        for step in range(1, 5):
+            files.on_step(event_of(folder, step))
+    found = rollout_files(packed / "rollouts", "step-*")
+    assert [path.name for path in found.values()] == [
+        "step-000001.jsonl.gz",
+        "step-000002.jsonl.gz",
+        "step-000003.jsonl",
+        "step-000004.jsonl",
+    ]
+    for name, path in rollout_files(plain / "rollouts", "step-*").items():
+        assert read_records(found[name]) == read_records(path)
+        table = read_index(found[name])  # that of the plain file, not built again
+        assert table is not None
+        assert table.equals(read_index(path))
+        for row in table.to_pylist():
+            with open_text(found[name]) as lines:
+                lines.seek(row["offset"])
+                assert json.loads(lines.read(row["length"]))["rollout_id"] == row["rollout_id"]
+        assert build_index(found[name]).equals(table)
+
+
+def test_a_step_that_is_repeated_replaces_its_compressed_file(tmp_path: Path) -> None:
+    files = RolloutFiles(RecordsConfig(plain_steps=1))
+    for step in (1, 2, 1):
+        files.on_step(event_of(tmp_path, step))
+    assert {path.name for path in (tmp_path / "rollouts").glob("*.jsonl*")} == {
+        "step-000001.jsonl.gz",
+        "step-000002.jsonl",
+    }
+    # A process killed between writing the compressed file and deleting the plain one: the plain one counts.
+    (tmp_path / "rollouts" / "step-000002.jsonl.gz").write_bytes(b"half")
+    assert rollout_files(tmp_path / "rollouts", "*")["step-000002"].suffix == ".jsonl"
+    assert rollout_file(tmp_path / "rollouts", "step-000003") is None
+
+
+def test_a_damaged_compressed_file_shows_what_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, files = tmp_path / "rollouts", RolloutFiles(RecordsConfig(plain_steps=1))
+    for step in (1, 2):
+        files.on_step(event_of(tmp_path, step))
+    path = folder / "step-000001.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-9])
+    assert load_index(path).num_rows <= 2
+    assert "cannot be decompressed to its end" in caplog.text
+    with pytest.raises(CheckpointError, match="cannot be decompressed"):
+        read_records(path)
 
 
 def test_rollouts_without_tokens_have_no_token_file(tmp_path: Path) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from view_runs import sample_run
 
 from toolwise.errors import ConfigError
+from toolwise.serialization.json_text import json_text
+from toolwise.view import static_bundle
+from toolwise.view.rollout_store import RunStore
 from toolwise.view.static_bundle import joined_modules, write_bundle
-from toolwise.view.view_server import STATIC
+from toolwise.view.view_server import STATIC, Pages
 
 
 def test_names_of_modules_differ() -> None:
@@ -34,8 +38,8 @@ def test_all_modules_are_in_the_script_once() -> None:
         assert text.count(first) == 1, path.name
 
 
-def read_data(path: Path) -> object:
-    return json.loads(path.read_text("utf-8").partition(", ")[2].rstrip(");\n"))
+def read_data(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8").partition(", ")[2].rstrip().removesuffix(");"))
 
 
 def test_a_bundle_has_the_latest_rollouts_and_all_validations(tmp_path: Path) -> None:
@@ -49,6 +53,39 @@ def test_a_bundle_has_the_latest_rollouts_and_all_validations(tmp_path: Path) ->
     rows = read_data(tmp_path / "out" / "data" / "0" / "rows.js")
     assert isinstance(rows, dict)
     assert len(rows["rows"]) == 3 * 36 + 16
+
+
+def test_pages_of_a_bundle_are_those_of_the_server(tmp_path: Path) -> None:
+    """The script joins what is stored once for the run and for the task with what is stored for the rollout."""
+    run = sample_run(tmp_path / "run", steps=1)
+    write_bundle([run], tmp_path / "out")
+    pages, data = Pages([run]), tmp_path / "out" / "data" / "0"
+    shared, chunks = read_data(data / "overview.js")["router"], read_data(data / "rows.js")["groups"]
+    seen = 0
+    for file, groups in chunks.items():
+        for group_id, chunk in groups.items():
+            group = read_data(data / f"groups-{chunk}.js")[group_id]
+            for rollout_id, rollout in group["rollouts"].items():
+                parameters = {"file": file, "id": rollout_id}
+                task = group["routes"][rollout["rollout"]["row"]["task_id"]]
+                answers = {"rollout": rollout["rollout"], "router": {**shared, **rollout["router"], "task": task}}
+                for name, found in answers.items():
+                    assert found == json.loads(json_text(pages.answer(name, parameters)[1])), name
+                for index, message in rollout["full"].items():
+                    assert message == pages.answer("message", {**parameters, "index": index})[1]
+                seen += 1
+    assert seen == pages.stores[0].table.num_rows
+
+
+def test_each_rollout_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = sample_run(tmp_path / "run", steps=1)
+    count, reads, totals = RunStore(run).table.num_rows, [], []
+    read, routes = RunStore.record, static_bundle.run_routes
+    monkeypatch.setattr(RunStore, "record", lambda store, row: reads.append(row["offset"]) or read(store, row))
+    monkeypatch.setattr(static_bundle, "run_routes", lambda store: totals.append(store) or routes(store))
+    write_bundle([run], tmp_path / "out")
+    assert len(totals) == 1
+    assert len(reads) <= 2 * count  # twice those of validations, which are compared
 
 
 def test_other_folders_are_not_overwritten(tmp_path: Path) -> None:

@@ -343,3 +343,13 @@ def test_pages_ask_no_other_machine() -> None:
     texts = [path.read_text() for path in (*STATIC.glob("js/*.js"), STATIC / "index.html", STATIC / "app.css")]
     assert texts
     assert not [text for text in texts if "http://" in text or "https://" in text or "innerHTML" in text]
+
+
+def test_the_server_does_not_load_pandas() -> None:
+    program = (
+        "import sys, toolwise.view.view_server as server; server.load_arrow()\n"
+        "import pyarrow as pa, pyarrow.compute as pc\n"
+        "assert pc.equal(pa.array(['x', 'y']), 'x').to_pylist() == [True, False]\n"
+        "assert 'pandas' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 def examine(run: Path, *, as_json: bool) -> bool:
     """Print what the doctor finds in a run folder; return whether it found anything."""
+    from toolwise.training.diagnosis.evidence import pages
     from toolwise.training.diagnosis.examination import examine_run
     from toolwise.training.diagnosis.monitor import finding_to_json
 
@@ -24,7 +26,7 @@ def examine(run: Path, *, as_json: bool) -> bool:
                 "run": str(examination.run_folder),
                 "state": examination.state,
                 "step": examination.step,
-                "findings": [finding_to_json(finding) for finding in examination.findings],
+                "findings": [{**finding_to_json(finding), "pages": pages(finding)} for finding in examination.findings],
             }
         )
     else:
@@ -33,6 +35,8 @@ def examine(run: Path, *, as_json: bool) -> bool:
 
 
 def _show(examination: Examination) -> None:
+    from toolwise.training.diagnosis.evidence import pages
+
     steps = f"{examination.step} step{'' if examination.step == 1 else 's'}"
     print_line(f"{examination.run_folder}: {examination.state}, {steps}")
     for finding in examination.findings:
@@ -41,6 +45,10 @@ def _show(examination: Examination) -> None:
         print_line(f"  What to do: {finding.cure}.")
         if finding.rollouts:
             print_line(f"  See the rollouts {', '.join(finding.rollouts)}")
+        if links := pages(finding):
+            print_line(f"  In the browser: toolwise view {shlex.quote(str(examination.run_folder))}, at")
+            for link in links:
+                print_line(f"    {link}")
     if not examination.findings:
         print_line("nothing found")
 

@@ -1,9 +1,10 @@
-"""What learners get of rollouts: tokens and columns, without messages, tasks and infos. And how they divide them."""
+"""What learners get of rollouts: tokens and columns, without messages, tasks and infos. How they divide them, and what
+they send back."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,10 +22,12 @@ from toolwise.types import (
     StepData,
     StopReason,
     Task,
+    UpdatedTokens,
     Usage,
 )
 
 ANNOTATIONS = ("old_logprobs", "ref_logprobs", "values")
+UPDATED = ("gaps", "entropies", "clipped")
 _TASK = Task(task_id="", prompt=[])
 T = TypeVar("T")
 
@@ -51,6 +54,21 @@ def annotations_to_payload(annotated: Sequence[AnnotatedRollout]) -> dict[str, A
 
 def annotations_from_payload(payload: Payload) -> list[dict[str, Any]]:
     return [{name: None if v is None else tuple(v) for name, v in row.items()} for row in from_payload(payload)]
+
+
+def updated_to_payload(updated: Iterable[UpdatedTokens]) -> dict[str, Any]:
+    """The columns of all rollouts, joined; empty if nothing was updated."""
+    rollouts = list(updated)
+    return {name: np.concatenate([getattr(one, name) for one in rollouts]) for name in UPDATED} if rollouts else {}
+
+
+def updated_from_payload(payload: Payload, credited: Sequence[CreditedRollout]) -> dict[str, UpdatedTokens]:
+    """By rollout id; `credited` are the rollouts that the learner was sent, in order."""
+    if UPDATED[0] not in payload:
+        return {}
+    ends = np.cumsum([sum(map(len, rollout.advantages)) for rollout in credited])[:-1]
+    columns = zip(credited, *(np.split(np.array(payload[name]), ends) for name in UPDATED), strict=True)
+    return {rollout.rollout.rollout_id: UpdatedTokens(*arrays) for rollout, *arrays in columns}
 
 
 def divide(items: Sequence[T], sizes: Sequence[int], groups: Sequence[str], ranks: int) -> list[list[int]]:

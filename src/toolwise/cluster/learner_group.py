@@ -25,6 +25,7 @@ from toolwise.cluster.learner_codec import (
     divide,
     scored_to_payload,
     token_count,
+    updated_from_payload,
 )
 from toolwise.cluster.plain_data import to_payload
 from toolwise.cluster.shard_files import write_manifest
@@ -61,7 +62,7 @@ class LearnerGroup(Learner):
         self.cluster, self.config, self.local = cluster, config, local
         self.model = local.model
         self.version = 0
-        self.updated: Mapping[str, UpdatedTokens] = {}  # stays with the ranks
+        self.updated: Mapping[str, UpdatedTokens] = {}
         self.shared = config.router.enable and config.router.backbone != "frozen"
         """Whether the router in this process trains the weights, too."""
         self._taken = ""
@@ -110,9 +111,11 @@ class LearnerGroup(Learner):
         ]
 
     def update(self, credited: Sequence[CreditedRollout]) -> Metrics:
+        self.updated = {}
         self._give_weights()
         parts = self._divide([c.steps for c in credited], [c.rollout.group_id for c in credited])
-        replies = self._call("update", [credited_to_payload([credited[index] for index in part]) for part in parts])
+        shares = [[credited[index] for index in part] for part in parts]
+        replies = self._call("update", [credited_to_payload(share) for share in shares])
         checksums = {reply["checksum"] for reply in replies}
         if self.config.cluster.sharding == "replicated" and len(checksums) > 1:
             raise ClusterError("the learners have different weights after an update: this is a bug, please report it")
@@ -120,6 +123,8 @@ class LearnerGroup(Learner):
         self._take_weights()
         self.local.kl.load_state_dict(facts["kl"])
         self.version = int(replies[0]["version"])
+        for reply, share in zip(replies, shares, strict=True):
+            self.updated = {**self.updated, **updated_from_payload(reply, share)}
         metrics: Metrics = facts["metrics"]
         return metrics | {"cluster/learner_balance": _balance(parts, credited)}
 

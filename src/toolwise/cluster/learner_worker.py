@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 
 from toolwise.cluster.interface import ClusterError, Payload
-from toolwise.cluster.learner_codec import annotations_to_payload, credited_from_payload, scored_from_payload
+from toolwise.cluster.learner_codec import (
+    annotations_to_payload,
+    credited_from_payload,
+    scored_from_payload,
+    updated_to_payload,
+)
 from toolwise.cluster.learner_state import LearnerState
 from toolwise.cluster.node_files import unpack_settings
 from toolwise.cluster.plain_data import from_payload
@@ -109,6 +114,7 @@ class LearnerWorker:
             "facts": json.dumps(facts, allow_nan=True).encode(),
             "version": self.actor.version,
             "checksum": checksum,
+            **updated_to_payload(self.actor.updated.values()),
         }
 
     def _weights(self, payload: Payload) -> Payload:

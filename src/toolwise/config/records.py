@@ -13,3 +13,6 @@ class RecordsConfig(Section):
     always the same ones. Messages and scores of every rollout are stored in any case."""
     token_steps: PositiveInt | None = None
     """Keep the tokens of this many latest training steps and validations; unset: of all."""
+    plain_steps: PositiveInt | None = 20
+    """Keep the messages of this many latest training steps and validations as plain JSON lines; older files are
+    compressed with gzip, `zgrep` searches both. Unset: all stay plain."""

@@ -106,6 +106,7 @@ MUTABLE_SETTINGS = frozenset(
         "trainer.observer_timeout_s",
         "records.token_share",
         "records.token_steps",
+        "records.plain_steps",
         "validation.do_sample",
         "validation.every",
         "validation.before",

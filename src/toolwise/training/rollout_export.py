@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,11 +17,11 @@ from toolwise.serialization.json_text import json_line, json_text
 from toolwise.tools.catalog import read_tools
 from toolwise.training.record_filter import Condition, satisfies
 from toolwise.training.records import RolloutRecord, read_records
+from toolwise.training.rollout_paths import NAME, rollout_files
 
 ExportFormat = Literal["openai", "parquet", "sft", "preferences"]
 Rows = Iterator[dict[str, Any]]
 
-_FILE = re.compile(r"(?:step|eval)-(\d+)\.jsonl")
 _OPENAI_FIELDS = ("role", "content", "tool_calls", "tool_call_id")
 """OpenAI's API knows no other fields of these messages, except a user's `name`: thoughts (`reasoning_content`) are left
 out."""
@@ -103,9 +102,8 @@ def _read_steps(run: Path, where: Sequence[Condition], *, validation: bool) -> I
     """One file at a time. Names are checked now, files are read later."""
     kind = "eval" if validation else "step"
     folder = run / "rollouts"
-    files = [
-        (int(match[1]), path) for path in sorted(folder.glob(f"{kind}-*.jsonl")) if (match := _FILE.match(path.name))
-    ]
+    found = rollout_files(folder, f"{kind}-*")
+    files = [(int(match[2]), path) for name, path in found.items() if (match := NAME.fullmatch(name))]
     if not files:
         raise CheckpointError(f"{folder}: has no {kind}-*.jsonl; give the folder of a run that stored its rollouts")
 

@@ -9,8 +9,9 @@ from typing import Any
 from toolwise.config.records import RecordsConfig
 from toolwise.protocols import Callback
 from toolwise.serialization.files import write_atomic
+from toolwise.serialization.gzip_blocks import compress
 from toolwise.serialization.json_text import json_line
-from toolwise.training import rollout_index, token_records
+from toolwise.training import rollout_index, rollout_paths, token_records
 from toolwise.training.records import RolloutRecord
 from toolwise.training.vocabulary_file import NAME as VOCABULARY
 from toolwise.training.vocabulary_file import VocabularyFile
@@ -44,6 +45,8 @@ class RolloutFiles(Callback):
         write_records(folder, f"{kind}-{step:06d}", scored, credited, updated, self.config.token_share)
         if self.config.token_steps is not None:
             token_records.delete_old_tokens(folder, kind, self.config.token_steps)
+        if self.config.plain_steps is not None:
+            compress_old_files(folder, kind, self.config.plain_steps)
         if self.tokenizer is not None and self.config.token_share:
             if self._vocabulary is None:
                 self._vocabulary = VocabularyFile(folder / VOCABULARY, self.tokenizer)
@@ -73,4 +76,17 @@ def write_records(
         rows.append(rollout_index.try_index_row(record, location))
         offset += len(line)
     write_atomic(path, b"".join(lines))
+    rollout_paths.compressed_path(path).unlink(missing_ok=True)
     rollout_index.write_index(path, rows)
+
+
+def compress_old_files(folder: Path, kind: str, keep: int) -> None:
+    """Compress all but the latest `keep` files of training steps ("step") or validations ("eval"). A process that is
+    killed meanwhile leaves both files, or an index that is built again."""
+    for path in sorted(folder.glob(f"{kind}-*{rollout_paths.LINES}"))[:-keep]:
+        index, compressed = rollout_index.read_index(path), rollout_paths.compressed_path(path)
+        with path.open("rb") as lines:
+            write_atomic(compressed, compress(lines))
+        if index is not None:
+            rollout_index.save_index(compressed, index)
+        path.unlink()

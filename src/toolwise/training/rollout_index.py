@@ -1,22 +1,24 @@
 """An index of stored rollouts: for each file, a small Parquet file with one row per rollout and where to read the rest.
 
-A run writes the index of a file together with it. For files without one, such as of runs of earlier versions, or whose
-size or time of the last change differs since, it is built from the lines.
+A run writes the index of a file together with it. For files without one, such as of runs of earlier versions, or that
+have changed since, it is built from the lines.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from toolwise.serialization.files import write_atomic
+from toolwise.serialization.gzip_blocks import DAMAGES, open_text
 from toolwise.serialization.json_text import load_json, valid_text
 from toolwise.training.records import RolloutRecord
+from toolwise.training.rollout_paths import stem
 from toolwise.training.token_records import SUFFIX as TOKENS
 from toolwise.training.trackers.conversation import clean_text, conversation_turns, shorten
 
@@ -27,7 +29,6 @@ QUESTION_CHARS = 120
 MAX_LINE_BYTES = 1 << 28
 """Longer lines are left out."""
 MAX_INT32 = 2**31 - 1
-FILE_NAME = re.compile(r"(step|eval)-(\d{6,})")
 
 log = logging.getLogger("toolwise.training")
 
@@ -37,18 +38,18 @@ class Location:
     """Where a stored rollout is."""
 
     offset: int
-    """Of its line in the JSONL file, in bytes."""
+    """Of its line in the JSONL file, in bytes; in a compressed one, of its text."""
     length: int
     token_row: int = -1
     """Its first row in the token file; −1 if its tokens are not stored."""
 
 
 def index_path(rollouts: Path) -> Path:
-    return rollouts.with_name(rollouts.stem + SUFFIX)
+    return rollouts.with_name(stem(rollouts) + SUFFIX)
 
 
 def token_path(rollouts: Path) -> Path:
-    return rollouts.with_name(rollouts.stem + TOKENS)
+    return rollouts.with_name(stem(rollouts) + TOKENS)
 
 
 def index_row(record: RolloutRecord, location: Location) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def index_table(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 def write_index(rollouts: Path, rows: Sequence[Mapping[str, Any] | None]) -> None:
     """Write the index of the file `rollouts`, as it is now; None is a line that cannot be indexed."""
-    save_index(rollouts, _counted_table(rollouts, rows), _state(rollouts))
+    save_index(rollouts, _counted_table(rollouts, rows))
 
 
 def _counted_table(rollouts: Path, rows: Sequence[Mapping[str, Any] | None]) -> Any:
@@ -173,13 +174,37 @@ def _counted_table(rollouts: Path, rows: Sequence[Mapping[str, Any] | None]) -> 
 def _state(rollouts: Path) -> dict[bytes, bytes]:
     """What an index stores to know the file it belongs to."""
     found = rollouts.stat()
-    return {b"version": VERSION.encode(), b"bytes": b"%d" % found.st_size, b"mtime_ns": b"%d" % found.st_mtime_ns}
+    return {
+        b"version": VERSION.encode(),
+        b"bytes": b"%d" % found.st_size,
+        b"mtime_ns": b"%d" % found.st_mtime_ns,
+        b"crc32": b"%d" % _checksum(rollouts),
+    }
 
 
-def save_index(rollouts: Path, table: Any, state: Mapping[bytes, bytes]) -> None:
+def _checksum(path: Path) -> int:
+    """Of the whole file: half a millisecond per megabyte."""
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _belongs(stored: Mapping[bytes, bytes], rollouts: Path) -> bool:
+    """Whether an index that stores this is of the file as it is now. A copy has another time: its content decides."""
+    found = rollouts.stat()
+    if stored.get(b"version") != VERSION.encode() or stored.get(b"bytes") != b"%d" % found.st_size:
+        return False
+    return stored.get(b"mtime_ns") == b"%d" % found.st_mtime_ns or stored.get(b"crc32") == b"%d" % _checksum(rollouts)
+
+
+def save_index(rollouts: Path, table: Any, state: Mapping[bytes, bytes] | None = None) -> None:
+    """`state`: of the file that was read; that of the file as it is now, if not given."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    state = _state(rollouts) if state is None else state
     buffer = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata(dict(state)), buffer, compression="zstd")
     write_atomic(index_path(rollouts), buffer.getvalue().to_pybytes())
@@ -197,15 +222,19 @@ def read_index(rollouts: Path) -> Any | None:
         stored = table.schema.metadata or {}
     except (OSError, pa.ArrowException):
         return None
-    fits = all(stored.get(key) == value for key, value in _state(rollouts).items())
-    return table.cast(schema()) if fits else None
+    return table.cast(schema()) if _belongs(stored, rollouts) else None
 
 
 def build_index(rollouts: Path) -> Any:
     """The index of a file, from its lines. Lines that are not JSON objects, or cannot be indexed, are left out."""
     first_rows = _first_token_rows(token_path(rollouts))
-    with rollouts.open("rb") as file:
-        rows = [_row_of_line(line, offset, first_rows) for offset, line in _whole_lines(file)]
+    rows: list[dict[str, Any] | None] = []
+    try:
+        with open_text(rollouts) as file:
+            for offset, line in _whole_lines(file):
+                rows.append(_row_of_line(line, offset, first_rows))
+    except DAMAGES as fault:  # those before are shown
+        log.warning("%s: cannot be decompressed to its end: %s", rollouts, fault)
     return _counted_table(rollouts, rows)
 
 

@@ -22,6 +22,7 @@ from toolwise.serialization.files import checkpoint_folders, step_of, write_atom
 from toolwise.training import checkpoint
 from toolwise.training.changes import AnyConfig, Change, changes_since, check_same_run, portable_config, record_changes
 from toolwise.training.records import RolloutRecord, read_records
+from toolwise.training.rollout_paths import rollout_files
 from toolwise.training.trackers.jsonl import read_metrics, truncate_after
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class RunFolder:
         return list(dict.fromkeys(kind for side in sides for kind in side.get("by_kind") or {}))
 
     def _rollout_files(self, prefix: str) -> list[Path]:
-        return sorted((self.path / "rollouts").glob(f"{prefix}-*.jsonl"))
+        return list(rollout_files(self.path / "rollouts", f"{prefix}-*").values())
 
     def _summarize(self, line: dict[str, Any], rollouts: Sequence[RolloutRecord]) -> dict[str, Any]:
         by_kind: dict[str, dict[str, Any]] = {}
@@ -300,7 +301,9 @@ def find_checkpoint(folder: Path) -> checkpoint.Checkpoint | None:
 
 def delete_rollouts_after(folder: Path, step: int) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
-        match = re.fullmatch(r"(?:step|eval)-(\d{6,})\.(?:jsonl|safetensors|(?:tokens|index)\.parquet)", path.name)
+        match = re.fullmatch(
+            r"(?:step|eval)-(\d{6,})\.(?:jsonl|jsonl\.gz|safetensors|(?:tokens|index)\.parquet)", path.name
+        )
         if match is not None and int(match.group(1)) > step:
             path.unlink()
 

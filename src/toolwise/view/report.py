@@ -6,6 +6,7 @@ import base64
 import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -159,11 +160,17 @@ def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
 
 def _finding_view(entry: Mapping[str, Any]) -> dict[str, str]:
     """A finding, whose evidence older runs lack."""
+    from toolwise.training.diagnosis.evidence import pages  # imports torch
+    from toolwise.training.diagnosis.monitor import finding_from_json
+
     evidence = entry.get("evidence")
     evidence = evidence if isinstance(evidence, dict) else {}
     steps, rollouts = (evidence.get(name) or [] for name in ("steps", "rollouts"))
     shown = [f"steps {steps[0]} to {steps[-1]}"] if steps and steps[0] != steps[-1] else []
     shown += [f"rollouts {', '.join(map(str, rollouts))}"] if rollouts else []
+    if shown:
+        with suppress(TypeError, ValueError):  # of another version
+            shown += [f"in toolwise view at {link}" for link in pages(finding_from_json(entry))[:1]]
     fields = {key: clean_text(entry.get(key)) for key in DIAGNOSIS_FIELDS}
     return fields | {"evidence": clean_text("; ".join(shown))}
 

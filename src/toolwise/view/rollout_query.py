@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import ToolwiseError
+from toolwise.serialization.gzip_blocks import open_text
 from toolwise.training.records import RolloutRecord
 from toolwise.training.rollout_index import MAX_LINE_BYTES
 from toolwise.view.rollout_store import RunStore
@@ -216,7 +217,7 @@ def search_text(store: RunStore, text: str, among: Mask) -> Mask:
 def _chunks(store: RunStore, file: str) -> Any:
     """Position and lower-case text of blocks of whole lines."""
     position = 0
-    with store.path_of(file).open("rb") as lines:
+    with open_text(store.path_of(file)) as lines:
         while chunk := lines.read(CHUNK_BYTES):
             chunk += lines.readline(MAX_LINE_BYTES)
             yield position, chunk.lower()

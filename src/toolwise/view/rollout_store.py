@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from toolwise.errors import CheckpointError, ToolwiseError
+from toolwise.serialization.gzip_blocks import open_text
 from toolwise.serialization.json_text import load_json, valid_text
 from toolwise.training.diagnosis.examination import run_state
 from toolwise.training.records import RolloutRecord
-from toolwise.training.rollout_index import FILE_NAME, index_table, load_index, token_path
+from toolwise.training.rollout_index import index_table, load_index, token_path
+from toolwise.training.rollout_paths import NAME as FILE_NAME
+from toolwise.training.rollout_paths import rollout_files
 from toolwise.training.run_folder import RunFolder, open_run
 from toolwise.training.token_records import StepTokens, read_old_tokens, read_tokens, row_group_starts
 from toolwise.training.vocabulary_file import NAME as VOCABULARY
@@ -30,6 +33,7 @@ class NotFoundError(ToolwiseError):
 
 @dataclass(frozen=True, slots=True)
 class _File:
+    path: Path
     stamp: tuple[int, int]
     """Size and time of the last change."""
     table: Any
@@ -67,7 +71,7 @@ class RunStore:
         """Read what has changed; returns whether anything has."""
         if not self._rollouts.exists() or self._rollouts == self.path:
             self._rollouts = self.path / "rollouts" if (self.path / "rollouts").is_dir() else self.path
-        found = {path.stem: path for path in self._rollouts.glob("*.jsonl") if _is_rollouts(path)}
+        found = {name: path for name, path in rollout_files(self._rollouts, "*").items() if _is_rollouts(name, path)}
         stamps = {name: _stamp(path) for name, path in found.items()}
         others = ("metrics.jsonl", "summary.json", "diagnosis.json", "frontier.json", "config.toml")
         stamp = (*sorted(stamps.items()), *(_stamp(self.path / name) for name in others))
@@ -75,7 +79,7 @@ class RunStore:
             return False
         changed = [name for name in found if name not in self._files or self._files[name].stamp != stamps[name]]
         for name in changed:
-            self._files[name] = _File(stamps[name], _with_file(load_index(found[name]), name))
+            self._files[name] = _File(found[name], stamps[name], _with_file(load_index(found[name]), name))
         removed = self._files.keys() - found.keys()
         for name in removed:
             del self._files[name]
@@ -91,8 +95,8 @@ class RunStore:
         self.table = _concatenate([self._files[name].table for name in names])
         start = 0
         for name in names:
-            stamp, count = self._files[name].stamp, self._files[name].table.num_rows
-            self._files[name] = _File(stamp, self.table.slice(start, count))
+            count = self._files[name].table.num_rows
+            self._files[name] = replace(self._files[name], table=self.table.slice(start, count))
             start += count
 
     def files(self) -> list[dict[str, Any]]:
@@ -106,7 +110,7 @@ class RunStore:
     def path_of(self, file: str) -> Path:
         if file not in self._files:
             raise NotFoundError(f"{self.name} has no file of rollouts {file!r:.80}")
-        return self._rollouts / f"{file}.jsonl"
+        return self._files[file].path
 
     def row(self, file: str, rollout_id: str) -> dict[str, Any]:
         """The index's row of a rollout."""
@@ -135,7 +139,7 @@ class RunStore:
 
     def record(self, row: dict[str, Any]) -> RolloutRecord:
         """Read one line."""
-        with self.path_of(row["file"]).open("rb") as file:
+        with open_text(self.path_of(row["file"])) as file:
             file.seek(row["offset"])
             parsed = load_json(file.read(row["length"]))
         record = RolloutRecord.from_json(parsed) if isinstance(parsed, dict) else None
@@ -160,7 +164,7 @@ class RunStore:
             group = bisect_right(starts, row["token_row"]) - 1
             rows = _row_group(tokens, stamp, starts[group], starts[group + 1])
             return [step for step in rows if step.rollout_id == row["rollout_id"]]
-        old = path.with_suffix(".safetensors")
+        old = path.with_name(f"{row['file']}.safetensors")
         return read_old_tokens(old, row["rollout_id"]) if old.exists() else []
 
     @cached_property
@@ -179,9 +183,9 @@ def _row_group(path: Path, stamp: tuple[int, int], start: int, end: int) -> list
     return read_tokens(path, start, end - start, prompts=False)
 
 
-def _is_rollouts(path: Path) -> bool:
+def _is_rollouts(name: str, path: Path) -> bool:
     """Regular files only: a pipe or a device could be read forever."""
-    return (FILE_NAME.fullmatch(path.stem) is not None or path.stem == "rollouts") and path.is_file()
+    return (FILE_NAME.fullmatch(name) is not None or name == "rollouts") and path.is_file()
 
 
 def _stamp(path: Path) -> tuple[int, int]:

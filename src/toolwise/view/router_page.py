@@ -6,21 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolwise.training.records import RolloutRecord
 from toolwise.view.rollout_store import RunStore
 
 
 def router_page(store: RunStore, file: str, rollout_id: str) -> dict[str, Any]:
     """The odds of each route, what it costs, and what the rollouts of the same task cost and earned by route."""
-    import pyarrow.compute as pc
+    row, facts = store.row(file, rollout_id), run_routes(store)
+    task = task_routes(store, row["task_id"], file)
+    return {**facts, **rollout_routes(store.record(row), facts["names"]), "task": task}
 
-    row = store.row(file, rollout_id)
-    record, table = store.record(row), store.table
-    same = table.filter(pc.equal(table["task_id"], row["task_id"]))
-    by_route: dict[str, list[dict[str, Any]]] = {}
-    for other in same.select(["route", "score", "cost", "step", "file", "phase"]).to_pylist():
-        by_route.setdefault(other["route"] or "", []).append(other)
-    everything = table.group_by("route").aggregate([("score", "mean"), ("cost", "mean"), ("route", "count")])
-    names = route_names(store)
+
+def rollout_routes(record: RolloutRecord, names: Sequence[str]) -> dict[str, Any]:
+    """What the router computed for one rollout."""
     return {
         "chosen": record.route,
         "answered_by": record.answered_by,
@@ -29,7 +27,14 @@ def router_page(store: RunStore, file: str, rollout_id: str) -> dict[str, Any]:
         "reward": record.router_token_level_rewards,
         "advantage": record.router_advantages,
         "turns": [{**turn, "odds": _odds(names, turn.get("logits")), "logits": None} for turn in record.turn_routes],
-        "task": [_route_row(name, rows, file) for name, rows in sorted(by_route.items())],
+    }
+
+
+def run_routes(store: RunStore) -> dict[str, Any]:
+    """What is the same for all rollouts of the run."""
+    everything = store.table.group_by("route").aggregate([("score", "mean"), ("cost", "mean"), ("route", "count")])
+    return {
+        "names": route_names(store),
         "run": [
             {"route": r["route"], "score": r["score_mean"], "cost": r["cost_mean"], "n": r["route_count"]}
             for r in everything.to_pylist()
@@ -38,6 +43,17 @@ def router_page(store: RunStore, file: str, rollout_id: str) -> dict[str, Any]:
         "prices": price_list(store),
         "frontier": _frontier_curve(store),
     }
+
+
+def task_routes(store: RunStore, task_id: str, file: str) -> list[dict[str, Any]]:
+    """What the rollouts of a task cost and earned by route, in the file and in the whole run."""
+    import pyarrow.compute as pc
+
+    same = store.table.filter(pc.equal(store.table["task_id"], task_id))
+    by_route: dict[str, list[dict[str, Any]]] = {}
+    for other in same.select(["route", "score", "cost", "file"]).to_pylist():
+        by_route.setdefault(other["route"] or "", []).append(other)
+    return [_route_row(name, rows, file) for name, rows in sorted(by_route.items())]
 
 
 def _route_row(name: str, rows: Sequence[Mapping[str, Any]], file: str) -> dict[str, Any]:

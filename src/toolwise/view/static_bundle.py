@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolwise.errors import ConfigError
 from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_text
+from toolwise.training.records import RolloutRecord
 from toolwise.view.compare_page import compare_page
-from toolwise.view.group_page import anchor_page, group_page
+from toolwise.view.group_page import MAX_SIBLINGS, anchor_page, group_page
 from toolwise.view.overview_page import overview_page, series
 from toolwise.view.rollout_page import message_view, rollout_page
 from toolwise.view.rollout_query import SHOWN, facets, without_keys
 from toolwise.view.rollout_store import RunStore
-from toolwise.view.router_page import router_page
+from toolwise.view.router_page import rollout_routes, run_routes, task_routes
 from toolwise.view.view_server import STATIC, Pages
 
 MARK = "toolwise-bundle"
@@ -34,7 +35,7 @@ _IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z_]+\.js)";\n', re.MULTILI
 def write_bundle(runs: Sequence[Path], out: Path, *, max_rollouts: int = 5000) -> Path:
     """Write the folder; return the path of its page. Of more rollouts, validations and the latest steps are kept."""
     _check_folder(out)
-    pages = Pages(runs)
+    pages = Pages([BundledRun(path) for path in runs])
     for name in ("app.css", "icon.svg", "vendor"):
         source = STATIC / name
         shutil.copytree(source, out / name, dirs_exist_ok=True) if source.is_dir() else write_atomic(
@@ -107,7 +108,8 @@ def _write_run(out: Path, number: int, store: RunStore, files: Sequence[str]) ->
     for start in range(0, len(names), 64):
         curves |= series(store, names[start : start + 64])
     known = facets(store) | {"files": [file for file in store.files() if file["file"] in files]}
-    _write_data(out, f"{number}/overview", {"overview": overview, "facets": known, "series": curves})
+    routes = run_routes(store)
+    _write_data(out, f"{number}/overview", {"overview": overview, "facets": known, "series": curves, "router": routes})
     rows: list[dict[str, Any]] = []
     chunk_of: dict[str, dict[str, int]] = {}
     groups, texts = _Chunks(out, f"{number}/groups"), _Chunks(out, f"{number}/text")
@@ -119,26 +121,48 @@ def _write_run(out: Path, number: int, store: RunStore, files: Sequence[str]) ->
             data = {
                 "group": group_page(store, file, group_id),
                 "anchors": anchor_page(store, file, group_id),
-                "rollouts": {row["rollout_id"]: _rollout_data(store, row) for row in members},
+                "routes": {task: task_routes(store, task, file) for task in {row["task_id"] for row in members}},
+                "rollouts": {row["rollout_id"]: _rollout_data(store, row, routes["names"]) for row in members},
             }
-            chunk_of.setdefault(file, {})[group_id] = groups.add({group_id: data})
+            chunk_of.setdefault(file, {})[group_id] = groups.add(group_id, data)
             for row in members:
                 line = without_keys(json_text(store.record(row).to_json())).lower()
-                texts.add({f"{file} {row['rollout_id']}": line})
+                texts.add(f"{file} {row['rollout_id']}", line)
     groups.flush()
     texts.flush()
     _write_data(out, f"{number}/rows", {"rows": rows, "groups": chunk_of, "chunks": texts.number})
 
 
-def _rollout_data(store: RunStore, row: dict[str, Any]) -> dict[str, Any]:
+class BundledRun(RunStore):
+    """Keeps the rollouts of a group: several pages show them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._records: dict[tuple[str, int], RolloutRecord] = {}
+
+    def record(self, row: dict[str, Any]) -> RolloutRecord:
+        key = row["file"], row["offset"]
+        if key not in self._records:
+            if len(self._records) >= MAX_SIBLINGS:
+                self._records.clear()
+            self._records[key] = super().record(row)
+        return self._records[key]
+
+
+def _rollout_data(store: RunStore, row: dict[str, Any], routes: Sequence[str]) -> dict[str, Any]:
     """What the pages of one rollout show, with the whole text of messages that are cut at first."""
-    page = rollout_page(store, row["file"], row["rollout_id"])
+    page, record = rollout_page(store, row["file"], row["rollout_id"]), store.record(row)
     full = {
         index: message_view(message, limit=None)
-        for index, message in enumerate(store.record(row).messages)
-        if '"chars":' in json_text(page["messages"][index])
+        for index, message in enumerate(record.messages)
+        if any(isinstance(text, dict) for text in _view_texts(page["messages"][index]))
     }
-    return {"rollout": page, "router": router_page(store, row["file"], row["rollout_id"]), "full": full}
+    return {"rollout": page, "router": rollout_routes(record, routes), "full": full}
+
+
+def _view_texts(message: Mapping[str, Any]) -> list[Any]:
+    """The texts of a message's view; one that is cut is an object."""
+    return [message["text"], message["thought"], *(call["arguments"] for call in message["calls"])]
 
 
 def _comparisons(stores: Sequence[RunStore], kept: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -157,27 +181,28 @@ class _Chunks:
 
     def __init__(self, out: Path, name: str) -> None:
         self.out, self.name, self.number = out, name, 0
-        self._entries: dict[str, Any] = {}
+        self._entries: list[str] = []
         self._chars = 0
 
-    def add(self, entry: Mapping[str, Any]) -> int:
+    def add(self, key: str, value: Any) -> int:
         """The number of the script that has it."""
         if self._chars > CHUNK_CHARS:
             self.flush()
-        self._entries |= entry
-        self._chars += sum(map(len, _texts(entry)))
+        entry = f"{json_text(key)}:{json_text(value)}"
+        self._entries.append(entry)
+        self._chars += len(entry)
         return self.number
 
     def flush(self) -> None:
         if self._entries:
-            _write_data(self.out, f"{self.name}-{self.number}", self._entries)
+            _write_script(self.out, f"{self.name}-{self.number}", "{" + ",".join(self._entries) + "}")
             self.number += 1
-            self._entries, self._chars = {}, 0
-
-
-def _texts(entry: Mapping[str, Any]) -> Iterable[str]:
-    return (json_text(value) for value in entry.values())
+            self._entries, self._chars = [], 0
 
 
 def _write_data(out: Path, name: str, value: Any) -> None:
-    write_atomic(out / "data" / f"{name}.js", f"TOOLWISE_DATA({json_text(name)}, {json_text(value)});\n".encode())
+    _write_script(out, name, json_text(value))
+
+
+def _write_script(out: Path, name: str, text: str) -> None:
+    write_atomic(out / "data" / f"{name}.js", f"TOOLWISE_DATA({json_text(name)}, {text});\n".encode())

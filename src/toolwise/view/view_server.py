@@ -10,7 +10,9 @@ import contextlib
 import ipaddress
 import logging
 import mimetypes
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -55,8 +57,8 @@ log = logging.getLogger("toolwise.view")
 class Pages:
     """The data of every page. One request at a time: the stores are not thread-safe, and there is one reader."""
 
-    def __init__(self, runs: Sequence[Path]) -> None:
-        self.stores = [RunStore(path) for path in runs]
+    def __init__(self, runs: Sequence[Path | RunStore]) -> None:
+        self.stores = [run if isinstance(run, RunStore) else RunStore(run) for run in runs]
         self._lock = RLock()
         self.endpoints: dict[str, Callable[[Parameters], Any]] = {
             "runs": self.runs,
@@ -159,6 +161,25 @@ def build_view_app(pages: Pages, host: str = "127.0.0.1") -> Any:
     return RequestGuard(Starlette(routes=routes), refuse, frozenset({*LOOPBACK, _in_url(host)}), ServerLimits())
 
 
+def load_arrow() -> None:
+    """Load pyarrow so that it never imports pandas, as it does at the first filter where pandas is installed: that
+    takes half a second and 47 MB, and nothing here uses it."""
+
+    class NoPandas(MetaPathFinder):
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name == "pandas":
+                raise ModuleNotFoundError("not needed", name=name)
+
+    finder = NoPandas()
+    sys.meta_path.insert(0, finder)
+    try:
+        import pyarrow as pa
+
+        pa.scalar(0)  # it tries once
+    finally:
+        sys.meta_path.remove(finder)
+
+
 def serve_view(runs: Sequence[Path], *, host: str, port: int, on_start: Callable[[str], None]) -> None:
     """Serve pages about `runs` until a signal ends it. `on_start` gets the URL."""
     if not is_loopback(host):
@@ -166,6 +187,7 @@ def serve_view(runs: Sequence[Path], *, host: str, port: int, on_start: Callable
             f"--host {host} can be reached from other machines, and the pages need no key: use 127.0.0.1, and from "
             "another machine ssh -L PORT:127.0.0.1:PORT"
         )
+    load_arrow()
     app = build_view_app(Pages(runs), host)
     config = uvicorn_config(app, ServerLimits(), drain_s=1.0)
     import uvicorn

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import pytest
 
-from toolwise.training.diagnosis.evidence import MAX_ROLLOUTS, with_rollouts
+from toolwise.training.diagnosis.evidence import MAX_ROLLOUTS, pages, with_rollouts
+from toolwise.training.run_folder import open_run
 from toolwise.types.findings import Finding
+from toolwise.view.report import _finding_view
+from toolwise.view.view_server import Pages
 
 
 def record(name: str, **fields: Any) -> dict[str, Any]:
@@ -62,3 +66,39 @@ def test_a_finding_without_stored_rollouts_stays_as_it_is(tmp_path: Path) -> Non
     store(tmp_path, [], step=2)
     (tmp_path / "rollouts" / "step-000002.jsonl").write_text('{"broken\n{"also": 1}\n')
     assert with_rollouts(finding, tmp_path) == finding
+
+
+def test_its_links_open_the_rollouts_in_the_view(tmp_path: Path) -> None:
+    name = "step-6/2/a task & its? name/0"
+    store(tmp_path, [record(name)])
+    finding = with_rollouts(Finding("score_collapse", "wrong", "", steps=(3, 7)), tmp_path)
+    view = Pages([tmp_path])
+    (rollout, found), (table, listed) = [open_link(view, link) for link in pages(finding)]
+    assert (rollout, found["row"]["rollout_id"]) == ("rollout", name)
+    assert (table, [row["rollout_id"] for row in listed["rows"]]) == ("rollouts", [name])
+
+
+def open_link(view: Pages, link: str) -> tuple[str, Any]:
+    """What the page asks the server for: `parseRoute` of route.js."""
+    page, _, query = link.removeprefix("#/").partition("?")
+    status, answer = view.answer(page, dict(parse_qsl(query)))
+    assert status == 200, answer
+    return page, answer
+
+
+def test_a_finding_of_no_step_has_no_links() -> None:
+    assert pages(Finding("one_family", "warning", "")) == []
+
+
+def test_the_doctor_and_the_report_say_where_to_look(tmp_path: Path, cli: Any) -> None:
+    store(tmp_path, [record("step-6/a")])
+    evidence = {"steps": [3, 7], "rollouts": ["step-6/a"], "figures": {}}
+    stored = {"kind": "replies_cut", "severity": "warning", "cause": "all", "cure": "raise", "step": 7}
+    (tmp_path / "diagnosis.json").write_text(json.dumps([{**stored, "evidence": evidence}]))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    link = "#/rollout?run=0&file=step-000007&id=step-6%2Fa"
+    ended = cli("doctor", tmp_path)
+    assert f"In the browser: toolwise view {tmp_path}, at\n    {link}\n" in ended.out
+    [entry] = open_run(tmp_path).diagnosis
+    assert link in _finding_view(entry)["evidence"]
+    assert _finding_view({**entry, "evidence": {"steps": ["x"], "rollouts": [1]}})["evidence"] == "rollouts 1"

@@ -60,7 +60,8 @@ def test_json_is_plain_data_for_other_programs(tmp_path: Path, cli: Cli) -> None
     found = json.loads(ended.out)
     assert (ended.status, found["state"], found["step"]) == (1, "finished", 12)
     [finding] = found["findings"]
-    assert set(finding) == {"kind", "severity", "cause", "cure", "settings", "step", "evidence"}
+    assert set(finding) == {"kind", "severity", "cause", "cure", "settings", "step", "evidence", "pages"}
+    assert finding["pages"] == ["#/rollouts?run=0&phase=train&step_min=1&step_max=5"]
     assert (finding["kind"], finding["severity"], finding["step"]) == ("truncation", "warning", 5)
     assert finding["evidence"]["steps"] == [1, 5]
     assert finding["evidence"]["figures"]["cut"] > 0.2

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import signal
+import threading
 import time
 import tomllib
 from collections.abc import Callable as Function
@@ -24,7 +25,7 @@ from toolwise.config.trainer import TrainerConfig
 from toolwise.errors import ConfigError
 from toolwise.training.changes import changes_between
 from toolwise.training.inputs import gather_inputs
-from toolwise.training.trackers.observers import MAX_FAILURES, ContainedObserver, load_observers
+from toolwise.training.trackers.observers import MAX_FAILURES, ContainedObserver, Observers, load_observers
 
 Cli = Function[..., Any]
 MakeConfig = Function[..., Path]
@@ -328,6 +329,63 @@ def test_one_that_does_not_return_is_ended_and_no_longer_called(caplog: pytest.L
         rf"log: took longer than trainer.observer_timeout_s = 0.02 \({__file__}:\d+\)", tracker.first_error or ""
     )
     assert "tracker t is no longer called" in caplog.text
+
+
+def in_thread(function: Function[[], None]) -> None:
+    """As in a notebook, where the run is not in the main thread."""
+    faults: list[BaseException] = []
+
+    def go() -> None:
+        try:
+            function()
+        except BaseException as fault:
+            faults.append(fault)
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    if faults:
+        raise faults[0]
+
+
+def test_one_that_does_not_return_is_abandoned_in_other_threads(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[float] = []
+    release = threading.Event()
+    tracker = ContainedObserver(Faulty(lambda: calls.append(1.0) or release.wait(60)), "tracker t", limit_s=0.05)
+    others = Observers([tracker], [ContainedObserver(Faulty(lambda: calls.append(2.0)), "callback c")])
+
+    def run() -> None:
+        for step in range(3):
+            tracker.log(step, {})
+        assert others.callbacks[0].on_step(STEP) is None
+        others.close()
+
+    before = threading.active_count()
+    in_thread(run)
+    assert calls == [1.0, 2.0, 1.0]  # a dropped tracker is still closed
+    assert (tracker.errors, tracker.dropped) == (2, True)
+    assert re.fullmatch(
+        rf"log: took longer than trainer.observer_timeout_s = 0.05 \({__file__}:\d+\)", tracker.first_error or ""
+    )
+    assert "tracker t is no longer called" in caplog.text
+    release.set()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_nothing_that_they_raise_comes_out_of_other_threads(fault: str) -> None:
+    tracker = ContainedObserver(Faulty(FAULTS[fault]), "tracker t")
+
+    def log() -> None:
+        tracker.log(1, {})
+
+    in_thread(log)
+    assert tracker.errors == 1
+    tracker.release()
 
 
 def test_what_they_change_in_torch_is_restored() -> None:

@@ -21,8 +21,11 @@ from toolwise.data.files import Row, read_rows, row_error
 from toolwise.errors import CheckpointError, DataError
 from toolwise.messages import Message
 from toolwise.rewards.function import Mode
+from toolwise.serialization.gzip_blocks import SUFFIX as GZIP
 from toolwise.training.evaluate import Scoring
 from toolwise.training.records import RolloutRecord
+from toolwise.training.rollout_paths import rollout_files, stem
+from toolwise.training.trackers.jsonl import read_metrics
 from toolwise.types import EvaluateResult, Rollout, StepData, StopReason, Task, Usage
 
 _NON_ARGUMENT_COLUMNS = frozenset(
@@ -65,7 +68,8 @@ def read_rollouts(
     path = Path(path)
     rollouts: list[StoredRollout] = []
     for file in reversed(_files(path, step, validation)):
-        rollouts = [*(_read_row(file, number, row) for number, row in enumerate(read_rows(file))), *rollouts]
+        rows = read_metrics(file) if file.suffix == GZIP else read_rows(file)
+        rollouts = [*(_read_row(file, number, row) for number, row in enumerate(rows)), *rollouts]
         if limit is not None and len(rollouts) >= limit:
             break
     rollouts = [stored for stored in rollouts if step in (None, stored.step)]
@@ -79,7 +83,7 @@ def _files(path: Path, step: int | None, validation: bool) -> list[Path]:
         return [path]
     folder = path / "rollouts" if (path / "rollouts").is_dir() else path
     kind = "eval" if validation else "step"
-    if not (files := sorted(folder.glob(f"{kind}-*.jsonl"))):
+    if not (files := list(rollout_files(folder, f"{kind}-*").values())):
         raise CheckpointError(f"{folder}: has no {kind}-*.jsonl; give the folder of a run that stored its rollouts")
     if not (named := [file for file in files if step in (None, _step_from_name(file))]):
         first, last = _step_from_name(files[0]), _step_from_name(files[-1])
@@ -88,7 +92,7 @@ def _files(path: Path, step: int | None, validation: bool) -> list[Path]:
 
 
 def _step_from_name(file: Path) -> int:
-    return int(match[1]) if (match := _STEP_IN_NAME.search(file.stem)) else 0
+    return int(match[1]) if (match := _STEP_IN_NAME.search(stem(file))) else 0
 
 
 def _read_row(path: Path, number: int, row: Row) -> StoredRollout:

@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlencode
 
 from toolwise.errors import ToolwiseError
 from toolwise.messages import as_messages
 from toolwise.training.metrics import written_text
 from toolwise.training.records import RolloutRecord, read_records
+from toolwise.training.rollout_paths import rollout_file
 from toolwise.types.findings import Finding
 
 MAX_ROLLOUTS = 5
@@ -22,9 +24,9 @@ Choice = Callable[[Sequence[RolloutRecord]], list[RolloutRecord]]
 
 def with_rollouts(finding: Finding, run_folder: Path) -> Finding:
     """The finding with the ids of rollouts to read; as it is if they are not stored."""
-    steps = finding.steps or ((finding.step, finding.step) if finding.step else ())
-    path = run_folder / "rollouts" / f"step-{steps[-1]:06d}.jsonl" if steps else None
-    if finding.rollouts or path is None or not path.exists():
+    steps = _steps(finding)
+    path = rollout_file(run_folder / "rollouts", _file(steps)) if steps else None
+    if finding.rollouts or path is None:
         return finding
     try:
         records = read_records(path)
@@ -33,6 +35,26 @@ def with_rollouts(finding: Finding, run_folder: Path) -> Finding:
         return finding
     chosen = CHOICES.get(finding.name, worst)(records)
     return replace(finding, rollouts=tuple(record.rollout_id for record in chosen[:MAX_ROLLOUTS]))
+
+
+def pages(finding: Finding) -> list[str]:
+    """Where `toolwise view RUN` shows the evidence, as its pages write it in their addresses: each of the rollouts,
+    and all of the steps."""
+    steps = _steps(finding)
+    if not steps:
+        return []
+    shown = [{"run": 0, "file": _file(steps), "id": name} for name in finding.rollouts]
+    table = {"run": 0, "phase": "train", "step_min": steps[0], "step_max": steps[-1]}
+    return [*(f"#/rollout?{urlencode(one)}" for one in shown), f"#/rollouts?{urlencode(table)}"]
+
+
+def _steps(finding: Finding) -> tuple[int, ...]:
+    return finding.steps or ((finding.step, finding.step) if finding.step else ())
+
+
+def _file(steps: Sequence[int]) -> str:
+    """The rollouts of a finding are those of its last step."""
+    return f"step-{steps[-1]:06d}"
 
 
 def worst(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:

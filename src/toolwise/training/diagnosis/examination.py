@@ -20,6 +20,7 @@ from toolwise.training.diagnosis.history import EARLY, WINDOW, History, Row
 from toolwise.training.diagnosis.monitor import finding_from_json
 from toolwise.training.metrics import most_common_share, written_text
 from toolwise.training.records import read_records
+from toolwise.training.rollout_paths import rollout_file
 from toolwise.training.run_folder import RunFolder, open_run, require_run
 from toolwise.types.findings import Finding
 
@@ -83,8 +84,8 @@ def complete_rows(run: RunFolder) -> Iterator[Row]:
         if "outputs/most_common" in row or not any(row is other for other in wanted):
             yield row
             continue
-        path = run.path / "rollouts" / f"step-{int(row.get('step') or 0):06d}.jsonl"
-        texts = [written_text(as_messages(record.messages)) for record in read_records(path)] if path.exists() else []
+        path = rollout_file(run.path / "rollouts", f"step-{int(row.get('step') or 0):06d}")
+        texts = [written_text(as_messages(record.messages)) for record in read_records(path)] if path else []
         yield {**row, "outputs/most_common": most_common_share(texts)} if texts else row
 
 

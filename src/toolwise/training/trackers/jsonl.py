@@ -12,6 +12,7 @@ from typing import Any
 from toolwise.errors import CheckpointError
 from toolwise.protocols import Tracker
 from toolwise.serialization.files import write_atomic
+from toolwise.serialization.gzip_blocks import DAMAGES, read_text
 from toolwise.serialization.json_text import json_line
 
 
@@ -39,7 +40,8 @@ class JsonlTracker(Tracker):
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All complete lines, in order. A last line still being written is omitted; a missing file gives no lines."""
+    """All complete lines of a file, also of a compressed one, in order. A last line still being written is omitted; a
+    missing file gives no lines."""
     return [line for line, _ in _complete_lines(Path(path))]
 
 
@@ -60,7 +62,10 @@ def truncate_after(path: str | os.PathLike[str], step: float) -> int:
 
 def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     """Each line with its bytes. Only the last may be incomplete: a crash cannot break an earlier line."""
-    raw_lines = enumerate(path.read_bytes().split(b"\n") if path.exists() else (), start=1)
+    try:
+        raw_lines = enumerate(read_text(path).split(b"\n") if path.exists() else (), start=1)
+    except DAMAGES as fault:
+        raise CheckpointError(f"{path}: cannot be decompressed ({fault}); remove it and try again") from None
     numbered = [(number, raw) for number, raw in raw_lines if raw.strip()]
     lines = []
     for number, raw in numbered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from toolwise.types import RunStart
 MAX_PARAM_CHARS = 500
 """A limit of older servers."""
 MAX_PARAMS_PER_CALL = 100
+RETRIES = 2
+"""Of a request that fails. MLflow's own default makes the run wait minutes for a server that is gone."""
 MAX_METRICS_PER_CALL = 1000
 
 
@@ -38,13 +41,15 @@ class MlflowTracker(Dashboard):
         self._mlflow: Any = None
         self._client: Any = None
         self._run_id = ""
+        self._resumed = False
 
     def open(self, run: RunStart) -> None:
         self._mlflow = import_extra("mlflow", self.package)
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", str(RETRIES))
         self._client = self._mlflow.MlflowClient(tracking_uri=self.uri)
         stored = read_identifier(run.run_folder, self.package)
         if stored is not None and self._exists(stored):
-            self._run_id = stored
+            self._run_id, self._resumed = stored, True
             self._client.update_run(stored, status="RUNNING")
             return
         found = self._client.get_experiment_by_name(self.experiment)
@@ -62,8 +67,16 @@ class MlflowTracker(Dashboard):
             self._client.log_batch(self._run_id, metrics=values[start : start + MAX_METRICS_PER_CALL])
 
     def send_table(self, name: str, step: int, rows: Sequence[RolloutRow]) -> None:
+        file = f"{name}-{step:06d}.json"
+        if self._resumed and self._stored(file):  # a repeated step: `log_table` would append to its table
+            split = {"columns": list(RolloutRow._fields), "data": [list(row) for row in rows]}
+            self._client.log_dict(self._run_id, split, file)
+            return
         columns = {field: [getattr(row, field) for row in rows] for field in RolloutRow._fields}
-        self._client.log_table(self._run_id, columns, artifact_file=f"{name}-{step:06d}.json")
+        self._client.log_table(self._run_id, columns, artifact_file=file)
+
+    def _stored(self, file: str) -> bool:
+        return any(old.path == file for old in self._client.list_artifacts(self._run_id, file.rpartition("/")[0]))
 
     def send_report(self, folder: Path) -> None:
         for name in ("report.html", "report.png", "summary.json"):

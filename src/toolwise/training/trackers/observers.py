@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,8 +20,9 @@ from toolwise.errors import ConfigError, MissingExtraError
 from toolwise.protocols import Callback, Metrics, Tracker
 from toolwise.training.trackers.dashboard import Dashboard
 from toolwise.types import CheckpointEvent, EndEvent, RunStart, StepEvent, Stop, ValidationEvent
+from toolwise.untrusted.limited_thread import LimitedThread
 from toolwise.untrusted.time_limit import TimeLimitError
-from toolwise.untrusted.user_code import call_part_within, describe_at, user_location
+from toolwise.untrusted.user_code import call_part, call_part_within, describe_at, user_location
 
 log = logging.getLogger("toolwise.training.trackers")
 
@@ -55,6 +57,7 @@ class ContainedObserver(Tracker, Callback):
         self.dropped = False
         self._observer, self._closed = observer, False
         self._in_a_row: Counter[str] = Counter()
+        self._thread = LimitedThread(f"toolwise {name}")
 
     def start(self, run: RunStart) -> None:
         self._call("start", self._observer.start, run)
@@ -68,6 +71,10 @@ class ContainedObserver(Tracker, Callback):
             self._closed, self.dropped, dropped = True, False, self.dropped
             self._call("close", self._observer.close)
             self.dropped |= dropped
+
+    def release(self) -> None:
+        """End its thread, if it has one; another call would start another."""
+        self._thread.close()
 
     def on_step(self, event: StepEvent) -> Stop | None:
         return self._call("on_step", self._observer.on_step, _copy(event))
@@ -89,7 +96,7 @@ class ContainedObserver(Tracker, Callback):
         if self.dropped:
             return None
         try:
-            result = call_part_within(self.limit_s, method, *args)
+            result = self._within_limit(method, *args)
             _check_result(name, result)
         except TimeLimitError as fault:
             self._count(name, f"took longer than trainer.observer_timeout_s = {self.limit_s:g}{user_location(fault)}")
@@ -100,6 +107,13 @@ class ContainedObserver(Tracker, Callback):
             return None
         self._in_a_row[name] = 0
         return result
+
+    def _within_limit(self, method: Callable[..., Stop | None], *args: Any) -> Stop | None:
+        """Signals interrupt the main thread only. Elsewhere, as in a notebook, the observer has a thread of its own,
+        which is abandoned if it takes too long."""
+        if threading.current_thread() is threading.main_thread():
+            return call_part_within(self.limit_s, method, *args)
+        return call_part(self._thread.call, self.limit_s, method, *args)
 
     def _count(self, method: str, error: str) -> None:
         self.errors += 1
@@ -142,6 +156,8 @@ class Observers:
     def close(self) -> None:
         for tracker in self.trackers:
             tracker.close()
+        for observer in (*self.trackers, *self.callbacks):
+            observer.release()
 
     def to_json(self) -> list[dict[str, Any]]:
         """What the summary says about each of them."""

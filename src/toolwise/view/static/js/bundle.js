@@ -47,7 +47,9 @@ export async function bundleAnswer(name, params) {
     return queryRows(name, rows, params, params.q ? await searchable(run) : null);
   }
   if (name === "rollout" || name === "router") {
-    return (await findGroup(run, params.file, (row) => row.rollout_id === params.id)).rollouts[params.id][name];
+    const { rollouts, routes } = await findGroup(run, params.file, (row) => row.rollout_id === params.id);
+    const { rollout, router } = rollouts[params.id];
+    return name === "rollout" ? rollout : { ...(await loadScript(`${run}/overview`)).router, ...router, task: routes[rollout.row.task_id] };
   }
   if (name === "message") {
     const texts = (await findGroup(run, params.file, (row) => row.rollout_id === params.id)).rollouts[params.id].full;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from browser_cases import STEPS, Training, rollout_link
+from browser_cases import STEPS, Training, first_row, rollout_link, wait_until
 from view_runs import HOSTILE, MEGABYTE
 
 from toolwise.training.token_records import read_tokens
@@ -21,19 +20,6 @@ from toolwise.view.rollout_store import RunStore
 
 Open = Callable[..., Any]
 Serve = Callable[..., str]
-
-
-def wait_until(page: Any, condition: str) -> None:
-    """Playwright's own wait evaluates text in the page, which its policy forbids."""
-    deadline = time.monotonic() + 10
-    while not page.evaluate(condition):
-        assert time.monotonic() < deadline, condition
-        page.wait_for_timeout(50)
-
-
-def first_row(run: Path, file: str, **wanted: object) -> dict[str, Any]:
-    rows = RunStore(run).of_file(file).to_pylist()
-    return next(row for row in rows if all(row[name] == value for name, value in wanted.items()))
 
 
 def test_new_steps_appear_by_themselves(training: Training, serve: Serve, open_page: Open) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -59,3 +60,38 @@ class Training:
 def rollout_link(page: str, row: dict[str, Any], **more: object) -> str:
     parameters = {"run": 0, "file": row["file"], "id": row["rollout_id"], "group": row["group_id"], **more}
     return f"#/{page}?" + "&".join(f"{name}={quote(str(value), safe='')}" for name, value in parameters.items())
+
+
+def wait_until(page: Any, condition: str) -> None:
+    """Playwright's own wait evaluates text in the page, which its policy forbids."""
+    deadline = time.monotonic() + 10
+    while not page.evaluate(condition):
+        assert time.monotonic() < deadline, condition
+        page.wait_for_timeout(50)
+
+
+def first_row(run: Path, file: str, **wanted: object) -> dict[str, Any]:
+    """The index's row of the first rollout that has these values."""
+    from toolwise.view.rollout_store import RunStore
+
+    rows = RunStore(run).of_file(file).to_pylist()
+    return next(row for row in rows if all(row[name] == value for name, value in wanted.items()))
+
+
+def drawn_lines(page: Any, title: str) -> dict[str, list[tuple[int, float]]]:
+    """Label -> steps and values of the lines of a chart, without those of a step that has no value."""
+    found = page.evaluate(
+        """title => {
+            const chart = [...document.querySelectorAll("figure.chart")].find((one) => one.dataset.title === title);
+            const { data, series } = chart.querySelector(":scope > div").chart;
+            return series.slice(1).map((line, index) => [line.label, data[0].map((step, at) => [step, data[index + 1][at]])]);
+        }""",
+        title,
+    )
+    return {label: [(step, value) for step, value in line if value is not None] for label, line in found}
+
+
+def read_series(run: Path, name: str) -> list[tuple[int, float]]:
+    """Steps and values of a metric, from the file; the last value of a step counts."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return sorted({row["step"]: row[name] for row in rows if name in row}.items())

@@ -7,7 +7,7 @@ import { Choice } from "./format.js";
 import { AnchorsPage, GroupPage } from "./group.js";
 import { OverviewPage } from "./overview.js";
 import { RolloutPage } from "./rollout.js";
-import { RolloutsPage } from "./rollouts.js";
+import { RolloutsPage, focusSearch } from "./rollouts.js";
 import { goTo, linkTo, useRoute } from "./route.js";
 import { RouterPage } from "./router.js";
 import { ThinkingPage } from "./thinking.js";
@@ -79,7 +79,7 @@ function App() {
       else if (event.key === "/") {
         event.preventDefault();
         if (page !== "rollouts") goTo("rollouts", { run: params.run });
-        setTimeout(() => document.getElementById("search")?.focus(), 50);
+        focusSearch();
       }
     };
     window.addEventListener("keydown", pressed);

@@ -72,27 +72,47 @@ function Filters({ facets, params, set }) {
   const choice = (name, label, values) => values?.length > 0 && html`<${Choice} label=${label} value=${params[name]} options=${[["", "any"], ...values.map(([value, count]) => [value, `${visibleText(value)} (${count.toLocaleString("en-US")})`])]} onChange=${(value) => set({ [name]: value })} />`;
   const flag = (name, label, yes, no) => html`<${Choice} label=${label} value=${params[name]} options=${[["", "any"], ["true", yes], ["false", no]]} onChange=${(value) => set({ [name]: value })} />`;
   const active = Object.keys(filtersOf(params)).length;
+  const [cleared, setCleared] = useState(0); // a new search box: text that is not searched for yet goes too
+  const clear = () => {
+    setCleared(cleared + 1);
+    goTo("rollouts", { run: params.run, sort: params.sort, desc: params.desc, scatter: params.scatter }, true);
+  };
   return html`<form class="filters" onSubmit=${(event) => event.preventDefault()} role="search">
-    <${SearchBox} value=${params.q ?? ""} onSearch=${(q) => set({ q })} />
+    <${SearchBox} key=${cleared} value=${params.q ?? ""} onSearch=${(q) => set({ q })} />
     ${choice("phase", "phase", words.phase)} ${choice("kind", "kind", words.kind)} ${choice("route", "route", words.route)} ${choice("tool", "tool", facets?.tools)} ${choice("stop_reason", "ended", words.stop_reason)}
     ${flag("correct", "correct", "yes", "no")} ${flag("trained_on", "trained on", "yes", "no")}
     ${["step", "score", "cost"].map((name) => html`<${RangeFilter} name=${name} params=${params} set=${set} range=${facets?.ranges[name]} />`)}
     ${params.fault && html`<button type="button" class="chip on" onClick=${() => set({ fault: "" })}>with a fault ×</button>`}
     ${["task_id", "group_id", "file"].filter((name) => params[name]).map((name) => html`<button type="button" class="chip on" onClick=${() => set({ [name]: "" })}>${name}: ${visibleText(params[name])} ×</button>`)}
-    ${active > 0 && html`<button type="button" class="link" onClick=${() => goTo("rollouts", { run: params.run, sort: params.sort, desc: params.desc, scatter: params.scatter }, true)}>clear filters</button>`}</form>`;
+    ${active > 0 && html`<button type="button" class="link" onClick=${clear}>clear filters</button>`}</form>`;
+}
+
+let focusWanted = false;
+
+// Puts the cursor into the search box, of a page that is still to come too.
+export function focusSearch() {
+  const box = document.getElementById("search");
+  focusWanted = !box;
+  box?.focus();
 }
 
 function SearchBox({ value, onSearch }) {
   const [text, setText] = useState(value);
-  const timer = useRef(null);
+  const box = useRef(null), timer = useRef(null), search = useRef(onSearch);
+  search.current = onSearch; // the filters may change before the timer runs
   useEffect(() => setText(value), [value]);
+  useEffect(() => {
+    if (focusWanted) box.current.focus();
+    focusWanted = false;
+    return () => clearTimeout(timer.current);
+  }, []);
   const typed = (event) => {
     const next = event.target.value;
     setText(next);
     clearTimeout(timer.current);
-    timer.current = setTimeout(() => onSearch(next), 300);
+    timer.current = setTimeout(() => search.current(next), 300);
   };
-  return html`<label class="search"><span class="hidden">search text</span><input type="search" id="search" value=${text} onInput=${typed} placeholder="search all text  ( / )" /></label>`;
+  return html`<label class="search"><span class="hidden">search text</span><input type="search" id="search" ref=${box} value=${text} onInput=${typed} placeholder="search all text  ( / )" /></label>`;
 }
 
 function RangeFilter({ name, params, set, range }) {

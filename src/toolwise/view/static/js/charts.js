@@ -32,6 +32,11 @@ export function roundTicks(low, high, count = 5) {
   return [Array.from({ length: Math.max(0, last - first + 1) }, (_, index) => (first + index) * step), digits];
 }
 
+// The border that stands for a dash in a legend.
+function dashStyle(dash) {
+  return dash === undefined ? "solid" : dash.length > 2 ? "double" : dash[0] < 4 ? "dotted" : "dashed";
+}
+
 function latest(values) {
   return values.findLast((value) => value !== null && value !== undefined);
 }
@@ -52,7 +57,7 @@ export function Chart({ title, lines, height = 190, unit = "", note = "", zero =
     const chart = new UPlot({
       width: box.current.clientWidth, height,
       scales: { x: { time: false }, y: { range: (_, low, high) => padRange(low, high, zero) } },
-      legend: { live: true },
+      legend: { live: true, markers: { dash: (_, index) => dashStyle(shown[index - 1]?.dash) } },
       cursor: { sync: { key: "steps" }, points: { size: 6 } },
       axes: [{ ...axis, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000] }, { ...axis, values: (_, ticks) => ticks.map((tick) => formatNumber(tick, 2)) }],
       bands,
@@ -61,12 +66,13 @@ export function Chart({ title, lines, height = 190, unit = "", note = "", zero =
         points: { show: line.points ?? line.steps.length === 1, size: 5 }, value: (_, value, __, index) => formatNumber(index === null || index === undefined ? latest(line.values) : value), show: true,
       }))],
     }, alignSteps(shown), box.current);
+    box.current.chart = chart;
     const watch = new ResizeObserver(() => box.current && chart.setSize({ width: box.current.clientWidth, height }));
     watch.observe(box.current);
     return () => { watch.disconnect(); chart.destroy(); };
-  }, [theme, JSON.stringify(shown.map((line) => [line.label, line.colour, line.steps.length, line.steps.at(-1), line.values.at(-1)]))]);
+  }, [theme, JSON.stringify(shown.map((line) => [line.label, line.colour, line.dash, line.steps.length, line.steps.at(-1), line.values.at(-1)]))]);
   if (!shown.length) return null;
-  return html`<figure class="card chart"><figcaption>${title} ${unit && html`<small>${unit}</small>`}</figcaption><div ref=${box}></div>${note && html`<p class="note">${note}</p>`}</figure>`;
+  return html`<figure class="card chart" data-title=${title}><figcaption>${title} ${unit && html`<small>${unit}</small>`}</figcaption><div ref=${box}></div>${note && html`<p class="note">${note}</p>`}</figure>`;
 }
 
 function padRange(low, high, zero) {

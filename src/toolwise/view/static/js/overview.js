@@ -16,6 +16,16 @@ const CURVES = {
   drift: ["actor/kl", "kl/reference", "canary/logprob_gap_max"],
   loss: ["loss", "eval/loss"],
 };
+const DASHES = [undefined, [9, 4], [2, 4], [9, 3, 2, 3]];
+
+// What a budget is in: "cost" of router/cost/lambda, "thinking" of thinking/lambda, "thinking tokens" of thinking/tokens/budget.
+function unitOf(name) {
+  return name.split("/").slice(0, -1).join(" ").replace(/^router /, "");
+}
+
+function meanOf(budget) {
+  return budget.replace(/budget$/, "mean");
+}
 
 export function OverviewPage({ params }) {
   const { runs } = useContext(Live);
@@ -71,7 +81,9 @@ function Curves({ chosen, lead, params }) {
   const { runs } = useContext(Live);
   const overviews = chosen.map((run) => useOne("overview", { run }));
   const names = [...new Set(overviews.flatMap((data) => data?.metric_names ?? []))];
-  const extra = names.filter((name) => /\/lambda$|\/limit$|^router\/(cost|.*\/mean)$/.test(name));
+  const lambdas = names.filter((name) => /\/lambda$/.test(name));
+  const budgets = names.filter((name) => /^(router|thinking)\/[^/]+\/budget$/.test(name)), ownBudgets = budgets.filter((name) => name !== "router/cost/budget");
+  const extra = [...lambdas, ...budgets, ...ownBudgets.map(meanOf)];
   const picked = (params.metric || "").split("|").filter(Boolean);
   const wanted = [...new Set([...Object.values(CURVES).flat(), ...extra, ...picked])].filter((name) => names.includes(name));
   const found = chosen.map((run) => useOne("series", wanted.length ? { run, names: wanted.join("|") } : null));
@@ -82,31 +94,30 @@ function Curves({ chosen, lead, params }) {
     const series = found[index]?.[name];
     return series ? [{ label: many ? `${runs[run].name}${options.suffix || ""}` : options.label || name, ...series, colour: many ? runColour(Number(run)) : options.colour || colour("accent"), dash: options.dash, points: options.points }] : [];
   });
+  // Several metrics on one chart: of one run they differ by colour; runs differ by colour, their metrics by dash.
+  const family = (labels) => Object.entries(labels).flatMap(([name, label], index) => line(name, { label, suffix: ` ${label}`, colour: runColour(index), dash: many ? DASHES[index % DASHES.length] : undefined }));
   const band = (column) => chosen.flatMap((run, index) => {
-    const spread = overviews[index]?.spreads;
+    const spread = overviews[index]?.spreads, prefix = many ? `${runs[run].name} ` : "";
     if (!spread?.steps.length) return [];
     const base = many ? runColour(Number(run)) : colour("accent"), mark = `${run}-${column}`;
     const hidden = { colour: "transparent", width: 0 };
-    return [{ label: "90 %", steps: spread.steps, values: spread[column].high, ...hidden, high: mark, bandFill: `${base}2e` }, { label: "10 %", steps: spread.steps, values: spread[column].low, ...hidden, low: mark }];
+    return [{ label: `${prefix}90 %`, steps: spread.steps, values: spread[column].high, ...hidden, high: mark, bandFill: `${base}2e` }, { label: `${prefix}10 %`, steps: spread.steps, values: spread[column].low, ...hidden, low: mark }];
   });
   const held = { label: "held-out", suffix: " held-out", colour: colour("good"), dash: [5, 4], points: true };
-  const budget = chosen.flatMap((run, index) => (overviews[index]?.prices.budgets ?? []).slice(0, 1).map((one) => {
-    const steps = overviews[index].spreads.steps;
-    return { label: "budget", steps: steps.length ? [steps[0], steps.at(-1)] : [], values: [one.limit, one.limit], colour: colour("bad"), dash: [2, 3], points: false };
-  }));
-  const lambdas = names.filter((name) => /\/lambda$/.test(name));
+  const budgetLine = (name) => line(name, { label: "budget", suffix: " budget", colour: colour("bad"), dash: [2, 3], points: false });
   return html`<section class="grid charts">
     <${Chart} title="Score" note="Band: 10th to 90th percentile of the step's rollouts." lines=${[...band("score"), ...line("score/mean", { label: "training mean" }), ...line("eval/score", held)]} />
     <${Chart} title="Correct" lines=${[...line("reward/correct/mean", { label: "training" }), ...line("eval/correct", held)]} />
-    <${Chart} title="Cost" zero note=${budget.length ? "Dotted: the budget." : ""} lines=${[...band("cost"), ...line("cost/mean", { label: "training mean" }), ...line("eval/cost", held), ...budget]} />
-    <${Chart} title="λ, the price of the budget" zero lines=${lambdas.flatMap((name, index) => line(name, { label: name, colour: runColour(index) }))} />
+    <${Chart} title="Cost" zero note=${budgets.includes("router/cost/budget") ? "Dotted: the budget." : ""} lines=${[...band("cost"), ...line("cost/mean", { label: "training mean" }), ...line("eval/cost", held), ...budgetLine("router/cost/budget")]} />
+    ${ownBudgets.map((name) => html`<${Chart} key=${name} title=${`Spending: ${unitOf(name)}`} unit="mean" zero note="Dotted: the budget." lines=${[...line(meanOf(name), { label: "mean" }), ...budgetLine(name)]} />`)}
+    <${Chart} title="λ, the price of the budget" zero lines=${family(Object.fromEntries(lambdas.map((name) => [name, unitOf(name)])))} />
     <${Chart} title="Loss" lines=${[...line("loss"), ...line("eval/loss", held)]} />
     <${Chart} title="Sampled tokens" unit="a rollout" zero lines=${[...band("tokens"), ...chosen.flatMap((run, index) => overviews[index]?.spreads.steps.length ? [{ label: many ? runs[run].name : "mean", steps: overviews[index].spreads.steps, values: overviews[index].spreads.tokens.mean, colour: many ? runColour(Number(run)) : colour("accent") }] : [])]} />
     <${Chart} title="Speed" unit="tokens/s" zero lines=${line("time/tokens_per_s", { label: "tokens/s" })} />
     <${PhaseChart} series=${found[chosen.indexOf(lead)]} name=${many ? runs[lead].name : ""} />
     <${Chart} title="Entropy" unit="nats" zero lines=${line("actor/entropy", { label: "entropy" })} />
-    <${Chart} title="Drift" note="KL of the update; largest log-prob gap between engine and learner." lines=${["actor/kl", "kl/reference", "canary/logprob_gap_max"].flatMap((name, index) => line(name, { label: name, suffix: ` ${name}`, colour: runColour(index) }))} />
-    <${Chart} title="Groups without signal, clipped tokens" unit="share" zero lines=${[...line("frac_zero_std", { label: "equal scores", suffix: " equal scores" }), ...line("actor/clip_frac", { label: "clipped", suffix: " clipped", colour: colour("run-1"), dash: many ? [3, 3] : undefined })]} />
+    <${Chart} title="Drift" note="The gap is the largest between engine and learner." lines=${family({ "actor/kl": "KL of the update", "kl/reference": "KL to the reference", "canary/logprob_gap_max": "log-prob gap" })} />
+    <${Chart} title="Groups without signal, clipped tokens" unit="share" zero lines=${family({ frac_zero_std: "equal scores", "actor/clip_frac": "clipped" })} />
     ${picked.map((name) => html`<${Chart} key=${name} title=${name} lines=${line(name)} />`)}
   </section>
   <${MetricPicker} names=${names} picked=${picked} params=${params} />

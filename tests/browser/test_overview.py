@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from browser_cases import drawn_lines, read_series
+import pytest
+from browser_cases import drawn_lines, read_series, wait_until
+from view_runs import sample_run
+
+from toolwise.view.rollout_store import RunStore
 
 Open = Callable[..., Any]
 Serve = Callable[..., str]
@@ -21,8 +27,6 @@ def add_metrics(run: Path, metrics: dict[str, float]) -> None:
 
 
 def test_lines_of_several_runs_can_be_told_apart(tmp_path: Path, serve: Serve, open_page: Open) -> None:
-    from view_runs import sample_run
-
     runs = [sample_run(tmp_path / name, steps=2) for name in ("first", "second")]
     for run in runs:
         add_metrics(run, {"router/search/lambda": 0.25, "router/search/budget": 0.3, "router/search/mean": 0.4})
@@ -39,3 +43,53 @@ def test_lines_of_several_runs_can_be_told_apart(tmp_path: Path, serve: Serve, o
     spending = drawn_lines(page, "Spending: search")
     assert spending["second"] == read_series(runs[1], "router/search/mean")
     assert spending["second budget"] == [(1, 0.3), (2, 0.3)]
+
+
+def test_a_run_without_a_summary_shows_its_faults_and_how_rollouts_ended(
+    tmp_path: Path, serve: Serve, open_page: Open
+) -> None:
+    run = sample_run(tmp_path / "crashed", steps=2)
+    logged = {"rollouts": 40.0, "faults/rollouts": 3.0, "faults/policy": 2.0, "faults/tool": 5.0, "faults/env": 0.0}
+    add_metrics(
+        run, logged | {"calls/mean": 1.5, "faults/tool/search": 0.2, "stop/answered": 0.75, "stop/deadline": 0.25}
+    )
+    page = open_page(serve(run), "#/overview")
+    page.wait_for_selector("[data-fault]")
+    assert page.locator(".run-header .status").inner_text() == "crashed"
+    faults = page.evaluate(
+        "[...document.querySelectorAll('[data-fault]')].map(e => [e.dataset.fault, e.cells[1].innerText])"
+    )
+    assert dict(faults) == {"policy": "4", "tool": "10"}
+    assert "faults: policy 4 of 80, tool 10 of 120" in page.inner_text(".facts")
+    reasons = RunStore(run).table.to_pylist()
+    ended = Counter(row["stop_reason"] for row in reasons if row["phase"] == "train")
+    rows = "[...document.querySelectorAll('[data-reason]')].map(e => [e.dataset.reason, e.cells[1].innerText])"
+    assert dict(page.evaluate(rows)) == {reason: str(count) for reason, count in ended.items()}
+    shutil.rmtree(run / "rollouts")  # nothing is stored, or not yet: what was logged
+    (run / "rollouts").mkdir()
+    page = open_page(serve(run), "#/overview")
+    wait_until(page, f"JSON.stringify({rows}) === JSON.stringify([['answered', '60'], ['deadline', '20']])")
+
+
+def test_everything_that_was_timed_is_shown(tmp_path: Path, serve: Serve, open_page: Open) -> None:
+    run = sample_run(tmp_path / "timed", steps=3)
+    times = {"time/step_s": 3.1, "time/router_s": 0.4, "time/alternatives_s": 0.3, "time/level_scores_s": 0.2}
+    add_metrics(run, times | {"time/blocks": 2.0, "time/blocked_s": 0.05, "time/checkpoint_copy_s": 0.01})
+    page = open_page(serve(run), "#/overview")
+    page.wait_for_selector("[data-time]")
+    lines = drawn_lines(page, "Time by phase")
+    assert lines["router"] == read_series(run, "time/router_s")
+    assert [value for _, value in lines["rollouts"]] == [2.0] * 3
+    assert [value for _, value in lines["rollouts + thinking"]] == pytest.approx([2.5] * 3)
+    assert [value for _, value in lines["rollouts + thinking + update"]] == pytest.approx([3.1] * 3)
+    assert {"blocked", "checkpoint copy"} <= lines.keys()
+    table = page.evaluate(
+        "[...document.querySelectorAll('[data-time]')].map(e => [e.dataset.time, e.cells[1].innerText])"
+    )
+    assert dict(table) | {"time/router_s": "0.400 s", "time/blocks": "2"} == dict(table)
+    assert {name for name, _ in table} == {
+        *times,
+        *("time/rollout_s", "time/update_s", "time/blocks"),
+        "time/blocked_s",
+        "time/checkpoint_copy_s",
+    }

@@ -46,7 +46,8 @@ def test_the_search_has_the_cursor_however_long_its_page_takes(sample: Path, ser
         """window.addEventListener("hashchange", (event) => {
             if (!event.late) {
                 event.stopImmediatePropagation();
-                setTimeout(() => window.dispatchEvent(Object.assign(new HashChangeEvent("hashchange"), { late: true })), 300);
+                const again = Object.assign(new HashChangeEvent("hashchange"), { late: true });
+                setTimeout(() => window.dispatchEvent(again), 300);
             }
         }, { capture: true })"""
     )

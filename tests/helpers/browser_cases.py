@@ -84,7 +84,8 @@ def drawn_lines(page: Any, title: str) -> dict[str, list[tuple[int, float]]]:
         """title => {
             const chart = [...document.querySelectorAll("figure.chart")].find((one) => one.dataset.title === title);
             const { data, series } = chart.querySelector(":scope > div").chart;
-            return series.slice(1).map((line, index) => [line.label, data[0].map((step, at) => [step, data[index + 1][at]])]);
+            const valuesOf = (index) => data[0].map((step, at) => [step, data[index + 1][at]]);
+            return series.slice(1).map((line, index) => [line.label, valuesOf(index)]);
         }""",
         title,
     )

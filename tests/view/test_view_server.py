@@ -20,6 +20,7 @@ from view_runs import sample_run
 from toolwise.errors import ConfigError
 from toolwise.serve.request import BadRequestError
 from toolwise.serve.server import Server
+from toolwise.view.overview_page import fault_totals
 from toolwise.view.rollout_store import RunStore
 from toolwise.view.view_server import STATIC, Pages, build_view_app, is_loopback, serve_view
 
@@ -193,6 +194,25 @@ def test_rollouts_that_no_training_made_have_not_crashed(tmp_path: Path) -> None
 def test_the_planned_steps_of_a_live_run_are_those_of_its_settings(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[trainer]\ntotal_steps = 70\n")
     assert get(Pages([tmp_path]), "overview")["total_steps"] == 70
+
+
+def test_faults_of_a_run_without_a_summary_are_those_that_were_logged() -> None:
+    """Also if a step was repeated after a crash, or a line has something else than a number."""
+    line = {
+        "step": 1,
+        "rollouts": 8.0,
+        "calls/mean": 1.5,
+        "calls/failed": 0.5,
+        "faults/policy": 3.0,
+        "faults/tool/x": 0.5,
+    }
+    rows = [
+        line | {"faults/policy": 7.0},
+        line,
+        {"step": 1, "eval/score": 1.0},
+        line | {"step": 2, "faults/policy": None},
+    ]
+    assert fault_totals(rows) == {"policy": 3, "rollouts": 16, "calls": 24}
 
 
 def test_a_kind_with_a_bar_in_its_name_can_be_chosen(tmp_path: Path) -> None:

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_cases import Training
+from browser_cases import CLUSTER, TURNS, Training, read_series
 from view_runs import sample_run
 
 from toolwise.serve.server import Server
 from toolwise.view.view_server import Pages, build_view_app
 
+TRAININGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "training": ({}, ()),
+    "turns": (TURNS, ()),
+    "cluster": (CLUSTER, ("--cluster", "local")),
+}
+RESULTS = {"trained": "training", "killed": "turns"}
+"""Fixtures with what came of a training."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a training come last, those that watch one first among them: it goes on meanwhile."""
+    watching = {"training": 1, "turns": 1, "trained": 2, "killed": 2, "cluster": 3}
+    names = {item: getattr(item, "fixturenames", ()) for item in items if item.path.parent == Path(__file__).parent}
+    order = {item: max((watching.get(name, 0) for name in names.get(item, ())), default=0) for item in items}
+    items.sort(key=lambda item: order[item])
 
 
 @pytest.fixture(scope="session")
@@ -37,18 +53,71 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sample_run(tmp_path_factory.mktemp("runs") / "sample")
 
 
-@pytest.fixture(scope="session")
-def training(tmp_path_factory: pytest.TempPathFactory, chromium: Any) -> Iterator[Training]:
-    started = Training(tmp_path_factory.mktemp("training"))
+class Trainings:
+    """The trainings that tests ask for. They start with the session, since their imports take longest, but for the
+    one on a cluster: Ray waits for its processes for so long only."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: dict[str, Training] = {}
+
+    def __getitem__(self, name: str) -> Training:
+        if name not in self._started:
+            changes, arguments = TRAININGS[name]
+            self._started[name] = Training(self._folder / name, changes, *arguments)
+        return self._started[name]
+
+    def end(self) -> None:
+        for training in self._started.values():
+            if training.process.poll() is None:
+                training.process.terminate()  # Ray's processes end with it
+                training.process.wait(timeout=60)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def trainings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
+    started = Trainings(tmp_path_factory.mktemp("trainings"))
+    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    for name in TRAININGS:
+        if name != "cluster" and wanted & {name, *(after for after, before in RESULTS.items() if before == name)}:
+            started[name]
     yield started
-    if started.process.poll() is None:
-        started.process.kill()
-        started.process.wait()
+    started.end()
 
 
 @pytest.fixture(scope="session")
-def trained(training: Training) -> Path:
-    return training.finish()
+def training(trainings: Trainings, chromium: Any) -> Training:
+    return trainings["training"]
+
+
+@pytest.fixture(scope="session")
+def turns(trainings: Trainings, chromium: Any) -> Training:
+    """Routes at every turn."""
+    return trainings["turns"]
+
+
+@pytest.fixture(scope="session")
+def cluster(trainings: Trainings, chromium: Any) -> Training:
+    return trainings["cluster"]
+
+
+@pytest.fixture(scope="session")
+def trained(request: pytest.FixtureRequest, training: Training, trainings: Trainings) -> Path:
+    run = training.finish()
+    if any("cluster" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        trainings["cluster"]
+    return run
+
+
+@pytest.fixture(scope="session")
+def killed(turns: Training) -> Path:
+    """A run that was killed after its second step."""
+    turns.go_on(1)
+    turns.wait_for("rollouts/step-000002.jsonl")
+    while len(read_series(turns.out, "score/mean")) < 2:
+        time.sleep(0.05)
+    turns.kill()
+    return turns.out
 
 
 @pytest.fixture(scope="session")

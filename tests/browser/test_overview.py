@@ -9,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from browser_cases import drawn_lines, read_series, wait_until
 from view_runs import sample_run
 
+from toolwise.training.run_folder import open_run
+from toolwise.view.overview_page import fault_totals
 from toolwise.view.rollout_store import RunStore
 
 Open = Callable[..., Any]
@@ -93,3 +96,42 @@ def test_everything_that_was_timed_is_shown(tmp_path: Path, serve: Serve, open_p
         "time/blocked_s",
         "time/checkpoint_copy_s",
     }
+
+
+def test_curves_and_spreads_are_those_of_the_files(trained: Path, serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(trained), "#/overview")
+    page.wait_for_selector("[data-time]")
+    rows = [row for row in RunStore(trained).table.to_pylist() if row["phase"] == "train"]
+    steps = sorted({row["step"] for row in rows})
+    for title, column in (("Score", "score"), ("Cost", "cost"), ("Sampled tokens", "tokens")):
+        lines = drawn_lines(page, title)
+        for label, share in (("10 %", 0.1), ("90 %", 0.9)):
+            wanted = [np.quantile([row[column] for row in rows if row["step"] == step], share) for step in steps]
+            assert [step for step, _ in lines[label]] == steps
+            assert [value for _, value in lines[label]] == pytest.approx(wanted)
+        if column != "tokens":
+            assert lines["training mean"] == read_series(trained, f"{column}/mean")
+            assert lines["held-out"] == read_series(trained, f"eval/{column}")
+    for title, label, name in (
+        ("Correct", "training", "reward/correct/mean"),
+        ("Loss", "loss", "loss"),
+        ("Speed", "tokens/s", "time/tokens_per_s"),
+        ("Entropy", "entropy", "actor/entropy"),
+        ("Time by phase", "rollouts", "time/rollout_s"),
+        ("Time by phase", "router", "time/router_s"),
+        ("Drift", "KL of the update", "actor/kl"),
+        ("Drift", "log-prob gap", "canary/logprob_gap_max"),
+    ):
+        wanted_line = read_series(trained, name)
+        if wanted_line and (name != "time/router_s" or any(value for _, value in wanted_line)):
+            assert drawn_lines(page, title)[label] == wanted_line, name
+    update = dict(read_series(trained, "time/update_s"))
+    both = [(step, value + update[step]) for step, value in read_series(trained, "time/rollout_s")]
+    assert drawn_lines(page, "Time by phase")["rollouts + update"] == pytest.approx(both)
+
+
+def test_faults_of_a_whole_run_add_up_to_its_summary(trained: Path) -> None:
+    folder = open_run(trained)
+    assert folder.saved_summary is not None
+    logged = fault_totals(folder.metrics)
+    assert {name: logged[name] for name in folder.saved_summary["faults"]} == folder.saved_summary["faults"]

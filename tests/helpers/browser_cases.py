@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import tomli_w
+
+from toolwise import Callback, StepEvent
 
 STEPS = 4
 CONFIG: dict[str, Any] = {
@@ -29,17 +32,31 @@ CONFIG: dict[str, Any] = {
 }
 
 
-class Training:
-    """A short training in a process of its own."""
+HELD = (1, 2)
+"""Steps after which a training waits until it has been seen."""
+TURNS: dict[str, Any] = {
+    "name": "turns",
+    "algorithm": {"adv_estimator": "grpo", "zero_std_groups": "keep"},
+    "router": {"enable": True, "every": "turn", "cost": "calls", "budgets": [{"limit": 0.3}]},
+}
+CLUSTER: dict[str, Any] = {"name": "cluster", "cluster": {"workers": 1, "worker_cpus": 0.5, "object_store_mb": 100}}
 
-    def __init__(self, folder: Path) -> None:
+
+class Training:
+    """A short training in a process of its own, which `hold`s after steps 1 and 2 until it is told to go on."""
+
+    def __init__(self, folder: Path, changes: Mapping[str, Any] = {}, *arguments: str, hold: bool = True) -> None:
         from toolwise.demo.tasks import write_rows
 
+        folder.mkdir(parents=True, exist_ok=True)
         write_rows(folder / "train.jsonl", 64, seed=0, split="train")
         write_rows(folder / "heldout.jsonl", 8, seed=0, split="heldout")
-        (folder / "run.toml").write_text(tomli_w.dumps(CONFIG))
-        self.out = folder / "short"
-        command = [sys.executable, "-m", "toolwise", "train", folder / "run.toml", "--out", self.out]
+        config = CONFIG | dict(changes)
+        callbacks = [f"{__file__}:HoldSteps"] if hold else []
+        config["trainer"] = config["trainer"] | {"callbacks": callbacks, "observer_timeout_s": 600}
+        (folder / "run.toml").write_text(tomli_w.dumps(config))
+        self.out = folder / config["name"]
+        command = [sys.executable, "-m", "toolwise", "train", folder / "run.toml", "--out", self.out, *arguments]
         self.process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
@@ -51,10 +68,28 @@ class Training:
             assert self.process.poll() in (None, 0), self.process.stderr and self.process.stderr.read()
             time.sleep(0.05)
 
+    def go_on(self, step: int) -> None:
+        """After `step`."""
+        (self.out.parent / f"seen-{step}").touch()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
     def finish(self) -> Path:
+        for step in HELD:
+            self.go_on(step)
         _, err = self.process.communicate(timeout=600)
         assert self.process.returncode == 0, err
         return self.out
+
+
+class HoldSteps(Callback):
+    """Holds a training after a step until somebody has seen it on a page."""
+
+    def on_step(self, event: StepEvent) -> None:
+        while event.step in HELD and not (event.run_folder.parent / f"seen-{event.step}").exists():
+            time.sleep(0.05)
 
 
 def rollout_link(page: str, row: dict[str, Any], **more: object) -> str:

@@ -19,8 +19,10 @@ def router_page(store: RunStore, file: str, rollout_id: str) -> dict[str, Any]:
     by_route: dict[str, list[dict[str, Any]]] = {}
     for other in same.select(["route", "score", "cost", "step", "file", "phase"]).to_pylist():
         by_route.setdefault(other["route"] or "", []).append(other)
-    everything = table.group_by("route").aggregate([("score", "mean"), ("cost", "mean"), ("route", "count")])
     names = route_names(store)
+    for name in names if record.route or record.turn_routes else ():
+        by_route.setdefault(name, [])  # not tried on this task: the page says so
+    everything = table.group_by("route").aggregate([("score", "mean"), ("cost", "mean"), ("route", "count")])
     return {
         "chosen": record.route,
         "answered_by": record.answered_by,

@@ -53,7 +53,7 @@ export function RolloutsPage({ params }) {
       <span class="pager"><button onClick=${() => turn(-1)} disabled=${offset <= 0} aria-label="previous page">‹</button>
         ${data ? `${data.total ? offset + 1 : 0}–${Math.min(offset + PAGE, data.total)}` : ""}
         <button onClick=${() => turn(1)} disabled=${!data || offset + PAGE >= data.total} aria-label="next page">›</button></span></div>
-    ${params.scatter && html`<${ScatterPanel} run=${run} params=${params} filters=${filters} set=${set} />`}
+    ${params.scatter && html`<${ScatterPanel} run=${run} reported=${(!window.TOOLWISE_BUNDLE && facets?.reward_metrics) || []} params=${params} filters=${filters} set=${set} />`}
     <div class="scroll card flush" ref=${table}><table class="rollouts"><thead><tr>${COLUMNS.map(([name, label, kind = ""]) => html`<th class=${kind} aria-sort=${params.sort === name ? (params.desc === "true" ? "descending" : "ascending") : "none"}>
         <button class="link" onClick=${() => sortBy(name)}>${label || "✓"}${params.sort === name ? (params.desc === "true" ? " ↓" : " ↑") : ""}</button></th>`)}</tr></thead>
       <tbody>${rows.map((row, index) => html`<tr key=${`${row.file} ${row.rollout_id}`} class=${index === cursor ? "cursor" : ""} onClick=${(event) => event.target.closest("a") || open(row)}>
@@ -121,7 +121,7 @@ function RangeFilter({ name, params, set, range }) {
   return html`<span class="range">${name} ${bound("min")}–${bound("max")}</span>`;
 }
 
-function ScatterPanel({ run, params, filters, set }) {
+function ScatterPanel({ run, reported, params, filters, set }) {
   const x = params.x || "cost", y = params.y || "score";
   const { data, error } = useData("points", { run, ...filters, x, y });
   const points = useMemo(() => {
@@ -132,7 +132,7 @@ function ScatterPanel({ run, params, filters, set }) {
       size: 3, colour: found.correct[index] === true ? colour("good") : found.correct[index] === false ? colour("bad") : colour("accent"),
     }));
   }, [data]);
-  const axis = (name, value) => html`<${Choice} label=${name} value=${value} options=${NUMBER_COLUMNS.map((column) => [column, column])} onChange=${(column) => set({ [name]: column })} />`;
+  const axis = (name, value) => html`<${Choice} label=${name} value=${value} options=${[...NUMBER_COLUMNS, ...reported].map((column) => [column, column])} onChange=${(column) => set({ [name]: column })} />`;
   return html`<section class="card"><div class="filters">${axis("x", x)} ${axis("y", y)} ${data && data.total > points.length && html`<span class="muted">${points.length.toLocaleString("en-US")} of ${data.total.toLocaleString("en-US")} shown</span>`}</div>
     ${error && html`<p class="error">${error}</p>`}
     <${Scatter} points=${points} x=${x} y=${y} onPick=${(point) => goTo("rollout", { run, file: point.file, id: point.id })} /></section>`;

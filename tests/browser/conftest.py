@@ -6,11 +6,12 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_cases import CLUSTER, TURNS, Training, read_series
+from browser_cases import CLUSTER, LEARNERS, TURNS, Training, read_series
 from view_runs import sample_run
 
 from toolwise.serve.server import Server
@@ -20,7 +21,9 @@ TRAININGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "training": ({}, ()),
     "turns": (TURNS, ()),
     "cluster": (CLUSTER, ("--cluster", "local")),
+    "learners": (LEARNERS, ("--cluster", "local")),
 }
+ON_RAY = ("cluster", "learners")
 RESULTS = {"trained": "training", "killed": "turns"}
 """Fixtures with what came of a training."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -28,7 +31,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that need a training come last, those that watch one first among them: it goes on meanwhile."""
-    watching = {"training": 1, "turns": 1, "trained": 2, "killed": 2, "cluster": 3}
+    watching = {"training": 1, "turns": 1, "trained": 2, "killed": 2, "cluster": 3, "learners": 3}
     names = {item: getattr(item, "fixturenames", ()) for item in items if item.path.parent == Path(__file__).parent}
     order = {item: max((watching.get(name, 0) for name in names.get(item, ())), default=0) for item in items}
     items.sort(key=lambda item: order[item])
@@ -54,8 +57,8 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Trainings:
-    """The trainings that tests ask for. They start with the session, since their imports take longest, but for the
-    one on a cluster: Ray waits for its processes for so long only."""
+    """The trainings that tests ask for. They start with the session, since their imports take longest, but for
+    those on a cluster: Ray waits for its processes for so long only."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -79,7 +82,7 @@ def trainings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     started = Trainings(tmp_path_factory.mktemp("trainings"))
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     for name in TRAININGS:
-        if name != "cluster" and wanted & {name, *(after for after, before in RESULTS.items() if before == name)}:
+        if name not in ON_RAY and wanted & {name, *(after for after, before in RESULTS.items() if before == name)}:
             started[name]
     yield started
     started.end()
@@ -98,14 +101,24 @@ def turns(trainings: Trainings, chromium: Any) -> Training:
 
 @pytest.fixture(scope="session")
 def cluster(trainings: Trainings, chromium: Any) -> Training:
+    if find_spec("ray") is None:
+        pytest.skip("needs ray: pip install 'toolwise[ray]'")
     return trainings["cluster"]
+
+
+@pytest.fixture(scope="session")
+def learners(trainings: Trainings, chromium: Any) -> Training:
+    if find_spec("ray") is None:
+        pytest.skip("needs ray: pip install 'toolwise[ray]'")
+    return trainings["learners"]
 
 
 @pytest.fixture(scope="session")
 def trained(request: pytest.FixtureRequest, training: Training, trainings: Trainings) -> Path:
     run = training.finish()
-    if any("cluster" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        trainings["cluster"]
+    wanted = any("cluster" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    if wanted and find_spec("ray") is not None:
+        trainings["cluster"]  # starts while others look at this run
     return run
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from browser_cases import STEPS, Training, drawn_lines, read_series, wait_until
+import pytest
+from browser_cases import STEPS, Training, drawn_lines, first_row, read_series, rollout_link, wait_until
+
+from toolwise.training.token_records import read_tokens
 
 Open = Callable[..., Any]
 Serve = Callable[..., str]
@@ -76,14 +80,44 @@ def test_a_run_that_is_killed_turns_from_live_to_crashed(turns: Training, serve:
     assert_never_reloaded(overview, table)
 
 
-def test_a_run_on_a_cluster_is_followed_like_any_other(cluster: Training, serve: Serve, open_page: Open) -> None:
-    cluster.wait_for("rollouts/step-000001.jsonl")
-    overview, table = watch(open_page, serve(cluster.out))
+def follow_to_the_end(training: Training, address: str, open_page: Open) -> Any:
+    """From the first step; returns the page, which then shows a rollout."""
+    overview, table = watch(open_page, address)
     overview.wait_for_selector(".run-header .status.live")
-    wait_for_curve(overview, cluster.out, [1])
+    wait_for_curve(overview, training.out, [1])
     table.wait_for_selector(f"[data-total='{PER_STEP}']")
-    cluster.finish()
+    training.finish()
     wait_until(overview, "document.querySelector('.run-header .status').textContent === 'finished'")
-    wait_for_curve(overview, cluster.out, list(range(1, STEPS + 1)))
+    wait_for_curve(overview, training.out, list(range(1, STEPS + 1)))
     table.wait_for_selector(f"[data-total='{STEPS * PER_STEP}']")
     assert_never_reloaded(overview, table)
+    return table
+
+
+def assert_no_page_is_empty_without_a_reason(page: Any, run: Path, address: str) -> None:
+    """Every view of a rollout that was trained on, by each of the colours."""
+    row = first_row(run, f"step-{STEPS:06d}", trained_on=True)
+    tokens = read_tokens(run / "rollouts" / f"step-{STEPS:06d}.tokens.parquet", row["token_row"], row["steps"])
+    for colour in ("advantages", "logprobs", "entropies", "gaps", "versions"):
+        page.goto(f"{address}{rollout_link('rollout', row, colour=colour, token='0.1')}")
+        page.wait_for_selector("[data-token]")
+        stored = any(getattr(step, colour) is not None for step in tokens)
+        assert ("not stored" in page.inner_text(".colouring")) == (not stored), colour
+    assert page.locator("[data-advantage]").count() == 1
+    for name, shown in (("group", ".leaf"), ("anchors", "[data-anchor]"), ("router", ".empty"), ("thinking", ".empty")):
+        page.goto(f"{address}{rollout_link(name, row)}")
+        page.wait_for_selector(shown)
+        assert shown != ".empty" or len(page.inner_text("main .empty")) > 20
+
+
+def test_a_run_on_a_cluster_is_followed_like_any_other(cluster: Training, serve: Serve, open_page: Open) -> None:
+    cluster.wait_for("rollouts/step-000001.jsonl")
+    page = follow_to_the_end(cluster, serve(cluster.out), open_page)
+    assert_no_page_is_empty_without_a_reason(page, cluster.out, serve(cluster.out))
+
+
+@pytest.mark.long
+def test_a_run_of_two_learners_is_followed_like_any_other(learners: Training, serve: Serve, open_page: Open) -> None:
+    learners.wait_for("rollouts/step-000001.jsonl")
+    page = follow_to_the_end(learners, serve(learners.out), open_page)
+    assert_no_page_is_empty_without_a_reason(page, learners.out, serve(learners.out))

@@ -41,6 +41,11 @@ TURNS: dict[str, Any] = {
 }
 CLUSTER: dict[str, Any] = {"name": "cluster", "cluster": {"workers": 1, "worker_cpus": 0.5, "object_store_mb": 100}}
 
+LEARNERS: dict[str, Any] = {
+    "name": "learners",
+    "cluster": CLUSTER["cluster"] | {"learners": 2, "learner_cpus": 0.5},
+}
+
 
 class Training:
     """A short training in a process of its own, which `hold`s after steps 1 and 2 until it is told to go on."""

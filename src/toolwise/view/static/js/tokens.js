@@ -97,7 +97,7 @@ export function Legend({ column, scale, versions }) {
   if (column === "none") return null;
   if (column === "versions") return html`<span class="legend">${versions.map((version) => html`<span><i style=${{ background: shade("versions", version, 1, versions) }}></i>${version < 0 ? "unknown" : version}</span>`)}</span>`;
   if (column === "clipped" && scale !== null) return html`<span class="legend"><span><i style=${{ background: shade(column, true) }}></i>clipped or masked</span></span>`;
-  if (scale === null) return html`<span class="muted">${column === "advantages" ? "none: this rollout was not trained on" : "not stored: this rollout was not trained on, or by several learners, which do not report it"}</span>`;
+  if (scale === null) return html`<span class="muted">${column === "advantages" ? "none: this rollout was not trained on" : "not stored for this rollout: an update measures it, and not every run keeps it"}</span>`;
   if (!scale) return html`<span class="muted">all 0</span>`;
   const both = column === "advantages" || column === "gaps";
   return html`<span class="legend">${both && html`<span><i style=${{ background: shade(column, -scale, scale) }}></i>−${formatNumber(scale)}</span>`}<span><i></i>0</span><span><i style=${{ background: shade(column, both ? scale : -scale, scale) }}></i>${column === "logprobs" ? "−" : both ? "+" : ""}${formatNumber(scale)}</span></span>`;

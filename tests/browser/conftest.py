@@ -24,17 +24,21 @@ TRAININGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "learners": (LEARNERS, ("--cluster", "local")),
 }
 ON_RAY = ("cluster", "learners")
-RESULTS = {"trained": "training", "killed": "turns"}
-"""Fixtures with what came of a training."""
+ORDER = {"training": 1, "turns": 1, "trained": 2, "killed": 2, "cluster": 3, "learners": 3}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that need a training come last, those that watch one first among them: it goes on meanwhile."""
-    watching = {"training": 1, "turns": 1, "trained": 2, "killed": 2, "cluster": 3, "learners": 3}
-    names = {item: getattr(item, "fixturenames", ()) for item in items if item.path.parent == Path(__file__).parent}
-    order = {item: max((watching.get(name, 0) for name in names.get(item, ())), default=0) for item in items}
-    items.sort(key=lambda item: order[item])
+
+    def order(item: pytest.Item) -> int:
+        if item.path.parent != Path(__file__).parent:
+            return 0
+        names = getattr(item, "fixturenames", ())
+        pictured = ORDER["trained"] * (item.path.name == "test_screenshots.py")  # which asks for a run when it needs it
+        return max([ORDER.get(name, 0) for name in names] + [pictured])
+
+    items.sort(key=order)
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +86,7 @@ def trainings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     started = Trainings(tmp_path_factory.mktemp("trainings"))
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     for name in TRAININGS:
-        if name not in ON_RAY and wanted & {name, *(after for after, before in RESULTS.items() if before == name)}:
+        if name not in ON_RAY and name in wanted:
             started[name]
     yield started
     started.end()

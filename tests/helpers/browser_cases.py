@@ -50,15 +50,14 @@ LEARNERS: dict[str, Any] = {
 class Training:
     """A short training in a process of its own, which `hold`s after steps 1 and 2 until it is told to go on."""
 
-    def __init__(self, folder: Path, changes: Mapping[str, Any] = {}, *arguments: str, hold: bool = True) -> None:
+    def __init__(self, folder: Path, changes: Mapping[str, Any] = {}, *arguments: str) -> None:
         from toolwise.demo.tasks import write_rows
 
         folder.mkdir(parents=True, exist_ok=True)
         write_rows(folder / "train.jsonl", 64, seed=0, split="train")
         write_rows(folder / "heldout.jsonl", 8, seed=0, split="heldout")
         config = CONFIG | dict(changes)
-        callbacks = [f"{__file__}:HoldSteps"] if hold else []
-        config["trainer"] = config["trainer"] | {"callbacks": callbacks, "observer_timeout_s": 600}
+        config["trainer"] = config["trainer"] | {"callbacks": [f"{__file__}:HoldSteps"], "observer_timeout_s": 600}
         (folder / "run.toml").write_text(tomli_w.dumps(config))
         self.out = folder / config["name"]
         command = [sys.executable, "-m", "toolwise", "train", folder / "run.toml", "--out", self.out, *arguments]

@@ -363,3 +363,26 @@ def test_pages_ask_no_other_machine() -> None:
     texts = [path.read_text() for path in (*STATIC.glob("js/*.js"), STATIC / "index.html", STATIC / "app.css")]
     assert texts
     assert not [text for text in texts if "http://" in text or "https://" in text or "innerHTML" in text]
+
+
+def test_what_the_reward_reported_is_a_column_of_points(pages: Pages) -> None:
+    store = pages.stores[0]
+    assert get(pages, "facets")["reward_metrics"] == ["reward/correct"]
+    found = get(pages, "points", x="reward/correct", y="reward/nothing", file="step-000001")["points"]
+    rows = store.of_file("step-000001").to_pylist()
+    assert found["rollout_id"] == [row["rollout_id"] for row in rows]
+    assert found["reward/correct"] == [store.record(row).metrics["correct"] for row in rows]
+    assert found["reward/nothing"] == [None] * len(rows)
+
+
+def test_routes_that_were_not_tried_on_a_task_are_there(pages: Pages) -> None:
+    row = next(row for row in pages.stores[0].of_file("step-000001").to_pylist() if row["route"])
+    task = get(pages, "router", file="step-000001", id=row["rollout_id"])["task"]
+    assert {one["route"]: one["n"] for one in task} == {"ANSWER": 2, "CALCULATE-FAMILY": 0, "SEARCH-FAMILY": 4}
+    assert next(one for one in task if not one["n"])["score"] is None
+
+
+def test_a_comparison_has_every_rollout_of_a_task(pages: Pages) -> None:
+    found = get(pages, "compare", file="step-000001", other_file="step-000003")["tasks"][0]
+    assert found["first"]["n"] == len(found["first"]["rollouts"]) == 6
+    assert {"rollout_id", "score", "correct", "cost"} == found["second"]["rollouts"][0].keys()

@@ -76,9 +76,7 @@ class Trainings:
 
     def end(self) -> None:
         for training in self._started.values():
-            if training.process.poll() is None:
-                training.process.terminate()  # Ray's processes end with it
-                training.process.wait(timeout=60)
+            training.end()
 
 
 @pytest.fixture(scope="session", autouse=True)

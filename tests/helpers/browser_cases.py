@@ -80,6 +80,17 @@ class Training:
         self.process.kill()
         self.process.wait()
 
+    def end(self) -> None:
+        """Stop it if it still runs; Ray's processes end with it."""
+        for step in HELD:
+            self.go_on(step)
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
     def finish(self) -> Path:
         for step in HELD:
             self.go_on(step)

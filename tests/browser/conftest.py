@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_cases import Training
+from browser_cases import CLUSTER, LEARNERS, TURNS, Training, read_series
 from view_runs import sample_run
 
 from toolwise.serve.server import Server
 from toolwise.view.view_server import Pages, build_view_app
 
 ROOT = Path(__file__).parents[2]
+TRAININGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "training": ({}, ()),
+    "turns": (TURNS, ()),
+    "cluster": (CLUSTER, ("--cluster", "local")),
+    "learners": (LEARNERS, ("--cluster", "local")),
+}
+ON_RAY = ("cluster", "learners")
+ORDER = {"training": 1, "turns": 1, "trained": 2, "killed": 2, "cluster": 3, "learners": 3}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a training come last, those that watch one first among them: it goes on meanwhile."""
+
+    def order(item: pytest.Item) -> int:
+        if item.path.parent != Path(__file__).parent:
+            return 0
+        names = getattr(item, "fixturenames", ())
+        pictured = ORDER["trained"] * (item.path.name == "test_screenshots.py")  # which asks for a run when it needs it
+        return max([ORDER.get(name, 0) for name in names] + [pictured])
+
+    items.sort(key=order)
 
 
 @pytest.fixture(scope="session")
@@ -40,18 +63,79 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sample_run(tmp_path_factory.mktemp("runs") / "sample")
 
 
-@pytest.fixture(scope="session")
-def training(tmp_path_factory: pytest.TempPathFactory, chromium: Any) -> Iterator[Training]:
-    started = Training(tmp_path_factory.mktemp("training"))
+class Trainings:
+    """The trainings that tests ask for. They start with the session, since their imports take longest, but for
+    those on a cluster: Ray waits for its processes for so long only."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: dict[str, Training] = {}
+
+    def __getitem__(self, name: str) -> Training:
+        if name not in self._started:
+            changes, arguments = TRAININGS[name]
+            self._started[name] = Training(self._folder / name, changes, *arguments)
+        return self._started[name]
+
+    def end(self) -> None:
+        for training in self._started.values():
+            training.end()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def trainings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
+    started = Trainings(tmp_path_factory.mktemp("trainings"))
+    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    for name in TRAININGS:
+        if name not in ON_RAY and name in wanted:
+            started[name]
     yield started
-    if started.process.poll() is None:
-        started.process.kill()
-        started.process.wait()
+    started.end()
 
 
 @pytest.fixture(scope="session")
-def trained(training: Training) -> Path:
-    return training.finish()
+def training(trainings: Trainings, chromium: Any) -> Training:
+    return trainings["training"]
+
+
+@pytest.fixture(scope="session")
+def turns(trainings: Trainings, chromium: Any) -> Training:
+    """Routes at every turn."""
+    return trainings["turns"]
+
+
+@pytest.fixture(scope="session")
+def cluster(trainings: Trainings, chromium: Any) -> Training:
+    if find_spec("ray") is None:
+        pytest.skip("needs ray: pip install 'toolwise[ray]'")
+    return trainings["cluster"]
+
+
+@pytest.fixture(scope="session")
+def learners(trainings: Trainings, chromium: Any) -> Training:
+    if find_spec("ray") is None:
+        pytest.skip("needs ray: pip install 'toolwise[ray]'")
+    return trainings["learners"]
+
+
+@pytest.fixture(scope="session")
+def trained(request: pytest.FixtureRequest, training: Training, trainings: Trainings) -> Path:
+    run = training.finish()
+    wanted = any("cluster" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    if wanted and find_spec("ray") is not None:
+        trainings["cluster"]  # starts while others look at this run
+    return run
+
+
+@pytest.fixture(scope="session")
+def killed(turns: Training) -> Path:
+    """A run that was killed after its second step."""
+    turns.go_on(1)
+    turns.wait_for("rollouts/step-000002.jsonl")
+    while len(read_series(turns.out, "score/mean")) < 2:
+        time.sleep(0.05)
+    turns.kill()
+    return turns.out
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from browser_cases import STEPS, Training, rollout_link
+from browser_cases import STEPS, first_row, rollout_link, wait_until
 from view_runs import HOSTILE, MEGABYTE
 
 from toolwise.training.token_records import read_tokens
@@ -21,30 +19,6 @@ from toolwise.view.rollout_store import RunStore
 
 Open = Callable[..., Any]
 Serve = Callable[..., str]
-
-
-def wait_until(page: Any, condition: str) -> None:
-    """Playwright's own wait evaluates text in the page, which its policy forbids."""
-    deadline = time.monotonic() + 10
-    while not page.evaluate(condition):
-        assert time.monotonic() < deadline, condition
-        page.wait_for_timeout(50)
-
-
-def first_row(run: Path, file: str, **wanted: object) -> dict[str, Any]:
-    rows = RunStore(run).of_file(file).to_pylist()
-    return next(row for row in rows if all(row[name] == value for name, value in wanted.items()))
-
-
-def test_new_steps_appear_by_themselves(training: Training, serve: Serve, open_page: Open) -> None:
-    training.wait_for("rollouts/step-000001.jsonl")
-    page = open_page(serve(training.out), "#/overview")
-    page.wait_for_selector(".run-header")
-    loads = page.evaluate("performance.getEntriesByType('navigation').length")
-    training.finish()
-    wait_until(page, f"document.querySelector('.run-header').textContent.includes('step {STEPS} of {STEPS}')")
-    page.wait_for_selector(".status.done")
-    assert page.evaluate("performance.getEntriesByType('navigation').length") == loads
 
 
 def test_the_overview_shows_the_numbers_of_the_summary(trained: Path, serve: Serve, open_page: Open) -> None:
@@ -267,32 +241,11 @@ def test_the_keyboard_reaches_everything(trained: Path, serve: Serve, open_page:
     assert page.evaluate("document.activeElement.className") == "skip"
 
 
-def test_dark_mode_follows_the_system_and_the_button(sample: Path, serve: Serve, open_page: Open) -> None:
-    page = open_page(serve(sample), "#/overview", dark=True)
-    shade = "getComputedStyle(document.body).backgroundColor"
-    dark = page.evaluate(shade)
-    assert sum(map(int, re.findall(r"\d+", dark))) < 120
-    page.keyboard.press("t")
-    page.wait_for_selector("[data-theme=light]")
-    assert page.evaluate(shade) != dark
-
-
-def test_nothing_is_wider_than_400_pixels(trained: Path, sample: Path, serve: Serve, open_page: Open) -> None:
-    row = first_row(sample, "step-000002", trained_on=True, steps=2)
-    pages = ["#/overview", "#/rollouts?scatter=1", "#/compare"]
-    pages += [rollout_link(name, row) for name in ("rollout", "group", "anchors", "router", "thinking")]
-    page = open_page(serve(sample), width=400)
-    for route in pages:
-        page.goto(f"{serve(sample)}{route}")
-        page.wait_for_selector("main h1")
-        page.wait_for_timeout(150)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 400, route
-
-
 def test_hostile_text_is_shown_as_text(sample: Path, serve: Serve, open_page: Open) -> None:
     row = first_row(sample, "step-000002", group_id="step-2/0", steps=2)
     pages = ["#/overview", "#/rollouts?file=step-000002", "#/rollouts?q=%3Cscript%3E"]
     pages += [rollout_link(name, row, token="0.1") for name in ("rollout", "group", "anchors", "router", "thinking")]
+    pages += ["#/compare?file=step-000002&other_file=step-000002&task=task-0"]
     page = open_page(serve(sample))
     for route in pages:
         page.goto(f"{serve(sample)}{route}")

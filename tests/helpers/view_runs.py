@@ -106,6 +106,7 @@ def _write_metrics(folder: Path, steps: int) -> None:
                 "cost/mean": 1.2 - 0.6 * progress,
                 "router/cost/mean": 1.2 - 0.6 * progress,
                 "router/cost/lambda": 0.4 * math.sqrt(progress),
+                "router/cost/budget": 0.5,
                 "time/tokens_per_s": 900.0 + 50 * step,
                 "time/rollout_s": 2.0,
                 "time/update_s": 1.1,

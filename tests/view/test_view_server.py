@@ -20,6 +20,7 @@ from view_runs import sample_run
 from toolwise.errors import ConfigError
 from toolwise.serve.request import BadRequestError
 from toolwise.serve.server import Server
+from toolwise.view.overview_page import fault_totals
 from toolwise.view.rollout_store import RunStore
 from toolwise.view.view_server import STATIC, Pages, build_view_app, is_loopback, serve_view
 
@@ -195,6 +196,25 @@ def test_the_planned_steps_of_a_live_run_are_those_of_its_settings(tmp_path: Pat
     assert get(Pages([tmp_path]), "overview")["total_steps"] == 70
 
 
+def test_faults_of_a_run_without_a_summary_are_those_that_were_logged() -> None:
+    """Also if a step was repeated after a crash, or a line has something else than a number."""
+    line = {
+        "step": 1,
+        "rollouts": 8.0,
+        "calls/mean": 1.5,
+        "calls/failed": 0.5,
+        "faults/policy": 3.0,
+        "faults/tool/x": 0.5,
+    }
+    rows = [
+        line | {"faults/policy": 7.0},
+        line,
+        {"step": 1, "eval/score": 1.0},
+        line | {"step": 2, "faults/policy": None},
+    ]
+    assert fault_totals(rows) == {"policy": 3, "rollouts": 16, "calls": 24}
+
+
 def test_a_kind_with_a_bar_in_its_name_can_be_chosen(tmp_path: Path) -> None:
     lines = [{"rollout_id": str(n), "kind": kind} for n, kind in enumerate(("a|b", "a", "c"))]
     (tmp_path / "step-000001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -353,3 +373,26 @@ def test_the_server_does_not_load_pandas() -> None:
         "assert 'pandas' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_what_the_reward_reported_is_a_column_of_points(pages: Pages) -> None:
+    store = pages.stores[0]
+    assert get(pages, "facets")["reward_metrics"] == ["reward/correct"]
+    found = get(pages, "points", x="reward/correct", y="reward/nothing", file="step-000001")["points"]
+    rows = store.of_file("step-000001").to_pylist()
+    assert found["rollout_id"] == [row["rollout_id"] for row in rows]
+    assert found["reward/correct"] == [store.record(row).metrics["correct"] for row in rows]
+    assert found["reward/nothing"] == [None] * len(rows)
+
+
+def test_routes_that_were_not_tried_on_a_task_are_there(pages: Pages) -> None:
+    row = next(row for row in pages.stores[0].of_file("step-000001").to_pylist() if row["route"])
+    task = get(pages, "router", file="step-000001", id=row["rollout_id"])["task"]
+    assert {one["route"]: one["n"] for one in task} == {"ANSWER": 2, "CALCULATE-FAMILY": 0, "SEARCH-FAMILY": 4}
+    assert next(one for one in task if not one["n"])["score"] is None
+
+
+def test_a_comparison_has_every_rollout_of_a_task(pages: Pages) -> None:
+    found = get(pages, "compare", file="step-000001", other_file="step-000003")["tasks"][0]
+    assert found["first"]["n"] == len(found["first"]["rollouts"]) == 6
+    assert {"rollout_id", "score", "correct", "cost"} == found["second"]["rollouts"][0].keys()

@@ -39,6 +39,7 @@ def _by_task(store: RunStore, file: str) -> dict[str, dict[str, Any]]:
             "question": rows[0]["question"],
             "kind": rows[0]["kind"],
             "n": len(rows),
+            "rollouts": [{name: row[name] for name in ("rollout_id", "score", "correct", "cost")} for row in rows],
             "score": _mean([row["score"] for row in rows]),
             "correct": _mean([None if row["correct"] is None else float(row["correct"]) for row in rows]),
             "cost": _mean([row["cost"] for row in rows]),

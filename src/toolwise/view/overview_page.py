@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,13 +18,16 @@ from toolwise.view.router_page import price_list, run_settings
 
 QUANTILES = (0.1, 0.5, 0.9)
 SPREAD_COLUMNS = ("score", "cost", "tokens")
+FAULTS, STOP = "faults/", "stop/"
+"""Prefixes of metrics."""
 MAX_SERIES = 64
 MAX_POINTS = 2000
 """Points of a curve; longer ones are thinned out."""
 
 
 def overview_page(store: RunStore) -> dict[str, Any]:
-    run, summary = store.folder, store.folder.summary
+    run = store.folder
+    summary = {"faults": fault_totals(run.metrics), **run.summary}
     return {
         "name": run.name,
         "finished": run.finished,
@@ -107,10 +111,12 @@ def spreads(store: RunStore) -> dict[str, Any]:
 
 
 def stop_reasons(store: RunStore) -> dict[str, Any]:
-    """How many rollouts of each training step ended for each reason."""
+    """How many rollouts of each training step ended for each reason; as logged if no rollouts are stored."""
     import pyarrow.compute as pc
 
     table = store.table.filter(pc.equal(store.table["phase"], "train"))
+    if not table.num_rows:
+        return _logged_stop_reasons(store.folder.metrics)
     counts = table.group_by(["step", "stop_reason"]).aggregate([("stop_reason", "count")]).to_pylist()
     steps = sorted({row["step"] for row in counts})
     totals = Counter[str]()
@@ -121,3 +127,39 @@ def stop_reasons(store: RunStore) -> dict[str, Any]:
     for row in counts:
         reasons[row["stop_reason"] or ""][place[row["step"]]] = row["stop_reason_count"]
     return {"steps": steps, "reasons": reasons}
+
+
+def _logged_stop_reasons(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    by_step = _training_steps(rows)
+    names = sorted({name for row in by_step.values() for name in row if name.startswith(STOP)})
+    reasons = {
+        name.removeprefix(STOP): [round(_number(row, name) * _number(row, "rollouts")) for row in by_step.values()]
+        for name in names
+    }
+    ordered = sorted(reasons.items(), key=lambda reason: -sum(reason[1]))
+    return {"steps": list(by_step), "reasons": dict(ordered)}
+
+
+def fault_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """What a summary says about faults, for a run that has none yet: counts by class, of rollouts and of calls."""
+    totals: Counter[str] = Counter()
+    for row in _training_steps(rows).values():
+        names = [
+            name for name in row if name.startswith(FAULTS) and name.count("/") == 1 and name != f"{FAULTS}rollouts"
+        ]
+        totals.update({name.removeprefix(FAULTS): round(_number(row, name)) for name in names})
+        rollouts = _number(row, "rollouts")
+        calls = max(_number(row, "calls/mean"), _number(row, "calls/failed")) * rollouts
+        totals.update({"rollouts": round(rollouts), "calls": round(calls)})
+    return dict(totals)
+
+
+def _training_steps(rows: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """The latest line of each training step."""
+    found = {row["step"]: row for row in rows if "rollouts" in row and isinstance(row.get("step"), int)}
+    return dict(sorted(found.items()))
+
+
+def _number(row: Mapping[str, Any], name: str) -> float:
+    value = row.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0

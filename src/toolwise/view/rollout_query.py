@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -28,6 +29,7 @@ SHOWN = (
     *("file", "phase", "step", "rollout_id", "group_id", "task_id", "kind", "route", "question", "score", "correct"),
     *("cost", "advantage", "steps", "tokens", "calls", "failed_calls", "tools", "stop_reason", "fault", "trained_on"),
 )
+REWARD = "reward/"
 MAX_ROWS = 500
 MAX_POINTS = 4000
 CHUNK_BYTES = 4_000_000
@@ -149,21 +151,37 @@ def page_of_rows(store: RunStore, parameters: Mapping[str, str]) -> dict[str, An
 
 
 def points(store: RunStore, parameters: Mapping[str, str]) -> dict[str, Any]:
-    """Two columns of the rollouts that fit, evenly thinned out if there are too many."""
+    """Two columns of the rollouts that fit, evenly thinned out if there are too many. `reward/NAME` is what the reward
+    reported as NAME, read from the stored lines of those that are shown."""
     import numpy as np
 
     names = parameters.get("x", "step"), parameters.get("y", "score")
     for name in names:
-        if name not in NUMBERS:
+        if name not in NUMBERS and not name.startswith(REWARD):
             raise QueryError(f"{name!r:.40} is not a column of numbers; choose one of {', '.join(NUMBERS)}")
     indices = np.flatnonzero(select(store, Query.of(parameters)))
     total = len(indices)
     if total > MAX_POINTS:
         indices = indices[np.linspace(0, total - 1, MAX_POINTS).astype(int)]
-    columns = dict.fromkeys([*names, "file", "rollout_id", "correct"])
-    return {"total": total, "x": names[0], "y": names[1]} | {
-        "points": store.table.select(list(columns)).take(indices).to_pydict()
-    }
+    columns = dict.fromkeys([*(name for name in names if name in NUMBERS), "file", "rollout_id", "correct"])
+    found = store.table.select(list(columns)).take(indices).to_pydict()
+    reported = [name for name in dict.fromkeys(names) if name not in NUMBERS]
+    if reported:
+        rows = store.table.select(["file", "rollout_id", "offset", "length"]).take(indices).to_pylist()
+        metrics = [store.record(row).metrics for row in rows]
+        found |= {name: [_metric(of, name.removeprefix(REWARD)) for of in metrics] for name in reported}
+    return {"total": total, "x": names[0], "y": names[1], "points": found}
+
+
+def _metric(metrics: Mapping[str, Any], name: str) -> float | None:
+    value = metrics.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def reward_metrics(store: RunStore) -> list[str]:
+    """What the reward reported beside the score, as columns of a scatter plot."""
+    names = (re.fullmatch(r"(reward/[^/]+)/mean", name) for name in store.folder.metric_names)
+    return sorted({match[1] for match in names if match})
 
 
 def facets(store: RunStore) -> dict[str, Any]:
@@ -178,7 +196,9 @@ def facets(store: RunStore) -> dict[str, Any]:
     tools = pc.value_counts(pc.list_flatten(store.table["tools"].combine_chunks())).to_pylist()
     ranges = {name: pc.min_max(store.table[name]).as_py() for name in NUMBERS}
     called = sorted(((entry["values"], entry["counts"]) for entry in tools), key=lambda entry: -entry[1])
-    return {"words": words, "tools": called[:100], "ranges": ranges, "files": store.files()}
+    return {"words": words, "tools": called[:100], "ranges": ranges, "files": store.files()} | {
+        "reward_metrics": reward_metrics(store)
+    }
 
 
 def _integer(parameters: Mapping[str, str], name: str, default: int) -> int:

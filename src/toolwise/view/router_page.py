@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from toolwise.training.records import RolloutRecord
@@ -13,8 +13,14 @@ from toolwise.view.rollout_store import RunStore
 def router_page(store: RunStore, file: str, rollout_id: str) -> dict[str, Any]:
     """The odds of each route, what it costs, and what the rollouts of the same task cost and earned by route."""
     row, facts = store.row(file, rollout_id), run_routes(store)
-    task = task_routes(store, row["task_id"], file)
-    return {**facts, **rollout_routes(store.record(row), facts["names"]), "task": task}
+    record = store.record(row)
+    task = task_routes(store, row["task_id"], file, offered_routes([record], facts["names"]))
+    return {**facts, **rollout_routes(record, facts["names"]), "task": task}
+
+
+def offered_routes(records: Iterable[RolloutRecord], names: Sequence[str]) -> Sequence[str]:
+    """The routes that these rollouts could have taken: none if no router chose for them."""
+    return names if any(record.route or record.turn_routes for record in records) else ()
 
 
 def rollout_routes(record: RolloutRecord, names: Sequence[str]) -> dict[str, Any]:
@@ -45,12 +51,13 @@ def run_routes(store: RunStore) -> dict[str, Any]:
     }
 
 
-def task_routes(store: RunStore, task_id: str, file: str) -> list[dict[str, Any]]:
-    """What the rollouts of a task cost and earned by route, in the file and in the whole run."""
+def task_routes(store: RunStore, task_id: str, file: str, offered: Sequence[str]) -> list[dict[str, Any]]:
+    """What the rollouts of a task cost and earned by route, in the file and in the whole run. Of the routes on offer,
+    those that were not tried are there too."""
     import pyarrow.compute as pc
 
     same = store.table.filter(pc.equal(store.table["task_id"], task_id))
-    by_route: dict[str, list[dict[str, Any]]] = {}
+    by_route: dict[str, list[dict[str, Any]]] = {name: [] for name in offered}
     for other in same.select(["route", "score", "cost", "file"]).to_pylist():
         by_route.setdefault(other["route"] or "", []).append(other)
     return [_route_row(name, rows, file) for name, rows in sorted(by_route.items())]

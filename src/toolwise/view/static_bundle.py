@@ -22,7 +22,7 @@ from toolwise.view.overview_page import overview_page, series
 from toolwise.view.rollout_page import message_view, rollout_page
 from toolwise.view.rollout_query import SHOWN, facets, without_keys
 from toolwise.view.rollout_store import RunStore
-from toolwise.view.router_page import rollout_routes, run_routes, task_routes
+from toolwise.view.router_page import offered_routes, rollout_routes, run_routes, task_routes
 from toolwise.view.view_server import STATIC, Pages
 
 MARK = "toolwise-bundle"
@@ -118,10 +118,14 @@ def _write_run(out: Path, number: int, store: RunStore, files: Sequence[str]) ->
         rows += table.select(list(SHOWN)).to_pylist()
         for group_id in dict.fromkeys(table["group_id"].to_pylist()):
             members = store.group(file, group_id)
+            offered = offered_routes(map(store.record, members), routes["names"])
+            tasks = {row["task_id"] for row in members}
             data = {
                 "group": group_page(store, file, group_id),
                 "anchors": anchor_page(store, file, group_id),
-                "routes": {task: task_routes(store, task, file) for task in {row["task_id"] for row in members}},
+                "routes": {
+                    task: task_routes(store, task, file, offered) for task in {row["task_id"] for row in members}
+                },
                 "rollouts": {row["rollout_id"]: _rollout_data(store, row, routes["names"]) for row in members},
             }
             chunk_of.setdefault(file, {})[group_id] = groups.add(group_id, data)

@@ -7,7 +7,7 @@ import { Choice } from "./format.js";
 import { AnchorsPage, GroupPage } from "./group.js";
 import { OverviewPage } from "./overview.js";
 import { RolloutPage } from "./rollout.js";
-import { RolloutsPage } from "./rollouts.js";
+import { RolloutsPage, focusSearch } from "./rollouts.js";
 import { goTo, linkTo, useRoute } from "./route.js";
 import { RouterPage } from "./router.js";
 import { ThinkingPage } from "./thinking.js";
@@ -79,7 +79,7 @@ function App() {
       else if (event.key === "/") {
         event.preventDefault();
         if (page !== "rollouts") goTo("rollouts", { run: params.run });
-        setTimeout(() => document.getElementById("search")?.focus(), 50);
+        focusSearch();
       }
     };
     window.addEventListener("keydown", pressed);
@@ -111,7 +111,7 @@ function Guarded({ params, children }) {
 }
 
 function Help({ close }) {
-  const keys = [["o r c", "overview, rollouts, compare"], ["/", "search"], ["j k Enter", "in the table: next, previous, open"], ["n p", "in the table: next and previous page"], ["1 … 7", "in a rollout: colour tokens by"], ["← →", "in a rollout: token before, after"], ["[ ]", "in a rollout: sibling before, after"], ["u", "back"], ["t", "theme"], ["?", "this list"]];
+  const keys = [["o r c", "overview, rollouts, compare"], ["/", "search"], ["j k Enter", "in the table: next, previous, open"], ["n p", "in the table: next and previous page"], ["← → Enter", "in a scatter plot: point before, after, open"], ["1 … 7", "in a rollout: colour tokens by"], ["← →", "in a rollout: token before, after"], ["[ ]", "in a rollout: sibling before, after"], ["u", "back"], ["t", "theme"], ["?", "this list"]];
   return html`<div class="overlay" onClick=${close}><section class="card help" role="dialog" aria-label="Keys" onClick=${(event) => event.stopPropagation()}><h2>Keys</h2><table class="figures"><tbody>${keys.map(([key, what]) => html`<tr><td><kbd>${key}</kbd></td><td>${what}</td></tr>`)}</tbody></table><button onClick=${close}>close</button></section></div>`;
 }
 

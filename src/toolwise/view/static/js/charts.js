@@ -1,5 +1,5 @@
 // Curves over training steps, and scatter plots, in the colours of the page.
-import { html, useEffect, useLayoutEffect, useRef, useContext, createContext, UPlot } from "./lib.js";
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState, useContext, createContext, UPlot } from "./lib.js";
 import { formatNumber } from "./format.js";
 
 export const Theme = createContext("light");
@@ -32,6 +32,11 @@ export function roundTicks(low, high, count = 5) {
   return [Array.from({ length: Math.max(0, last - first + 1) }, (_, index) => (first + index) * step), digits];
 }
 
+// The border that stands for a dash in a legend.
+function dashStyle(dash) {
+  return dash === undefined ? "solid" : dash.length > 2 ? "double" : dash[0] < 4 ? "dotted" : "dashed";
+}
+
 function latest(values) {
   return values.findLast((value) => value !== null && value !== undefined);
 }
@@ -52,7 +57,7 @@ export function Chart({ title, lines, height = 190, unit = "", note = "", zero =
     const chart = new UPlot({
       width: box.current.clientWidth, height,
       scales: { x: { time: false }, y: { range: (_, low, high) => padRange(low, high, zero) } },
-      legend: { live: true },
+      legend: { live: true, markers: { dash: (_, index) => dashStyle(shown[index - 1]?.dash) } },
       cursor: { sync: { key: "steps" }, points: { size: 6 } },
       axes: [{ ...axis, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000] }, { ...axis, values: (_, ticks) => ticks.map((tick) => formatNumber(tick, 2)) }],
       bands,
@@ -61,12 +66,13 @@ export function Chart({ title, lines, height = 190, unit = "", note = "", zero =
         points: { show: line.points ?? line.steps.length === 1, size: 5 }, value: (_, value, __, index) => formatNumber(index === null || index === undefined ? latest(line.values) : value), show: true,
       }))],
     }, alignSteps(shown), box.current);
+    box.current.chart = chart;
     const watch = new ResizeObserver(() => box.current && chart.setSize({ width: box.current.clientWidth, height }));
     watch.observe(box.current);
     return () => { watch.disconnect(); chart.destroy(); };
-  }, [theme, JSON.stringify(shown.map((line) => [line.label, line.colour, line.steps.length, line.steps.at(-1), line.values.at(-1)]))]);
+  }, [theme, JSON.stringify(shown.map((line) => [line.label, line.colour, line.dash, line.steps.length, line.steps.at(-1), line.values.at(-1)]))]);
   if (!shown.length) return null;
-  return html`<figure class="card chart"><figcaption>${title} ${unit && html`<small>${unit}</small>`}</figcaption><div ref=${box}></div>${note && html`<p class="note">${note}</p>`}</figure>`;
+  return html`<figure class="card chart" data-title=${title}><figcaption>${title} ${unit && html`<small>${unit}</small>`}</figcaption><div ref=${box}></div>${note && html`<p class="note">${note}</p>`}</figure>`;
 }
 
 function padRange(low, high, zero) {
@@ -80,13 +86,6 @@ function padRange(low, high, zero) {
 export function Scatter({ points, x, y, height = 300, onPick, line }) {
   const canvas = useRef(null), hint = useRef(null);
   const theme = useContext(Theme);
-  useEffect(() => {
-    const draw = () => drawScatter(canvas.current, points, x, y, height, line);
-    draw();
-    const watch = new ResizeObserver(draw);
-    watch.observe(canvas.current.parentElement);
-    return () => watch.disconnect();
-  }, [theme, points, x, y, line]);
   const nearest = (event) => {
     const bounds = canvas.current.getBoundingClientRect();
     let best = null, least = 144;
@@ -96,16 +95,34 @@ export function Scatter({ points, x, y, height = 300, onPick, line }) {
     }
     return best;
   };
+  const tell = (point) => { hint.current.textContent = point ? `${point.label || ""} ${x} ${formatNumber(point.x)}, ${y} ${formatNumber(point.y)}` : ""; };
   const move = (event) => {
     const point = nearest(event);
-    hint.current.textContent = point ? `${point.label || ""} ${x} ${formatNumber(point.x)}, ${y} ${formatNumber(point.y)}` : "";
+    tell(point);
     canvas.current.style.cursor = point && onPick ? "pointer" : "default";
   };
+  // By keyboard: from point to point, from left to right.
+  const [at, setAt] = useState(-1);
+  const ordered = useMemo(() => points.filter((point) => Number.isFinite(point.x) && Number.isFinite(point.y)).sort((a, b) => a.x - b.x || a.y - b.y), [points]);
+  useEffect(() => setAt(-1), [points]);
+  useEffect(() => { if (ordered[at]) tell(ordered[at]); }, [at]);
+  const pressed = (event) => {
+    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (by) { event.preventDefault(); setAt(Math.max(0, Math.min(ordered.length - 1, at + by))); }
+    else if (event.key === "Enter" && ordered[at] && onPick) { event.stopPropagation(); onPick(ordered[at]); }
+  };
+  useEffect(() => {
+    const draw = () => drawScatter(canvas.current, points, x, y, height, line, ordered[at]);
+    draw();
+    const watch = new ResizeObserver(draw);
+    watch.observe(canvas.current.parentElement);
+    return () => watch.disconnect();
+  }, [theme, points, x, y, line, at]);
   const pick = (event) => { const point = nearest(event); if (point && onPick) onPick(point); };
-  return html`<div class="scatter"><canvas ref=${canvas} role="img" aria-label=${`${y} against ${x}, ${points.length} points`} onMouseMove=${move} onClick=${pick}></canvas><p class="note" ref=${hint}></p></div>`;
+  return html`<div class="scatter"><canvas ref=${canvas} role="img" tabindex="0" aria-label=${`${y} against ${x}, ${points.length} points; left and right go from point to point${onPick ? ", Enter opens it" : ""}`} onKeyDown=${pressed} onMouseMove=${move} onClick=${pick}></canvas><p class="note" ref=${hint} aria-live="polite"></p></div>`;
 }
 
-function drawScatter(canvas, points, x, y, height, line) {
+function drawScatter(canvas, points, x, y, height, line, current) {
   const ratio = window.devicePixelRatio || 1, width = canvas.parentElement.clientWidth;
   canvas.width = width * ratio;
   canvas.height = height * ratio;
@@ -156,6 +173,14 @@ function drawScatter(canvas, points, x, y, height, line) {
     if (point.big && point.label) labels.push([px, py, point.label]);
   }
   pen.globalAlpha = 1;
+  const ring = canvas.places.find(([, , point]) => point === current);
+  if (ring) {
+    pen.strokeStyle = colour("text");
+    pen.lineWidth = 2;
+    pen.beginPath();
+    pen.arc(ring[0], ring[1], (current.size ?? 3) + 4, 0, 7);
+    pen.stroke();
+  }
   drawLabels(pen, labels, width);
 }
 
@@ -166,7 +191,7 @@ function drawLabels(pen, labels, width) {
   pen.textAlign = "left";
   for (const [px, py, label] of labels) {
     const size = pen.measureText(label).width;
-    const left = px + 11 + size > width ? Math.max(0, px - 11 - size) : px + 11;
+    const left = px + 13 + size > width ? Math.max(0, px - 13 - size) : px + 13;
     const free = (y) => !placed.some((box) => Math.abs(box.y - y) < 13 && box.left < left + size && left < box.left + box.size);
     const y = [0, -13, 13, -26, 26, -39, 39].map((by) => py + 4 + by).find((one) => one > 22 && free(one)) ?? py + 4;
     placed.push({ left, y, size });

@@ -26,7 +26,7 @@ function MessageView({ message, index, step, page, where, children }) {
       ${record?.advantage !== null && record?.advantage !== undefined && html` <span class=${`pill ${record.advantage > 0 ? "good" : record.advantage < 0 ? "bad" : ""}`} title="mean advantage of the step">A ${formatSigned(record.advantage)}</span>`}
       ${record?.return_to_go !== undefined && record?.return_to_go !== null && html` <span class="pill" title="return from here on">G ${formatNumber(record.return_to_go)}</span>`}
       ${record?.base_reward !== undefined && record?.base_reward !== null && html` <span class="pill" title="reward of the step">r ${formatSigned(record.base_reward)}</span>`}
-      ${record?.anchor !== undefined && record?.anchor !== null && html` <a class="pill" href=${linkTo("anchors", { run: where.run, file: where.file, group: page.row.group_id, state: record.anchor })}>state ${record.anchor}</a>`}</header>
+      ${record?.anchor !== undefined && record?.anchor !== null && html` <a class="pill" href=${linkTo("anchors", { run: where.run, file: where.file, group: page.row.group_id, id: page.row.rollout_id, state: record.anchor })} title="all steps of the group in this state">state ${record.anchor}</a>`}</header>
     ${message.thought && html`<div class="thought"><span class="label">thought</span><${LongText} text=${message.thought} loadAll=${load((full) => full.thought)} /></div>`}
     <${LongText} text=${message.text} loadAll=${load((full) => full.text)} />
     ${message.calls.map((call, number) => html`<div class="call"><span class="label">call</span><code class="name"><${SafeText} text=${call.name} /></code><${LongText} className="mono" text=${call.arguments} loadAll=${load((full) => full.calls[number].arguments)} /></div>`)}

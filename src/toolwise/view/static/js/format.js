@@ -19,6 +19,12 @@ export function formatMetric(name, value) {
   return name === "tokens" ? value.toFixed(0) : formatNumber(value);
 }
 
+// "step-000012" as a person says it.
+export function stepName(file) {
+  const match = /^(step|eval)-0*(\d+)$/.exec(file ?? "");
+  return match ? `${match[1] === "eval" ? "validation at " : ""}step ${match[2]}` : visibleText(file);
+}
+
 // A choice of [value, label] pairs.
 export function Choice({ label, value, options, onChange, name }) {
   const select = html`<select aria-label=${name ?? label} onChange=${(event) => onChange(event.target.value)}>${options.map(([own, text]) => html`<option key=${own} value=${own} selected=${String(own) === String(value ?? "")}>${text}</option>`)}</select>`;

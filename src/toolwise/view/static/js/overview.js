@@ -11,11 +11,20 @@ const CURVES = {
   score: ["score/mean", "eval/score"],
   cost: ["cost/mean", "eval/cost"],
   speed: ["time/tokens_per_s"],
-  phases: ["time/rollout_s", "time/update_s", ...THINKING_TIMES],
   health: ["actor/entropy", "frac_zero_std", "actor/clip_frac"],
   drift: ["actor/kl", "kl/reference", "canary/logprob_gap_max"],
   loss: ["loss", "eval/loss"],
 };
+const DASHES = [undefined, [9, 4], [2, 4], [9, 3, 2, 3]];
+
+// What a budget is in: "cost" of router/cost/lambda, "thinking" of thinking/lambda, "thinking tokens" of thinking/tokens/budget.
+function unitOf(name) {
+  return name.split("/").slice(0, -1).join(" ").replace(/^router /, "");
+}
+
+function meanOf(budget) {
+  return budget.replace(/budget$/, "mean");
+}
 
 export function OverviewPage({ params }) {
   const { runs } = useContext(Live);
@@ -71,7 +80,10 @@ function Curves({ chosen, lead, params }) {
   const { runs } = useContext(Live);
   const overviews = chosen.map((run) => useOne("overview", { run }));
   const names = [...new Set(overviews.flatMap((data) => data?.metric_names ?? []))];
-  const extra = names.filter((name) => /\/lambda$|\/limit$|^router\/(cost|.*\/mean)$/.test(name));
+  const lambdas = names.filter((name) => /\/lambda$/.test(name));
+  const budgets = names.filter((name) => /^(router|thinking)\/[^/]+\/budget$/.test(name)), ownBudgets = budgets.filter((name) => name !== "router/cost/budget");
+  const times = names.filter((name) => name.startsWith("time/"));
+  const extra = [...lambdas, ...times, ...budgets, ...ownBudgets.map(meanOf)];
   const picked = (params.metric || "").split("|").filter(Boolean);
   const wanted = [...new Set([...Object.values(CURVES).flat(), ...extra, ...picked])].filter((name) => names.includes(name));
   const found = chosen.map((run) => useOne("series", wanted.length ? { run, names: wanted.join("|") } : null));
@@ -82,54 +94,72 @@ function Curves({ chosen, lead, params }) {
     const series = found[index]?.[name];
     return series ? [{ label: many ? `${runs[run].name}${options.suffix || ""}` : options.label || name, ...series, colour: many ? runColour(Number(run)) : options.colour || colour("accent"), dash: options.dash, points: options.points }] : [];
   });
+  // Several metrics on one chart: of one run they differ by colour; runs differ by colour, their metrics by dash.
+  const family = (labels) => Object.entries(labels).flatMap(([name, label], index) => line(name, { label, suffix: ` ${label}`, colour: runColour(index), dash: many ? DASHES[index % DASHES.length] : undefined }));
   const band = (column) => chosen.flatMap((run, index) => {
-    const spread = overviews[index]?.spreads;
+    const spread = overviews[index]?.spreads, prefix = many ? `${runs[run].name} ` : "";
     if (!spread?.steps.length) return [];
     const base = many ? runColour(Number(run)) : colour("accent"), mark = `${run}-${column}`;
     const hidden = { colour: "transparent", width: 0 };
-    return [{ label: "90 %", steps: spread.steps, values: spread[column].high, ...hidden, high: mark, bandFill: `${base}2e` }, { label: "10 %", steps: spread.steps, values: spread[column].low, ...hidden, low: mark }];
+    return [{ label: `${prefix}90 %`, steps: spread.steps, values: spread[column].high, ...hidden, high: mark, bandFill: `${base}2e` }, { label: `${prefix}10 %`, steps: spread.steps, values: spread[column].low, ...hidden, low: mark }];
   });
   const held = { label: "held-out", suffix: " held-out", colour: colour("good"), dash: [5, 4], points: true };
-  const budget = chosen.flatMap((run, index) => (overviews[index]?.prices.budgets ?? []).slice(0, 1).map((one) => {
-    const steps = overviews[index].spreads.steps;
-    return { label: "budget", steps: steps.length ? [steps[0], steps.at(-1)] : [], values: [one.limit, one.limit], colour: colour("bad"), dash: [2, 3], points: false };
-  }));
-  const lambdas = names.filter((name) => /\/lambda$/.test(name));
+  const budgetLine = (name) => line(name, { label: "budget", suffix: " budget", colour: colour("bad"), dash: [2, 3], points: false });
   return html`<section class="grid charts">
     <${Chart} title="Score" note="Band: 10th to 90th percentile of the step's rollouts." lines=${[...band("score"), ...line("score/mean", { label: "training mean" }), ...line("eval/score", held)]} />
     <${Chart} title="Correct" lines=${[...line("reward/correct/mean", { label: "training" }), ...line("eval/correct", held)]} />
-    <${Chart} title="Cost" zero note=${budget.length ? "Dotted: the budget." : ""} lines=${[...band("cost"), ...line("cost/mean", { label: "training mean" }), ...line("eval/cost", held), ...budget]} />
-    <${Chart} title="λ, the price of the budget" zero lines=${lambdas.flatMap((name, index) => line(name, { label: name, colour: runColour(index) }))} />
+    <${Chart} title="Cost" zero note=${budgets.includes("router/cost/budget") ? "Dotted: the budget." : ""} lines=${[...band("cost"), ...line("cost/mean", { label: "training mean" }), ...line("eval/cost", held), ...budgetLine("router/cost/budget")]} />
+    ${ownBudgets.map((name) => html`<${Chart} key=${name} title=${`Spending: ${unitOf(name)}`} unit="mean" zero note="Dotted: the budget." lines=${[...line(meanOf(name), { label: "mean" }), ...budgetLine(name)]} />`)}
+    <${Chart} title="λ, the price of the budget" zero lines=${family(Object.fromEntries(lambdas.map((name) => [name, unitOf(name)])))} />
     <${Chart} title="Loss" lines=${[...line("loss"), ...line("eval/loss", held)]} />
     <${Chart} title="Sampled tokens" unit="a rollout" zero lines=${[...band("tokens"), ...chosen.flatMap((run, index) => overviews[index]?.spreads.steps.length ? [{ label: many ? runs[run].name : "mean", steps: overviews[index].spreads.steps, values: overviews[index].spreads.tokens.mean, colour: many ? runColour(Number(run)) : colour("accent") }] : [])]} />
     <${Chart} title="Speed" unit="tokens/s" zero lines=${line("time/tokens_per_s", { label: "tokens/s" })} />
-    <${PhaseChart} series=${found[chosen.indexOf(lead)]} name=${many ? runs[lead].name : ""} />
+    <${PhaseChart} series=${found[chosen.indexOf(lead)]} times=${times} name=${many ? runs[lead].name : ""} />
     <${Chart} title="Entropy" unit="nats" zero lines=${line("actor/entropy", { label: "entropy" })} />
-    <${Chart} title="Drift" note="KL of the update; largest log-prob gap between engine and learner." lines=${["actor/kl", "kl/reference", "canary/logprob_gap_max"].flatMap((name, index) => line(name, { label: name, suffix: ` ${name}`, colour: runColour(index) }))} />
-    <${Chart} title="Groups without signal, clipped tokens" unit="share" zero lines=${[...line("frac_zero_std", { label: "equal scores", suffix: " equal scores" }), ...line("actor/clip_frac", { label: "clipped", suffix: " clipped", colour: colour("run-1"), dash: many ? [3, 3] : undefined })]} />
+    <${Chart} title="Drift" note="The gap is the largest between engine and learner." lines=${family({ "actor/kl": "KL of the update", "kl/reference": "KL to the reference", "canary/logprob_gap_max": "log-prob gap" })} />
+    <${Chart} title="Groups without signal, clipped tokens" unit="share" zero lines=${family({ frac_zero_std: "equal scores", "actor/clip_frac": "clipped" })} />
     ${picked.map((name) => html`<${Chart} key=${name} title=${name} lines=${line(name)} />`)}
   </section>
   <${MetricPicker} names=${names} picked=${picked} params=${params} />
-  <div class="grid two"><${KindTable} data=${overviews[chosen.indexOf(lead)]} run=${lead} /><${StopTable} data=${overviews[chosen.indexOf(lead)]} run=${lead} /></div>`;
+  <div class="grid two"><${KindTable} data=${overviews[chosen.indexOf(lead)]} run=${lead} /><${StopTable} data=${overviews[chosen.indexOf(lead)]} run=${lead} /><${TimeTable} series=${found[chosen.indexOf(lead)]} times=${times} /></div>`;
 }
 
 function useOne(name, params) {
   return useData(name, params).data;
 }
 
-function PhaseChart({ series, name }) {
+const timeLabel = (name) => name.replace("time/", "").replace(/_s$/, "").replaceAll("_", " ");
+
+// The phases of a step on top of each other, and whatever else was timed as lines: it lies within them, or between steps.
+function PhaseChart({ series, times, name }) {
   if (!series) return null;
+  const title = `Time by phase${name ? `, ${name}` : ""}`;
   const rollout = series["time/rollout_s"], update = series["time/update_s"];
-  if (!rollout || !update) return null;
+  const stacked = Boolean(rollout && update);
+  const shown = new Set(["time/tokens_per_s", ...(stacked ? ["time/rollout_s", "time/update_s", "time/step_s", ...THINKING_TIMES] : [])]);
+  const others = times.filter((one) => one.endsWith("_s") && !shown.has(one) && series[one]?.values.some((value) => value > 0));
+  const lines = others.map((one, index) => ({ label: timeLabel(one), ...series[one], colour: runColour(3 + index), dash: stacked ? DASHES[1 + (index % 3)] : undefined, points: series[one].steps.length < 2 }));
+  if (!stacked) return html`<${Chart} title=${title} unit="s a step" zero lines=${lines} />`;
   const plus = (...names) => {
     const columns = names.filter((one) => series[one]).map((one) => new Map(series[one].steps.map((step, index) => [step, series[one].values[index]])));
     return { steps: update.steps, values: update.steps.map((step) => columns.reduce((sum, column) => sum + (column.get(step) ?? 0), 0)) };
   };
   const thinking = THINKING_TIMES.some((one) => series[one]);
-  return html`<${Chart} title=${`Time by phase${name ? `, ${name}` : ""}`} unit="s a step, stacked" zero lines=${[
+  return html`<${Chart} title=${title} unit="s a step" zero note=${`Areas are stacked.${lines.length ? " Dashed: within these phases, or between steps." : ""}`} lines=${[
     { label: `rollouts${thinking ? " + thinking" : ""} + update`, ...plus("time/rollout_s", "time/update_s"), colour: colour("run-1"), fill: `${colour("run-1")}33` },
     ...(thinking ? [{ label: "rollouts + thinking", ...plus("time/rollout_s", ...THINKING_TIMES), colour: colour("run-2"), fill: `${colour("run-2")}44` }] : []),
-    { label: "rollouts", ...rollout, colour: colour("run-0"), fill: `${colour("run-0")}55` }]} />`;
+    { label: "rollouts", ...rollout, colour: colour("run-0"), fill: `${colour("run-0")}55` }, ...lines]} />`;
+}
+
+function TimeTable({ series, times }) {
+  const rows = times.filter((name) => series?.[name]?.values.length && name !== "time/tokens_per_s");
+  if (!rows.length) return null;
+  const total = (name) => series[name]?.values.reduce((a, b) => a + b, 0);
+  const whole = total("time/step_s");
+  return html`<section class="card"><h2>Time of a step</h2><table class="figures"><thead><tr><th></th><th class="number">mean</th><th class="number">latest</th><th class="number">of the step</th></tr></thead><tbody>
+    ${rows.map((name) => html`<tr data-time=${name}><td title=${name}>${timeLabel(name)}</td>${[total(name) / series[name].values.length, series[name].values.at(-1)].map((value) => html`<td class="number">${formatNumber(value)}${name.endsWith("_s") ? " s" : ""}</td>`)}
+      <td class="number">${whole && name.endsWith("_s") ? `${(100 * total(name) / whole).toFixed(1)} %` : ""}</td></tr>`)}</tbody></table>
+    <p class="note">Phases overlap: the router works within rollouts and update.</p></section>`;
 }
 
 function MetricPicker({ names, picked, params }) {
@@ -157,13 +187,13 @@ function BeforeAfter({ change }) {
 
 function StopTable({ data, run }) {
   const reasons = useMemo(() => Object.entries(data?.stops.reasons ?? {}).map(([reason, counts]) => [reason, counts.reduce((a, b) => a + b, 0), counts]), [data]);
-  if (!reasons.length) return null;
+  const faults = Object.entries(data?.faults ?? {}).filter(([name, value]) => typeof value === "number" && value && !["rollouts", "calls"].includes(name));
+  if (!reasons.length && !faults.length) return null;
   const total = reasons.reduce((sum, [, count]) => sum + count, 0);
-  const faults = Object.entries(data.faults).filter(([name, value]) => typeof value === "number" && value && !["rollouts", "calls"].includes(name));
-  return html`<section class="card"><h2>How rollouts ended</h2><table class="figures"><tbody>${reasons.map(([reason, count, counts]) => html`<tr>
+  return html`<section class="card"><h2>How rollouts ended</h2><table class="figures"><tbody>${reasons.map(([reason, count, counts]) => html`<tr data-reason=${reason}>
       <td><a href=${linkTo("rollouts", { run, stop_reason: reason, phase: "train" })}>${reason || "unknown"}</a></td><td class="number">${count.toLocaleString("en-US")}</td><td class="number">${(100 * count / total).toFixed(1)} %</td>
       <td><${Sparkline} values=${counts} /></td></tr>`)}</tbody></table>
-    ${faults.length > 0 && html`<h3>Faults</h3><table class="figures"><tbody>${faults.map(([name, value]) => html`<tr><td>${name}</td><td class="number">${formatNumber(value)}</td></tr>`)}</tbody></table>`}
+    ${faults.length > 0 && html`<h3>Faults</h3><table class="figures"><tbody>${faults.map(([name, value]) => html`<tr data-fault=${name}><td>${name}</td><td class="number">${formatNumber(value)}</td></tr>`)}</tbody></table>`}
     <p class="note"><a href=${linkTo("rollouts", { run, fault: "true" })}>rollouts with a fault</a></p></section>`;
 }
 

@@ -2,7 +2,7 @@
 import { html, useEffect, useMemo, useState } from "./lib.js";
 import { useData } from "./api.js";
 import { Conversation } from "./conversation.js";
-import { Choice, formatNumber, formatSigned, markOf, SafeText, visibleText } from "./format.js";
+import { Choice, formatNumber, formatSigned, markOf, SafeText, stepName, visibleText } from "./format.js";
 import { goTo, linkTo } from "./route.js";
 import { LongText } from "./text.js";
 import { COLOURINGS, Legend, TokenDetail, TokenStrip, scaleOf, versionsOf } from "./tokens.js";
@@ -45,7 +45,7 @@ export function RolloutPage({ params }) {
   const { row } = data;
   const scale = scaleOf(tokens, column), versions = versionsOf(tokens);
   const chosen = selected && tokens.find((step) => step.step === selected.step);
-  return html`<nav class="crumbs"><a href=${linkTo("rollouts", { run })}>Rollouts</a> › <a href=${linkTo("rollouts", { run, file: row.file })}>${row.phase === "eval" ? "validation at" : ""} step ${row.step}</a> › <span><${SafeText} text=${row.rollout_id} /></span></nav>
+  return html`<nav class="crumbs"><a href=${linkTo("rollouts", { run })}>Rollouts</a> › <a href=${linkTo("rollouts", { run, file: row.file })}>${stepName(row.file)}</a> › <span><${SafeText} text=${row.rollout_id} /></span></nav>
     <h1 class="question" dir="auto"><${SafeText} text=${row.question} /></h1>
     <nav class="tabs" aria-label="Views of this rollout"><${RolloutTabs} page="rollout" run=${run} row=${row} /></nav>
     <div class="with-side"><div>
@@ -54,7 +54,7 @@ export function RolloutPage({ params }) {
         const stored = tokens.find((one) => one.step === step);
         return stored && html`<${TokenStrip} step=${stored} column=${column} scale=${scale} versions=${versions} selected=${selected} onSelect=${select} />`;
       }}</${Conversation}>
-      ${!tokens.length && html`<p class="note">The tokens of this rollout are not stored.</p>`}
+      ${!tokens.length && html`<p class="note">The tokens of this rollout are not stored: <code>[records]</code> says how much of a run is kept; runs of other programs have none.</p>`}
     </div><aside>
       ${tokens.length > 0 && html`<section class="card sticky"><h2>Token</h2><${TokenDetail} step=${chosen} index=${selected?.index} /></section>`}
       <section class="card"><h2>Outcome</h2><${Outcome} data=${data} /></section>

@@ -53,7 +53,7 @@ export function RolloutsPage({ params }) {
       <span class="pager"><button onClick=${() => turn(-1)} disabled=${offset <= 0} aria-label="previous page">‹</button>
         ${data ? `${data.total ? offset + 1 : 0}–${Math.min(offset + PAGE, data.total)}` : ""}
         <button onClick=${() => turn(1)} disabled=${!data || offset + PAGE >= data.total} aria-label="next page">›</button></span></div>
-    ${params.scatter && html`<${ScatterPanel} run=${run} params=${params} filters=${filters} set=${set} />`}
+    ${params.scatter && html`<${ScatterPanel} run=${run} reported=${(!window.TOOLWISE_BUNDLE && facets?.reward_metrics) || []} params=${params} filters=${filters} set=${set} />`}
     <div class="scroll card flush" ref=${table}><table class="rollouts"><thead><tr>${COLUMNS.map(([name, label, kind = ""]) => html`<th class=${kind} aria-sort=${params.sort === name ? (params.desc === "true" ? "descending" : "ascending") : "none"}>
         <button class="link" onClick=${() => sortBy(name)}>${label || "✓"}${params.sort === name ? (params.desc === "true" ? " ↓" : " ↑") : ""}</button></th>`)}</tr></thead>
       <tbody>${rows.map((row, index) => html`<tr key=${`${row.file} ${row.rollout_id}`} class=${index === cursor ? "cursor" : ""} onClick=${(event) => event.target.closest("a") || open(row)}>
@@ -72,27 +72,47 @@ function Filters({ facets, params, set }) {
   const choice = (name, label, values) => values?.length > 0 && html`<${Choice} label=${label} value=${params[name]} options=${[["", "any"], ...values.map(([value, count]) => [value, `${visibleText(value)} (${count.toLocaleString("en-US")})`])]} onChange=${(value) => set({ [name]: value })} />`;
   const flag = (name, label, yes, no) => html`<${Choice} label=${label} value=${params[name]} options=${[["", "any"], ["true", yes], ["false", no]]} onChange=${(value) => set({ [name]: value })} />`;
   const active = Object.keys(filtersOf(params)).length;
+  const [cleared, setCleared] = useState(0); // a new search box: text that is not searched for yet goes too
+  const clear = () => {
+    setCleared(cleared + 1);
+    goTo("rollouts", { run: params.run, sort: params.sort, desc: params.desc, scatter: params.scatter }, true);
+  };
   return html`<form class="filters" onSubmit=${(event) => event.preventDefault()} role="search">
-    <${SearchBox} value=${params.q ?? ""} onSearch=${(q) => set({ q })} />
+    <${SearchBox} key=${cleared} value=${params.q ?? ""} onSearch=${(q) => set({ q })} />
     ${choice("phase", "phase", words.phase)} ${choice("kind", "kind", words.kind)} ${choice("route", "route", words.route)} ${choice("tool", "tool", facets?.tools)} ${choice("stop_reason", "ended", words.stop_reason)}
     ${flag("correct", "correct", "yes", "no")} ${flag("trained_on", "trained on", "yes", "no")}
     ${["step", "score", "cost"].map((name) => html`<${RangeFilter} name=${name} params=${params} set=${set} range=${facets?.ranges[name]} />`)}
     ${params.fault && html`<button type="button" class="chip on" onClick=${() => set({ fault: "" })}>with a fault ×</button>`}
     ${["task_id", "group_id", "file"].filter((name) => params[name]).map((name) => html`<button type="button" class="chip on" onClick=${() => set({ [name]: "" })}>${name}: ${visibleText(params[name])} ×</button>`)}
-    ${active > 0 && html`<button type="button" class="link" onClick=${() => goTo("rollouts", { run: params.run, sort: params.sort, desc: params.desc, scatter: params.scatter }, true)}>clear filters</button>`}</form>`;
+    ${active > 0 && html`<button type="button" class="link" onClick=${clear}>clear filters</button>`}</form>`;
+}
+
+let focusWanted = false;
+
+// Puts the cursor into the search box, of a page that is still to come too.
+export function focusSearch() {
+  const box = document.getElementById("search");
+  focusWanted = !box;
+  box?.focus();
 }
 
 function SearchBox({ value, onSearch }) {
   const [text, setText] = useState(value);
-  const timer = useRef(null);
+  const box = useRef(null), timer = useRef(null), search = useRef(onSearch);
+  search.current = onSearch; // the filters may change before the timer runs
   useEffect(() => setText(value), [value]);
+  useEffect(() => {
+    if (focusWanted) box.current.focus();
+    focusWanted = false;
+    return () => clearTimeout(timer.current);
+  }, []);
   const typed = (event) => {
     const next = event.target.value;
     setText(next);
     clearTimeout(timer.current);
-    timer.current = setTimeout(() => onSearch(next), 300);
+    timer.current = setTimeout(() => search.current(next), 300);
   };
-  return html`<label class="search"><span class="hidden">search text</span><input type="search" id="search" value=${text} onInput=${typed} placeholder="search all text  ( / )" /></label>`;
+  return html`<label class="search"><span class="hidden">search text</span><input type="search" id="search" ref=${box} value=${text} onInput=${typed} placeholder="search all text  ( / )" /></label>`;
 }
 
 function RangeFilter({ name, params, set, range }) {
@@ -101,7 +121,7 @@ function RangeFilter({ name, params, set, range }) {
   return html`<span class="range">${name} ${bound("min")}–${bound("max")}</span>`;
 }
 
-function ScatterPanel({ run, params, filters, set }) {
+function ScatterPanel({ run, reported, params, filters, set }) {
   const x = params.x || "cost", y = params.y || "score";
   const { data, error } = useData("points", { run, ...filters, x, y });
   const points = useMemo(() => {
@@ -112,7 +132,7 @@ function ScatterPanel({ run, params, filters, set }) {
       size: 3, colour: found.correct[index] === true ? colour("good") : found.correct[index] === false ? colour("bad") : colour("accent"),
     }));
   }, [data]);
-  const axis = (name, value) => html`<${Choice} label=${name} value=${value} options=${NUMBER_COLUMNS.map((column) => [column, column])} onChange=${(column) => set({ [name]: column })} />`;
+  const axis = (name, value) => html`<${Choice} label=${name} value=${value} options=${[...NUMBER_COLUMNS, ...reported].map((column) => [column, column])} onChange=${(column) => set({ [name]: column })} />`;
   return html`<section class="card"><div class="filters">${axis("x", x)} ${axis("y", y)} ${data && data.total > points.length && html`<span class="muted">${points.length.toLocaleString("en-US")} of ${data.total.toLocaleString("en-US")} shown</span>`}</div>
     ${error && html`<p class="error">${error}</p>`}
     <${Scatter} points=${points} x=${x} y=${y} onPick=${(point) => goTo("rollout", { run, file: point.file, id: point.id })} /></section>`;

@@ -12,7 +12,7 @@ export function RouterPage({ params }) {
   const { data, error, fits } = useData("router", where);
   const { data: rollout } = useData("rollout", where);
   const { data: overview } = useData("overview", { run });
-  const names = (overview?.metric_names ?? []).filter((name) => /\/lambda$/.test(name) || /^router\/[^/]+\/mean$/.test(name) || /^eval\/budget\/[^/]+\/limit$/.test(name));
+  const names = (overview?.metric_names ?? []).filter((name) => /\/lambda$/.test(name) || /^router\/[^/]+\/(mean|budget)$/.test(name));
   const { data: series } = useData("series", names.length ? { run, names: names.join("|") } : null);
   if (error) return html`<p class="error">${error}</p>`;
   if (!data || !fits || !rollout) return html`<p class="empty">Loading …</p>`;
@@ -22,16 +22,14 @@ export function RouterPage({ params }) {
   if (!data.chosen && !data.turns.length) return html`${head}<p class="empty">This rollout was not routed.</p>`;
   const line = (name, index) => ({ label: name, ...(series?.[name] ?? { steps: [], values: [] }), colour: runColour(index) });
   return html`${head}
-    <div class="grid two"><section class="card"><h2>Odds</h2><${Odds} odds=${data.odds} chosen=${data.chosen} />
+    <div class="grid two"><section class="card"><h2>Odds</h2>${data.turns.length && !data.odds.length ? html`<p class="muted">A route is chosen at every turn: see below.</p>` : html`<${Odds} odds=${data.odds} chosen=${data.chosen} />`}
         <p class="note">${data.log_prob !== null && `Chosen with probability ${formatNumber(Math.exp(data.log_prob))}.`} ${data.reward !== null && `Reward after costs ${formatNumber(data.reward)},`} ${data.advantage !== null && html`advantage of the route <b class=${data.advantage > 0 ? "good" : "bad"}>${formatSigned(data.advantage)}</b>.`} ${data.answered_by && `Answered by ${data.answered_by}.`}</p></section>
       <section class="card"><h2>What each route cost and earned on this task</h2><${RouteTable} rows=${data.task} chosen=${data.chosen} /></section>
       <section class="card"><h2>Score against cost</h2><${RouteScatter} data=${data} /></section>
       <section class="card"><h2>Prices</h2><${Prices} prices=${data.prices} /></section></div>
-    ${data.turns.length > 0 && html`<section class="card"><h2>Turn by turn</h2>${data.turns.map((turn, index) => html`<h3>turn ${index}: ${visibleText(turn.route)} ${turn.advantage !== null && turn.advantage !== undefined && html`<small>A ${formatSigned(turn.advantage)}</small>`}</h3><${Odds} odds=${turn.odds} chosen=${turn.route} />`)}</section>`}
-    <div class="grid charts"><${Chart} title="λ over time" zero lines=${names.filter((name) => /lambda$/.test(name)).map(line)} /><${Chart} title="Spending" zero lines=${[...names.filter((name) => /\/mean$/.test(name)).map(line), ...data.prices.budgets.slice(0, 1).map((one) => {
-      const steps = series?.[names.find((name) => /lambda$/.test(name))]?.steps ?? [];
-      return { label: "budget", steps: steps.length ? [steps[0], steps.at(-1)] : [], values: [one.limit, one.limit], colour: colour("bad"), dash: [3, 3] };
-    })]} /></div>`;
+    ${data.turns.length > 0 && html`<section class="card"><h2>Turn by turn</h2>${data.turns.map((turn, index) => html`<div data-turn=${index}><h3>turn ${index}: ${visibleText(turn.route)} ${turn.advantage !== null && turn.advantage !== undefined && html`<small>A ${formatSigned(turn.advantage)}</small>`}</h3><${Odds} odds=${turn.odds} chosen=${turn.route} /></div>`)}</section>`}
+    <div class="grid charts"><${Chart} title="λ over time" zero lines=${names.filter((name) => /lambda$/.test(name)).map(line)} /><${Chart} title="Spending" zero lines=${[...names.filter((name) => /\/mean$/.test(name)).map(line), ...names.filter((name) => /\/budget$/.test(name)).map((name, index) => ({ ...line(name, index), dash: [3, 3] }))]} /></div>
+    ${!names.length && html`<p class="note">No λ: the router of this run has no budget.</p>`}`;
 }
 
 function Odds({ odds, chosen }) {
@@ -40,8 +38,9 @@ function Odds({ odds, chosen }) {
 }
 
 function RouteTable({ rows, chosen }) {
-  return html`<div class="scroll"><table class="figures"><thead><tr><th>route</th><th class="number">here</th><th class="number">score</th><th class="number">cost</th><th class="number">in the run</th><th class="number">score</th><th class="number">cost</th></tr></thead><tbody>
-    ${rows.map((row) => html`<tr class=${row.route === chosen ? "on" : ""}><td>${visibleText(row.route) || "none"}</td><td class="number">${row.n}</td><td class="number">${formatNumber(row.score)}</td><td class="number">${formatNumber(row.cost, 2)}</td><td class="number">${row.n_run}</td><td class="number">${formatNumber(row.score_run)}</td><td class="number">${formatNumber(row.cost_run, 2)}</td></tr>`)}</tbody></table></div>`;
+  const side = (n, score, cost) => (n ? html`<td class="number">${n}</td><td class="number">${formatNumber(score)}</td><td class="number">${formatNumber(cost, 2)}</td>` : html`<td class="muted" colspan="3">not tried</td>`);
+  return html`<div class="scroll"><table class="figures"><thead><tr><th></th><th colspan="3">in this step</th><th colspan="3">in the whole run</th></tr><tr><th>route</th>${[1, 2].map(() => html`<th class="number">rollouts</th><th class="number">score</th><th class="number">cost</th>`)}</tr></thead><tbody>
+    ${rows.map((row) => html`<tr class=${row.route === chosen ? "on" : ""} data-tried=${row.route}><td>${visibleText(row.route) || "none"}</td>${side(row.n, row.score, row.cost)}${side(row.n_run, row.score_run, row.cost_run)}</tr>`)}</tbody></table></div><p class="note">Means over the rollouts of this task that took the route.</p>`;
 }
 
 function RouteScatter({ data }) {

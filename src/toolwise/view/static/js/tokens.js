@@ -7,8 +7,9 @@ export const COLOURINGS = [["advantages", "advantage"], ["logprobs", "log-prob"]
 export const PART_LABELS = { trajectory: "trajectory", step: "step, same state", thinking: "thinking", price: "price", kl: "KL", critic: "critic" };
 export const FACTOR_LABELS = { group_scale: "1 / spread of the group", whitening: "whitening, 1 / spread of the batch", reweighting: "reweighting of the level" };
 
-// The largest size of a column over all steps, to which colours are relative.
+// The largest size of a column over all steps, to which colours are relative; null if it is not stored.
 export function scaleOf(steps, column) {
+  if (!steps.some((step) => step[column])) return null;
   let high = 0;
   for (const step of steps) for (const value of step[column] ?? []) if (typeof value === "number" && Math.abs(value) > high) high = Math.abs(value);
   return high;
@@ -95,8 +96,9 @@ function PartsTable({ step, index }) {
 export function Legend({ column, scale, versions }) {
   if (column === "none") return null;
   if (column === "versions") return html`<span class="legend">${versions.map((version) => html`<span><i style=${{ background: shade("versions", version, 1, versions) }}></i>${version < 0 ? "unknown" : version}</span>`)}</span>`;
-  if (column === "clipped") return html`<span class="legend"><span><i style=${{ background: shade(column, true) }}></i>clipped or masked</span></span>`;
-  if (!scale) return html`<span class="muted">nothing stored, or all 0</span>`;
+  if (column === "clipped" && scale !== null) return html`<span class="legend"><span><i style=${{ background: shade(column, true) }}></i>clipped or masked</span></span>`;
+  if (scale === null) return html`<span class="muted">${column === "advantages" ? "none: this rollout was not trained on" : "not stored for this rollout: an update measures it, and not every run keeps it"}</span>`;
+  if (!scale) return html`<span class="muted">all 0</span>`;
   const both = column === "advantages" || column === "gaps";
   return html`<span class="legend">${both && html`<span><i style=${{ background: shade(column, -scale, scale) }}></i>−${formatNumber(scale)}</span>`}<span><i></i>0</span><span><i style=${{ background: shade(column, both ? scale : -scale, scale) }}></i>${column === "logprobs" ? "−" : both ? "+" : ""}${formatNumber(scale)}</span></span>`;
 }

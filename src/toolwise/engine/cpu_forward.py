@@ -122,8 +122,9 @@ class CpuForward:
         self.norm = decoder.norm.weight.to(embed.weight.dtype), decoder.norm.epsilon
         self.layers = [_Layer.of(layer, packed) for layer in decoder.layers]
 
-    def forward(self, ids: Tensor, ropes: Ropes, attend: AttentionFn) -> Tensor:
-        """Final hidden states [rows, width], from one token per row."""
+    def forward(self, ids: Tensor, ropes: Ropes, attend: AttentionFn, *, first: int = 0) -> Tensor:
+        """Final hidden states [rows, width], from one token per row; with `first`, only those of the rows from there
+        on. The last layer then has queries of these rows only, and keys and values of all."""
         states = self.embed(ids)
         if self.embed_scale != 1.0:
             states = states * self.embed_scale
@@ -133,6 +134,8 @@ class CpuForward:
             if layer.rope is not None:
                 rope = ropes[layer.rope]
                 query, key = _apply_rope(query, rope), _apply_rope(key, rope)
+            if first and number == len(self.layers) - 1:
+                query, states = query[first:], states[first:]
             added = layer.out(attend(number, query, key, value, layer.scale))
             if layer.changes_output:
                 added = layer.output(added, layer.after_attention)

@@ -53,7 +53,7 @@ def read_tokens(
         return out.view(key_heads, shared, rows, width).permute(2, 0, 1, 3).reshape(rows, heads * width)
 
     ropes = ropes_at(decoder, torch.from_numpy(positions)[None])
-    states = model.forward(torch.tensor(tokens[start:]), ropes, attend, first=first - start)
+    states = model.forward(torch.tensor(tokens[start:]), ropes, attend, needed=slice(first - start, None))
     slots = torch.from_numpy(blocks[positions // size] * size + positions % size)
     cache.flatten(1, 2).index_copy_(1, slots, window[:, start:end])
     return states

@@ -37,7 +37,8 @@ def _plain_decode(tokenizer: Any) -> Callable[[list[int]], str]:
     """The tokenizer's `decode` with special tokens; without transformers' checks, which take longer than the decoding
     of a few tokens, where they change nothing."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if has_stock_methods(tokenizer, "decode", "_decode") and backend is not None and not tokenizer.clean_up_tokenization_spaces:
+    stock = has_stock_methods(tokenizer, "decode", "_decode")
+    if stock and backend is not None and not tokenizer.clean_up_tokenization_spaces:
         return lambda ids: str(backend.decode(ids, skip_special_tokens=False))
     # As an array: of a list, transformers checks the type of every element.
     return lambda ids: str(tokenizer.decode(np.array(ids, dtype=np.int64), skip_special_tokens=False))

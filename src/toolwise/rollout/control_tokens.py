@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from toolwise.errors import ModelError
@@ -17,6 +18,8 @@ GUARD_MARK = "\ufdd0"
 """A Unicode noncharacter, never used in text. If a message contains it anyway, it becomes U+FFFD."""
 MAX_TOKEN_CHARS = 1_000
 """Length of a control token: all its beginnings are kept. Published ones have up to forty."""
+
+MAX_NAME_CHARS, NAME_CACHE_SIZE = 200, 1024
 
 
 class ControlTokens:
@@ -46,6 +49,8 @@ class ControlTokens:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = backend if has_stock_methods(tokenizer, "encode", "_encode_plus") else None
         """Encodes without transformers' checks, which take as long as a short prompt; None if that may differ."""
+        self._guard_name = lru_cache(NAME_CACHE_SIZE)(self.guard)
+        """The names and descriptions in tools' schemas are the same in each prompt."""
         normalises = backend is not None and backend.normalizer is not None
         self._normalizes_specials = normalises and any(t.normalized for t in added.values() if t.special)
 
@@ -66,7 +71,7 @@ class ControlTokens:
     def guard_all(self, value: Any) -> Any:
         """`value` with every string guarded, including keys: for arguments and the schemas of user tools."""
         if isinstance(value, str):
-            return self.guard(value)
+            return self._guard_name(value) if len(value) <= MAX_NAME_CHARS else self.guard(value)
         if isinstance(value, dict):
             return {self.guard_all(key): self.guard_all(item) for key, item in value.items()}
         if isinstance(value, list | tuple):

@@ -67,7 +67,8 @@ def test_changed_weights_are_used_at_once() -> None:
 def test_a_predictor_uses_it_for_the_last_state_only(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model, used = tiny(), []
     monkeypatch.setattr(
-        "toolwise.routing.head.predictor.last_states", lambda *args, **options: used.append(1) or last_states(*args, **options)
+        "toolwise.routing.head.predictor.last_states",
+        lambda *args, **options: used.append(1) or last_states(*args, **options),
     )
     width = feature_width(model, settings.get("layers", (-1,)))
     predictor = HeadPredictor(model, RouterHead(HeadSettings(width=width, routes=("A", "B"), **settings)))

@@ -147,6 +147,9 @@ class CpuRunner(Runner):
     def copy(self, copies: dict[int, int]) -> None:
         if self._cache is None:
             super().copy(copies)
+        elif len(copies) == 1:  # a slice is copied many times faster than what a list names
+            [(target, source)] = copies.items()
+            self._cache[:, target] = self._cache[:, source]
         elif copies:
             self._cache[:, list(copies)] = self._cache[:, list(copies.values())]
 

@@ -11,7 +11,7 @@ import torch
 from engine_cases import tiny
 
 from toolwise.engine import Engine
-from toolwise.engine.cpu_prefill import MAX_NEW_TOKENS, fits_prefill
+from toolwise.engine.cpu_prefill import MAX_NEW_TOKENS, fits_prefill, read_tokens
 from toolwise.engine.cpu_runner import CpuRunner
 from toolwise.protocols import Sampling
 
@@ -90,3 +90,35 @@ def test_long_prompts_are_left_to_the_general_path() -> None:
     assert fits_prefill(0, MAX_NEW_TOKENS)
     assert not fits_prefill(0, MAX_NEW_TOKENS + 1)
     assert not fits_prefill(2000, 3)
+
+
+def test_states_of_the_last_tokens_are_those_of_a_pass_over_all_of_them() -> None:
+    """The last layer computes nothing else for tokens whose state nobody needs."""
+    engine = Engine(tiny())
+    runner = engine.runner
+    assert isinstance(runner, CpuRunner)
+    assert runner.decoder is not None
+    runner.allocate(8)
+    assert runner._cache is not None
+    end = len(PROMPT)
+    with torch.inference_mode():
+        states, caches = [], []
+        for first in (3, end - 4, end - 1):
+            for start, shown in ((0, 3), (3, first)):  # the first three tokens come from the cache
+                tokens = PROMPT[: start + 3] if start == 0 else PROMPT
+                result = read_tokens(
+                    runner.decoder,
+                    runner._parameters,
+                    runner._cache,
+                    [1, 2],
+                    tokens,
+                    start,
+                    runner.heads,
+                    first=min(shown, len(tokens) - 1),
+                )
+            states.append(result)
+            caches.append(runner._cache.clone())
+    assert [len(s) for s in states] == [end - 3, 4, 1]
+    for some, cache in zip(states, caches, strict=True):
+        torch.testing.assert_close(some, states[0][-len(some) :], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(cache, caches[0], atol=1e-5, rtol=1e-5)

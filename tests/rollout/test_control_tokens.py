@@ -168,3 +168,30 @@ def test_control_tokens_have_a_largest_length() -> None:
     tokenizer.add_tokens(["x" * 30_000], special_tokens=True)
     with pytest.raises(ModelError, match="a control token of 30000 characters, more than 1000"):
         ControlTokens(tokenizer)
+
+
+@pytest.mark.parametrize("settings", [{}, {"truncation": 8}, {"padding": 32}, {"splits": True}])
+def test_text_is_encoded_as_transformers_does_whatever_the_backend_was_left_with(settings: dict[str, Any]) -> None:
+    tokenizer = made.tokenizer("chatml")
+    controls, backend = ControlTokens(tokenizer), tokenizer.backend_tokenizer
+    text = f"How  many\nmills é漢 {tokenizer.eos_token} are there in the whole valley of Alder?"
+    expected = tokenizer.encode(text, add_special_tokens=False)
+    if "truncation" in settings:
+        backend.enable_truncation(settings["truncation"])
+    if "padding" in settings:
+        backend.enable_padding(length=settings["padding"])
+    if "splits" in settings:
+        backend.encode_special_tokens = True
+    assert controls._encode(text) == expected
+    assert controls._backend is not None
+
+
+def test_a_tokenizer_with_an_encoding_of_its_own_keeps_it() -> None:
+    tokenizer = made.tokenizer("chatml")
+
+    class Own(type(tokenizer)):  # type: ignore[misc]
+        def encode(self, *args: Any, **options: Any) -> list[int]:
+            return [7, *super().encode(*args, **options)]
+
+    tokenizer.__class__ = Own
+    assert ControlTokens(tokenizer)._encode("a mill")[0] == 7

@@ -85,8 +85,13 @@ def test_one_budget_is_the_threshold_of_one_budget() -> None:
 
 def test_the_lot_of_a_prompt_picks_its_policy() -> None:
     threshold = JointThreshold(((5.0, 5.0), (0.0, 0.0)), ((0.0, 0.0), (0.0, 0.0)), (0.25, 0.75))
-    routes = [threshold.route(VALUES[0], ROUTES, lot) for lot in (0.0, 0.24, 0.26, 0.999999)]
+    routes = [threshold.route(VALUES[0], ROUTES, lambda lot=lot: lot) for lot in (0.0, 0.24, 0.26, 0.999999)]
     assert routes == [0, 0, 1, 1]
+
+
+def test_no_lot_is_drawn_where_the_policies_agree() -> None:
+    threshold = JointThreshold(((5.0, 5.0), (4.0, 4.0)), ((0.0, 0.0), (0.0, 0.0)), (0.25, 0.75))
+    assert threshold.route(VALUES[0], ROUTES, lambda: pytest.fail("a lot was drawn")) == 0
 
 
 def test_of_equals_the_cheapest_route_is_chosen() -> None:
@@ -167,4 +172,4 @@ def test_one_prompt_is_routed_like_a_row_of_many(
     values[0] = max(values[0], -1.0)  # some route applies
     threshold = JointThreshold(((charge,),), ((bonus,),), (1.0,))
     expected = choose_joint(values[None], costs[None], (charge,), (bonus,))[0]
-    assert threshold.route(values, costs, 0.0) == expected
+    assert threshold.route(values, costs, lambda: 0.0) == expected

@@ -430,3 +430,18 @@ def test_only_the_budgets_that_were_drawn_move_and_once_a_step() -> None:
     again.load_state_dict(made.state_dict())
     assert again.bins is not None
     assert again.bins.state_dict() == made.bins.state_dict()
+
+
+def test_a_prompt_that_was_prepared_is_not_tokenized_again_unless_the_task_is_another() -> None:
+    asked: list[str] = []
+    prepared, plain = router(), router()
+    original = prepared.prompt_of
+    prepared.prompt_of = lambda task: asked.append(task.task_id) or original(task)  # type: ignore[func-returns-value]
+    batch = tasks(3)
+    for task in (*batch[:2], batch[2].model_copy(update={"ground_truth": "another row"})):
+        prepared.prepare(task.model_copy())
+    assert asked == ["t0", "t1", "t2"]
+    assert prepared.decide(batch, 6, 0) == plain.decide(batch, 6, 0)
+    assert asked == ["t0", "t1", "t2", "t2"]
+    prepared.decide(batch, 6, 1)
+    assert asked[4:] == ["t0", "t1", "t2"]

@@ -13,6 +13,7 @@ from toolwise.data import Batches
 from toolwise.errors import DataError, ModelError
 from toolwise.messages import Message
 from toolwise.policies.local import LocalPolicy
+from toolwise.routing.learned_router import LearnedRouter
 from toolwise.routing.routers import DirectRouter
 from toolwise.training import prompt_prefetch
 from toolwise.training.prompt_prefetch import prefetch_prompts
@@ -62,6 +63,19 @@ def test_the_next_batch_is_tokenized_even_if_a_prompt_fails(monkeypatch: pytest.
 )
 def test_prompts_that_may_change_are_left_alone(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     assert prefetched(monkeypatch, **changes)[0] == []
+
+
+def test_a_learned_router_prepares_them_itself_whatever_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = object.__new__(LearnedRouter)
+    asked: list[str] = []
+    router._prepared = {}
+    router.prompt_of = lambda task: asked.append(task.task_id) or [1, 2]  # type: ignore[func-returns-value]
+    env = SimpleNamespace(make_env=print, lock_step=False, tools={})
+    started, batch = prefetched(monkeypatch, router=router, scheduler=env)
+    assert started == []
+    assert asked == [task.task_id for task in batch] == list(router._prepared)
+    assert router._tokens_of(batch) == [[1, 2]] * 3
+    assert len(asked) == 3
 
 
 def test_a_task_that_cannot_be_read_is_left_to_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from toolwise.models.decoder_layers import (
 from toolwise.models.dense_attention import dense_attention
 
 if TYPE_CHECKING:
-    from toolwise.engine.cpu_packed import PackedProjections
+    from toolwise.engine.cpu_packed import OneDnnProjections, PackedProjections
 
 AttentionFn = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, query [rows, heads, size], key, value, scale) -> [rows, heads * size]"""
@@ -112,18 +112,21 @@ def ropes_per_step(decoder: Decoder, starts: np.ndarray[Any, Any], steps: int) -
 
 
 class CpuForward:
-    """The current parameters of a model, collected once per call: looking them up takes time too. Linear layers use
-    the weights as they are, or `packed` ones."""
+    """The current parameters of a model, collected once per call: looking them up takes time too. Linear layers are
+    computed as torch does, or by `products`."""
 
-    def __init__(self, decoder: Decoder, packed: PackedProjections | None = None) -> None:
+    def __init__(self, decoder: Decoder, products: PackedProjections | OneDnnProjections | None = None) -> None:
         embed = decoder.trunk.embed_tokens
         self.embed = partial(embedding, weight=embed.weight) if type(embed) is Embedding else embed
         self.embed_scale = decoder.embed_scale
         self.norm = decoder.norm.weight.to(embed.weight.dtype), decoder.norm.epsilon
-        self.layers = [_Layer.of(layer, packed) for layer in decoder.layers]
+        self.layers = [_Layer.of(layer, products) for layer in decoder.layers]
 
-    def forward(self, ids: Tensor, ropes: Ropes, attend: AttentionFn) -> Tensor:
-        """Final hidden states [rows, width], from one token per row."""
+    def forward(
+        self, ids: Tensor, ropes: Ropes, attend: AttentionFn, *, needed: Tensor | slice | None = None
+    ) -> Tensor:
+        """Final hidden states [rows, width], from one token per row; of the `needed` rows, if not of all. The last
+        layer then has queries of these rows only, and keys and values of all."""
         states = self.embed(ids)
         if self.embed_scale != 1.0:
             states = states * self.embed_scale
@@ -133,6 +136,8 @@ class CpuForward:
             if layer.rope is not None:
                 rope = ropes[layer.rope]
                 query, key = _apply_rope(query, rope), _apply_rope(key, rope)
+            if needed is not None and number == len(self.layers) - 1:
+                query, states = query[needed], states[needed]
             added = layer.out(attend(number, query, key, value, layer.scale))
             if layer.changes_output:
                 added = layer.output(added, layer.after_attention)
@@ -174,15 +179,15 @@ class _Layer:
     """Whether the outputs of attention and MLP are normed or scaled before they are added."""
 
     @classmethod
-    def of(cls, layer: DecoderLayer, packed: PackedProjections | None) -> _Layer:
+    def of(cls, layer: DecoderLayer, products: PackedProjections | OneDnnProjections | None) -> _Layer:
         shape, size = layer.attention, layer.attention.key_size
-        project: Callable[[Any], Projection] = _projection if packed is None else packed
-        gates = packed is not None and layer.activation is silu and len(layer.gate_up) == 2
+        project: Callable[[Any], Projection] = _projection if products is None else products
+        gates = layer.activation is silu and len(layer.gate_up) == 2
         keys = shape.key_heads * size
         return cls(
             size=size,
             scale=shape.scale,
-            qkv=tuple(map(project, layer.qkv)) if packed is None else (packed(*layer.qkv),),
+            qkv=tuple(map(project, layer.qkv)) if products is None else products.joint(layer.qkv),
             widths=[shape.heads * size, keys, keys],
             query_norm=_norm(layer.q_norm),
             key_norm=_norm(layer.k_norm),
@@ -194,7 +199,7 @@ class _Layer:
             after_mlp=_norm(layer.after_mlp),
             gate_up=tuple(map(project, layer.gate_up)),
             activation=layer.activation,
-            gated=packed.gated(*layer.gate_up) if packed is not None and gates else None,
+            gated=products.gated(*layer.gate_up) if products is not None and gates else None,
             down=project(layer.down),
             rope=layer.rope,
             residual_scale=layer.residual_scale,

@@ -1,7 +1,9 @@
-"""Linear layers with weights in oneDNN's own layout, for weights that are served and stay as they are.
+"""Linear layers computed by oneDNN, whose rounding differs from that of `torch.nn.functional.linear`.
 
-A product with few rows takes about two thirds of the time, since the weights are not rearranged in each call; it costs
-a second copy of them. Rounding differs from that of `torch.nn.functional.linear`.
+`PackedProjections` keeps weights in oneDNN's own layout, for weights that are served and stay as they are: a product
+with few rows takes about two thirds of the time, since the weights are not rearranged in each call; it costs a second
+copy of them. `OneDnnProjections` uses the weights as they are: for many rows at a time, where MKL is slower on some
+processors.
 """
 
 from __future__ import annotations
@@ -24,11 +26,17 @@ def packing_problem(weights: int) -> str | None:
     """Why the weights of a model of this size are better left as they are; None if there is no reason."""
     if weights < MIN_WEIGHTS:
         return "the model is small"
-    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if not available or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return "this torch has no oneDNN"
+    if (problem := onednn_problem()) is not None:
+        return problem
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return f"{4 * weights >> 20} MB more do not fit the memory well" if free < 8 * weights else None
+
+
+def onednn_problem() -> str | None:
+    """Why nothing can be packed at all; None if it can."""
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    usable = available and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return None if usable else "this torch has no oneDNN"
 
 
 class PackedProjections:
@@ -37,6 +45,10 @@ class PackedProjections:
     def __init__(self) -> None:
         self._packed: dict[tuple[int, ...], tuple[list[Tensor], Tensor, Tensor | None]] = {}
         """By the ids of the weights, which are kept so that no others get their ids."""
+
+    def joint(self, modules: Sequence[Any]) -> tuple[Projection, ...]:
+        """The products of layers that have the same input: one, side by side."""
+        return (self(*modules),)
 
     def __call__(self, *modules: Any) -> Projection:
         """The product of one layer, or of several that have the same input, side by side."""
@@ -73,6 +85,33 @@ class PackedProjections:
     def clear(self) -> None:
         """The weights have changed."""
         self._packed.clear()
+
+
+class OneDnnProjections:
+    """Nothing is kept."""
+
+    def joint(self, modules: Sequence[Any]) -> tuple[Projection, ...]:
+        """The products of layers that have the same input: one after the other."""
+        return tuple(map(self, modules))
+
+    def __call__(self, module: Any) -> Projection:
+        weight, bias = module.weight, module.bias
+
+        def project(states: Tensor) -> Tensor:
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
+            return out
+
+        return project
+
+    def gated(self, gate: Any, up: Any) -> Projection:
+        """silu(gate(x)) * up(x)."""
+
+        def project(states: Tensor) -> Tensor:
+            gates = torch.ops.mkldnn._linear_pointwise(states, gate.weight, gate.bias, "swish", [], "")
+            out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(states, gates, up.weight, up.bias, "mul")
+            return out
+
+        return project
 
 
 def _joined_bias(modules: Sequence[Any]) -> Tensor | None:

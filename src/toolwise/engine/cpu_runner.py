@@ -147,6 +147,9 @@ class CpuRunner(Runner):
     def copy(self, copies: dict[int, int]) -> None:
         if self._cache is None:
             super().copy(copies)
+        elif len(copies) == 1:  # a slice is copied many times faster than what a list names
+            [(target, source)] = copies.items()
+            self._cache[:, target] = self._cache[:, source]
         elif copies:
             self._cache[:, list(copies)] = self._cache[:, list(copies.values())]
 
@@ -209,11 +212,11 @@ class CpuRunner(Runner):
         start, end = request.held, request.held + count
         if not fits_prefill(start, count):
             return super().run(plan, chunks)
+        first, table, tokens = max(start, request.first_output_position), request.lease.table, request.tokens[:end]
         states = read_tokens(
-            self.decoder, self._parameters, self._cache, request.lease.table, request.tokens[:end], start, self.heads
+            self.decoder, self._parameters, self._cache, table, tokens, start, self.heads, first=min(first, end - 1)
         )
-        first = max(start, request.first_output_position)
-        return states[first - start :], {request: list(range(end - first))} if first < end else {}
+        return states, {request: list(range(end - first))} if first < end else {}
 
     def forward(self, inputs: Inputs) -> Tensor:
         """For a short prompt of a small model, the modules of the stock forward take longer than their computation."""

@@ -91,7 +91,7 @@ def micro_batches(
     if share_prefixes:
         # Big-endian bytes compare in one call and in numeric order.
         order.sort(key=lambda i: needed[i].astype(">i8").tobytes())
-        shared[1:] = [_common_prefix_length(needed[a], needed[b]) for a, b in pairwise(order)]
+        shared[1:] = [common_prefix_length(needed[a], needed[b]) for a, b in pairwise(order)]
     lengths = np.array([len(needed[i]) for i in order], dtype=np.int64)
     shared = reduce_sharing(shared, lengths) if nodes else shared
     for start, stop in _split_rows(lengths, shared, max_tokens):
@@ -115,8 +115,7 @@ def _sampled_at(row: TokenRow) -> Array:
     return positions[positions > 0].astype(np.int64)
 
 
-def _common_prefix_length(a: Array, b: Array) -> int:
-
+def common_prefix_length(a: Array, b: Array) -> int:
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     return int(differs.argmax()) if differs.any() else n

@@ -19,7 +19,7 @@ import numpy as np
 from toolwise.errors import ModelError, TemplateLimitError
 from toolwise.messages import Message
 from toolwise.rollout.call_format import CallFormat, ParserSpec, find_format
-from toolwise.rollout.control_tokens import ControlTokens, strip_guard_marks
+from toolwise.rollout.control_tokens import ControlTokens, has_stock_methods, strip_guard_marks
 from toolwise.rollout.parsers import Detection, explain_parser
 from toolwise.rollout.template_messages import MessageStyle, choose_style
 from toolwise.rollout.template_process import TemplateFaultError, render_template
@@ -36,10 +36,8 @@ MAX_CACHED_CHARS = 100_000
 def _plain_decode(tokenizer: Any) -> Callable[[list[int]], str]:
     """The tokenizer's `decode` with special tokens; without transformers' checks, which take longer than the decoding
     of a few tokens, where they change nothing."""
-    classes = type(tokenizer).__mro__
-    owners = [next((c for c in classes if name in vars(c)), object) for name in ("decode", "_decode")]
-    stock = all(owner.__module__.startswith("transformers.tokenization_utils") for owner in owners)
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    stock = has_stock_methods(tokenizer, "decode", "_decode")
     if stock and backend is not None and not tokenizer.clean_up_tokenization_spaces:
         return lambda ids: str(backend.decode(ids, skip_special_tokens=False))
     # As an array: of a list, transformers checks the type of every element.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from toolwise.errors import ModelError
@@ -17,6 +18,8 @@ GUARD_MARK = "\ufdd0"
 """A Unicode noncharacter, never used in text. If a message contains it anyway, it becomes U+FFFD."""
 MAX_TOKEN_CHARS = 1_000
 """Length of a control token: all its beginnings are kept. Published ones have up to forty."""
+
+MAX_NAME_CHARS, NAME_CACHE_SIZE = 200, 1024
 
 
 class ControlTokens:
@@ -44,6 +47,10 @@ class ControlTokens:
         self._longest = max(map(len, self._beginnings), default=0)
         # If text is normalised before tokens are matched, other spellings of a token become that token too.
         backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend = backend if has_stock_methods(tokenizer, "encode", "_encode_plus") else None
+        """Encodes without transformers' checks, which take as long as a short prompt; None if that may differ."""
+        self._guard_name = lru_cache(NAME_CACHE_SIZE)(self.guard)
+        """The names and descriptions in tools' schemas are the same in each prompt."""
         normalises = backend is not None and backend.normalizer is not None
         self._normalizes_specials = normalises and any(t.normalized for t in added.values() if t.special)
 
@@ -64,7 +71,7 @@ class ControlTokens:
     def guard_all(self, value: Any) -> Any:
         """`value` with every string guarded, including keys: for arguments and the schemas of user tools."""
         if isinstance(value, str):
-            return self.guard(value)
+            return self._guard_name(value) if len(value) <= MAX_NAME_CHARS else self.guard(value)
         if isinstance(value, dict):
             return {self.guard_all(key): self.guard_all(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -94,9 +101,24 @@ class ControlTokens:
         return any(i in self.ids and i != unknown for i in self._encode(text))
 
     def _encode(self, text: str) -> list[int]:
+        if self._backend is not None and is_plain(self._backend, self._tokenizer):
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
         # Not verbose: the policy reports prompts that are too long for the model, so the tokenizer need not warn.
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
+
+
+def has_stock_methods(tokenizer: Any, *names: str) -> bool:
+    """Whether these methods are those of transformers' classes for all fast tokenizers, not of a model's own."""
+    classes = type(tokenizer).__mro__
+    owners = [next((c for c in classes if name in vars(c)), object) for name in names]
+    return all(owner.__module__.startswith("transformers.tokenization_utils") for owner in owners)
+
+
+def is_plain(backend: Any, tokenizer: Any) -> bool:
+    """Whether transformers would change no setting of the backend before it encodes a text."""
+    splits: bool = backend.encode_special_tokens == tokenizer.split_special_tokens
+    return splits and backend.truncation is None and backend.padding is None
 
 
 def strip_guard_marks(text: str) -> str:

@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -46,10 +46,9 @@ class BudgetCalibration(DeliveredBudget):
 
     def route(self, prediction: RoutePrediction, prompt: Sequence[Message]) -> int:
         """The route of one prompt: always the same for the same prompt."""
-        lottery = len(self.threshold.shares) > 1
         values, costs = values_and_costs(prediction)
         expected = np.asarray(self.route_costs) if costs is None else costs
-        return self.threshold.route(values, expected, prompt_uniform(prompt) if lottery else 0.0)
+        return self.threshold.route(values, expected, partial(prompt_uniform, prompt))
 
     def probabilities(self, prediction: RoutePrediction) -> Floats:
         """[routes] over the lots that prompts may draw."""

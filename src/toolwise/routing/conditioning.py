@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from toolwise.config.router import RouterConfig
@@ -23,6 +23,16 @@ from toolwise.types import CountUsage, PriceCalls, Rollout, RouteDecision, Task
 
 PROMPT_BATCH_SIZE = 256
 """Prompts encoded together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TaskTools:
+    """What is known about a task's tools. Remembered, since a step asks several times for each rollout."""
+
+    task: Task
+    families: dict[str, str]
+    offered: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """route -> the tools that may be called on it"""
 
 
 class Conditioning:
@@ -46,7 +56,7 @@ class Conditioning:
         self.budget_prompt = BudgetPrompt(self.router) if self.router.budget_prompt else None
         own = self.routes.own
         self.families = {name: parse_family(family, any_name=own) for name, family in self.router.families.items()}
-        self._last_families: dict[int, tuple[Task, dict[str, str]]] = {}
+        self._last_tools: dict[int, _TaskTools] = {}
         """By the identity of the task, which is held so that it stays unique."""
 
     @cached_property
@@ -54,15 +64,18 @@ class Conditioning:
         return build_cost(self.router, self.tools)
 
     def families_of(self, task: Task) -> dict[str, str]:
-        """The family of each tool of a task. Remembered: a step asks several times for each rollout."""
-        known, families = self._last_families.get(id(task), (None, {}))
-        if known is not task:
+        """The family of each tool of a task."""
+        return self._tools_of(task).families
+
+    def _tools_of(self, task: Task) -> _TaskTools:
+        known = self._last_tools.get(id(task))
+        if known is None or known.task is not task:
             labels = task.extra_info.get("tool_families")
             families = families_of_task(task, self.tools, self.families, labels, any_name=self.routes.own)
-            if len(self._last_families) >= PROMPT_BATCH_SIZE:
-                self._last_families.clear()
-            self._last_families[id(task)] = task, families
-        return families
+            if len(self._last_tools) >= PROMPT_BATCH_SIZE:
+                self._last_tools.clear()
+            known = self._last_tools[id(task)] = _TaskTools(task, families)
+        return known
 
     def applicable(self, task: Task) -> tuple[bool, ...] | None:
         """Which routes a task can take; None: all."""
@@ -74,7 +87,12 @@ class Conditioning:
 
     def offered(self, task: Task, route: str) -> tuple[str, ...]:
         """The tools of a task that may be called on a route."""
-        return allowed_tools(self.routes.find(route), self.families_of(task), hard=self.router.hard)
+        tools = self._tools_of(task)
+        offered = tools.offered.get(route)
+        if offered is None:
+            chosen = self.routes.find(route)
+            offered = tools.offered[route] = allowed_tools(chosen, tools.families, hard=self.router.hard)
+        return offered
 
     def prices(self, route: str | None) -> Mapping[str, float]:
         """unit -> what a rollout on a route costs besides its calls"""

@@ -35,6 +35,7 @@ from toolwise.types import Rollout, StepData, Task
 UNREADABLE = "unreadable"
 """The name under which calls without a readable tool name are counted, here and in the environment."""
 
+_NO_CALLS: dict[str, int] = dict.fromkeys(Family, 0)
 UsageSource = Literal["auto", "executed", "text"]
 
 
@@ -51,7 +52,7 @@ class RouteUsage:
     @property
     def calls(self) -> dict[str, int]:
         """By family; the default families are always there."""
-        counts: dict[str, int] = dict.fromkeys(Family, 0)
+        counts: dict[str, int] = _NO_CALLS.copy()
         for tool, count in self.calls_by_tool.items():
             family = self.families.get(tool, Family.OTHER)
             counts[family] = counts.get(family, 0) + count
@@ -176,7 +177,8 @@ class FamilyCost(_FamiliesCost):
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
         named = {name.upper(): price for name, price in self.families.items()}
         prices = named | {Family.SEARCH: self.c_search, Family.CALCULATE: self.c_calc, Family.OTHER: self.c_other}
-        return _with_total({f: prices.get(f, 1.0) * bool(usage.calls.get(f)) for f in self._families})
+        calls = usage.calls
+        return _with_total({f: prices.get(f, 1.0) * bool(calls.get(f)) for f in self._families})
 
 
 class CallsCost(_FamiliesCost):
@@ -185,7 +187,8 @@ class CallsCost(_FamiliesCost):
     price: Price = 1.0
 
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
-        return _with_total({family: self.price * usage.calls.get(family, 0) for family in self._families})
+        calls = usage.calls
+        return _with_total({family: self.price * calls.get(family, 0) for family in self._families})
 
 
 class PricesCost(Section):

@@ -34,6 +34,8 @@ from toolwise.routing.samples import RoutePrediction, RoutePredictor
 from toolwise.types import CountUsage, Rollout, RouteDecision, RouterCredit, ScoredRollout, StepData, Task
 
 log = logging.getLogger("toolwise")
+UsageAndCosts = tuple[RouteUsage, dict[str, float]]
+"""What a rollout used, and what that costs by unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class InferenceRouter(Router):
     """Where the metadata of a head and the router's state have the calibration."""
     bins: BudgetBins | None = None
     """The random budgets, each with its own thresholds."""
+    _prepared: dict[str, tuple[Task, Sequence[int]]] = field(default_factory=dict, init=False)
+    """task id -> the task and the tokens of its prompt"""
 
     def __post_init__(self) -> None:
         self.budgets.check_units(self.cost.units)
@@ -104,6 +108,19 @@ class InferenceRouter(Router):
             return calibration.route(prediction, prompt.task.prompt)
         return prediction.argmax() if mode == "argmax" else prediction.sample(prompt.rng)
 
+    def prepare(self, task: Task) -> None:
+        """Render and tokenize the prompt of a task that will be decided next, while there is time."""
+        self._prepared[task.task_id] = task, self.prompt_of(task)
+
+    def _tokens_of(self, tasks: Sequence[Task]) -> list[Sequence[int]]:
+        """The tokens of the tasks' original prompts. Whatever was prepared for others is forgotten."""
+        prepared, self._prepared = self._prepared, {}
+        known = [prepared.get(task.task_id, (None, ())) for task in tasks]
+        return [
+            tokens if other == task else self.prompt_of(task)
+            for task, (other, tokens) in zip(tasks, known, strict=True)
+        ]
+
     def decide_all(self, tasks: Sequence[Task], step: int, bins: Sequence[int] | None = None) -> list[RouteDecision]:
         """Every task under every route that applies to it, once; nothing is learned from it. `bins` are the random
         budgets that agents are told."""
@@ -137,7 +154,7 @@ class InferenceRouter(Router):
 
     def _prompts(self, tasks: Sequence[Task], step: int, label: str, *, averaged: bool) -> Iterator[PredictedPrompt]:
         """With random budgets, prompts that are learned from draw one, the others get the default."""
-        predictions = self._predict([self.prompt_of(task) for task in tasks], averaged=averaged)
+        predictions = self._predict(self._tokens_of(tasks), averaged=averaged)
         for index, (task, prediction) in enumerate(zip(tasks, predictions, strict=True)):
             prompt_id = f"{label}-{step}/{index}/{task.task_id}"
             rng = Random(f"route/{self.seed}/{prompt_id}")
@@ -196,11 +213,25 @@ class InferenceRouter(Router):
 
     def annotate(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
         """The rollouts with what each used, for the records; a router that learns adds its rewards and advantages."""
-        return [replace(s, router=self._credit_of(s.rollout, self.conditioning.usage_of(s.rollout))) for s in scored]
+        return [replace(s, router=self._credit_of(*self._usage_and_costs(s.rollout))) for s in scored]
 
-    def _credit_of(self, rollout: Rollout, usage: RouteUsage) -> RouterCredit:
-        calls, cost = usage.calls, self.conditioning.costs_of(self.cost, rollout, usage=usage)[self.unit]
-        return RouterCredit(usage.used_any_tool, calls[Family.SEARCH] > 0, calls[Family.CALCULATE] > 0, cost=cost)
+    def _usage_and_costs(self, rollout: Rollout) -> UsageAndCosts:
+        usage = self.conditioning.usage_of(rollout)
+        return usage, self.conditioning.costs_of(self.cost, rollout, usage=usage)
+
+    def _credit_of(
+        self,
+        usage: RouteUsage,
+        costs: Mapping[str, float],
+        *,
+        reward: float | None = None,
+        advantage: float | None = None,
+    ) -> RouterCredit:
+        calls = usage.calls
+        searched, calculated = calls[Family.SEARCH] > 0, calls[Family.CALCULATE] > 0
+        return RouterCredit(
+            usage.used_any_tool, searched, calculated, cost=costs[self.unit], reward=reward, advantage=advantage
+        )
 
     def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
         """How far rollouts routed by this router exceed its budgets; None without budgets or rollouts. If it is

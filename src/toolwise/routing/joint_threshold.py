@@ -14,7 +14,7 @@ than there are budgets, and meets every binding budget exactly. A single budget 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,14 +46,22 @@ class JointThreshold:
             total += share * one_hot[choose_joint(values, costs, charges, bonuses)]
         return total
 
-    def route(self, values: Floats, costs: Floats, uniform: float) -> int:
-        """The route of one prompt, from [routes] and [routes, units]; `uniform` is a random number in [0, 1)."""
-        drawn = int(np.searchsorted(np.cumsum(self.shares), uniform, side="right")) if len(self.shares) > 1 else 0
-        policy = min(drawn, len(self.shares) - 1)
-        charges, bonuses = self.charges[policy], self.bonuses[policy]
-        if len(charges) == 1:
-            return _choose_one(values.tolist(), costs[:, 0].tolist(), charges[0], bonuses[0])
-        return int(choose_joint(values[None], costs[None], charges, bonuses)[0])
+    def route(self, values: Floats, costs: Floats, draw: Callable[[], float]) -> int:
+        """The route of one prompt, from [routes] and [routes, units]; `draw` gives a random number in [0, 1), and is
+        called only where the policies disagree: for few prompts."""
+        routes = self._routes(values, costs)
+        if len(set(routes)) == 1:
+            return routes[0]
+        drawn = int(np.searchsorted(np.cumsum(self.shares), draw(), side="right"))
+        return routes[min(drawn, len(routes) - 1)]
+
+    def _routes(self, values: Floats, costs: Floats) -> list[int]:
+        """The route of one prompt by each policy."""
+        pairs = list(zip(self.charges, self.bonuses, strict=True))
+        if len(pairs[0][0]) == 1:
+            row, prices = values.tolist(), costs[:, 0].tolist()
+            return [_choose_one(row, prices, charges[0], bonuses[0]) for charges, bonuses in pairs]
+        return [int(choose_joint(values[None], costs[None], *pair)[0]) for pair in pairs]
 
 
 def _choose_one(values: Sequence[float], costs: Sequence[float], charge: float, bonus: float) -> int:

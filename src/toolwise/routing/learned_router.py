@@ -19,10 +19,9 @@ from toolwise.errors import ToolwiseError
 from toolwise.protocols import Metrics
 from toolwise.routing.budget_bins import BINS_KEY
 from toolwise.routing.calibration import KEY
-from toolwise.routing.cost import RouteUsage
 from toolwise.routing.current_spending import current_costs, current_prediction
 from toolwise.routing.families import MIXED, Target
-from toolwise.routing.inference_router import InferenceRouter, PredictedPrompt
+from toolwise.routing.inference_router import InferenceRouter, PredictedPrompt, UsageAndCosts
 from toolwise.routing.pending import RemembersPrompts
 from toolwise.routing.route_advantages import (
     KindStandardizer,
@@ -150,9 +149,7 @@ class LearnedRouter(InferenceRouter, RemembersPrompts):
         annotated = []
         for s, usage in zip(scored, usages, strict=True):
             reward, advantage = learned.get(s.rollout.rollout_id, (None, None))
-            annotated.append(
-                replace(s, router=replace(self._credit_of(s.rollout, usage), reward=reward, advantage=advantage))
-            )
+            annotated.append(replace(s, router=self._credit_of(*usage, reward=reward, advantage=advantage)))
         return annotated
 
     def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
@@ -181,16 +178,16 @@ class LearnedRouter(InferenceRouter, RemembersPrompts):
         self.budgets.step(means, solved)
         return {f"router/{unit}/window_mean": mean for unit, mean in zip(limits, means, strict=False)}
 
-    def _usages(self, scored: Sequence[ScoredRollout]) -> list[RouteUsage]:
-        return [self.conditioning.usage_of(s.rollout) for s in scored]
+    def _usages(self, scored: Sequence[ScoredRollout]) -> list[UsageAndCosts]:
+        return [self._usage_and_costs(s.rollout) for s in scored]
 
-    def _credit(self, scored: Sequence[ScoredRollout], usages: Sequence[RouteUsage]) -> _StepCredit:
+    def _credit(self, scored: Sequence[ScoredRollout], usages: Sequence[UsageAndCosts]) -> _StepCredit:
         """The advantages of a step's rollouts; updates the running means."""
         finished = {s.rollout.group_id for s in scored}
         groups = {group: prompt for group, prompt in self._pending.items() if group in finished}
         usable = [
-            (s, usage)
-            for s, usage in zip(scored, usages, strict=True)
+            (s, costs)
+            for s, (_, costs) in zip(scored, usages, strict=True)
             if s.rollout.group_id in groups and s.result.has_valid_score and s.rollout.trainable
         ]
         outcomes = [
@@ -198,9 +195,9 @@ class LearnedRouter(InferenceRouter, RemembersPrompts):
                 groups[s.rollout.group_id].prompt_id,
                 self.routes.index(s.rollout.route or ""),
                 s.score,
-                self.conditioning.costs_of(self.cost, s.rollout, usage=usage),
+                costs,
             )
-            for s, usage in usable
+            for s, costs in usable
         ]
         pending = {prompt.prompt_id: prompt for prompt in groups.values()}
         probs = {c.prompt_id: pending[c.prompt_id].prediction.probs for c in outcomes}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 
@@ -11,25 +12,37 @@ from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import ToolwiseError
 from toolwise.policies.local import LocalPolicy
 from toolwise.rollout.chat_tokenizer import ENCODE_CACHE_SIZE
+from toolwise.routing.learned_router import LearnedRouter
 from toolwise.routing.routers import DirectRouter
 from toolwise.training.run import Run
+from toolwise.types import Task
 
 FIRST_PAUSE_S, PAUSE_S = 0.1, 0.005
 """Before the first prompt, so that the rollouts of this step begin first, and before each further one."""
 
 
 async def prefetch_prompts(run: Run) -> None:
-    """Put the prompts of the next batch into the tokenizer's caches. Only where they are known before the step: a
-    router, an environment, an outside agent or a sampler may change them."""
-    scheduler, policy = run.scheduler, run.policy
-    plain = run.agent is None and scheduler.make_env is None and not scheduler.lock_step
-    known = plain and isinstance(run.router, DirectRouter)
-    if not known or not isinstance(policy, LocalPolicy) or not isinstance(run.batches, Batches):
+    """Tokenize the prompts of the next batch, where they are known before the step."""
+    prepare = _preparation(run)
+    if prepare is None or not isinstance(run.batches, Batches):
         return
     await asyncio.sleep(FIRST_PAUSE_S)
     with suppress(ToolwiseError):  # a task that cannot be read: the next step will say so
         for task in islice(run.batches.upcoming(), ENCODE_CACHE_SIZE // 2):
             if task.prompt_ids is None:
-                with suppress(ToolwiseError):  # its rollouts will say so
-                    policy.chat.start(task.prompt, ToolEnv(task, scheduler.tools).tool_specs())
+                with suppress(ToolwiseError):  # the next step, or its rollouts, will say so
+                    prepare(task)
             await asyncio.sleep(PAUSE_S)
+
+
+def _preparation(run: Run) -> Callable[[Task], object] | None:
+    """What can be done for a task beforehand: a router reads its prompt as it is; without one it is put into the
+    tokenizer's caches, unless an environment, an outside agent or a user's router may change it."""
+    scheduler, policy = run.scheduler, run.policy
+    if isinstance(run.router, LearnedRouter) and not scheduler.lock_step:
+        return run.router.prepare
+    plain = run.agent is None and scheduler.make_env is None and not scheduler.lock_step
+    if not (plain and isinstance(run.router, DirectRouter) and isinstance(policy, LocalPolicy)):
+        return None
+    chat = policy.chat
+    return lambda task: chat.start(task.prompt, ToolEnv(task, scheduler.tools).tool_specs())

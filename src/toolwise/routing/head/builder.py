@@ -108,9 +108,10 @@ def build_learned_router(
     # A model folder must not choose which servers are asked, or which other models are loaded.
     stored = config.router.model_dump(mode="json", exclude={"labels", "policies"})
     metadata = {"router": stored, **inference_settings(config)}
+    parts = {name: value for name, value in vars(router).items() if not name.startswith("_")} | {"model": learner}
     if isinstance(router, TurnRouter):
-        return LearnedTurnRouter(**{**vars(router), "model": learner}, metadata=metadata, stale=learner.stale)
-    return LearnedRouter(**{**vars(router), "model": learner}, tasks=tasks, metadata=metadata, stale=learner.stale)
+        return LearnedTurnRouter(**parts, metadata=metadata, stale=learner.stale)
+    return LearnedRouter(**parts, tasks=tasks, metadata=metadata, stale=learner.stale)
 
 
 def check_router(config: RunConfig, tasks: Sequence[Task], routes: RouteSet = DEFAULT_ROUTES) -> None:

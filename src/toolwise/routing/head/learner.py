@@ -179,7 +179,8 @@ class RouterLearner(HeadPredictor):
     def _others_frozen(self) -> Iterator[None]:
         """No gradients for weights that the router does not train: they would leak into the actor's step."""
         trained = {id(weight) for weight in self.trunk}
-        others = [w for w in self.trained.parameters() if self.trunk and w.requires_grad and id(w) not in trained]
+        parameters = self.trained.parameters() if trained else ()  # a frozen trunk is not in the graph at all
+        others = [w for w in parameters if w.requires_grad and id(w) not in trained]
         for weight in others:
             weight.requires_grad_(False)
         try:

@@ -1,5 +1,5 @@
-"""The demo keeps its promises, whatever the seed: the share correct on held-out tasks rises by a quarter or more, what is
-delivered costs the budget, and comes near to the oracle for what it costs."""
+"""The demo keeps its promises, whatever the seed: the share correct on held-out tasks rises by a quarter or more. What
+is delivered costs the budget, and comes near to the oracle for what it costs."""
 
 from __future__ import annotations
 

@@ -21,13 +21,14 @@ def router_page(store: RunStore, file: str, rollout_id: str) -> dict[str, Any]:
         by_route.setdefault(other["route"] or "", []).append(other)
     everything = table.group_by("route").aggregate([("score", "mean"), ("cost", "mean"), ("route", "count")])
     names = route_names(store)
+    once = not record.turn_routes  # else each turn has its own
     return {
         "chosen": record.route,
         "answered_by": record.answered_by,
-        "log_prob": record.router_log_prob,
-        "odds": _odds(names, record.router_logits),
+        "log_prob": record.router_log_prob if once else None,
+        "odds": _odds(names, record.router_logits) if once else [],
         "reward": record.router_token_level_rewards,
-        "advantage": record.router_advantages,
+        "advantage": record.router_advantages if once else None,
         "turns": [{**turn, "odds": _odds(names, turn.get("logits")), "logits": None} for turn in record.turn_routes],
         "task": [_route_row(name, rows, file) for name, rows in sorted(by_route.items())],
         "run": [

@@ -77,6 +77,9 @@ class Frontier:
     router's lead ("ahead of NAME"). Empty if the first router gives no probabilities."""
     as_delivered: Mapping[str, Estimate]
     """The same for the first router with the thresholds of its training; empty if it has none."""
+    against_fixed: Mapping[str, Mapping[str, Estimate]]
+    """Per column without a route (all tools, other actors): the first router's score and cost, routed for that column's
+    cost, and what it is ahead by and costs more by."""
     at_its_cost: Mapping[str, list[Estimate]]
     """Per reference curve and budget: its score at the first router's actual cost."""
     ahead: Mapping[str, list[Estimate]]
@@ -148,6 +151,11 @@ def compute_frontier(
         },
         as_trained=_at_own_cost(trained.get(first), rows, values, references),
         as_delivered=_at_own_cost(by_default, rows, values, references),
+        against_fixed={
+            name: _against_fixed(complete, name, rows[first], values[first], weights)
+            for name in complete.routes
+            if name not in routes
+        },
         at_its_cost={
             name: [estimate(curve.score_at(each.cost)) for each in at_budgets[first]]
             for name, curve in references.items()
@@ -311,6 +319,20 @@ def _fixed_points(outcomes: OutcomeTable, routes: Sequence[str], weights: Floats
     return {
         (f"always {name}" if name in routes else name): _point(costs[:, i], scores[:, i])
         for i, name in enumerate(outcomes.routes)
+    }
+
+
+def _against_fixed(
+    outcomes: OutcomeTable, name: str, rows: _RowMeans, values: RouteValues, weights: Floats
+) -> dict[str, Estimate]:
+    column = outcomes.select_routes([name])
+    score, cost = (weights @ column.mean_over_draws(what)[:, 0] for what in ("scores", "costs"))
+    own = rows.at_budget(values, float(cost[0]))
+    return {
+        "score": estimate(own.score),
+        "cost": estimate(own.cost),
+        "ahead": estimate(own.score - score),
+        "costs more by": estimate(own.cost - cost),
     }
 
 

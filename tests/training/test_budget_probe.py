@@ -10,6 +10,7 @@ import pytest
 
 from toolwise.config.schema import RunConfig
 from toolwise.demo.tasks import write_rows
+from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.training.budget_probe import describe_unmet, probe_budgets
 from toolwise.training.run import Run, assemble
 
@@ -77,5 +78,5 @@ def test_a_price_of_tokens_is_probed_by_rollouts(tmp_path: Path) -> None:
 
 def test_a_budget_of_calls_needs_no_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run(tmp_path, budgets=[{"limit": 0.0}])
-    monkeypatch.setattr(run.scheduler, "roll_out", None)
+    monkeypatch.setattr(RolloutScheduler, "roll_out", None)
     assert probe(run) == ""

@@ -40,9 +40,7 @@ def evaluate(
     baselines: Annotated[
         list[str] | None,
         typer.Option(
-            "--baseline",
-            help="--budgets: NAME=RUN, another trained actor to compare with; not routed. May be given several times.",
-            show_default=False,
+            "--baseline", help="--budgets: NAME=RUN, another trained actor; may be repeated.", show_default=False
         ),
     ] = None,
     otc: Annotated[Path | None, typer.Option(help="--budgets: the same as --baseline OTC=RUN.")] = None,
@@ -69,7 +67,7 @@ def evaluate(
             budgets=budgets,
             draws=draws,
             metric=metric,
-            baselines=read_baselines([*(baselines or []), *([f"OTC={otc}"] if otc is not None else [])]),
+            baselines=read_baselines(baselines or [], otc),
             tuning_rows=tuning_rows,
             out=out,
             store=store,
@@ -220,10 +218,10 @@ def _folder(model: Path) -> Path:
     return model.with_name(f"{model.name}-frontier")
 
 
-def read_baselines(given: Sequence[str]) -> dict[str, Path]:
-    """NAME=RUN of each --baseline."""
+def read_baselines(given: Sequence[str], otc: Path | None = None) -> dict[str, Path]:
+    """NAME=RUN of each --baseline, and of --otc."""
     runs: dict[str, Path] = {}
-    for text in given:
+    for text in (*given, *([] if otc is None else [f"OTC={otc}"])):
         name, _, run = text.partition("=")
         if not name or not run:
             raise ConfigError(f"--baseline {text!r}: write NAME=RUN, such as HDPO=runs/hdpo")

@@ -151,22 +151,12 @@ def compute_frontier(
         },
         as_trained=_at_own_cost(trained.get(first), rows, values, references),
         as_delivered=_at_own_cost(by_default, rows, values, references),
-        against_fixed={
-            name: _against_fixed(complete, name, rows[first], values[first], weights)
-            for name in complete.routes
-            if name not in routes
-        },
+        against_fixed=_against_fixed(complete, routes, rows[first], values[first]),
         at_its_cost={
             name: [estimate(curve.score_at(each.cost)) for each in at_budgets[first]]
             for name, curve in references.items()
         },
-        ahead={
-            name: [
-                estimate(own.score - other.score)
-                for own, other in zip(at_budgets[first], at_budgets[name], strict=True)
-            ]
-            for name in others
-        },
+        ahead={name: _leads(at_budgets[first], at_budgets[name]) for name in others},
         shares=[dict(zip(routes, each.mixture.mean(axis=0).tolist(), strict=True)) for each in at_budgets[first]],
         within={
             name: [_share_within(chosen, each.mixture, budget) for each, budget in zip(results, budgets, strict=True)]
@@ -322,18 +312,26 @@ def _fixed_points(outcomes: OutcomeTable, routes: Sequence[str], weights: Floats
     }
 
 
+def _leads(own: Sequence[_MixtureResult], other: Sequence[_MixtureResult]) -> list[Estimate]:
+    return [estimate(mine.score - theirs.score) for mine, theirs in zip(own, other, strict=True)]
+
+
 def _against_fixed(
-    outcomes: OutcomeTable, name: str, rows: _RowMeans, values: RouteValues, weights: Floats
-) -> dict[str, Estimate]:
-    column = outcomes.select_routes([name])
-    score, cost = (weights @ column.mean_over_draws(what)[:, 0] for what in ("scores", "costs"))
-    own = rows.at_budget(values, float(cost[0]))
-    return {
-        "score": estimate(own.score),
-        "cost": estimate(own.cost),
-        "ahead": estimate(own.score - score),
-        "costs more by": estimate(own.cost - cost),
-    }
+    outcomes: OutcomeTable, routes: Sequence[str], rows: _RowMeans, values: RouteValues
+) -> dict[str, dict[str, Estimate]]:
+    found = {}
+    for name in outcomes.routes:
+        if name not in routes:
+            column = outcomes.select_routes([name])
+            score, cost = (rows.weights @ column.mean_over_draws(what)[:, 0] for what in ("scores", "costs"))
+            own = rows.at_budget(values, float(cost[0]))
+            found[name] = {
+                "score": estimate(own.score),
+                "cost": estimate(own.cost),
+                "ahead": estimate(own.score - score),
+                "costs more by": estimate(own.cost - cost),
+            }
+    return found
 
 
 def _gap_closed(result: _MixtureResult, references: Mapping[str, Curve]) -> Floats:

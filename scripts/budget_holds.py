@@ -23,7 +23,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -76,7 +76,7 @@ async def roll_out(routing: Any, decisions: Sequence[Any]) -> list[tuple[float, 
         scoring.close()
 
 
-def stratified(cells: dict[Any, list[tuple[float, ...]]], sizes: dict[Any, int]) -> list[tuple[float, float]]:
+def stratified(cells: dict[Any, list[tuple[float, ...]]], sizes: Mapping[Any, float]) -> list[tuple[float, float]]:
     """(mean, standard error) of score and costs over all rows, from a sample of each cell."""
     import numpy as np
 
@@ -172,32 +172,42 @@ def report(out: Path) -> None:
 
 
 def report_router(experiment: Path) -> None:
-    """The runs of the router experiment under their calibrated thresholds, on its held-out pool."""
+    """The runs of the router experiment under their calibrated thresholds: fresh questions as each run routes them,
+    with the outcomes of the held-out pool of every (kind, route); the oracle's score is that of the pool."""
     import numpy as np
 
     sys.path.insert(0, str(Path(__file__).parent))
-    from router_report import ALLOWED, in_order, outcomes_of
+    from router_report import ALLOWED, outcomes_of
 
+    from toolwise.data import load_tasks
     from toolwise.frontier.reference_curves import oracle_curve
 
     outcomes = outcomes_of(experiment, {"calculator": 1.0, "search": 1.0})
-    scores, costs = outcomes.mean_over_draws("scores"), outcomes.mean_over_draws("costs")
-    weights = np.full((1, len(scores)), 1 / len(scores))
-    curve = oracle_curve(scores, costs, weights)
+    curve = oracle_curve(
+        *map(outcomes.mean_over_draws, ("scores", "costs")),
+        np.full((1, len(outcomes.row_ids)), 1 / len(outcomes.row_ids)),
+    )
+    kind_of = {task.task_id: task.extra_info["kind"] for task in load_tasks(experiment / "tasks" / "heldout.jsonl")}
+    cells: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    for i, row in enumerate(outcomes.row_ids):
+        for j, route in enumerate(ALLOWED):
+            cells[kind_of[row], route] += zip(outcomes.scores[i, j], outcomes.costs[i, j], strict=True)
+    fresh = load_tasks(experiment / "tasks" / "fresh.jsonl")
     columns = ("run", "budget", "delivered", "standard error", "beyond", "allowed", "score", "oracle", "of the oracle")
     print(f"| {' | '.join((*columns, 'holds'))} |\n{'|---' * (len(columns) + 1)}|")
     for path in sorted((experiment / "runs").glob("budget-*.jsonl")):
         last = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
-        mixture = np.empty((len(scores), len(ALLOWED)))
-        mixture[in_order(experiment, outcomes)] = last["delivered"]
-        spent = (mixture * costs).sum(axis=1)
-        cost, error = float(spent.mean()), float(spent.std(ddof=1)) / math.sqrt(len(spent))
-        score, (limit,) = float((mixture * scores).sum(axis=1).mean()), last["calibration"]["limits"]
+        sizes: dict[Any, float] = dict.fromkeys(cells, 0.0)
+        for task, probabilities in zip(fresh, last["delivered"], strict=True):
+            for route, share in zip(ALLOWED, probabilities, strict=True):
+                sizes[task.extra_info["kind"], route] += share
+        (score, _), (cost, error) = stratified(cells, sizes)
+        (limit,) = last["calibration"]["limits"]
         oracle, allowed = float(curve.score_at(np.array([cost]))[0]), TOLERANCE * limit + 2 * error
         holds = abs(cost - limit) <= allowed and score >= SHARE_OF_ORACLE * oracle
-        cells = [f"{limit:g}", f"{cost:.3f}", f"{error:.3f}", f"{cost - limit:+.3f}", f"±{allowed:.3f}"]
-        cells += [f"{score:.3f}", f"{oracle:.3f}", f"{score / oracle:.1%}", "yes" if holds else "no"]
-        print(f"| {path.stem} | {' | '.join(cells)} |")
+        line = [f"{limit:g}", f"{cost:.3f}", f"{error:.3f}", f"{cost - limit:+.3f}", f"±{allowed:.3f}"]
+        line += [f"{score:.3f}", f"{oracle:.3f}", f"{score / oracle:.1%}", "yes" if holds else "no"]
+        print(f"| {path.stem} | {' | '.join(line)} |")
 
 
 def main() -> None:

@@ -15,13 +15,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from toolwise.errors import ToolwiseError
+from toolwise.frontier.rollout_pool import ALL_TOOLS
+from toolwise.frontier.router_comparison import AS_DELIVERED
 from toolwise.training.run_folder import open_run, shared_steps
 from toolwise.view.curves import LIGHT, label_step_axes, new_figure, style_axes, to_png
 
 COLUMNS = (
-    *("seed", "correct before", "after", "rise", "cost before", "after", "cost, sampled routes"),
+    *("seed", "correct before", "after", "rise", "cost before", "after", "standard error", "expected cost"),
     *("gap closed", "all tools", "seconds", "peak memory", "load"),
 )
 
@@ -32,23 +35,27 @@ def demo(more: list[str], seed: int, folder: Path) -> str:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     summary = json.loads((folder / "summary.json").read_text())
     frontier = json.loads((folder / "frontier.json").read_text())
-    trained, tools = frontier["fixed"]["router, as trained"], frontier["fixed"]["ALL-TOOLS"]
+    return " | ".join(["", *row(seed, summary, frontier), f"{os.getloadavg()[0]:.1f}", ""]).strip()
+
+
+def row(seed: int, summary: dict[str, Any], frontier: dict[str, Any]) -> list[str]:
+    """A seed's cells, without the load: the router as it is delivered, calibrated."""
+    delivered, tools = frontier["fixed"][f"router{AS_DELIVERED}"], frontier["fixed"][ALL_TOOLS]
     before, after = summary["before"], summary["after"]
-    cells = [
+    return [
         str(seed),
         f"{before['correct']:.3f}",
         f"{after['correct']:.3f}",
         f"{after['correct'] - before['correct']:+.3f}",
         f"{before['cost']:.2f}",
         f"{after['cost']:.2f}",
-        f"{trained['cost']['value']:.2f}",
-        f"{frontier['as_trained']['gap_closed']['value']:.0%}",
+        f"{after['budget/cost/stderr']:.3f}",
+        f"{delivered['cost']['value']:.2f}",
+        f"{frontier['as_delivered']['gap_closed']['value']:.0%}",
         f"{tools['score']['value']:.2f} for {tools['cost']['value']:.2f}",
         f"{summary['seconds']:.0f}",
         f"{summary['peak_rss_mb']:.0f} MB",
-        f"{os.getloadavg()[0]:.1f}",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def draw_seeds(run_dirs: Sequence[Path], out: Path) -> Path:

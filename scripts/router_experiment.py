@@ -2,18 +2,21 @@
 
     python scripts/router_experiment.py --out runs/router --budgets 0.2,0.4,0.6 --seeds 5 --jobs 16
 
-Four stages, each stored in OUT and not repeated:
+Five stages, each stored in OUT and not repeated:
 
     actor    the model that ships, trained by SFT to obey its route (scripts/router_actor.py)
     pool     real rollouts of every (task, route), for training and held-out tasks
+    prompts  what the head sees of each task: the frozen trunk reads every prompt once, for all runs
     runs     the router of `[router]`, labels off, the actor frozen, one process per run. A step samples its rollouts
              from the training pool, with replacement, since a frozen actor's rollouts of a (task, route) are
              identically distributed. --real B makes one run of that budget with live rollouts, as a check
     report   on the held-out pool: expected cost and score of the trained policy with sampled routes, averaged over all
-             rollouts of each row; OUT/report.md and OUT/report.json
+             rollouts of each row; OUT/report.md and OUT/report.json. What is delivered, under the calibrated
+             thresholds, is measured on the fresh tasks by scripts/budget_holds.py --router OUT
 
-Fixed before the seeds were run: tools cost 1 per call; hard routes, not mentioned in the prompt (the schemas show
-them); the same settings for all budgets, controls included, tuned on seed 100 only (`--seed-offset 100`).
+Fixed before the seeds were run: 6,400 training tasks, 4,000 of them set aside for calibration; tools cost 1 per call;
+hard routes, not mentioned in the prompt (the schemas show them); the same settings for all budgets, controls included,
+tuned on seed 100 only (`--seed-offset 100`).
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ ROUTER: dict[str, Any] = {
     "train_actor": False,
     "wording": "silent",
     "usage": "executed",
-    "calibration": 0.4,
+    "calibration": 0.625,
 }
 """Everything else is at the defaults of `[router]`."""
 
@@ -50,14 +53,15 @@ class Scale:
     """The size of the experiment."""
 
     tasks: dict[str, int]
+    """Per split; `fresh` ones are routed, not rolled out."""
     draws: dict[str, int]
-    """Rollouts per (task, route)."""
+    """Rollouts per (task, route) of each split that has a pool."""
     batch: int
     """Prompts per step; a run with live rollouts has a quarter of them and two fifths of the steps."""
 
 
-FULL = Scale({"train": 4000, "heldout": 1200}, {"train": 4, "heldout": 16}, 256)
-SMALL = Scale({"train": 300, "heldout": 150}, {"train": 4, "heldout": 6}, 96)
+FULL = Scale({"train": 6400, "heldout": 1200, "fresh": 12_000}, {"train": 2, "heldout": 4}, 256)
+SMALL = Scale({"train": 300, "heldout": 150, "fresh": 200}, {"train": 4, "heldout": 6}, 96)
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,8 @@ def write_tasks(out: Path, scale: Scale) -> None:
     for split, count in scale.tasks.items():
         path = out / "tasks" / f"{split}.jsonl"
         if not path.exists():
-            write_rows(path, count, seed=11, split=split)
+            rows, seed = ("heldout", 12) if split == "fresh" else (split, 11)
+            write_rows(path, count, seed=seed, split=rows)
 
 
 def fill(out: Path, scale: Scale, split: str, shard: int, shards: int) -> None:
@@ -186,20 +191,23 @@ def read_pool(out: Path, split: str) -> Pool:
 
 
 def train(job: Job, out: Path, scale: Scale, steps: int) -> None:
-    """Write one line per step, and a last one with the trained policy's route probabilities on the held-out tasks."""
+    """Write one line per step, and a last one with the trained policy's route probabilities: as sampled on the held-out
+    tasks, as delivered on the fresh ones."""
     _one_thread()
     path = out / "runs" / f"{job.name}.jsonl"
     began, lines = time.perf_counter(), []
     steps = steps * 2 // 5 if job.real else steps
-    run, held_out = _assembled(job, out, scale, steps)
+    run, tasks = _assembled(job, out, scale, steps)
     source = _real(run) if job.real else _simulated(run, job, read_pool(out, "train"))
     for step, metrics in enumerate(source):
         kept = {name: value for name, value in metrics.items() if name.startswith("router/")}
         lines.append({"step": step, **kept})
         if step + 1 == steps:
             break
-    prompts = [run.router.prompt_of(task) for task in held_out]
-    weighed = run.router.model.predict(prompts, run.router.multipliers, averaged=True)
+    weighed, fresh = (
+        run.router.model.predict(list(map(run.router.prompt_of, tasks[split])), run.router.multipliers, averaged=True)
+        for split in ("heldout", "fresh")
+    )
     calibration = _calibrate(run, read_pool(out, "train"))
     lines.append(
         {
@@ -207,7 +215,7 @@ def train(job: Job, out: Path, scale: Scale, steps: int) -> None:
             "seconds": time.perf_counter() - began,
             "lambda": run.router.multipliers,
             "probs": [w.probs for w in weighed],
-            "delivered": _delivered(calibration, weighed),
+            "delivered": _delivered(calibration, fresh),
             "calibration": calibration.to_json(),
             "foreseen": [[w.rewards, w.costs] for w in weighed] if weighed[0].rewards is not None else None,
         }
@@ -243,7 +251,7 @@ def _calibrate(run: Any, pool: Pool) -> Any:
 
 
 def _delivered(calibration: Any, predictions: Sequence[Any]) -> list[list[float]]:
-    """The probability of each route of each held-out task under the thresholds."""
+    """The probability of each route of each task under the thresholds."""
     import numpy as np
 
     from toolwise.routing.calibration import values_and_costs
@@ -255,30 +263,43 @@ def _delivered(calibration: Any, predictions: Sequence[Any]) -> list[list[float]
     ).tolist()
 
 
-def _assembled(job: Job, out: Path, scale: Scale, steps: int) -> tuple[Any, list[Any]]:
-    """The run and the held-out tasks; each prompt is rendered and passed through the frozen trunk only once."""
+def _assembled(job: Job, out: Path, scale: Scale, steps: int) -> tuple[Any, dict[str, list[Any]]]:
+    """The run and the tasks that it never sees; features of prompts come from OUT, tokens are rendered only once."""
+    import torch
+
+    from toolwise.data import load_tasks
+    from toolwise.training.run import assemble
+
+    run = assemble(config_of(job, out, scale, steps))
+    unseen = {split: load_tasks(out / "tasks" / f"{split}.jsonl") for split in ("heldout", "fresh")}
+    stored = torch.load(out / "features.pt", weights_only=True)
+    rendered = dict(zip(stored["texts"], stored["prompts"], strict=True))
+    known = dict(zip(map(tuple, stored["prompts"]), stored["features"], strict=True))
+    run.router.prompt_of = lambda task: rendered[task.prompt[-1].content]
+    run.router.model.encode = lambda given: torch.stack([known[tuple(prompt)] for prompt in given])
+    return run, unseen
+
+
+def encode(out: Path, scale: Scale) -> None:
+    """Write OUT/features.pt: the prompt of every task and what the frozen trunk makes of it."""
+    _one_thread()
+    import torch
+
     from toolwise.data import load_tasks
     from toolwise.routing.head.predictor import prompt_features
     from toolwise.training.run import assemble
 
-    run: Any = assemble(config_of(job, out, scale, steps))
-    held_out = load_tasks(out / "tasks" / "heldout.jsonl")
-    learner = run.router.model
-    known: dict[tuple[int, ...], Any] = {}
-    rendered = {
-        task.task_id: tuple(run.router.prompt_of(task))
-        for task in (*run.batches.tasks, *run.calibration.calibration, *held_out)
-    }  # type: ignore[union-attr]
-    run.router.prompt_of = lambda task: rendered[task.task_id]
-    prompts = list(rendered.values())
-    import torch
-
+    run = assemble(config_of(Job("features", 1.0, 0), out, scale))
+    tasks = [task for split in scale.tasks for task in load_tasks(out / "tasks" / f"{split}.jsonl")]
+    prompts = [list(run.router.prompt_of(task)) for task in tasks]
     with torch.no_grad():
-        for first in range(0, len(prompts), 512):
-            part = prompts[first : first + 512]
-            known |= dict(zip(part, prompt_features(run.learner.model, part), strict=True))
-    learner.encode = lambda given: torch.stack([known[tuple(prompt)] for prompt in given])
-    return run, held_out
+        parts = [prompt_features(run.learner.model, prompts[i : i + 512]) for i in range(0, len(prompts), 512)]
+    partial = out / "features.tmp"
+    torch.save(
+        {"texts": [t.prompt[-1].content for t in tasks], "prompts": prompts, "features": torch.cat(parts)}, partial
+    )
+    partial.rename(out / "features.pt")
+    run.close()
 
 
 def _real(run: Any) -> Iterator[dict[str, float]]:
@@ -362,10 +383,13 @@ def main() -> None:
     began = time.perf_counter()
     if not (out / "pool" / "done").exists():
         in_parallel(
-            args.jobs, fill, [(out, scale, split, i, args.jobs) for split in scale.tasks for i in range(args.jobs)]
+            args.jobs, fill, [(out, scale, split, i, args.jobs) for split in scale.draws for i in range(args.jobs)]
         )
         (out / "pool" / "done").touch()
     print(f"pool after {time.perf_counter() - began:.0f} s", flush=True)
+    if not (out / "features.pt").exists():
+        in_parallel(1, encode, [(out, scale)])
+    print(f"prompts after {time.perf_counter() - began:.0f} s", flush=True)
     seeds = [args.seed_offset + seed for seed in range(args.seeds)]
     jobs = [job for job in jobs_of(args.budgets, seeds, args.real) if job.name.startswith(args.only)]
     wanted = [job for job in jobs if not (out / "runs" / f"{job.name}.jsonl").exists()]

@@ -122,25 +122,56 @@ def test_two_processes_make_the_same_pool_as_one(run_folder: Path) -> None:
     cells = []
     for jobs in (1, 2):
         out = run_folder / f"by-{jobs}"
-        told = ("--draws", "2", "--no-store", "--out", out, "--jobs", jobs, "--json", "--otc", run_folder)
+        told = (
+            "--draws",
+            "2",
+            "--no-store",
+            "--out",
+            out,
+            "--jobs",
+            jobs,
+            "--json",
+            "--baseline",
+            f"HDPO={run_folder}",
+        )
         result = call("eval", run_folder, "--budgets", "0.5", *told)
         assert result.exit_code == 0, result.output
-        pools = {"pool.jsonl", "tuning.jsonl", "otc.jsonl"}
+        pools = {"pool.jsonl", "tuning.jsonl", "hdpo.jsonl"}
         cells.append({name: sorted((out / name).read_text().splitlines()) for name in pools})
         assert {path.name for path in out.iterdir()} == {*pools, "frontier.json", "frontier.png"}
     assert cells[0] == cells[1]
 
 
 @pytest.mark.long
-def test_an_otc_run_is_a_baseline(run_folder: Path) -> None:
-    out = run_folder / "with-otc"
-    result = call(
-        *("eval", run_folder, "--budgets", "0.5", "--draws", "2", "--no-store", "--otc", run_folder, "--out", out)
-    )
+def test_other_runs_are_baselines(run_folder: Path) -> None:
+    out = run_folder / "with-others"
+    others = ("--otc", run_folder, "--baseline", f"HDPO={run_folder}")
+    result = call(*("eval", run_folder, "--budgets", "0.5", "--draws", "2", "--no-store", *others, "--out", out))
     assert result.exit_code == 0, result.output
     told = json.loads((out / "frontier.json").read_text())
-    assert "OTC" in told["fixed"]
-    assert not any("OTC" in note for note in told["notes"])
+    assert {"OTC", "HDPO"} <= set(told["fixed"])
+    assert {"OTC", "HDPO"} <= set(told["against_fixed"])
+    assert not any("--baseline" in note for note in told["notes"])
+    assert "HDPO" in result.output
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (["HDPO"], "write NAME=RUN"),
+        (["=runs/hdpo"], "write NAME=RUN"),
+        (["A=runs/a", "A=runs/b"], "--baseline A is given twice"),
+        (["A=RUN", "a=RUN"], "the name 'a' is taken"),
+        (["answer=RUN"], "the name 'answer' is taken"),
+        (["pool=RUN"], "the name 'pool' is taken"),
+        (["../x=RUN"], "'../x' is not a name"),
+    ],
+)
+def test_bad_baselines_are_refused_in_one_line(run_folder: Path, given: list[str], problem: str) -> None:
+    options = [word for each in given for word in ("--baseline", each.replace("RUN", str(run_folder)))]
+    result = call("eval", run_folder, "--budgets", "0.5", *options)
+    assert isinstance(result.exception, ConfigError)
+    assert problem in str(result.exception)
 
 
 @pytest.mark.parametrize("budgets", ["x", "0,…"])

@@ -1,5 +1,5 @@
-"""The demo keeps its promises, whatever the seed: the share correct on held-out tasks rises by a quarter or more, the
-router spends about its budget, and comes near to the oracle for what it spends."""
+"""The demo keeps its promises, whatever the seed: the share correct on held-out tasks rises by a quarter or more. What
+is delivered costs the budget, and comes near to the oracle for what it costs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from toolwise.demo.recipe import BUDGET
+from toolwise.frontier.rollout_pool import ALL_TOOLS
 
 SEEDS = 5
 
 
 @pytest.mark.long
-def test_four_of_five_seeds_learn_and_keep_to_the_budget(tmp_path: Path) -> None:
-    rises, spent, gaps = [], [], []
+def test_four_of_five_seeds_learn_and_all_keep_to_the_budget(tmp_path: Path) -> None:
+    rises, gaps = [], []
     for seed in range(SEEDS):
         out = tmp_path / f"seed-{seed}"
         command = [sys.executable, "-m", "toolwise", "demo", "--seed", str(seed), "--out", str(out)]
@@ -28,13 +29,11 @@ def test_four_of_five_seeds_learn_and_keep_to_the_budget(tmp_path: Path) -> None
         assert summary["peak_rss_mb"] < 3 * 1024
         rises.append(summary["after"]["correct"] - summary["before"]["correct"])
         frontier = json.loads((out / "frontier.json").read_text())
-        spent.append(frontier["fixed"]["router, as trained"]["cost"]["value"])
-        gaps.append(frontier["as_trained"]["gap_closed"]["value"])
+        gaps.append(frontier["as_delivered"]["gap_closed"]["value"])
         assert summary["calibration"]["units"]["cost"]["cost"] == pytest.approx(BUDGET)
-        after = summary["after"]
-        assert abs(after["budget/cost/delivered"] - BUDGET) <= 3 * after["budget/cost/stderr"] + 0.05
-        assert frontier["fixed"]["ALL-TOOLS"]["cost"]["value"] > BUDGET, "the budget binds"
+        delivered, error = (summary["after"][f"budget/cost/{name}"] for name in ("delivered", "stderr"))
+        assert abs(delivered - BUDGET) <= 0.05 * BUDGET + 2 * error, f"seed {seed} delivers {delivered} ± {error}"
+        assert frontier["fixed"][ALL_TOOLS]["cost"]["value"] > BUDGET, "the budget binds"
     assert rises[0] >= 0.25
     assert sum(rise >= 0.25 for rise in rises) >= SEEDS - 1
-    assert sum(abs(cost - BUDGET) <= 0.1 for cost in spent) >= SEEDS - 1
     assert sum(gap >= 0.7 for gap in gaps) >= SEEDS - 1

@@ -82,6 +82,12 @@ def test_every_turn_has_a_route_in_the_records(trained: Path) -> None:
         assert all(turn["log_prob"] < 0 and len(turn["logits"]) == 3 for turn in record.turn_routes)
         assert all(turn["advantage"] is not None for turn in record.turn_routes)
         assert record.router_token_level_rewards is not None
+        assert record.router_log_prob == pytest.approx(sum(turn["log_prob"] for turn in record.turn_routes))
+        assert record.router_logits == [turn["logits"] for turn in record.turn_routes]
+        assert record.router_advantages == [turn["advantage"] for turn in record.turn_routes]
+        assert record.router_returns is not None
+        assert len(record.router_returns) == len(record.steps)
+        assert record.router_returns[0] == pytest.approx(record.router_token_level_rewards)
     assert any(len(record.turn_routes) > 1 for record in records)
     assert any("forbidden_tool" in record.failed_calls for record in records)
     # One group per prompt, whatever its routes: the actor compares all rollouts of a prompt.

@@ -174,3 +174,20 @@ def test_the_mean_score_at_budgets_prefers_the_router_that_knows() -> None:
     curve = compute_frontier(world(), {"router": knowing()}, budgets, routes=ROUTES, replicates=1).curves["router"]
     assert scores[0] == pytest.approx(np.mean([point.score.value for point in curve]))
     assert scores[0] > scores[1] + 0.1
+
+
+def test_other_actors_are_compared_at_their_own_cost() -> None:
+    outcomes = world()
+    always_searching = OutcomeTable(
+        outcomes.row_ids, ("OTC",), outcomes.scores[:, 1:2].copy(), np.full_like(outcomes.costs[:, 1:2], 0.5)
+    )
+    found = compute_frontier(
+        outcomes.concat_routes(always_searching), {"router": knowing()}, [0.5], routes=ROUTES, replicates=50
+    )
+    assert set(found.against_fixed) == {ALL_TOOLS, "OTC"}
+    against = found.against_fixed["OTC"]
+    assert abs(against["cost"].value - 0.5) < 0.06
+    assert against["score"].value == pytest.approx(found.curves["router"][0].score.value)
+    assert against["ahead"].value == pytest.approx(against["score"].value - 0.5)
+    assert against["ahead"].low > 0
+    assert found.against_fixed[ALL_TOOLS]["ahead"].value == pytest.approx(0, abs=0.02)  # it cannot spend 2, need not

@@ -14,7 +14,7 @@ from toolwise.agent.inference import TrainedRouter
 from toolwise.data import load_tasks
 from toolwise.demo.tasks import write_rows
 from toolwise.frontier.baselines import CLASSIFIER, ORACLE_LABELS
-from toolwise.frontier.confidence import CONFIDENCE
+from toolwise.frontier.confidence import CONFIDENCE, NOT_TAKEN
 from toolwise.frontier.prompted import PROMPTED
 from toolwise.frontier.rollout_pool import ALL_TOOLS, OutcomeTable
 from toolwise.frontier.router_comparison import RouteValues
@@ -91,3 +91,42 @@ def test_without_tuning_rows_there_are_only_the_classifiers(routing: TrainedRout
     train, tasks = rows(tmp_path, 60, "train"), rows(tmp_path, 10, "heldout")
     found, notes = asyncio.run(baseline_routers(routing, train, tasks, [], None, BUDGETS))
     assert (list(found), notes) == ([CLASSIFIER, ORACLE_LABELS], [])
+
+
+OWN = [
+    {"name": "look_up", "tools": ["search"]},
+    {"name": "answer"},
+    {"name": "slowly", "note": "Take your time."},
+    {"name": "translate", "tools": ["translator"]},
+]
+
+
+def test_routes_of_ones_own_have_a_confidence_and_a_prompted_router(tmp_path: Path) -> None:
+    routing = small_router(tmp_path, OWN)
+    train, tasks = rows(tmp_path, 40, "train"), rows(tmp_path, 10, "heldout")
+    tuning, names = train[:20], [*(str(route["name"]) for route in OWN), ALL_TOOLS]
+    scores = np.tile(np.array([1.0, 0.0, 0.0, 0.0, 1.0])[:, None], (20, 1, 1))
+    outcomes = OutcomeTable(tuple(t.task_id for t in tuning), tuple(names), scores, scores.copy())
+    found, notes = asyncio.run(baseline_routers(routing, train, tasks, tuning, outcomes, BUDGETS))
+    assert {CONFIDENCE, PROMPTED} <= set(found)
+    asked = found[PROMPTED].values
+    assert np.isneginf(asked[:, 3]).all(), "no task has a translator"
+    assert np.allclose(np.exp(asked).sum(axis=1), 1)
+    confident = found[CONFIDENCE]
+    assert confident.columns == tuple(names)
+    assert (confident.values[:, 1] < 0).all(), "the first route without tools answers"
+    assert (confident.values[:, 3] == NOT_TAKEN).all()
+    assert not any("no confidence" in note for note in notes)
+
+
+def test_without_a_direct_answer_there_is_no_confidence_router(tmp_path: Path) -> None:
+    routing = small_router(
+        tmp_path, [{"name": "look_up", "tools": ["search"]}, {"name": "sum", "tools": ["calculator"]}]
+    )
+    train, tasks = rows(tmp_path, 40, "train"), rows(tmp_path, 4, "heldout")
+    ones = np.ones((20, 3, 1))
+    outcomes = OutcomeTable(tuple(t.task_id for t in train[:20]), ("look_up", "sum", ALL_TOOLS), ones, ones)
+    found, notes = asyncio.run(baseline_routers(routing, train, tasks, train[:20], outcomes, BUDGETS))
+    assert PROMPTED in found
+    assert CONFIDENCE not in found
+    assert "no confidence router: it needs a route without tools that the model itself answers" in notes

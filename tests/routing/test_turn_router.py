@@ -112,6 +112,7 @@ def test_each_turn_is_taught_with_its_own_return() -> None:
     annotated = routing.annotate(batch)
     # λ = 1: from the first turn on 1 − 1 and 1 − 2; from the second on 1 and 1 − 1. Notes do not tell states apart.
     assert [s.router.turn_advantages for s in annotated] == [(1.0, 1.0), (-1.0, -1.0), ()]
+    assert [s.router.turn_returns for s in annotated] == [(0.0, 1.0), (-1.0, 0.0), ()]
     assert [s.router.reward for s in annotated] == [0.0, -1.0, None]
     metrics = routing.learn(batch)
     taught = [(e.samples[0].route, e.samples[0].advantage) for e in routing.model.taught]

@@ -16,7 +16,8 @@ from toolwise.demo.tasks import write_rows
 from toolwise.errors import ConfigError, DataError, ModelError, RewardError
 from toolwise.messages import Message
 from toolwise.rewards import Reward
-from toolwise.training.run import Progress, Run, assemble
+from toolwise.training.checkpoint import OVERSPEND, ranking_key
+from toolwise.training.run import Progress, Run, assemble, check_learnable
 from toolwise.types import Task
 from toolwise.types.findings import Finding
 
@@ -209,3 +210,44 @@ def test_a_function_beside_parts_is_refused() -> None:
     both = parts(1.0, function="toolwise.demo.reward:small_world_reward")
     with pytest.raises(ConfigError, match="both set"):
         assemble(both, tasks=TASKS, validation_tasks=[])
+
+
+def test_validations_are_counted_until_one_is_better_at_equal_cost() -> None:
+    def rank(score: float, at_budget: float, overspend: float = 0.0) -> tuple[float, float]:
+        key = ranking_key({"score": score, "budget/score": at_budget, OVERSPEND: overspend}, "score")
+        assert key is not None
+        return key
+
+    progress, counts = Progress(), []
+    for each in (
+        rank(0.5, 0.5),
+        rank(0.9, 0.4),  # a higher score for more money is no progress
+        rank(0.99, 0.99, overspend=0.2),  # nor is one over budget
+        rank(0.5, 0.5),  # nor an equal one
+        rank(0.4, 0.6),
+        rank(0.5, 0.5),
+    ):
+        progress.compare(each)
+        counts.append(progress.without_best)
+    assert counts == [0, 1, 2, 3, 0, 1]
+    copy = Progress()
+    copy.load_state_dict(progress.state_dict())
+    assert (copy.without_best, copy.best_rank) == (1, (0.0, -0.6))
+
+
+def test_validations_are_counted_by_score_without_a_budget() -> None:
+    progress = Progress()
+    for score in (0.1, 0.3, 0.2, 0.3):
+        progress.compare(ranking_key({"score": score}, "score") or (0.0, 0.0))
+    assert (progress.best, progress.without_best) == (0.3, 2)
+    old = progress.state_dict()
+    del old["without_best"]
+    copy = Progress()
+    copy.load_state_dict(old)
+    assert copy.without_best == 0
+
+
+def test_early_stopping_without_validations_is_refused() -> None:
+    config = RunConfig.model_validate({"trainer": {"early_stopping": 2}, "validation": {"every": 0}})
+    with pytest.raises(ConfigError, match=r"set validation\.every"):
+        check_learnable(config)

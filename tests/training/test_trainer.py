@@ -17,7 +17,7 @@ import pytest
 from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.training.changes import portable_config
-from toolwise.training.run_folder import check_folder, delete_rollouts_after, remove_partial_files
+from toolwise.training.run_folder import check_folder, delete_rollouts_after, open_run, remove_partial_files
 
 Cli = Callable[..., Any]
 MakeConfig = Callable[..., Path]
@@ -316,3 +316,28 @@ def best_of(run: Path) -> float | None:
         "best"
     ]
     return best
+
+
+def test_early_stopping_ends_the_run_and_a_resumed_one_counts_on(
+    tmp_path: Path, cli: Cli, make_config: MakeConfig
+) -> None:
+    """Every validation has the same score: none is better than the one before training."""
+    (tmp_path / "same.py").write_text("def same(messages, ground_truth):\n    return 0.5\n", encoding="utf-8")
+    settings = {
+        "reward": {"function": "same.py:same", "sandbox": {"tier": "off"}},
+        "trainer": {"total_steps": 9, "early_stopping": 1, "save_every": 9},
+        "validation": {"every": 1},
+    }
+    run = tmp_path / "run"
+    ended = cli("train", make_config(tmp_path, settings), "--out", run)
+    why = "the last validation is not better than an earlier one (score; trainer.early_stopping)"
+    assert f"ended after step 1 of 9: {why}" in ended.out, ended.err
+    found = summary_of(run)
+    assert (found["steps"], found["stopped"], found["stopped_early"], found["interrupted"]) == (1, why, True, False)
+    assert found["after"] is not None
+    assert open_run(run).finished
+    again = cli("resume", run)
+    assert "ended after step 1 of 9" in again.out, again.err
+    more = cli("resume", run, "--set", "trainer.early_stopping=2")
+    assert "ended after step 2 of 9: the last 2 validations are not better" in more.out, more.err
+    assert steps_of(run).count(2) == 2  # of the step and of its validation

@@ -3,7 +3,7 @@ cost, compared to baselines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,10 +37,13 @@ def evaluate(
     metric: Annotated[
         str, typer.Option(help='--budgets: metric to plot against cost. "auto": correct if reported, else score.')
     ] = "auto",
-    otc: Annotated[
-        Path | None,
-        typer.Option(help="--budgets: baseline run, trained with a reward for the fewest calls among correct answers."),
+    baselines: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--baseline", help="--budgets: NAME=RUN, another trained actor; may be repeated.", show_default=False
+        ),
     ] = None,
+    otc: Annotated[Path | None, typer.Option(help="--budgets: the same as --baseline OTC=RUN.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="--budgets: output folder (default: frontier/ beside the checkpoint).")
     ] = None,
@@ -64,7 +67,7 @@ def evaluate(
             budgets=budgets,
             draws=draws,
             metric=metric,
-            otc=otc,
+            baselines=read_baselines(baselines or [], otc),
             tuning_rows=tuning_rows,
             out=out,
             store=store,
@@ -151,7 +154,7 @@ def measure_frontier(
     budgets: str,
     draws: int,
     metric: str,
-    otc: Path | None,
+    baselines: Mapping[str, Path],
     tuning_rows: int,
     out: Path | None,
     store: bool,
@@ -170,7 +173,9 @@ def measure_frontier(
     config, model = find_router(source, overrides)
     tasks = held_out_tasks(config, source, data)
     warn_about_calibration_tasks(source, tasks)
-    otc_config, otc_model = resolve_model(otc, None, []) if otc is not None else (None, "")
+    actors = {
+        name: (of, Path(found)) for name, run in baselines.items() for of, found in [resolve_model(run, None, [])]
+    }
     folder = out or _folder(model)
     routing = load_router(source, config=config)
     with Status(Console(stderr=True)) as status:
@@ -180,7 +185,7 @@ def measure_frontier(
                 tasks,
                 levels,
                 folder,
-                otc=(otc_config, Path(otc_model)) if otc_config is not None else None,
+                actors=actors,
                 tuning_rows=tuning_rows,
                 draws=draws,
                 metric=metric,
@@ -213,6 +218,19 @@ def _folder(model: Path) -> Path:
     if (step / "manifest.json").is_file():
         return step.parent.parent / "frontier" / step.name
     return model.with_name(f"{model.name}-frontier")
+
+
+def read_baselines(given: Sequence[str], otc: Path | None = None) -> dict[str, Path]:
+    """NAME=RUN of each --baseline, and of --otc."""
+    runs: dict[str, Path] = {}
+    for text in (*given, *([] if otc is None else [f"OTC={otc}"])):
+        name, _, run = text.partition("=")
+        if not name or not run:
+            raise ConfigError(f"--baseline {text!r}: write NAME=RUN, such as HDPO=runs/hdpo")
+        if name in runs:
+            raise ConfigError(f"--baseline {name} is given twice: give each run a name of its own")
+        runs[name] = Path(run)
+    return runs
 
 
 def read_budgets(text: str) -> list[float]:

@@ -205,6 +205,8 @@ def report_result(result: RunResult) -> None:
     paths = (f"  {result.out / 'report.html'}", f"  {result.out / 'report.png'}", f"run folder: {result.out}")
     for line in (*describe_observer_errors(summary.get("observers") or []), *paths):
         print_line(line)
+    if summary.get("stopped_early"):
+        print_line(f"ended after step {summary['steps']} of {summary['total_steps']}: {summary['stopped']}")
     if summary["interrupted"]:
         why = f" by {summary['stopped']}" if summary["stopped"] else ""
         print_line(f"stopped after step {summary['steps']}{why}; resume with: {resume_command(result.out)}")

@@ -55,6 +55,9 @@ class TrainerConfig(ObserverSettings):
     validation within them (up to 5 % over) beats any that is not, and scores are compared at equal cost."""
     best_metric: str = "score"
     """Validation metric that decides: "correct", "lookup/score", …; "-cost": lower is better."""
+    early_stopping: PositiveInt | None = None
+    """End the run after this many validations in a row without a new best, compared as `keep_best` does: with
+    router.budgets at equal cost. Unset: train for all `total_steps`."""
 
     @property
     def allowed_staleness(self) -> int:

@@ -4,6 +4,9 @@ They differ in where the labels of the training rows come from.
 classifier      labels that a labeller could provide: those of the rows, else the heuristic's. A labeller reads the
                 question and its tools, but does not know what the model has memorized
 oracle labels   `extra_info.oracle_route`, set by the author of the rows, who does know: what the router has to find out
+
+Related: CARROT (arXiv 2502.03261) predicts the score and the cost of every route instead of a label, as the learned
+router's value head does (`router.mode = "value"`).
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from toolwise.agent.agent import Agent
 from toolwise.agent.inference import Calibration, TrainedRouter, values_of
 from toolwise.agent.time_saved import TimeSaved, time_saved
 from toolwise.config.schema import RunConfig
+from toolwise.errors import ConfigError
 from toolwise.frontier.baselines import training_rows
-from toolwise.frontier.rollout_pool import ALL_TOOLS, OTC, OutcomeTable, PoolPlan, fill_pool, read_cells
+from toolwise.frontier.rollout_pool import ALL_TOOLS, OutcomeTable, PoolPlan, fill_pool, read_cells
 from toolwise.frontier.router_comparison import Frontier, RouteValues, calibrate, compute_frontier
 from toolwise.frontier.shards import count_cells, merge_shards, run_in_processes, shard_path, shard_paths
 from toolwise.frontier.tuning import TUNING_DRAWS_SHARE, baseline_routers, tuning_tasks
@@ -53,7 +55,7 @@ async def evaluate_frontier(
     budgets: Sequence[float],
     folder: Path,
     *,
-    otc: tuple[RunConfig, Path] | None = None,
+    actors: Mapping[str, tuple[RunConfig, Path]] | None = None,
     train_tasks: Sequence[Task] | None = None,
     tuning_rows: int = 0,
     draws: int = 16,
@@ -66,28 +68,29 @@ async def evaluate_frontier(
 ) -> FrontierEvaluation:
     """Rolls out `tasks` under every route and compares the router with the baselines at each budget.
 
-    `folder` holds the pools, so that an interrupted evaluation resumes. `otc` is the configuration and the model of an
-    actor trained with the OTC reward. `train_tasks` are what the baselines are fitted to and, `tuning_rows` of them,
-    tuned on, by default the run's training tasks; without `tuning_rows` there are only the classifiers, not tuned.
+    `folder` holds the pools, so that an interrupted evaluation resumes. `actors` are other trained actors, not routed:
+    by name the configuration and the model. `train_tasks` are what the baselines are fitted to and, `tuning_rows` of
+    them, tuned on, by default the run's training tasks; without `tuning_rows` there are only the classifiers, untuned.
     With `source`, where a process loads the router from, `jobs` processes fill the pools.
     """
     levels, routes = sorted(set(budgets)), [str(name) for name in routing.routes.names]
     train, notes = training_rows(routing, train_tasks)
     tuning = tuning_tasks(train, tasks, source, min(tuning_rows, len(train) // 2))
     request = _PoolRequest(
-        tasks=list(tasks), tuning=tuning, folder=folder, otc=otc, draws=draws, metric=metric, seed=seed
+        tasks=list(tasks), tuning=tuning, folder=folder, actors=actors or {}, draws=draws, metric=metric, seed=seed
     )
+    request.check_names(routes)
     if source is not None and jobs > 1:
         await _fill_in_processes(routing, request, source, jobs, on_done)
     pools = {name: await _fill(pool, routing, on_done) for name, pool in request.pools(routing).items()}
-    outcomes = pools["pool"] if otc is None else pools["pool"].concat_routes(pools["otc"])
+    outcomes = reduce(OutcomeTable.concat_routes, (pools[name] for name in request.actors), pools["pool"])
     router_values = route_values(routing, tasks)
     baselines, baseline_notes = await baseline_routers(
         routing, train, tasks, tuning, pools.get("tuning"), levels, seed=seed
     )
     notes += baseline_notes
-    if otc is None:
-        notes.append("no OTC actor: give one with --otc")
+    if not request.actors:
+        notes.append("no other trained actor: give one with --baseline NAME=RUN")
     frontier = compute_frontier(
         outcomes,
         {"router": router_values} | baselines,
@@ -162,14 +165,24 @@ class _PoolRequest(BaseModel):
     tasks: list[Task]
     tuning: list[Task]
     folder: Path
-    otc: tuple[RunConfig, Path] | None
+    actors: dict[str, tuple[RunConfig, Path]]
     draws: int
     metric: str
     seed: int
 
+    def check_names(self, routes: Sequence[str]) -> None:
+        """Raises for an actor whose name is another column's, or no file name."""
+        taken = {name.lower() for name in (*routes, ALL_TOOLS, "pool", "tuning")}
+        for name in self.actors:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", name):
+                raise ConfigError(f"--baseline: {name!r} is not a name: use letters, digits, and . _ + -")
+            if name.lower() in taken:
+                raise ConfigError(f"--baseline: the name {name!r} is taken: give another one")
+            taken.add(name.lower())
+
     def pools(self, routing: TrainedRouter) -> dict[str, _PoolFile]:
         """Every row under every route and unrouted; tuning rows alike, with fewer draws; and every row unrouted with
-        the OTC actor, scored and charged alike."""
+        each other actor, scored and charged alike."""
         routes = {str(route): partial(routing.decide, route=route) for route in routing.routes.names}
         unrouted, provenance = partial(routing.decide, route=None), _provenance(routing)
         plan = PoolPlan(self.tasks, {**routes, ALL_TOOLS: unrouted}, self.draws, self.metric, self.seed, provenance)
@@ -177,10 +190,10 @@ class _PoolRequest(BaseModel):
         if self.tuning:
             tuning = replace(plan, tasks=self.tuning, draws=max(1, self.draws // TUNING_DRAWS_SHARE))
             pools["tuning"] = replace(pools["pool"], plan=tuning, path=self.folder / "tuning.jsonl")
-        if self.otc is not None:
-            config, model = self.otc
-            plan = replace(plan, routes={OTC: unrouted}, of={**provenance, "model": str(model.resolve())})
-            pools["otc"] = _PoolFile(plan, self.folder / "otc.jsonl", config, lambda: local_policy(config, str(model)))
+        for name, (config, model) in self.actors.items():
+            other = replace(plan, routes={name: unrouted}, of={**provenance, "model": str(model.resolve())})
+            file = self.folder / f"{name.lower()}.jsonl"
+            pools[name] = _PoolFile(other, file, config, partial(local_policy, config, str(model)))
         return pools
 
 

@@ -1,8 +1,9 @@
 """The prompted router: the model itself is asked, in words, which route to take.
 
 The question is added to the prompt, and the value of a route is the mean log-prob per token of the reply that names it,
-normalized over the routes. Nothing is sampled, so a threshold can meet any budget. Models prefer some letters and words
-whatever the question is; the second variant of each wording subtracts that, measured on the tuning split.
+normalized over the routes that apply. Nothing is sampled, so a threshold can meet any budget. Models prefer some
+letters and words whatever the question is; the second variant of each wording subtracts that, measured on the tuning
+split.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolwise.agent.inference import TrainedRouter
 from toolwise.envs.tool_env import tool_spec
 from toolwise.errors import ContextFullError
 from toolwise.frontier.router_comparison import RouteValues
 from toolwise.messages import Message
-from toolwise.routing.families import ROUTES, offered_tools
+from toolwise.routing.families import offered_tools
 from toolwise.routing.prompts import allowed_tools
 from toolwise.routing.threshold import Floats
 from toolwise.thinking.thinking_model import ScoringRequest, ThinkingModel
@@ -60,19 +62,25 @@ async def prompted_candidates(
 ) -> dict[str, RouteValues]:
     """Each wording, as it is and without the model's preference for some replies on the first `tuning_rows` tasks."""
     model = thinking_model(routing.policy, routing.config.actor)
-    candidates = {}
+    candidates, applies = {}, applicable_routes(routing, tasks)
     for wording in WORDINGS:
         values = np.stack(await asyncio.gather(*(_route_logprobs(routing, model, task, wording) for task in tasks)))
-        candidates[wording.name] = RouteValues(values)
         centred = values - values[:tuning_rows].mean(axis=0)
-        candidates[f"{wording.name}, without preferences"] = RouteValues(_normalized(centred))
+        for name, each in ((wording.name, values), (f"{wording.name}, without preferences", centred)):
+            candidates[name] = RouteValues(_normalized(np.where(applies, each, -np.inf)))
     return candidates
+
+
+def applicable_routes(routing: TrainedRouter, tasks: Sequence[Task]) -> NDArray[np.bool_]:
+    """[rows, routes]"""
+    masks = (routing.routes.applicable(routing.conditioning.families_of(task)) for task in tasks)
+    return np.array([mask or (True,) * len(routing.routes) for mask in masks], dtype=bool)
 
 
 async def _route_logprobs(routing: TrainedRouter, model: ThinkingModel, task: Task, wording: Wording) -> Floats:
     """[routes]; all equal if the prompt does not fit the context."""
-    hows = [_tools_of(routing, task, index) for index in range(len(ROUTES))]
-    letters = [chr(ord("A") + index) for index in range(len(hows))]
+    hows = _descriptions(routing, task)
+    letters = [f"{chr(ord('A') + index % 26)}{index // 26 or ''}" for index in range(len(hows))]
     options = [wording.option.format(letter=letter, how=how) for letter, how in zip(letters, hows, strict=True)]
     tools = [tool_spec(tool, task) for tool in offered_tools(task, routing.tools).values()]
     chat = routing.policy.chat
@@ -95,9 +103,14 @@ def ask(prompt: Sequence[Message], question: str) -> list[Message]:
     return [*before, last.model_copy(update={"content": f"{last.content or ''}\n\n{question}"})]
 
 
-def _tools_of(routing: TrainedRouter, task: Task, index: int) -> str:
-    """The tools of a route, in words."""
-    return ", ".join(allowed_tools(ROUTES[index], routing.conditioning.families_of(task), hard=True)) or NO_TOOLS
+def _descriptions(routing: TrainedRouter, task: Task) -> list[str]:
+    """The tools of each route, in words; with its name where another route has the same ones, by another model, say."""
+    families = routing.conditioning.families_of(task)
+    tools = [", ".join(allowed_tools(route, families, hard=True)) or NO_TOOLS for route in routing.routes]
+    return [
+        each if not routing.routes.own or tools.count(each) == 1 else f"{route.name} ({each})"
+        for route, each in zip(routing.routes, tools, strict=True)
+    ]
 
 
 def _normalized(logits: Floats) -> Floats:

@@ -25,8 +25,6 @@ from toolwise.types import EvaluateResult, Rollout, RouteDecision, Task
 FORMAT = 1
 ALL_TOOLS = "ALL-TOOLS"
 """Not a route: the unchanged prompt with all its tools."""
-OTC = "OTC"
-"""Another actor, trained with the OTC reward (fewest calls among correct answers); not routed either."""
 Cell = tuple[str, str]
 """A task id and a route."""
 
@@ -37,7 +35,7 @@ class OutcomeTable:
 
     row_ids: tuple[str, ...]
     routes: tuple[str, ...]
-    """The routes, followed by what they are compared with: ALL_TOOLS, OTC."""
+    """The routes, followed by what they are compared with: ALL_TOOLS and the names of other trained actors."""
     scores: Floats
     costs: Floats
 

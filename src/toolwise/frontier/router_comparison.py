@@ -75,6 +75,11 @@ class Frontier:
     """The first router without a threshold, at the cost it then has: `gap_closed`, the score of each reference curve
     at that cost, and for every other router NAME its score at that cost (NAME), its cost ("NAME, cost") and the first
     router's lead ("ahead of NAME"). Empty if the first router gives no probabilities."""
+    as_delivered: Mapping[str, Estimate]
+    """The same for the first router with the thresholds of its training; empty if it has none."""
+    against_fixed: Mapping[str, Mapping[str, Estimate]]
+    """Per column without a route (all tools, other actors): the first router's score and cost, routed for that column's
+    cost, and what it is ahead by and costs more by."""
     at_its_cost: Mapping[str, list[Estimate]]
     """Per reference curve and budget: its score at the first router's actual cost."""
     ahead: Mapping[str, list[Estimate]]
@@ -120,8 +125,9 @@ def compute_frontier(
     }
     first, *others = at_budgets
     alone = {f"{name}{SAMPLED}": each for name, each in trained.items()}
-    if delivered is not None:
-        alone[f"{first}{AS_DELIVERED}"] = of_routes.evaluate_mixture(delivered[kept])
+    by_default = None if delivered is None else of_routes.evaluate_mixture(delivered[kept])
+    if by_default is not None:
+        alone[f"{first}{AS_DELIVERED}"] = by_default
     without_thresholds = {
         name: [of_routes.evaluate_mixture(mixture[kept]) for mixture in mixtures]
         for name, mixtures in (served or {}).items()
@@ -143,18 +149,14 @@ def compute_frontier(
         gap_closed={
             name: [estimate(_gap_closed(each, references)) for each in results] for name, results in at_budgets.items()
         },
-        as_trained=_as_trained(rows, values, trained, references),
+        as_trained=_at_own_cost(trained.get(first), rows, values, references),
+        as_delivered=_at_own_cost(by_default, rows, values, references),
+        against_fixed=_against_fixed(complete, routes, rows[first], values[first]),
         at_its_cost={
             name: [estimate(curve.score_at(each.cost)) for each in at_budgets[first]]
             for name, curve in references.items()
         },
-        ahead={
-            name: [
-                estimate(own.score - other.score)
-                for own, other in zip(at_budgets[first], at_budgets[name], strict=True)
-            ]
-            for name in others
-        },
+        ahead={name: _leads(at_budgets[first], at_budgets[name]) for name in others},
         shares=[dict(zip(routes, each.mixture.mean(axis=0).tolist(), strict=True)) for each in at_budgets[first]],
         within={
             name: [_share_within(chosen, each.mixture, budget) for each, budget in zip(results, budgets, strict=True)]
@@ -235,17 +237,16 @@ def mean_score_at_budgets(
     return float(np.mean([rows.at_budget(values, budget).score[0] for budget in budgets]))
 
 
-def _as_trained(
+def _at_own_cost(
+    result: _MixtureResult | None,
     rows: Mapping[str, _RowMeans],
     values: Mapping[str, RouteValues],
-    trained: Mapping[str, _MixtureResult],
     references: Mapping[str, Curve],
 ) -> dict[str, Estimate]:
-    """The first router without a threshold; see `Frontier.as_trained`."""
-    first, *others = values
-    if first not in trained:
+    """The first router where no threshold of the evaluation routes; see `Frontier.as_trained`."""
+    if result is None:
         return {}
-    result = trained[first]
+    _, *others = values
     estimates = {"gap_closed": estimate(_gap_closed(result, references))}
     estimates |= {name: estimate(curve.score_at(result.cost)) for name, curve in references.items()}
     for name in others:
@@ -309,6 +310,28 @@ def _fixed_points(outcomes: OutcomeTable, routes: Sequence[str], weights: Floats
         (f"always {name}" if name in routes else name): _point(costs[:, i], scores[:, i])
         for i, name in enumerate(outcomes.routes)
     }
+
+
+def _leads(own: Sequence[_MixtureResult], other: Sequence[_MixtureResult]) -> list[Estimate]:
+    return [estimate(mine.score - theirs.score) for mine, theirs in zip(own, other, strict=True)]
+
+
+def _against_fixed(
+    outcomes: OutcomeTable, routes: Sequence[str], rows: _RowMeans, values: RouteValues
+) -> dict[str, dict[str, Estimate]]:
+    found = {}
+    for name in outcomes.routes:
+        if name not in routes:
+            column = outcomes.select_routes([name])
+            score, cost = (rows.weights @ column.mean_over_draws(what)[:, 0] for what in ("scores", "costs"))
+            own = rows.at_budget(values, float(cost[0]))
+            found[name] = {
+                "score": estimate(own.score),
+                "cost": estimate(own.cost),
+                "ahead": estimate(own.score - score),
+                "costs more by": estimate(own.cost - cost),
+            }
+    return found
 
 
 def _gap_closed(result: _MixtureResult, references: Mapping[str, Curve]) -> Floats:

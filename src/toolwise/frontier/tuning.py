@@ -16,7 +16,7 @@ import numpy as np
 from toolwise.agent.inference import TrainedRouter
 from toolwise.frontier.baselines import CLASSIFIER, DEFAULT_L2, PENALTIES, classifier_candidates
 from toolwise.frontier.confidence import CONFIDENCE, answer_confidences, confidence_candidates
-from toolwise.frontier.prompted import PROMPTED, prompted_candidates
+from toolwise.frontier.prompted import PROMPTED, applicable_routes, prompted_candidates
 from toolwise.frontier.rollout_pool import ALL_TOOLS, OutcomeTable
 from toolwise.frontier.router_comparison import RouteValues, mean_score_at_budgets
 from toolwise.routing.threshold import Ints
@@ -68,10 +68,11 @@ async def baseline_routers(
     def best_of(name: str) -> str:
         return choose_candidate(candidates[name], outcomes, budgets, routes, seed)
 
-    if routing.routes.own:
-        notes.append("no confidence and no prompted router: they choose among the default routes only")
+    if routing.routes.direct is None:
+        notes.append("no confidence router: it needs a route without tools that the model itself answers")
     else:
-        candidates |= await _untrained_candidates(routing, candidates, rows, len(tuning), columns, best_of)
+        candidates[CONFIDENCE] = await _confidence_candidates(routing, candidates, rows, columns, best_of)
+    candidates[PROMPTED] = await prompted_candidates(routing, rows, len(tuning))
     chosen = {name: best_of(name) for name in candidates}
     notes += [
         f"{name}: {best} (the best of {len(candidates[name])} on {len(tuning)} tuning rows)"
@@ -81,20 +82,23 @@ async def baseline_routers(
     return {name: candidates[name][best].select_rows(evaluated) for name, best in chosen.items()}, notes
 
 
-async def _untrained_candidates(
+async def _confidence_candidates(
     routing: TrainedRouter,
-    classifiers: Mapping[str, Mapping[str, RouteValues]],
+    candidates: Mapping[str, Mapping[str, RouteValues]],
     rows: Sequence[Task],
-    tuning_rows: int,
     columns: Sequence[str],
     best_of: Callable[[str], str],
-) -> dict[str, dict[str, RouteValues]]:
-    """The confidence-threshold router and the prompted one, for the default routes: the first has no tools."""
-    choices = {f"then {name}": np.full(len(rows), i) for i, name in enumerate(columns) if i}
-    if CLASSIFIER in classifiers:
-        choices["then the classifier's tools"] = _best_tools(classifiers[CLASSIFIER][best_of(CLASSIFIER)])
-    confident = confidence_candidates(await answer_confidences(routing, rows), columns, choices)
-    return {CONFIDENCE: confident, PROMPTED: await prompted_candidates(routing, rows, tuning_rows)}
+) -> dict[str, RouteValues]:
+    """The confidence-threshold router: with each other route, all tools at once, or the classifier's choice."""
+    assert routing.routes.direct is not None
+    direct = columns.index(routing.routes.direct)
+    choices = {f"then {name}": np.full(len(rows), i) for i, name in enumerate(columns) if i != direct}
+    if CLASSIFIER in candidates:
+        choices["then the classifier's tools"] = _best_tools(candidates[CLASSIFIER][best_of(CLASSIFIER)], direct)
+    # A route that does not apply to a row leaves it the direct answer.
+    applies = np.c_[applicable_routes(routing, rows), np.ones(len(rows), bool)]
+    choices = {name: np.where(applies[np.arange(len(rows)), each], each, direct) for name, each in choices.items()}
+    return confidence_candidates(await answer_confidences(routing, rows), columns, choices, direct=direct)
 
 
 def choose_candidate(
@@ -114,6 +118,7 @@ def choose_candidate(
     return max(scores, key=scores.__getitem__)
 
 
-def _best_tools(values: RouteValues) -> Ints:
-    """The best route of each row other than the first, which has no tools."""
-    return np.asarray(1 + values.values[:, 1:].argmax(axis=1), dtype=np.int64)
+def _best_tools(values: RouteValues, direct: int) -> Ints:
+    """The best route of each row other than the direct answer."""
+    others = np.where(np.arange(values.values.shape[1]) == direct, -np.inf, values.values)
+    return np.asarray(others.argmax(axis=1), dtype=np.int64)

@@ -178,7 +178,7 @@ def build_batch(credited: Sequence[CreditedRollout], device: Any = "cpu") -> Bat
         returns=column("returns", [r.returns for r in credited]),
         sampled_index=to_tensor(np.cumsum(sampled) - 1),
         row_starts=to_tensor(row_starts),
-        router=router_columns(credited, rollout_of_token, device),
+        router=router_columns(credited, rollout_of_token, np.repeat(np.arange(len(steps)), counts), device),
     )
 
 

@@ -7,6 +7,7 @@ unread. So the state that the router reads is also the prefix that the turn is g
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -72,4 +73,9 @@ class TurnRoutedRequest(AsyncRolloutRequest):
             self.on_route(chosen)
 
     def to_rollout(self) -> Rollout:
-        return dataclasses.replace(super().to_rollout(), turn_routes=tuple(self.turn_routes))
+        logprobs = [route.log_prob for route in self.turn_routes if route.log_prob is not None]
+        return dataclasses.replace(
+            super().to_rollout(),
+            turn_routes=tuple(self.turn_routes),
+            router_log_prob=math.fsum(logprobs) if logprobs and len(logprobs) == len(self.turn_routes) else None,
+        )

@@ -188,23 +188,10 @@ class LearnedTurnRouter(TurnRouter, RemembersPrompts):
             return used
         step = self._step = self._credit(scored)
         lambdas = self.budgets.lambdas
-        advantages: dict[str, list[float]] = {s.rollout.rollout_id: [] for s in step.rollouts}
-        rewards = {o.rollout_id: o.net(lambdas) for o in step.outcomes if o.turn == 0}
+        turns: dict[str, list[tuple[float, float]]] = {s.rollout.rollout_id: [] for s in step.rollouts}
         for outcome, advantage in zip(step.outcomes, step.credit.advantages, strict=True):
-            advantages[outcome.rollout_id].append(advantage)
-        return [
-            replace(
-                s,
-                router=replace(
-                    s.router,
-                    reward=rewards.get(s.rollout.rollout_id),
-                    turn_advantages=tuple(advantages.get(s.rollout.rollout_id, ())),
-                ),
-            )
-            if s.router is not None
-            else s
-            for s in used
-        ]
+            turns[outcome.rollout_id].append((advantage, outcome.net(lambdas)))
+        return [_with_turns(s, turns.get(s.rollout.rollout_id, [])) for s in used]
 
     def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
         step, self._step = self._step, None
@@ -302,6 +289,15 @@ class LearnedTurnRouter(TurnRouter, RemembersPrompts):
         self.budgets.load_state_dict(state["budgets"])
         self.calibration = self._read_calibration(state)
         self._pending, self._step = set(), None
+
+
+def _with_turns(scored: ScoredRollout, turns: Sequence[tuple[float, float]]) -> ScoredRollout:
+    """With the advantage and the return of each turn."""
+    if scored.router is None or not turns:
+        return scored
+    advantages, returns = zip(*turns, strict=True)
+    credit = replace(scored.router, reward=returns[0], turn_advantages=advantages, turn_returns=returns)
+    return replace(scored, router=credit)
 
 
 def _outcomes(scored: ScoredRollout, costs: Sequence[Mapping[str, float]], units: Sequence[str]) -> list[TurnOutcome]:

@@ -100,6 +100,7 @@ MUTABLE_SETTINGS = frozenset(
         "trainer.keep_checkpoints",
         "trainer.keep_best",
         "trainer.best_metric",
+        "trainer.early_stopping",
         "trainer.console",
         "trainer.trackers",
         "trainer.callbacks",

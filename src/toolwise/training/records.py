@@ -77,18 +77,20 @@ class RolloutRecord:
     """None if the record was not written by a run."""
     steps: Sequence[StepRecord] = field(default_factory=list)
     router_log_prob: float | None = None
-    """The router's log-probability of the route; this and the next fields are None without a learned router."""
-    router_logits: Sequence[float | None] | None = None
-    """One per route, in the order of the head; None for a route that does not apply to the task."""
+    """The router's log-probability of the route, or the sum of those of all turns; this and the next fields are None
+    without a learned router."""
+    router_logits: Sequence[float | None] | Sequence[Sequence[float | None] | None] | None = None
+    """One per route, in the order of the head; None for a route that does not apply to the task. A list of them, one
+    per turn, if turns were routed one by one."""
     used_any_tool: bool | None = None
     used_search: bool | None = None
     used_calculate: bool | None = None
     router_token_level_rewards: float | None = None
     """r_task − Σ λ·cost, at the rollout's last token; the others have 0. None if nothing is learned from it."""
-    router_advantages: float | None = None
-    """The same for all tokens of the rollout."""
-    router_returns: float | None = None
-    """As in GRPO equal to the advantages."""
+    router_advantages: float | Sequence[float] | None = None
+    """The same for all tokens of the rollout, or of a turn: one per turn, if they were routed one by one."""
+    router_returns: float | Sequence[float] | None = None
+    """As in GRPO equal to the advantages; of each turn the rewards less λ·cost from it on."""
     answered_by: str = ""
     """The name of another model that wrote the rollout; empty: the one being trained."""
     turn_routes: Sequence[Mapping[str, Any]] = field(default_factory=list)
@@ -108,6 +110,7 @@ class RolloutRecord:
     def of(cls, scored: ScoredRollout, credited: CreditedRollout | None = None) -> RolloutRecord:
         """The record of a rollout, with advantages if the update used it."""
         rollout, result, router = scored.rollout, scored.result, scored.router
+        logits, advantages, returns = _route_columns(scored)
         steps = credited.steps if credited is not None else scored.steps
         anchors = None if credited is None or credited.parts is None else credited.parts.anchors
         return cls(
@@ -135,13 +138,13 @@ class RolloutRecord:
             trained_on=credited is not None,
             steps=[StepRecord.of(s, anchor) for s, anchor in zip(steps, anchors or [None] * len(steps), strict=True)],
             router_log_prob=rollout.router_log_prob,
-            router_logits=rollout.router_logits,
+            router_logits=logits,
             used_any_tool=None if router is None else router.used_any_tool,
             used_search=None if router is None else router.used_search,
             used_calculate=None if router is None else router.used_calculate,
             router_token_level_rewards=None if router is None else router.reward,
-            router_advantages=None if router is None else router.advantage,
-            router_returns=None if router is None else router.advantage,
+            router_advantages=advantages,
+            router_returns=returns,
             answered_by=rollout.answered_by,
             turn_routes=_turn_routes(scored),
             unrouted=[(i, None if m is None else m.to_openai()) for i, m in route_changes(rollout.messages)],
@@ -182,15 +185,13 @@ class RolloutRecord:
             trained_on=bool(row["trained_on"]) if "trained_on" in row else None,
             steps=[StepRecord.from_json(step) for step in steps],
             router_log_prob=_number(row.get("router_log_prob")),
-            router_logits=[_number(logit) for logit in row["router_logits"]]
-            if isinstance(row.get("router_logits"), list)
-            else None,
+            router_logits=_numbers(row.get("router_logits")),
             used_any_tool=_typed(row, "used_any_tool", bool),
             used_search=_typed(row, "used_search", bool),
             used_calculate=_typed(row, "used_calculate", bool),
             router_token_level_rewards=_number(row.get("router_token_level_rewards")),
-            router_advantages=_number(row.get("router_advantages")),
-            router_returns=_number(row.get("router_returns")),
+            router_advantages=_number_or_numbers(row.get("router_advantages")),
+            router_returns=_number_or_numbers(row.get("router_returns")),
             answered_by=str(row.get("answered_by") or ""),
             turn_routes=[turn for turn in _typed(row, "turn_routes", list) or () if isinstance(turn, dict)],
             unrouted=[
@@ -243,6 +244,18 @@ def thinking_records(credited: CreditedRollout) -> list[dict[str, Any]]:
     return records
 
 
+def _route_columns(scored: ScoredRollout) -> tuple[Any, Any, Any]:
+    """`router_logits`, `router_advantages` and `router_returns`; None where there are none."""
+    rollout, router = scored.rollout, scored.router
+    if rollout.turn_routes:
+        logits = [turn.logits for turn in rollout.turn_routes]
+        credit = () if router is None else (router.turn_advantages, router.turn_returns)
+        advantages, returns = (list(values) or None for values in credit or ((), ()))
+        return (logits if any(turn is not None for turn in logits) else None), advantages, returns
+    advantage = None if router is None else router.advantage
+    return rollout.router_logits, advantage, advantage
+
+
 def _turn_routes(scored: ScoredRollout) -> list[dict[str, Any]]:
     advantages = () if scored.router is None else scored.router.turn_advantages
     return [
@@ -265,6 +278,17 @@ def _number(value: Any) -> float | None:
     """`value` if it is a finite number; a huge integer would not fit a float."""
     in_range = isinstance(value, int | float) and not isinstance(value, bool) and -MAX_FLOAT <= value <= MAX_FLOAT
     return float(value) if in_range else None
+
+
+def _numbers(values: Any) -> list[Any] | None:
+    """A list of numbers, of such lists, or of None where there is neither."""
+    if not isinstance(values, list):
+        return None
+    return [[_number(v) for v in value] if isinstance(value, list) else _number(value) for value in values]
+
+
+def _number_or_numbers(value: Any) -> Any:
+    return _numbers(value) if isinstance(value, list) else _number(value)
 
 
 def _first_warnings(warnings: Sequence[str]) -> list[str]:

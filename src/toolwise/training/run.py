@@ -65,6 +65,8 @@ class Progress:
     """`trainer.best_metric` of the best validation; higher is better."""
     best_overspend: float = 0.0
     """How much the best validation exceeds the router's budget: see routing/budget.py."""
+    without_best: int = 0
+    """Validations since the best one."""
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
     faults: FaultRates = field(default_factory=FaultRates)
 
@@ -77,6 +79,11 @@ class Progress:
     def best_rank(self, rank: tuple[float, float] | None) -> None:
         self.best_overspend, self.best = (0.0, None) if rank is None else (rank[0], -rank[1])
 
+    def compare(self, rank: tuple[float, float]) -> None:
+        """Count a validation: is it the best one?"""
+        better = self.best_rank is None or rank < self.best_rank
+        self.best_rank, self.without_best = (rank, 0) if better else (self.best_rank, self.without_best + 1)
+
     def state_dict(self) -> dict[str, Any]:
         return asdict(self) | {"diagnosis": self.diagnosis.state_dict()}
 
@@ -84,6 +91,7 @@ class Progress:
         self.step, self.seconds = state["step"], state["seconds"]
         self.before, self.last, self.best = state["before"], state["last"], state["best"]
         self.best_overspend = state.get("best_overspend", 0.0)  # older checkpoints have none of these
+        self.without_best = state.get("without_best", 0)
         self.last_step, self.validating = state.get("last_step"), state.get("validating", False)
         self.diagnosis.load_state_dict(state.get("diagnosis", {}))
         self.faults.load_state_dict(state.get("faults", {}))
@@ -259,5 +267,7 @@ def check_learnable(config: RunConfig, estimator: AdvantageEstimator | None = No
             f"rollout.n is {config.rollout.n}: {config.algorithm.adv_estimator} compares the rollouts of one task with "
             "each other; use 2 or more"
         )
+    if config.trainer.early_stopping is not None and not config.validation.every:
+        raise ConfigError("trainer.early_stopping needs validations during training: set validation.every")
     if not config.rollout.do_sample:
         raise ConfigError("rollout.do_sample is false: all rollouts of a task would be identical; set it to true")

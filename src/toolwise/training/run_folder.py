@@ -81,7 +81,8 @@ class RunFolder:
         summary = self.saved_summary or {}
         if "total_steps" not in summary:  # written by an older version
             return bool(summary.get("after"))
-        return not summary.get("interrupted") and summary.get("steps") == summary["total_steps"]
+        ended = summary.get("stopped_early") or summary.get("steps") == summary["total_steps"]
+        return not summary.get("interrupted") and bool(ended)
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -278,6 +279,7 @@ def restore_run(run: Run, out: Path, saved: checkpoint.Checkpoint, changes: Sequ
         validations = checkpoint.checkpoint_metrics(out / "checkpoints", saved.step)
         ranks = (checkpoint.ranking_key(metrics, best_metric) for metrics in validations)
         progress.best_rank = min((rank for rank in ranks if rank is not None), default=None)
+        progress.without_best = 0
     run.learner.load_weights(saved.path / "model")
     if run.weights is not None:
         run.weights.copy()

@@ -15,11 +15,12 @@ from toolwise import __version__
 from toolwise.advantages.score_check import ScoreCheck, describe_rewards
 from toolwise.concurrency.garbage import frozen_heap
 from toolwise.config.secret_names import mask_secrets, secret_keys
-from toolwise.errors import CheckpointError, FaultRateError, ToolwiseError
+from toolwise.errors import CheckpointError, ConfigError, FaultRateError, ToolwiseError
 from toolwise.protocols import Callback, Metrics
 from toolwise.rewards.printed_output import PrintLog
 from toolwise.training import checkpoint
 from toolwise.training.async_loop import AsyncLoop
+from toolwise.training.budget_probe import probe_budgets
 from toolwise.training.calibration import begin_calibration, budget_metrics, calibrate_run, calibration_summary
 from toolwise.training.changes import read_changes, resume_command
 from toolwise.training.diagnosis import Finding, FindingChanges, History, RunDoctor, finding_to_json
@@ -53,6 +54,8 @@ class Training:
         observers: Observers | None = None,
     ) -> None:
         """`observers` are the user's trackers and callbacks; unlike theirs, an error in `callbacks` ends the run."""
+        if run.config.trainer.early_stopping is not None and not run.validation_tasks:
+            raise ConfigError("trainer.early_stopping needs held-out tasks: set data.val")
         self.run = run
         self.out = out
         self._signal = StopSignal()
@@ -134,6 +137,9 @@ class Training:
 
     async def _train_steps(self) -> None:
         run, progress, total = self.run, self.run.progress, self.run.config.trainer.total_steps
+        if progress.step == 0:
+            tasks = run.calibration.calibration or run.calibration.train
+            self.reporter.announce(await probe_budgets(run, tasks), logging.WARNING)
         if progress.step == 0 and progress.before is None and run.config.validation.before:
             progress.before = await self._validate()
             self._save()
@@ -142,7 +148,9 @@ class Training:
             self._save()
         self._checkpoints.wait_for_copy()
         run.router.warm_start()
-        while self._unfinished() and not (self._signal.received or self.reporter.stop_reason or self._error):
+        while self._unfinished() and not (
+            self._signal.received or self.reporter.stop_reason or self._error or self._stopped_early()
+        ):
             progress.diagnosis.before_step(run.config, run.learner.weights_checksum)
             self._before_step = progress.step, run.learner.version, run.snapshot()
             step_once = train_step if self._async is None else self._async.train_step
@@ -158,8 +166,10 @@ class Training:
                 self._error = FaultRateError(exceeded)
             if self._validation_due():
                 await self._validate_step()
-            if step % run.config.trainer.save_every == 0 or progress.best_rank != best:
+            new_best = run.config.trainer.keep_best and progress.best_rank != best
+            if step % run.config.trainer.save_every == 0 or new_best:
                 self._save()
+        self.reporter.announce(self._stopped_early())
         self._take_saved(wait=True)
         if self._saved_step != progress.step:
             self._save()
@@ -266,14 +276,23 @@ class Training:
 
     def _update_best_rank(self) -> None:
         trainer, progress = self.run.config.trainer, self.run.progress
-        if not trainer.keep_best:
+        if not (trainer.keep_best or trainer.early_stopping):
             return
         rank = checkpoint.ranking_key(self._validation_metrics, trainer.best_metric)
         if rank is None:
             available, name = ", ".join(sorted(self._validation_metrics)), trainer.best_metric.removeprefix("-")
             log.warning("trainer.best_metric is %r, but the validation reports only: %s", name, available)
-        elif progress.best_rank is None or rank < progress.best_rank:
-            progress.best_rank = rank
+        else:
+            progress.compare(rank)
+
+    def _stopped_early(self) -> str:
+        """Why early stopping ends the run; empty if it does not."""
+        trainer, count = self.run.config.trainer, self.run.progress.without_best
+        if not self._unfinished() or trainer.early_stopping is None or count < trainer.early_stopping:
+            return ""
+        at = " at equal cost" if self.run.config.router.enable and self.run.config.router.budgets else ""
+        last = "the last validation is" if count == 1 else f"the last {count} validations are"
+        return f"{last} not better than an earlier one ({trainer.best_metric}{at}; trainer.early_stopping)"
 
     def _examine(self, step: int, metrics: Mapping[str, float]) -> None:
         """Let the doctor look at new metrics, once the rollouts of the step are stored."""
@@ -317,6 +336,7 @@ class Training:
             self._publish_findings(diagnosis.end(run.progress.step))
             if diagnosis.updated is False:
                 log.warning("the actor was never updated: see the diagnosis in %s", self.out)
+        early = "" if interrupted or self._error is not None else self._stopped_early()
         findings = self._doctor.findings(diagnosis.findings)
         if self._error is not None:
             stopped = str(self._error) if isinstance(self._error, ToolwiseError) else describe_at(self._error)
@@ -331,7 +351,8 @@ class Training:
             "steps": run.progress.step,
             "total_steps": run.config.trainer.total_steps,
             "interrupted": interrupted,
-            "stopped": stopped,
+            "stopped": stopped or early or None,
+            "stopped_early": bool(early),
             "faults": run.progress.faults.totals,
             "seed": run.config.seed,
             "seconds": round(time.monotonic() - self._start_time, 3),

@@ -252,9 +252,9 @@ class Rollout:
     infrastructure_fault: bool = False
     """Whether something behind a tool failed (server down, worker dead) although the episode continued."""
     router_log_prob: float | None = None
-    """The router's log-probability of `route`."""
+    """The router's log-probability of `route`; of turns that were routed one by one the sum over `turn_routes`."""
     router_logits: tuple[float | None, ...] | None = None
-    """As in `RouteDecision.logits`."""
+    """As in `RouteDecision.logits`; those of turns are in `turn_routes`."""
     answered_by: str = ""
     """As in `RouteDecision`: another model wrote this rollout."""
     result: EvaluateResult | None = None
@@ -289,13 +289,15 @@ class RouterCredit:
     used_calculate: bool
     """Whether a tool of the family was called, as the cost counts calls."""
     reward: float | None = None
-    """r_task − Σ λ·cost, the router's reward; at the rollout's last token in `router_token_level_rewards`."""
+    """r_task − Σ λ·cost, the router's reward: `router_token_level_rewards`."""
     advantage: float | None = None
     """Of the rollout's route: `router_advantages`, and as in GRPO also `router_returns`."""
     turn_advantages: tuple[float, ...] = ()
     """Of the route of each turn, if they were routed one by one."""
     cost: float | None = None
     """What the rollout cost in the unit of the first budget."""
+    turn_returns: tuple[float, ...] = ()
+    """Of each turn routed: rewards less λ·cost from it on; the first is `reward`."""
 
 
 @dataclass(frozen=True, slots=True)

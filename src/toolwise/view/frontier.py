@@ -108,6 +108,18 @@ def frontier_tables(frontier: FrontierRecord, title: str) -> list[Table]:
         points = frontier["curves"][name]
         rows = [[*_point_cells(point), f"{share:.0%}"] for point, share in zip(points, shares, strict=True)]
         tables.append(_table(["budget", "cost", name, "episodes within"], rows))
+    if against := frontier.get("against_fixed"):
+        rows = [
+            [
+                clean_text(name),
+                _format_estimate(frontier["fixed"][name]["cost"]),
+                _format_estimate(frontier["fixed"][name]["score"]),
+                *(_format_estimate(each[what], ".3f") for what in ("cost", "score")),
+                _format_estimate(each["ahead"], *_SIGNED),
+            ]
+            for name, each in against.items()
+        ]
+        tables.append(_table(["not routed", "cost", "score", f"{router}: cost", "score", "ahead by"], rows))
     caption = None
     if trained := frontier["as_trained"]:
         closes = f"{_format_estimate(trained['gap_closed'], *_PERCENT)} of the gap closed"

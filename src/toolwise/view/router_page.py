@@ -25,13 +25,14 @@ def offered_routes(records: Iterable[RolloutRecord], names: Sequence[str]) -> Se
 
 def rollout_routes(record: RolloutRecord, names: Sequence[str]) -> dict[str, Any]:
     """What the router computed for one rollout."""
+    once = not record.turn_routes  # else each turn has its own
     return {
         "chosen": record.route,
         "answered_by": record.answered_by,
-        "log_prob": record.router_log_prob,
-        "odds": _odds(names, record.router_logits),
+        "log_prob": record.router_log_prob if once else None,
+        "odds": _odds(names, record.router_logits) if once else [],
         "reward": record.router_token_level_rewards,
-        "advantage": record.router_advantages,
+        "advantage": record.router_advantages if once else None,
         "turns": [{**turn, "odds": _odds(names, turn.get("logits")), "logits": None} for turn in record.turn_routes],
     }
 

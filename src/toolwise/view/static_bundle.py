@@ -123,9 +123,7 @@ def _write_run(out: Path, number: int, store: RunStore, files: Sequence[str]) ->
             data = {
                 "group": group_page(store, file, group_id),
                 "anchors": anchor_page(store, file, group_id),
-                "routes": {
-                    task: task_routes(store, task, file, offered) for task in {row["task_id"] for row in members}
-                },
+                "routes": {task: task_routes(store, task, file, offered) for task in tasks},
                 "rollouts": {row["rollout_id"]: _rollout_data(store, row, routes["names"]) for row in members},
             }
             chunk_of.setdefault(file, {})[group_id] = groups.add(group_id, data)

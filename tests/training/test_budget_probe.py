@@ -1,0 +1,82 @@
+"""Budgets that nothing can meet are named before the first step."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from toolwise.config.schema import RunConfig
+from toolwise.demo.tasks import write_rows
+from toolwise.rollout.scheduler import RolloutScheduler
+from toolwise.training.budget_probe import describe_unmet, probe_budgets
+from toolwise.training.run import Run, assemble
+
+CHEAP_OR_SHORT = np.array([[0.0, 40.0], [1.0, 10.0]])
+"""Costs of two routes in calls and tokens: one saves calls, the other tokens."""
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"calls": 0.5, "tokens": 25.0}, ""),  # half of the prompts each: exactly met
+        ({"calls": 1.0, "tokens": 10.0}, ""),
+        ({"calls": 0.0, "tokens": 40.0}, ""),
+        ({"calls": 1.0, "tokens": 9.0}, "the budget of 9 in 'tokens' cannot be met: the cheapest routes cost 10 "),
+        ({"calls": 0.4, "tokens": 24.0}, "the budgets of 0.4 in 'calls' and 24 in 'tokens' cannot be met together"),
+    ],
+)
+def test_budgets_of_two_routes_by_hand(limits: dict[str, float], said: str) -> None:
+    found = describe_unmet([CHEAP_OR_SHORT] * 4, limits)
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
+    if said:
+        assert "measured on 4 tasks before training" in found
+
+
+def test_a_budget_within_two_standard_errors_is_not_called_impossible() -> None:
+    tasks = [np.array([[cost]]) for cost in (0.0, 1.0, 2.0, 1.0)]  # 1 ± 0.41
+    assert describe_unmet(tasks, {"tokens": 0.5}) == ""
+    assert "cost 1 (" in describe_unmet(tasks, {"tokens": 0.1})
+    assert describe_unmet([], {"tokens": 0.1}) == ""
+
+
+def test_a_third_budget_is_not_named_where_two_exclude_each_other() -> None:
+    tasks = [np.c_[CHEAP_OR_SHORT, [1.0, 1.0]]] * 4
+    found = describe_unmet(tasks, {"calls": 0.1, "tokens": 12.0, "money": 5.0})
+    assert "0.1 in 'calls' and 12 in 'tokens'" in found
+    assert "money" not in found
+
+
+def a_run(folder: Path, **router: object) -> Run:
+    settings = {
+        "model": {"path": "builtin:small"},
+        "data": {"train": str(write_rows(folder / "train.jsonl", 8, seed=0, split="train")), "batch_size": 4},
+        "tools": ["calculator", "search"],
+        "rollout": {"n": 6, "max_new_tokens": 16},
+        "multi_turn": {"max_turns": 2},
+        "reward": {"function": "toolwise.demo.reward:small_world_reward", "sandbox": {"tier": "off"}},
+        "router": {"enable": True, **router},
+    }
+    return assemble(RunConfig.model_validate(settings))
+
+
+def probe(run: Run) -> str:
+    return asyncio.run(probe_budgets(run, run.calibration.train))
+
+
+def test_a_price_of_tokens_is_probed_by_rollouts(tmp_path: Path) -> None:
+    prices = {"cost": {"calculator": 1.0, "search": 1.0, "tokens": 1.0}}
+    run = a_run(tmp_path, prices=prices, budgets=[{"unit": "cost", "limit": 0.5}])
+    found = probe(run)
+    assert found.startswith("the budget of 0.5 in 'cost' cannot be met: the cheapest routes cost ")
+    assert found.endswith("(measured on 8 tasks before training); raise the limit, or add a cheaper route")
+    assert probe(a_run(tmp_path, prices=prices, budgets=[{"unit": "cost", "limit": 500.0}])) == ""
+
+
+def test_a_budget_of_calls_needs_no_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = a_run(tmp_path, budgets=[{"limit": 0.0}])
+    monkeypatch.setattr(RolloutScheduler, "roll_out", None)
+    assert probe(run) == ""

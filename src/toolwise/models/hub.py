@@ -11,6 +11,8 @@ log = logging.getLogger("toolwise.models")
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 """What a model needs. Pickled weights are not among them."""
+AGENT_FILES = ("code/*", "documents/*", "wording.*")
+"""What an agent folder holds besides its model."""
 OTHER_FORMATS = ("original/*", "onnx/*", "consolidated*", "*.gguf")
 
 
@@ -22,7 +24,7 @@ def download(name: str, revision: str = "") -> Path:
     at = f" at revision {revision!r}" if revision else ""
     try:
         folder = snapshot_download(
-            name, revision=revision or None, allow_patterns=list(FILES), ignore_patterns=list(OTHER_FORMATS)
+            name, revision=revision or None, allow_patterns=[*FILES, *AGENT_FILES], ignore_patterns=list(OTHER_FORMATS)
         )
     except GatedRepoError as fault:
         raise ModelError(

@@ -6,12 +6,13 @@ a second copy of them. Rounding differs from that of `torch.nn.functional.linear
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from toolwise.concurrency.memory import free_memory
 
 Projection = Callable[[Tensor], Tensor]
 MIN_WEIGHTS = 20_000_000
@@ -27,8 +28,7 @@ def packing_problem(weights: int) -> str | None:
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not available or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return "this torch has no oneDNN"
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return f"{4 * weights >> 20} MB more do not fit the memory well" if free < 8 * weights else None
+    return f"{4 * weights >> 20} MB more do not fit the memory well" if free_memory() < 8 * weights else None
 
 
 class PackedProjections:

@@ -246,4 +246,4 @@ def test_a_request_may_only_lower_the_cost(tmp_path: Path) -> None:
         router = plain.model_copy(update={"max_cost": trained})
         agent.config = agent.config.model_copy(update={"router": router})
         served = ServedAgent("mine", agent, max_cost=given)
-        assert (served._options(high)["cap"], served._options(low)["cap"]) == (cap, 0.1)
+        assert (served._options(high)[0]["cap"], served._options(low)[0]["cap"]) == (cap, 0.1)

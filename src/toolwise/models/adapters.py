@@ -3,7 +3,6 @@ that both together are."""
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from toolwise.errors import ModelError, ToolwiseError, import_extra
 from toolwise.models.folder import is_adapters, is_hub_name, locate, read_json_object
 from toolwise.serialization.files import file_digest
+from toolwise.serialization.json_text import json_text
 
 log = logging.getLogger("toolwise.models")
 
@@ -21,7 +21,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 def write_base(folder: Path, name: str, revision: str, base: Path) -> None:
     """Record the base model of the adapters in `folder`: its public name, and a checksum of each file of weights."""
     record = {"name": name, "revision": revision, "files": _digests(base)}
-    (folder / BASE_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (folder / BASE_FILE).write_text(json_text(record, indent=1) + "\n", encoding="utf-8")
 
 
 def find_base(folder: Path, given: str = "", *, verified: bool = True) -> Path:

@@ -108,7 +108,7 @@ def test_nothing_is_overwritten(trained: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no config\.toml: give the folder of a run"):
+    with pytest.raises(CheckpointError, match=r"has no config\.toml: give a run, "):
         export_model(tmp_path, tmp_path / "out")
     with pytest.raises(ConfigError, match="is a single checkpoint: give its run"):
         find_checkpoint(trained / "checkpoints" / "step-000005", best="score")

@@ -28,7 +28,7 @@ from toolwise.rollout.tool_prompt import describe_tools
 from toolwise.routing.head import ROUTER_METADATA_FILE
 from toolwise.serialization.files import disk_fault
 from toolwise.tools.catalog import read_tools
-from toolwise.training.agent_bundle import AGENT_FIELDS, brings_code, known_settings, record_settings, write_bundle
+from toolwise.training.agent_bundle import AGENT_FIELDS, brings_code, record_settings, unknown_settings, write_bundle
 from toolwise.training.checkpoint import Checkpoint
 from toolwise.training.checkpoint.agent_manifest import write_manifest
 
@@ -90,12 +90,10 @@ def export_model(
 
 
 def check_agent_settings(overrides: Sequence[str]) -> None:
-    """Raise if an override is not of a setting that an agent has."""
-    for override in overrides:
-        name = override.partition("=")[0].strip()
-        sections = known_settings(apply_overrides({}, [override]), AGENT_FIELDS | {"router": True})
-        if not sections and name not in ("model.base", "model.revision"):
-            raise ConfigError(f"--set {name}: an agent has no such setting, so an export cannot store it")
+    """Raise if an override is not of a setting that an agent has, or that finds its model."""
+    fields = AGENT_FIELDS | {"router": True, "model": AGENT_FIELDS["model"] | {"base", "revision"}}
+    for name in unknown_settings(apply_overrides({}, overrides), fields):
+        raise ConfigError(f"--set {name}: an agent has no such setting, so an export cannot store it")
 
 
 @contextmanager

@@ -31,6 +31,15 @@ class CheckpointError(ToolwiseError):
     """A checkpoint or run folder is missing, incomplete or was modified."""
 
 
+class QuestionError(ConfigError):
+    """An agent cannot answer a question as it was asked; `option` names what asks too much: route, budget, max_cost or
+    messages."""
+
+    def __init__(self, message: str, option: str) -> None:
+        super().__init__(message)
+        self.option = option
+
+
 class RewardError(ToolwiseError):
     """A reward function cannot be used, or fails more often than `reward.max_error_rate` allows."""
 

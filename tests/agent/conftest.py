@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-from toolwise.config.router import RouterConfig
-from toolwise.models import locate
-from toolwise.routing.families import ROUTES
-from toolwise.routing.head.head import HeadSettings, RouterHead, save_head
-
-
-def routed_folder(
-    folder: Path, *, bias: Any, mode: str = "policy", spread: float = 0.0, bins: int = 0, **router: Any
-) -> Path:
-    """`spread` scales how much the head's output depends on the prompt; `bias` has that of every random budget."""
-    shutil.copytree(locate("builtin:small"), folder)
-    width = int(json.loads((folder / "config.json").read_text())["hidden_size"])
-    head = RouterHead(HeadSettings(width=width, routes=tuple(map(str, ROUTES)), mode=mode, bins=bins))  # type: ignore[arg-type]
-    with torch.no_grad():
-        head.out.bias.copy_(torch.tensor(bias))
-        head.out.weight.normal_(std=spread, generator=torch.Generator().manual_seed(0))
-    # The small model was trained without route text: "silent" hides tools and adds none.
-    config = RouterConfig(**({"enable": True, "mode": mode, "wording": "silent"} | router))  # type: ignore[arg-type]
-    told = {"router": config.model_dump(mode="json", exclude={"labels"}), "multipliers": {"cost": 0.5}}
-    save_head(head, folder, told)
-    return folder
+from trained_router import routed_folder
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from toolwise.agent.agent import RoutedAgent
 from toolwise.agent.inference import Calibration, store_calibration
 from toolwise.agent.time_saved import time_saved
 from toolwise.envs.tool_env import MALFORMED_CALL_MESSAGE, ToolEnv
-from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
+from toolwise.errors import ConfigError, QuestionError, ToolwiseError
 from toolwise.messages import Message, ToolCall
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.rollout.request import AsyncRolloutRequest
@@ -109,7 +109,7 @@ def test_ask_works_where_a_loop_is_running(agent: RoutedAgent) -> None:
 
 
 def test_a_budget_needs_a_calibration(agent: RoutedAgent) -> None:
-    with pytest.raises(CheckpointError, match="is not calibrated"):
+    with pytest.raises(QuestionError, match="is not calibrated"):
         agent.ask(SUM, budget=0.5)
 
 

@@ -17,8 +17,8 @@ import toolwise
 from toolwise.agent.agent import Agent
 from toolwise.agent.events import AgentAnswer, TextDelta, ToolCalled, ToolReturned
 from toolwise.agent.export import export_model
-from toolwise.agent.manifest import AGENT_FILE
 from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
+from toolwise.training.checkpoint.agent_manifest import AGENT_FILE
 
 SUM = "What is 4321 - 1234?"
 SHORT = ["rollout.max_new_tokens=48"]
@@ -245,7 +245,7 @@ def test_secrets_are_not_exported(own_run: Path, tmp_path: Path, caplog: pytest.
 
 
 def test_a_folder_cannot_name_files_elsewhere(exported: Path, tmp_path: Path) -> None:
-    from toolwise.agent.manifest import verify_agent, write_manifest
+    from toolwise.training.checkpoint.agent_manifest import verify_agent, write_manifest
 
     folder = shutil.copytree(exported, tmp_path / "copy")
     for entry in ({"name": "search", "file": "/etc/passwd"}, {"name": "search", "folder": "../.."}, "../x.py:tool"):

@@ -11,7 +11,8 @@ import pytest
 from toolwise.agent.agent import RoutedAgent
 from toolwise.agent.documents import read_documents
 from toolwise.agent.export import export_model
-from toolwise.agent.loader import find_router, load_router
+from toolwise.agent.loader import load_router
+from toolwise.agent.sources import find_router
 from toolwise.config.schema import INFERENCE_FIELDS, RunConfig, inference_settings, load_config
 from toolwise.errors import CheckpointError, ConfigError, DataError
 from toolwise.tools.builtin.search.tool import SearchTool

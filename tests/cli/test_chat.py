@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from trained_router import routed_folder
 
 SUM = "What is 4321 - 1234?"
 
@@ -110,18 +112,19 @@ def test_a_conversation_in_which_ctrl_c_ends_an_answer_and_not_the_chat(chat: Te
     chat.expect("calculator(")
     chat.type("\x03")
     chat.expect("stopped; the question is left out", "> ", within_s=40)
-    chat.type("/budget\n")
+    chat.type("/cap\n")
     chat.expect("0 so far, 3 left", "> ")
     chat.type(f"{SUM}\n")
     chat.expect("calculator(", "3087", "Answer: 3087", "[cost 1,", "1 so far, 2 left]", "> ")
     chat.type("/tools\n")
     chat.expect("calculator (costs 1): ", "> ")
-    chat.type("/budget 0\n")
+    chat.type("/cap 0\n")
     chat.expect("1 so far, 0 left", "> ")
     chat.type("What is 77 * 31?\n")
     chat.expect("[cost 0", "1 so far, 0 left]", "> ")
     mistakes = {
-        "/budget much": "is not a cost",
+        "/cap much": "is not a cost",
+        "/budget 1": "has no router",
         "/dance": "there is no command /dance",
         "/save": "needs the name",
         "/save no/such/x": "cannot be written",
@@ -138,6 +141,43 @@ def test_a_conversation_in_which_ctrl_c_ends_an_answer_and_not_the_chat(chat: Te
     chat.type("/save talk.json\n")
     chat.expect("already exists", "> ")
     chat.type("/help\n")
-    chat.expect("/budget", "/quit", "> ")
+    chat.expect("/budget", "/cap", "/quit", "> ")
     chat.type("\x04")  # the end of the input
     assert chat.process.wait(30) == 0
+
+
+def test_a_routed_agent_shows_its_odds_and_takes_a_route_and_a_budget(tmp_path: Path) -> None:
+    folder = routed_folder(tmp_path / "agent", bias=[0.0, -1.0, 2.0], eval_mode="argmax")
+    options = ("--tools", "calculator", "--set", "rollout.max_new_tokens=48")
+    terminal = Terminal("chat", folder, *options, folder=tmp_path)
+    try:
+        terminal.expect("/help lists the commands", "> ")
+        terminal.type(f"{SUM}\n")
+        seen = terminal.expect("route: ", "[cost 1,", "1 so far, no limit]", "> ")
+        odds = dict(re.findall(r"([A-Z-]+) (0\.\d\d)", seen))
+        assert max(odds, key=lambda name: float(odds[name])) == re.search(r"route: ([A-Z-]+)", seen)[1]  # type: ignore[index]
+        assert sum(map(float, odds.values())) == pytest.approx(1, abs=0.02)
+        terminal.type("/tools\n")
+        terminal.expect("calculator (costs 1): ", "> ")
+        terminal.type("/route answer\n")
+        terminal.expect("route: ANSWER; there are auto, ", "> ")
+        terminal.type(f"{SUM}\n")
+        assert "calculator(" not in terminal.expect("route: ANSWER", "[cost 0,", "> ")
+        terminal.type("/route dance\n")
+        terminal.expect("'dance'", "> ")
+        terminal.type("/route auto\n")
+        terminal.expect("route: auto", "> ")
+        terminal.type("/budget 0.25\n")
+        terminal.expect("budget: 0.25 per question", "> ")
+        terminal.type(f"{SUM}\n")
+        terminal.expect("not calibrated for a budget", "> ")
+        terminal.type("/budget auto\n")
+        terminal.expect("budget: auto", "> ")
+        terminal.type("/save talk.json\n")
+        terminal.expect("wrote talk.json", "> ")
+        roles = [message["role"] for message in json.loads((tmp_path / "talk.json").read_text())]
+        assert roles.count("user") == 2
+        terminal.type("/quit\n")
+        assert terminal.process.wait(30) == 0
+    finally:
+        terminal.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from collections.abc import Callable
@@ -37,6 +38,12 @@ SETTINGS: dict[str, Any] = {
     "validation": {"every": 1},
 }
 GAIN, TIME_S = 0.2, 300.0
+FRAMEWORKS = [
+    ("openai_loop", "openai"),
+    ("agents_sdk", "agents-sdk"),
+    ("langgraph_agent", "langgraph"),
+    ("verifiers_world", "verifiers"),
+]
 GRADED = """
 import sys
 sys.path.insert(0, {folder!r})
@@ -101,12 +108,38 @@ class StopsOnceLearned(Callback):
         return Stop("the agent has learned")
 
 
+def agent_section(name: str, environment: str) -> dict[str, Any]:
+    """The settings of an agent of the examples in its environment; skips the test if that is not there."""
+    if environment and not (ENVIRONMENTS / environment / ".ready").exists():
+        pytest.skip(f"{ENVIRONMENTS.name}/{environment} is not there: `make agents-env` makes it, with a network")
+    python = str(ENVIRONMENTS / environment / "bin" / "python") if environment else ""
+    return {**SETTINGS["agent"], "run": f"{AGENTS / name}.py:run", "python": python}
+
+
+@pytest.mark.parametrize(("name", "environment"), FRAMEWORKS)
+def test_a_framework_takes_a_training_step(name: str, environment: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "agent": agent_section(name, environment),
+        "data": {"batch_size": 1},
+        "rollout": {"n": 4, "max_new_tokens": 32, "temperature": 1.5},
+        "trainer": {"total_steps": 1, "console": False},
+        "validation": {"before": False},
+    }
+    if name == "verifiers_world":
+        changes["reward"] = {"function": "agent"}
+    rows = list(make_rows(2000, seed=0, split="train", kinds=ROUTABLE_KINDS))
+    out = tmp_path / "run"
+    summary = toolwise.train(SETTINGS | changes, tasks=rows, out=out).summary
+    assert (summary["steps"], summary["faults"]["env"], summary["faults"]["infrastructure"]) == (1, 0, 0)
+    files = sorted((out / "rollouts").glob("*.jsonl.gz"))
+    rollouts = [json.loads(line) for file in files for line in gzip.decompress(file.read_bytes()).splitlines()]
+    assert len(rollouts) == 4
+    assert all(rollout["score"] is not None for rollout in rollouts)
+
+
 def check_that_it_learns(name: str, environment: str, out: Path, **changes: Any) -> None:
     """Train an agent of the examples, in its environment, until it has learned; it must do so in time."""
-    if environment and not (ENVIRONMENTS / environment / ".ready").exists():
-        pytest.skip("make agents-env")
-    python = str(ENVIRONMENTS / environment / "bin" / "python") if environment else ""
-    settings = SETTINGS | {"agent": {**SETTINGS["agent"], "run": f"{AGENTS / name}.py:run", "python": python}}
+    settings = SETTINGS | {"agent": agent_section(name, environment)}
     learned = StopsOnceLearned()
     summary = toolwise.train(
         settings | changes,

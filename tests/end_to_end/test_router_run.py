@@ -332,4 +332,4 @@ def test_the_best_checkpoint_keeps_within_the_budget(tmp_path: Path, monkeypatch
     assert bests == {2: (2, 0.7, 0.5), 5: (3, 0.5, 0.0)}
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [x["eval/budget/overspend"] for x in lines if "eval/score" in x] == [1.0, 0.5, 0.0, 1.0, 0.0]
-    assert export_model(tmp_path / "run", tmp_path / "out", best="score").checkpoint.step == 3
+    assert export_model(tmp_path / "run", tmp_path / "out", best="score").step == 3

@@ -14,6 +14,9 @@ import torch
 from trained_router import small_router
 
 from toolwise.agent.agent import Agent
+from toolwise.agent.events import AgentAnswer
+from toolwise.agent.loader import load_parts
+from toolwise.errors import CheckpointError, ConfigError, PolicyError
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.serve import Server, build_app
 from toolwise.serve.agent_chat import ServedAgent
@@ -86,9 +89,7 @@ def test_a_cap_refuses_calls(plain: str) -> None:
     ("fields", "param"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"n": 2}, "n"),
         ({"logprobs": True}, "logprobs"),
-        ({"stop": ["x"]}, "stop"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "none"}, "tool_choice"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
@@ -103,6 +104,53 @@ def test_a_cap_refuses_calls(plain: str) -> None:
 def test_what_does_not_apply_is_refused(plain: str, fields: dict[str, Any], param: str) -> None:
     answer = ask(plain, **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_answers_are_rollouts_with_a_seed_each(plain: str, stream: bool) -> None:
+    fields = {"n": 3, "temperature": 3.0, "seed": 5, "max_tokens": 12, "stream": stream}
+    answer = ask(plain, **fields, stream_options={"include_usage": True} if stream else None)
+    if stream:
+        texts, ends, usage = ["", "", ""], [0, 0, 0], {}
+        for chunk in chunks_of(answer):
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                texts[choice["index"]] += choice["delta"].get("content", "")
+                ends[choice["index"]] += choice["finish_reason"] is not None
+        assert ends == [1, 1, 1]
+    else:
+        body = answer.json()
+        texts, usage = [choice["message"]["content"] for choice in body["choices"]], body["usage"]
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+        assert sum(choice["toolwise"]["cost"] for choice in body["choices"]) == usage["cost"]
+        assert "toolwise" not in body
+    assert len(set(texts)) > 1
+    assert usage["completion_tokens"] >= 3
+    single = ask(plain, **fields | {"n": 1, "stream": False}).json()
+    if not stream:
+        assert texts[0] == single["choices"][0]["message"]["content"]
+    assert ask(plain, **fields).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_before_a_stop_string(plain: str, stream: bool) -> None:
+    answer = ask(plain, stop=["58"], stream=stream)  # the answer is 15846
+    if stream:
+        chunks = chunks_of(answer)
+        text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+        reason = chunks[-1]["choices"][0]["finish_reason"]
+    else:
+        (choice,) = answer.json()["choices"]
+        text, reason = choice["message"]["content"], choice["finish_reason"]
+    assert (text, reason) == ("Answer: 1", "stop")
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 1}, {"stop": "x"}])
+def test_an_engine_that_cannot_sample_so_is_the_clients_error(fields: dict[str, Any]) -> None:
+    agent = Agent.load("builtin:small", tools=["calculator"], overrides=["rollout.engine=transformers"])
+    with Server(build_app(ServedAgent("mine", agent))) as server:
+        answer = ask(server.url, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
 
 
 def test_sampling_options_reach_the_agent(plain: str) -> None:
@@ -128,6 +176,31 @@ def test_a_route_or_budget_that_cannot_be_kept_is_the_clients_error(
     answer = ask(routed, stream=stream, **fields)
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", [CheckpointError, ConfigError, PolicyError])
+def test_an_error_of_the_server_is_logged_and_its_text_is_not_sent(
+    stream: bool, kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Agent):
+        async def aask(self, question: Any, **options: Any) -> AgentAnswer:
+            raise kind("/srv/agents/mine/router.json has no route for this budget")
+
+    with Server(build_app(ServedAgent("mine", Broken(load_parts("builtin:small"))))) as server:
+        answer = ask(server.url, stream=stream)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (500, None)
+    assert not {"/srv", "budget", "route"} & set(error["message"].replace("/", " /").split())
+    assert "/srv/agents/mine/router.json" in caplog.text
+
+
+def test_a_budget_that_the_server_sets_is_not_the_clients_error(tmp_path: Path) -> None:
+    agent = Agent(small_router(tmp_path))
+    with Server(build_app(ServedAgent("mine", agent, budget=0.3))) as server:
+        assert (ask(server.url).status_code, ask(server.url, route="answer").status_code) == (500, 200)
+        own = ask(server.url, budget=0.4)
+    assert (own.status_code, own.json()["error"]["param"]) == (400, "budget")
 
 
 def test_a_conversation_that_does_not_fit_is_refused(plain: str) -> None:
@@ -173,4 +246,4 @@ def test_a_request_may_only_lower_the_cost(tmp_path: Path) -> None:
         router = plain.model_copy(update={"max_cost": trained})
         agent.config = agent.config.model_copy(update={"router": router})
         served = ServedAgent("mine", agent, max_cost=given)
-        assert (served._options(high)["cap"], served._options(low)["cap"]) == (cap, 0.1)
+        assert (served._options(high)[0]["cap"], served._options(low)[0]["cap"]) == (cap, 0.1)

@@ -13,9 +13,9 @@ import pytest
 
 import toolwise
 from toolwise.agent.agent import RoutedAgent
-from toolwise.agent.manifest import AGENT_FILE
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.tools.catalog import TOOLS_FILE, build_tools, check_recorded_tools, read_tools, write_tools
+from toolwise.training.checkpoint.agent_manifest import AGENT_FILE
 
 Cli = Callable[..., Any]
 MakeConfig = Callable[..., Path]

@@ -23,7 +23,7 @@ from toolwise.agent.turn_inference import ROUTE_SEPARATOR, turn_probs
 from toolwise.concurrency.deadlines import run_async
 from toolwise.concurrency.tasks import spawn, wait_all
 from toolwise.envs.base import BaseEnv
-from toolwise.errors import ConfigError
+from toolwise.errors import ConfigError, QuestionError, ToolwiseError
 from toolwise.messages import Message, as_messages
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.rollout.turn_request import TurnRoutedRequest
@@ -33,6 +33,7 @@ from toolwise.training.tasks import check_task_tools
 from toolwise.types import RouteDecision, StopReason, Task
 from toolwise.types.rollouts import OVER_BUDGET
 
+NO_ROUTER = "this agent has no router, so it has no routes and no budget: leave them out"
 Question = str | Sequence[Message | Mapping[str, Any]] | Task
 
 
@@ -73,7 +74,7 @@ class Agent:
     @property
     def routing(self) -> TrainedRouter:
         if self._routing is None:
-            raise ConfigError("this agent has no router, so it has no routes and no budget: leave them out")
+            raise ConfigError(NO_ROUTER)
         return self._routing
 
     @property
@@ -112,7 +113,7 @@ class Agent:
         task = self._task(question)
         check_task_tools(task, dict(self.tools), env=self.config.env.name)
         if cap is not None and not cap >= 0:
-            raise ConfigError(f"cap is {cap}: give a number of at least 0")
+            raise QuestionError(f"cap is {cap}: give a number of at least 0", "max_cost")
         choice = await self._choose(task, budget, route, cap, seed)
         request = self._request(task, choice, cap, do_sample)
         if sampling is not None:
@@ -179,9 +180,12 @@ class Agent:
     async def _choose(self, task: Task, budget: float | None, route: str, cap: float | None, seed: int) -> RouteChoice:
         if self._routing is None:
             if budget is not None or route != "auto":
-                _ = self.routing  # raises
+                raise QuestionError(NO_ROUTER, "route" if budget is None else "budget")
             return RouteChoice(RouteDecision(task, task.task_id, 1, seed, task.prompt))
-        given = None if route == "auto" else self._routing.routes.parse(route)
+        try:
+            given = None if route == "auto" else self._routing.routes.parse(route)
+        except ToolwiseError as fault:
+            raise QuestionError(str(fault), "route") from None
         return await self._routing.route_question(task, budget=budget, route=given, cap=cap, seed=seed)
 
     def _request(self, task: Task, choice: RouteChoice, cap: float | None, do_sample: bool) -> AsyncRolloutRequest:
@@ -240,7 +244,7 @@ class Agent:
             return question
         messages = [Message(role="user", content=question)] if isinstance(question, str) else as_messages(question)
         if not messages or (isinstance(question, str) and not question.strip()):
-            raise ConfigError("the question is empty: give text or at least one message")
+            raise QuestionError("the question is empty: give text or at least one message", "messages")
         return Task(task_id=f"question-{next(self._numbers)}", prompt=messages)
 
 

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from toolwise.agent.manifest import AGENT_FILE, update_file
 from toolwise.concurrency.deadlines import gather_all
 from toolwise.concurrency.text_threads import run_if_long
 from toolwise.config.schema import RunConfig
-from toolwise.errors import CheckpointError, ConfigError, ContextFullError
+from toolwise.errors import CheckpointError, ContextFullError, QuestionError
 from toolwise.messages import text_chars
 from toolwise.routing.budget_bins import BudgetBins
 from toolwise.routing.calibration import BudgetCalibration, prompt_uniform, values_and_costs
@@ -39,6 +38,7 @@ from toolwise.serialization.files import write_atomic
 from toolwise.serialization.json_text import json_text
 from toolwise.tools.base import BaseTool
 from toolwise.training import checkpoint
+from toolwise.training.checkpoint.agent_manifest import AGENT_FILE, update_file
 from toolwise.training.checkpoint.writer import amend
 from toolwise.types import Rollout, RouteDecision, Task
 
@@ -71,9 +71,10 @@ class Calibration:
     def threshold_for(self, budget: float, chance: float) -> Threshold:
         """`chance`, uniform in [0, 1), picks one of the two neighbouring thresholds for a budget between them."""
         if not self.budgets[0] <= budget <= self.budgets[-1]:
-            raise ConfigError(
+            raise QuestionError(
                 f"budget {budget:g} is outside {self.budgets[0]:g} to {self.budgets[-1]:g}, which the checkpoint is "
-                "calibrated for: choose a budget within it, or calibrate again with toolwise eval --budgets"
+                "calibrated for: choose a budget within it, or calibrate again with toolwise eval --budgets",
+                "budget",
             )
         above = bisect_left(self.budgets, budget)
         if self.budgets[above] == budget:
@@ -238,8 +239,8 @@ class TrainedRouter:
             known = "" if trained is None else f" other than the trained one ({trained.limits[0]:g})"
             if self.bins is not None:
                 self.bins.weights(budget)  # raises if it is outside of the trained ones
-            raise CheckpointError(
-                f"this router is not calibrated for a budget{known}: run toolwise eval CHECKPOINT --budgets …"
+            raise QuestionError(
+                f"this router is not calibrated for a budget{known}: run toolwise eval CHECKPOINT --budgets …", "budget"
             )
         values, costs = values_of(self.at_budget(prediction, task, budget))
         chances = prompt_uniform(task.prompt, "neighbour"), prompt_uniform(task.prompt)
@@ -303,8 +304,9 @@ class TrainedRouter:
 
     def _check_cap(self, cap: float | None) -> None:
         if cap is not None and isinstance(self.cost, PricesCost) and self.cost.prices_meters(self.unit):
-            raise ConfigError(
-                f"tokens or seconds have a price in {self.unit!r}, which a cap on calls cannot hold: leave the cap out"
+            raise QuestionError(
+                f"tokens or seconds have a price in {self.unit!r}, which a cap on calls cannot hold: leave the cap out",
+                "max_cost",
             )
 
     def route_price(self, route: str) -> float:
@@ -314,6 +316,7 @@ class TrainedRouter:
     def within_cap(self, route: str, prediction: RoutePrediction, cap: float | None, *, given: bool) -> str:
         """`route`, or if it alone costs more than `cap` the head's best of those that do not; raises if a `given` route
         does, or all do. The cap of training holds as well."""
+        option = "route" if given else "max_cost"
         caps = [each for each in (cap, self.config.router.max_cost) if each is not None]
         cap = min(caps, default=None)
         if cap is None or not cap >= 0 or self.route_price(route) <= cap:
@@ -322,7 +325,7 @@ class TrainedRouter:
         affordable = [i for i, name in enumerate(names) if prediction.applies(i) and self.route_price(name) <= cap]
         if given or not affordable:
             which = f"the route {route!r} costs" if given else "every route costs"
-            raise ConfigError(f"{which} more than {cap:g}, the most that this answer may cost: raise it")
+            raise QuestionError(f"{which} more than {cap:g}, the most that this answer may cost: raise it", option)
         return names[max(affordable, key=prediction.logprobs.__getitem__)]
 
     def cost_of(self, rollout: Rollout) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from toolwise.agent.inference import RouteChoice, TrainedRouter, warn_sampled
-from toolwise.errors import CheckpointError, ConfigError
+from toolwise.errors import QuestionError
 from toolwise.messages import Message
 from toolwise.protocols import PrefixEngine
 from toolwise.routing.calibration import prompt_uniform
@@ -49,9 +49,10 @@ class TrainedTurnRouter(TrainedRouter):
         trained = [each.limit for each in self.config.router.budgets]
         if budget is not None and [budget] != trained:
             known = f" ({trained[0]:g})" if trained else ""
-            raise CheckpointError(
+            raise QuestionError(
                 f"a router that chooses at every turn is calibrated for its trained budget{known} alone: leave the "
-                "budget out, or train with another one"
+                "budget out, or train with another one",
+                "budget",
             )
 
     async def _predict(self, prompt_ids: Sequence[int]) -> RoutePrediction:
@@ -65,8 +66,9 @@ class TrainedTurnRouter(TrainedRouter):
         super()._check_cap(cap)
         priced = next((route.name for route in self.routes if self.route_price(route.name)), None)
         if cap is not None and priced is not None:
-            raise ConfigError(
-                f"the route {priced!r} has a price at every turn, which a cap cannot hold: leave the cap out"
+            raise QuestionError(
+                f"the route {priced!r} has a price at every turn, which a cap cannot hold: leave the cap out",
+                "max_cost",
             )
 
     def _chooser(self, task: Task, seed: int) -> _Choose:

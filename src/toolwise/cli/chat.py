@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from toolwise.agent.events import AgentAnswer, AgentEvent
     from toolwise.messages import Message
 
-HELP = """/budget [COST]  show what the conversation has cost and may still cost; set what it may still cost, or none
+HELP = """/budget [COST]  show or set the mean cost per question that the router keeps to; auto: the trained one
+/cap [COST]     show what the conversation has cost and may still cost; set what it may still cost, or none
 /route [NAME]   show or set the route of the next questions; auto: the router's
 /tools          list the tools
 /save FILE      write the conversation to a new JSON file
@@ -153,6 +154,8 @@ class Conversation:
             print_line(HELP)
         elif name == "/budget":
             self._set_budget(value)
+        elif name == "/cap":
+            self._set_cap(value)
         elif name == "/route":
             self._set_route(value or self.route)
             names = ", ".join(map(str, self.agent.routing.routes.names)) if self.agent.has_router else "none: no router"
@@ -169,14 +172,15 @@ class Conversation:
             raise ConfigError(f"there is no command {name}; /help lists them")
 
     def _set_budget(self, value: str) -> None:
+        _ = self.agent.routing  # raises if there is none
         if value:
-            try:
-                left = None if value == "none" else float(value)
-            except ValueError:
-                left = -1.0
-            if left is not None and not 0 <= left < float("inf"):
-                raise ConfigError(f"{value!r} is not a cost: write a number of at least 0, or none")
-            self.left = left
+            self.options["budget"] = _read_cost(value, unset="auto")
+        budget = self.options.get("budget")
+        print_line(f"budget: {'auto' if budget is None else f'{budget:g} per question'}")
+
+    def _set_cap(self, value: str) -> None:
+        if value:
+            self.left = _read_cost(value, unset="none")
         print_line(self._describe_costs())
 
     def _set_route(self, route: str) -> None:
@@ -196,3 +200,13 @@ class Conversation:
         except OSError as fault:
             raise ConfigError(f"{path} cannot be written ({fault.strerror}): choose another file") from None
         print_line(f"wrote {path}")
+
+
+def _read_cost(value: str, *, unset: str) -> float | None:
+    try:
+        cost = None if value == unset else float(value)
+    except ValueError:
+        cost = -1.0
+    if cost is not None and not 0 <= cost < float("inf"):
+        raise ConfigError(f"{value!r} is not a cost: write a number of at least 0, or {unset}")
+    return cost

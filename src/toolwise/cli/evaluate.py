@@ -74,7 +74,7 @@ def evaluate(
             jobs=jobs,
             as_json=as_json,
         )
-    from toolwise.agent.loader import is_agent_folder
+    from toolwise.agent.sources import is_agent_folder
     from toolwise.api import evaluate as evaluate_model
     from toolwise.training.changes import check_files
 
@@ -120,7 +120,7 @@ def resolve_model(
 
     `model` overrides the model; a run folder means its latest checkpoint.
     """
-    from toolwise.agent.loader import find_agent, find_checkpoint, find_run, is_model
+    from toolwise.agent.sources import find_agent, find_checkpoint, find_run, is_model
     from toolwise.config.schema import load_config
 
     if is_model(source):
@@ -163,13 +163,21 @@ def measure_frontier(
 ) -> None:
     """Evaluate the frontier, write and show it, and store the thresholds in the checkpoint."""
     from toolwise.agent.inference import store_calibration
-    from toolwise.agent.loader import find_router, load_router
+    from toolwise.agent.loader import load_router
+    from toolwise.agent.sources import find_router, local_source
     from toolwise.concurrency import deadlines
     from toolwise.frontier.evaluation import evaluate_frontier
     from toolwise.terminal.display import Console, Status
     from toolwise.view.frontier import frontier_tables
 
     levels = read_budgets(budgets)
+    found = Path(local_source(source, overrides))
+    if found != source and (store or out is None):
+        raise ConfigError(
+            f"{source} is in the hub's cache, where nothing is written: add --no-store and --out FOLDER, or a copy "
+            f"of it (toolwise export {source} --out FOLDER)"
+        )
+    source = found
     config, model = find_router(source, overrides)
     tasks = held_out_tasks(config, source, data)
     warn_about_calibration_tasks(source, tasks)

@@ -62,13 +62,14 @@ def rollout(
     trust_code: TrustOption = False,
 ) -> None:
     """Roll out tasks without training, show the rollouts as they finish, and save them as JSONL."""
+    from toolwise.agent.sources import is_model
     from toolwise.api import new_run_folder
     from toolwise.config.schema import load_config
     from toolwise.data import open_tasks
     from toolwise.data.row_layout import RowLayout
     from toolwise.training.rollout_files import write_records
 
-    if source.is_dir() and policy == "local":
+    if (source.is_dir() or is_model(source)) and policy == "local":
         config, model = resolve_model(source, model or None, overrides or [], trust_code=trust_code)
     else:
         config = load_config(source / "config.toml" if source.is_dir() else source, overrides or [])
@@ -101,7 +102,8 @@ def _tools(config: RunConfig, tasks: list[Task], model: str | None) -> dict[str,
     for task in tasks:
         check_task_tools(task, tools, env=config.env.name)
     if model is not None and config.multi_turn.enable:
-        folder = locate(model or config.model.path, "" if model else config.model.revision)
+        own = model in ("", config.model.path)
+        folder = locate(model or config.model.path, config.model.revision if own else "")
         check_recorded_tools(Path(folder), tools, MISSING_TOOLS_HINT)
     return tools
 

@@ -110,7 +110,10 @@ def resume(
 
 
 def export(
-    source: Annotated[Path, typer.Argument(help="Run folder or checkpoint.", show_default=False)],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="AGENT", help="Run folder, checkpoint, agent folder, or model.", show_default=False),
+    ],
     out: Annotated[Path, typer.Option(help="Output folder; must not exist yet.", show_default=False)],
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
@@ -128,13 +131,18 @@ def export(
         bool,
         typer.Option("--adapters", help="Export the LoRA adapters as a peft folder, instead of merged with the model."),
     ] = False,
+    overrides: OverridesOption = None,
+    trust_code: TrustOption = False,
 ) -> None:
-    """Export a run's model to a folder that transformers loads, with a model card."""
+    """Export an agent, such as a run's, to a folder that transformers loads, with a model card. --set changes what the
+    agent does; other tools need --trust-code if the agent brings code."""
     from toolwise.agent.export import export_model
 
-    exported = export_model(source, out, dtype=dtype, best=best, adapters=adapters)
+    exported = export_model(
+        source, out, dtype=dtype, best=best, adapters=adapters, overrides=overrides or [], trust_code=trust_code
+    )
     what = "adapters" if adapters else "model"
-    print_line(f"{exported.out}: {what} of step {exported.checkpoint.step} in {exported.dtype}; model card: README.md")
+    print_line(f"{exported.out}: {what} of step {exported.step} in {exported.dtype}; model card: README.md")
 
 
 def run_dry_run(config: RunConfig, out: Path | None, resume: bool) -> None:

@@ -38,6 +38,7 @@ OLD_KEYS = {
     "router.evaluate": "eval_mode",
 }
 """Old names of settings, still accepted in files and overrides, and their current names in the same table."""
+CONFIG_SUFFIXES = (".toml", ".yaml", ".yml")
 MAX_SHOWN_ERRORS = 3
 MAX_SHOWN_KEYS = 8
 MAX_FILE_BYTES = 16 << 20
@@ -54,7 +55,7 @@ class Section(BaseModel):
 def read_settings(path: str | Path) -> dict[str, Any]:
     """Read the settings in a `.toml`, `.yaml` or `.yml` file."""
     path = Path(path)
-    read = {".toml": _read_toml, ".yaml": _read_yaml, ".yml": _read_yaml}.get(path.suffix.lower())
+    read = dict(zip(CONFIG_SUFFIXES, (_read_toml, _read_yaml, _read_yaml), strict=True)).get(path.suffix.lower())
     try:
         if path.is_dir():
             raise ConfigError(f"{path} is a folder: give a configuration file")

@@ -108,6 +108,7 @@ _PATH_RULES: dict[str, PathRule] = {
     "data.val": _sources,
     "data.cache": _path,
     "model.path": _existing_folder,
+    "model.base": _existing_folder,
     "model.chat_template": _path,
     "rollout.tool_parser": _reference,
     "rollout.vllm.weights_dir": _path,

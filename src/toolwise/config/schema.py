@@ -27,6 +27,8 @@ class ModelConfig(Section):
     """Hugging Face model folder, hub name (owner/name), or "builtin:small", the bundled model."""
     revision: str = ""
     """Branch, tag or commit of a model from a hub; empty: its main branch."""
+    base: str = ""
+    """Folder or hub name of the base model, where `path` holds LoRA adapters alone; empty: the one that they name."""
     chat_template: Path | None = None
     """Jinja file to use instead of the model's own chat template; checkpoints and exports contain it."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from toolwise.agent.inference import store_calibration
-from toolwise.agent.loader import find_router, load_router
+from toolwise.agent.loader import load_router
+from toolwise.agent.sources import find_router
 from toolwise.config.schema import RunConfig
 from toolwise.data import open_tasks
 from toolwise.demo.tasks import write_rows

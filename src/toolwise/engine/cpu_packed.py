@@ -8,12 +8,13 @@ processors.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from toolwise.concurrency.memory import free_memory
 
 Projection = Callable[[Tensor], Tensor]
 MIN_WEIGHTS = 20_000_000
@@ -28,8 +29,7 @@ def packing_problem(weights: int) -> str | None:
         return "the model is small"
     if (problem := onednn_problem()) is not None:
         return problem
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return f"{4 * weights >> 20} MB more do not fit the memory well" if free < 8 * weights else None
+    return f"{4 * weights >> 20} MB more do not fit the memory well" if free_memory() < 8 * weights else None
 
 
 def onednn_problem() -> str | None:

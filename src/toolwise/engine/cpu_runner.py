@@ -8,7 +8,6 @@ the steps are done.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolwise.concurrency.memory import free_memory
 from toolwise.engine import sampler
 from toolwise.engine.blocks import Lease
 from toolwise.engine.cpu_forward import AttentionFn, CpuForward, ropes_at, ropes_per_step
@@ -198,10 +198,10 @@ class CpuRunner(Runner):
         """Whether windows for all requests fit into memory."""
         token_bytes = self.block_bytes // self.block_size
         window_tokens = sum(kv_windows.width * len(kv_windows.leases) for kv_windows in self._windows_by_width.values())
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 + window_tokens * token_bytes
-        return sum(_bucket_width(request.held + SPARE_TOKENS) for request in requests) * token_bytes <= min(
-            MAX_WINDOW_BYTES, free
-        )
+        needed = sum(_bucket_width(request.held + SPARE_TOKENS) for request in requests)
+        if needed <= window_tokens:
+            return True  # there already
+        return needed * token_bytes <= min(MAX_WINDOW_BYTES, free_memory() // 4 + window_tokens * token_bytes)
 
     @torch.inference_mode()
     def run(self, plan: Plan, chunks: SplitChunks) -> tuple[Tensor, dict[Request, list[int]]]:

@@ -42,6 +42,8 @@ class ServingOptions:
     """How many of the likeliest tokens to report at each position."""
     on_sampled: Callable[[SampledPiece], None] | None = None
     """Like `on_tokens`, with log-probs."""
+    stop_strings: tuple[str, ...] = ()
+    """Of the turns of an agent: each ends with the first of them that it writes."""
 
     def __post_init__(self) -> None:
         if not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolwise.concurrency.memory import free_memory
 from toolwise.engine.length_groups import MAX_GROUP_KEY_BYTES, chunk_order, group_chunks
 from toolwise.engine.paged_attention import ATTENTION_NAME, PagedContext, Scratch, attend, fits_attention_kernels
 from toolwise.engine.request import Request
@@ -84,8 +84,7 @@ class Runner:
             return (memory_mb << 20) // self.block_bytes
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0] * 0.5) // self.block_bytes
-        free: int = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(free // 4, MAX_CPU_CACHE_BYTES) // self.block_bytes
+        return min(free_memory() // 4, MAX_CPU_CACHE_BYTES) // self.block_bytes
 
     def allocate(self, blocks: int) -> None:
         """Zeros, not uninitialised memory: masked values are still multiplied, and 0 * NaN is NaN."""

@@ -36,7 +36,7 @@ def locate(path: str, revision: str = "") -> str:
             raise ModelError(f"model.revision is {revision!r}, but {path} is a folder, which has none: remove it")
         check_folder(folder)
         return str(folder)
-    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
+    if not is_hub_name(path):
         raise ModelError(
             f"model.path: there is no folder {path!r}; give a folder, owner/name on a hub, or builtin:small"
         )
@@ -45,8 +45,20 @@ def locate(path: str, revision: str = "") -> str:
     return str(folder)
 
 
+def is_hub_name(path: str) -> bool:
+    """Whether a path that is not a folder names a repository on a hub."""
+    return not Path(path).is_absolute() and not path.startswith((".", "~", "builtin:")) and path.count("/") == 1
+
+
+def is_adapters(folder: Path) -> bool:
+    """Whether a folder holds LoRA adapters without their base model."""
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
 def check_folder(folder: Path) -> None:
     """Raise ModelError if the folder is not a model, or if its files describe an impossible one."""
+    if is_adapters(folder):
+        return _check_adapters(folder)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json: it is not a model folder in Hugging Face format")
     config = read_json_object(folder / "config.json")
@@ -67,6 +79,15 @@ def check_folder(folder: Path) -> None:
         if missing:
             raise ModelError(f"{folder} lacks {missing[0]}, which {index.name} names: copy the whole model again")
     check_sizes(config, folder / "config.json", _tensor_shapes(folder))
+    return _check_tokenizer(folder)
+
+
+def _check_adapters(folder: Path) -> None:
+    if read_json_object(folder / "adapter_config.json").get("peft_type") != "LORA":
+        raise ModelError(f"{folder} holds adapters that are not LoRA: merge them into their model and save that")
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ModelError(f"{folder} has no adapter_model.safetensors: copy the adapters again")
+    _tensor_shapes(folder)
     _check_tokenizer(folder)
 
 

@@ -11,6 +11,8 @@ log = logging.getLogger("toolwise.models")
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
 """What a model needs. Pickled weights are not among them."""
+AGENT_FILES = ("code/*", "documents/*", "wording.*")
+"""What an agent folder holds besides its model."""
 OTHER_FORMATS = ("original/*", "onnx/*", "consolidated*", "*.gguf")
 CONNECT_S = 3.0
 """How long the hub may take to accept a connection. Its client would retry for 20 s and more, with warnings."""
@@ -29,7 +31,7 @@ def download(name: str, revision: str = "") -> Path:
         folder = snapshot_download(
             name,
             revision=revision or None,
-            allow_patterns=list(FILES),
+            allow_patterns=[*FILES, *AGENT_FILES],
             ignore_patterns=list(OTHER_FORMATS),
             local_files_only=bool(no_connection),
         )

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.errors import CheckpointError, ModelError
-from toolwise.models.folder import first_line, locate, read_eos_ids, read_template
+from toolwise.models.adapters import add_adapters, find_base
+from toolwise.models.folder import first_line, is_adapters, locate, read_eos_ids, read_template
 from toolwise.models.remote_code import check_hub_kernels, remote_code_error, warn_remote_code
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 
@@ -30,10 +31,12 @@ def load_model(
     dtype: str = "float32",
     trust_remote_code: bool = False,
     revision: str = "",
+    base: str = "",
     chat_template: Path | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, ChatTokenizer]:
-    """Load a model, ready for generation and training, and its tokenizer; `resolve_dtype` says what "auto" is.
+    """Load a model, ready for generation and training, and its tokenizer; `resolve_dtype` says what "auto" is. A folder
+    of LoRA adapters loads as their base model with the adapters merged in; `base` is where that is.
 
     Python code in the folder runs only with `trust_remote_code`, in this process and with all its permissions.
     """
@@ -42,21 +45,25 @@ def load_model(
 
     transformers_logging.disable_progress_bar()
     location = locate(path, revision)
+    weights = str(find_base(Path(location), base)) if is_adapters(Path(location)) else location
     if trust_remote_code:
-        warn_remote_code(path, location)
+        warn_remote_code(path, weights)
     else:
-        check_hub_kernels(path, location)
+        check_hub_kernels(path, weights)
     device = resolve_device(device)
     dtype = resolve_dtype(dtype, device)
-    with explained(path, location):
-        model, tokenizer, report = _load(location, getattr(torch, dtype), trust_remote_code)
+    with explained(path, weights):
+        tokenizer = _load_tokenizer(location, trust_remote_code)
+        model, report = _load(weights, getattr(torch, dtype), trust_remote_code)
         model = model.to(device)
+    if weights != location:
+        model = add_adapters(model, Path(location))
     prepare_attention(model)
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would initialise them at random and continue
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"the model {path!r} lacks the weights {missing[0]}{more}: its folder is damaged")
-    return model.eval(), _chat(tokenizer, location, chat_template, template_kwargs)
+    return model.eval(), _chat(tokenizer, weights, chat_template, template_kwargs)
 
 
 def resolve_device(device: str) -> str:
@@ -86,6 +93,7 @@ def load_chat(
     *,
     trust_remote_code: bool = False,
     revision: str = "",
+    base: str = "",
     chat_template: Path | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatTokenizer:
@@ -93,6 +101,8 @@ def load_chat(
     location = locate(path, revision)
     with explained(path, location):
         tokenizer = _load_tokenizer(location, trust_remote_code)
+    if is_adapters(Path(location)):
+        location = str(find_base(Path(location), base, verified=False))
     return _chat(tokenizer, location, chat_template, template_kwargs)
 
 
@@ -125,12 +135,11 @@ def _load_tokenizer(location: str, trust_remote_code: bool) -> Any:
     return AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code)
 
 
-def _load(location: str, dtype: Any, trust_remote_code: bool) -> tuple[Any, Any, dict[str, Any]]:
+def _load(location: str, dtype: Any, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
     """Always passes `trust_remote_code`: without it, transformers asks on standard input."""
     from transformers import AutoModelForCausalLM
 
-    tokenizer = _load_tokenizer(location, trust_remote_code)
     model, report = AutoModelForCausalLM.from_pretrained(
         location, dtype=dtype, use_safetensors=True, output_loading_info=True, trust_remote_code=trust_remote_code
     )
-    return model, tokenizer, report
+    return model, report

@@ -6,11 +6,13 @@ Both are quick whatever the size of the model, so that a run can be refused befo
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from toolwise.models.folder import locate
+from toolwise.models.adapters import find_base
+from toolwise.models.folder import is_adapters, locate
 from toolwise.models.loader import explained, prepare_attention
 from toolwise.models.remote_code import check_hub_kernels
 
@@ -19,11 +21,13 @@ WEIGHT_NOISE = 0.15
 """Large enough for the outputs of a small model to depend on every part of its formula."""
 
 
-def load_skeleton(path: str, *, dtype: str, trust_remote_code: bool = False, revision: str = "") -> Any:
+def load_skeleton(path: str, *, dtype: str, trust_remote_code: bool = False, revision: str = "", base: str = "") -> Any:
     """The model at `path` with parameters that have shapes but no values."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     location = locate(path, revision)
+    if is_adapters(Path(location)):
+        location = str(find_base(Path(location), base, verified=False))
     if not trust_remote_code:
         check_hub_kernels(path, location)
     with explained(path, location), torch.device("meta"):

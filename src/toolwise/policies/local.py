@@ -79,6 +79,11 @@ class LocalPolicy:
     def version(self, version: int) -> None:
         self.engine.weights_changed(version)
 
+    @property
+    def has_serving_options(self) -> bool:
+        """Whether the engine samples with `ServingOptions` and stop strings."""
+        return isinstance(self.engine, Engine)
+
     async def generate(
         self,
         token_ids: Sequence[int],
@@ -103,8 +108,8 @@ class LocalPolicy:
         if not isinstance(self.engine, Engine):
             assert constraint is None
             assert logits_mask is None
-            if options.truncates or options.top_logprobs:
-                raise PolicyError(f"{type(self.engine).__name__} cannot truncate distributions: leave top_p, top_k out")
+            if options.truncates or options.top_logprobs or stop_strings:
+                raise PolicyError(f"{type(self.engine).__name__} has no top_p, top_k and stop strings: leave them out")
             return await self.engine.generate(token_ids, sampling)
         mask = logits_mask if constraint is None else constraint.mask(sampling)
         clock = asyncio.get_running_loop()
@@ -282,7 +287,7 @@ class LocalSession:
         if self.on_tokens is not None:
             extra["on_tokens"] = self.on_tokens
         if self.options is not NO_OPTIONS:
-            extra["options"] = self.options
+            extra |= {"options": self.options, "stop_strings": self.options.stop_strings}
         if self._ban is not None:
             extra["logits_mask"] = self._ban
         result = await self.policy.generate(prompt, sampling, **extra)

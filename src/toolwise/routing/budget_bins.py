@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from toolwise.config.router import RouterConfig
-from toolwise.errors import ConfigError
+from toolwise.errors import QuestionError
 from toolwise.messages import Message
 from toolwise.protocols import Metrics
 from toolwise.routing.budget import Multiplier
@@ -52,8 +52,9 @@ class BudgetBins:
         """A budget's own bin, or its neighbours with the shares of prompts that they get."""
         low, high = self.values[0], self.values[-1]
         if not low - 1e-9 <= value <= high + 1e-9:
-            raise ConfigError(
-                f"budget {value:g} is outside {low:g} to {high:g}, which the router was trained for: choose one within"
+            raise QuestionError(
+                f"budget {value:g} is outside {low:g} to {high:g}, which the router was trained for: choose one within",
+                "budget",
             )
         above = min(bisect_left(self.values, value - 1e-9), len(self) - 1)
         gap = self.values[above] - value

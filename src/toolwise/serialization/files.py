@@ -6,6 +6,7 @@ Syncing a file writes its data, syncing its folder writes its name; neither impl
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -41,6 +42,12 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def write_atomic(path: Path, data: bytes, *, private: bool = False) -> None:
     """Write a file that exists completely or not at all, even if the process dies; `private`: mode 0600."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,6 +58,14 @@ def write_atomic(path: Path, data: bytes, *, private: bool = False) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Another name for a file that nobody changes in place; a copy where the file system has no hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def make_folder(path: Path) -> None:

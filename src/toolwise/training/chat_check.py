@@ -44,6 +44,7 @@ def open_chat(config: RunConfig, parser: ParserSpec | None = None) -> tuple[Chat
         model.path,
         trust_remote_code=model.trust_remote_code,
         revision=model.revision,
+        base=model.base,
         chat_template=model.chat_template,
         template_kwargs=model.template_kwargs,
     )

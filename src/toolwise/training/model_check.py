@@ -50,6 +50,7 @@ def check_model(
         dtype=resolve_dtype(model.dtype, device),
         trust_remote_code=model.trust_remote_code,
         revision=model.revision,
+        base=model.base,
     )
     sizes = _sizes(skeleton, chat, device, config.rollout.max_new_tokens)
     own = [*_forward(skeleton, config, device), _memory(skeleton, config, device)]

@@ -221,6 +221,7 @@ def load_options(config: RunConfig, path: str) -> dict[str, Any]:
         "dtype": model.dtype,
         "trust_remote_code": model.trust_remote_code,
         "revision": model.revision if own else "",
+        "base": model.base,
         "chat_template": model.chat_template if own else None,
         "template_kwargs": model.template_kwargs,
     }

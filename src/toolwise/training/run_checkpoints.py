@@ -15,6 +15,7 @@ from toolwise import __version__
 from toolwise.protocols import Metrics
 from toolwise.tools.catalog import write_tools
 from toolwise.training import checkpoint
+from toolwise.training.agent_files import AgentFiles
 from toolwise.training.changes import saved_settings
 from toolwise.training.checkpoint.background import BackgroundSaver
 from toolwise.training.run import Run
@@ -35,6 +36,7 @@ class RunCheckpoints:
     def __init__(self, run: Run, out: Path) -> None:
         self.run, self.out = run, out
         self.folder = out / "checkpoints"
+        self._agent = AgentFiles(run.config, out)
         self._saver = BackgroundSaver(background=run.config.trainer.async_checkpoints)
         self._figures: Mapping[str, float] = {}
 
@@ -53,7 +55,7 @@ class RunCheckpoints:
         with checkpoint.cleaning_up(staged, self.folder / f"step-{step:06d}"):
             checkpoint.make_folder(self.folder)
             staged.mkdir()
-            self._write_small_files(staged)
+            self._write_small_files(staged, step)
             if weights is None:
                 run.learner.save_model(staged)
         write = partial(
@@ -71,11 +73,12 @@ class RunCheckpoints:
         )
         self._saver.start({"parts": parts, "weights": weights}, write)
 
-    def _write_small_files(self, folder: Path) -> None:
+    def _write_small_files(self, folder: Path, step: int) -> None:
         """What is small and may change while the run goes on, or is not safe to use from two threads."""
         self.run.chat.tokenizer.save_pretrained(folder)
         self.run.router.save(folder)
         write_tools(folder, self.run.scheduler.tools)
+        self._agent.write(folder, step)
 
     def _write(
         self, step: int, staged: Path, state: Mapping[str, Any], abandoned: Callable[[], bool], **details: Any
@@ -93,6 +96,7 @@ class RunCheckpoints:
                 step,
                 state["parts"],
                 extra_files={"model": fill},
+                known_files=self._agent.entries("model"),
                 extra_bytes=checkpoint.tensor_bytes(weights or {}),
                 abandoned=abandoned,
                 **details,

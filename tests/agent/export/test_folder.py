@@ -19,8 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from toolwise.agent.export import export_model
-from toolwise.agent.export.folder import convert, saved_dtype
-from toolwise.agent.loader import find_checkpoint, find_run, load_parts
+from toolwise.agent.export.dtype import convert, saved_dtype
+from toolwise.agent.loader import load_parts
+from toolwise.agent.sources import find_checkpoint, find_run
 from toolwise.config.loader import to_toml
 from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError, ModelError
@@ -90,7 +91,7 @@ def test_the_latest_is_exported_or_the_best_or_the_one_named(trained: Path, tmp_
     named = trained / "checkpoints" / "step-000000"
     assert (find_run(named, ""), find_checkpoint(named).step) == (trained.resolve(), 0)
     done = export_model(trained, tmp_path / "out", best="score")
-    assert (done.checkpoint.step, done.dtype) == (5, "float32")
+    assert (done.step, done.dtype) == (5, "float32")
     assert "| steps | 5 of" in (done.out / "README.md").read_text(encoding="utf-8")
 
 
@@ -107,7 +108,7 @@ def test_nothing_is_overwritten(trained: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no config\.toml: give the folder of a run"):
+    with pytest.raises(CheckpointError, match=r"has no config\.toml: give a run, "):
         export_model(tmp_path, tmp_path / "out")
     with pytest.raises(ConfigError, match="is a single checkpoint: give its run"):
         find_checkpoint(trained / "checkpoints" / "step-000005", best="score")
@@ -123,7 +124,7 @@ def test_a_damaged_checkpoint_is_not_skipped_silently(trained: Path, tmp_path: P
     (run / "checkpoints" / "step-000010" / "model" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"step-000010.*config\.json has 2 bytes"):
         export_model(run, tmp_path / "out")
-    assert export_model(run / "checkpoints" / "step-000005", tmp_path / "out").checkpoint.step == 5
+    assert export_model(run / "checkpoints" / "step-000005", tmp_path / "out").step == 5
 
 
 def test_a_model_that_does_not_load_is_not_left_behind(trained: Path, tmp_path: Path) -> None:

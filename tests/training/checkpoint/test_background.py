@@ -13,7 +13,7 @@ import torch
 
 from toolwise.errors import CheckpointError
 from toolwise.training.checkpoint import Checkpoint, background, load, save
-from toolwise.training.checkpoint.background import BackgroundSaver, available_memory
+from toolwise.training.checkpoint.background import BackgroundSaver
 
 
 class Gate:
@@ -117,16 +117,3 @@ def test_without_memory_for_a_copy_the_write_is_waited_for(
     roomy.start(state, gate.write)
     assert roomy.take_result(wait=True) is not None
     assert gate.written[1] is not state
-
-
-def test_the_memory_of_a_container_is_within_its_limit(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:  8000 kB\n")
-    assert available_memory(meminfo, tmp_path) == 8000 << 10
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    assert available_memory(meminfo, tmp_path) == 8000 << 10
-    (tmp_path / "memory.max").write_text("5000\n")
-    (tmp_path / "memory.stat").write_text("anon 400\ninactive_file 500\n")
-    assert available_memory(meminfo, tmp_path) == 4500
-    assert available_memory(tmp_path / "none", tmp_path / "none") is None

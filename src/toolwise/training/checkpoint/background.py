@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolwise.concurrency.memory import available_memory
 from toolwise.errors import CheckpointError
 from toolwise.protocols import Metrics
 from toolwise.training.checkpoint.loader import Checkpoint
@@ -149,26 +149,3 @@ class _Timer:
 
     def __exit__(self, *_: object) -> None:
         self._times[self._name] = self._times.get(self._name, 0.0) + time.perf_counter() - self._start
-
-
-def available_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes of memory that can be allocated without swapping, in a container within its limit; None if the system
-    does not say."""
-    amounts = []
-    if (system := _read_numbers(meminfo).get("MemAvailable:")) is not None:
-        amounts.append(system << 10)
-    try:
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        amounts.append(limit - used + _read_numbers(group / "memory.stat").get("inactive_file", 0))
-    except (OSError, ValueError):  # no group, or no limit ("max")
-        pass
-    return min(amounts, default=None)
-
-
-def _read_numbers(file: Path) -> dict[str, int]:
-    """The numbers of a file with lines such as `MemAvailable:  123 kB`; empty if there is none."""
-    try:
-        words = [line.split() for line in file.read_text("ascii").splitlines()]
-    except OSError:
-        return {}
-    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}

@@ -19,6 +19,8 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from toolwise.errors import CheckpointError
 from toolwise.serialization.files import STEP_FOLDER, newest_first, sync
 from toolwise.serialization.state import decode
+from toolwise.training.checkpoint.agent_manifest import AGENT_FILE, list_agent_files
+from toolwise.training.checkpoint.file_entry import FileEntry, file_sha256
 
 log = logging.getLogger("toolwise.training.checkpoint")
 
@@ -26,11 +28,6 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 OVERSPEND = "budget/overspend"
 """Validation metric: how much it exceeded the router's budgets; 0 within them."""
-
-
-class FileEntry(BaseModel):
-    size: int
-    sha256: str
 
 
 class Manifest(BaseModel):
@@ -55,13 +52,18 @@ def settings_digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-def seal(folder: Path, manifest: Manifest) -> None:
-    """Sync every file, and only then write the manifest with their hashes."""
+def seal(folder: Path, manifest: Manifest, known: Mapping[str, FileEntry] | None = None) -> None:
+    """Sync every file, and only then write the manifest with their hashes. An agent folder within gets the list of its
+    files first. `known` are entries of files that need not be read."""
     for path in sorted(folder.rglob("*")):
         sync(path)
-        if path.is_file():
+        if path.is_file() and path.name != AGENT_FILE:
             name = path.relative_to(folder).as_posix()
-            manifest.files[name] = FileEntry(size=path.stat().st_size, sha256=file_sha256(path))
+            manifest.files[name] = (known or {}).get(name) or FileEntry.of(path)
+    for path in sorted(folder.rglob(AGENT_FILE)):
+        list_agent_files(path.parent, folder, manifest.files)
+        sync(path.parent)
+        manifest.files[path.relative_to(folder).as_posix()] = FileEntry.of(path)
     manifest.seal = manifest.digest()
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
     sync(folder / MANIFEST)
@@ -119,14 +121,6 @@ def list_files(folder: Path) -> Iterator[str]:
         name = path.relative_to(folder)
         if not path.is_dir() and name.as_posix() != MANIFEST and not any(part.startswith(".") for part in name.parts):
             yield name.as_posix()
-
-
-def file_sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}): use an earlier checkpoint") from error
 
 
 @dataclass(frozen=True, slots=True)

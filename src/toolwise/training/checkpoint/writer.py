@@ -25,6 +25,7 @@ from toolwise.serialization.files import (
     disk_fault,
     final_path,
     is_final,
+    link_or_copy,
     make_folder,
     newest_first,
     remove,
@@ -32,6 +33,7 @@ from toolwise.serialization.files import (
     sync,
 )
 from toolwise.serialization.state import TensorCollector, encode
+from toolwise.training.checkpoint.file_entry import FileEntry
 from toolwise.training.checkpoint.loader import (
     FORMAT,
     MANIFEST,
@@ -115,6 +117,7 @@ def save(
     *,
     extra_files: Mapping[str, Callable[[Path], None]] | None = None,
     extra_bytes: int = 0,
+    known_files: Mapping[str, FileEntry] | None = None,
     facts: Mapping[str, Any] | None = None,
     figures: Mapping[str, float] | None = None,
     keep_last: int = 3,
@@ -125,7 +128,8 @@ def save(
     There must be one writer per folder: hold a `FolderLock`.
 
     `extra_files` maps the name of a subfolder to a function that fills it, such as a model's `save_pretrained`;
-    `extra_bytes` is about how much they write, for the check that all of it fits on the disk.
+    `extra_bytes` is about how much they write, for the check that all of it fits on the disk. `known_files` are entries
+    of files that need not be read for their checksums.
     `figures` are the metrics of a validation at exactly this step; `keep_best` names one of them, as for `best`.
     Checkpoints of later steps are removed too: the run was rolled back, and must not resume from its discarded future.
     Once `abandoned` returns True, nothing more is written and the save raises.
@@ -156,7 +160,7 @@ def save(
             (new / name).mkdir()
             write(new / name)
         _check_abandoned(abandoned, final)
-        seal(new, manifest)
+        seal(new, manifest, known_files)
         _check_abandoned(abandoned, final)
         _swap_in(new, final)
     _try_cleanup(lambda: _prune(final, step, keep_last, keep_best), final.parent)
@@ -211,7 +215,10 @@ def amend(path: str | os.PathLike[str], files: Mapping[str, bytes]) -> Checkpoin
     new = sibling_path(path, "tmp")
     try:
         shutil.copytree(
-            path, new, ignore=lambda folder, _: {MANIFEST} if Path(folder) == path else set(), copy_function=_link
+            path,
+            new,
+            ignore=lambda folder, _: {MANIFEST} if Path(folder) == path else set(),
+            copy_function=link_or_copy,
         )
         for name, data in files.items():
             (new / name).parent.mkdir(parents=True, exist_ok=True)
@@ -225,13 +232,6 @@ def amend(path: str | os.PathLike[str], files: Mapping[str, bytes]) -> Checkpoin
             f"cannot write {path}: {error.strerror or error}; check disk space and permissions"
         ) from error
     return Checkpoint.from_manifest(path, manifest)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # the file system has no hard links
-        shutil.copyfile(source, target)
 
 
 def _swap_in(new: Path, final: Path) -> Path:

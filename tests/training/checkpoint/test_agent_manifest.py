@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from toolwise.agent.manifest import AGENT_FILE, AgentManifest, update_file, verify_agent, write_manifest
 from toolwise.errors import CheckpointError
+from toolwise.training.checkpoint.agent_manifest import (
+    AGENT_FILE,
+    AgentManifest,
+    update_file,
+    verify_agent,
+    write_manifest,
+)
 from toolwise.training.checkpoint.loader import FileEntry
 
 

@@ -1,4 +1,4 @@
-"""The settings of an agent folder: collected from a run with the code and documents they refer to, and read again.
+"""The settings of an agent folder: collected from a run, with the code and documents they refer to, and read again.
 
 A folder may come from anyone, so it does not decide which code runs: `read_bundle` refuses references to code, commands
 and programs until the caller trusts the folder.
@@ -7,20 +7,23 @@ and programs until the caller trusts the folder.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolwise.config.imports import GIVEN_IN_PYTHON
 from toolwise.config.loader import apply_overrides
 from toolwise.config.paths import resolve_paths
-from toolwise.config.schema import INFERENCE_FIELDS, RunConfig
+from toolwise.config.schema import INFERENCE_FIELDS, RunConfig, inference_settings
 from toolwise.config.secret_names import find_secret, is_secret, list_names
 from toolwise.config.sibling_imports import imported_siblings
 from toolwise.errors import CheckpointError, ConfigError
+from toolwise.routing.head import ROUTER_METADATA_FILE
+from toolwise.serialization.json_text import json_text
 from toolwise.tools.builtin.search.tool import corpus_files
 
 log = logging.getLogger("toolwise")
@@ -44,17 +47,21 @@ _MACHINE_OPTIONS = {"search": ("cache",), "mcp": ("cwd",)}
 _VARIABLE = re.compile(r"\$\{\w+\}")
 
 
-def write_bundle(config: RunConfig, folder: Path) -> dict[str, Any]:
+Notify = Callable[[str], None]
+"""Told of what an agent folder cannot hold."""
+
+
+def write_bundle(config: RunConfig, folder: Path, notify: Notify = log.warning) -> dict[str, Any]:
     """Copy the code and documents that an agent needs into `folder`; return its settings, which refer to the copies."""
     settings = config.model_dump(mode="json", include=AGENT_FIELDS, exclude_none=True)
     if config.agent.enabled:
         settings[OWN_AGENT] = True
-        log.warning("the export holds the model alone: the loop and the tools of your own agent are not part of it")
-    copies = _Copies(folder)
+        notify("the export holds the model alone: the loop and the tools of your own agent are not part of it")
+    copies = _Copies(folder, notify)
     settings["tools"] = [copies.tool(entry) for entry in settings["tools"]]
     for table, key in _reference_places(settings):
         table[key] = copies.reference(table[key])
-    return _without_secrets(settings)  # type: ignore[no-any-return]
+    return _without_secrets(settings, notify)  # type: ignore[no-any-return]
 
 
 def read_bundle(
@@ -62,12 +69,16 @@ def read_bundle(
     folder: Path,
     overrides: Sequence[str],
     *,
+    files: Path | None = None,
     trust_code: bool,
     use_tools: bool = True,
     use_reward: bool = False,
+    only_copied: bool = False,
 ) -> dict[str, Any]:
     """The settings as sections of a configuration, with `overrides`. Raises if they name code that the caller neither
-    trusts nor replaces. Tools and reward are left out if they are not used."""
+    trusts nor replaces. Tools and reward are left out if they are not used. `files` has the folder's files without
+    links. `only_copied`: nothing of them is run."""
+    files = files or folder
     stored = {name: value for name, value in copy.deepcopy(dict(settings)).items() if name != OWN_AGENT}
     if unknown := list(unknown_settings(stored, AGENT_FIELDS)):
         raise ConfigError(
@@ -78,15 +89,18 @@ def read_bundle(
         if not use_reward:
             stored.pop("reward", None)
         entries = (stored.get("tools") or []) if use_tools else []
-        stored["tools"] = [entry for entry in entries if not _name_of(entry).startswith(GIVEN_IN_PYTHON)]
-        _check_inside(stored, folder)
-        resolved = resolve_paths(stored, folder)
+        kept = [entry for entry in entries if not _name_of(entry).startswith(GIVEN_IN_PYTHON)]
+        stored["tools"] = entries if only_copied else kept
+        _check_inside(stored, folder, files)
+        resolved = resolve_paths(stored, files)
         own = dict(zip(_code_places(resolved), _code_places(stored).values(), strict=True))
     except (AttributeError, TypeError, KeyError, ValueError) as fault:
         raise CheckpointError(f"{folder}: agent.json cannot be read ({fault}): export the agent again") from None
     merged = apply_overrides(resolved, overrides)
     if (merged.get("multi_turn") or {}).get("enable") is False:
         merged["tools"] = []
+    if only_copied:
+        return merged
     for table, key in _reference_places(merged):
         if table[key].startswith(GIVEN_IN_PYTHON):
             what = table[key].removeprefix(GIVEN_IN_PYTHON)
@@ -123,6 +137,29 @@ def known_settings(settings: Mapping[str, Any], fields: Any) -> dict[str, Any]:
 def _inner_fields(fields: Any, name: str) -> Any:
     """What `fields` has under a name: True for everything, False for nothing."""
     return fields.get(name, False) if isinstance(fields, Mapping) else name in fields
+
+
+def record_settings(folder: Path, config: RunConfig, overrides: Sequence[str] = ()) -> None:
+    """Adds the inference settings of a routed agent, which checkpoints of earlier versions do not have, and changes of
+    its router's."""
+    file = folder / ROUTER_METADATA_FILE
+    if file.is_file():
+        try:
+            metadata = json.loads(file.read_text(encoding="utf-8"))
+            own = inference_settings(config)
+            metadata = metadata | own if overrides else own | metadata
+            changes = [override for override in overrides if override.startswith("router.")]
+            metadata["router"] = apply_overrides({"router": metadata.get("router") or {}}, changes)["router"]
+        except (ValueError, TypeError, RecursionError) as fault:
+            raise CheckpointError(
+                f"{file.name} of the checkpoint cannot be read ({fault}): export another checkpoint"
+            ) from None
+        if config.router.wording not in ("", "silent") and isinstance(metadata.get("router"), dict):
+            wording = Path(config.router.wording)
+            metadata["router"]["wording"] = f"wording{wording.suffix}"
+            if wording.is_file():
+                shutil.copyfile(wording, folder / f"wording{wording.suffix}")
+        file.write_text(json_text(metadata, indent=2) + "\n", encoding="utf-8")
 
 
 def brings_code(settings: Mapping[str, Any]) -> bool:
@@ -169,7 +206,7 @@ def _reference_places(settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, A
         yield from ((table, key) for key in keys if isinstance(table.get(key), str) and table[key])
 
 
-def _check_inside(stored: Mapping[str, Any], folder: Path) -> None:
+def _check_inside(stored: Mapping[str, Any], folder: Path, files: Path) -> None:
     """Raise if the settings name a file elsewhere: a folder must not choose which of the user's files are read."""
     references = [str(table[key]) for table, key in _reference_places(stored)]
     paths: list[str] = []
@@ -178,10 +215,10 @@ def _check_inside(stored: Mapping[str, Any], folder: Path) -> None:
         references.append(str(table["name"]))
         if table["name"] == "search":
             paths += [table[key] for key in ("file", "folder", "cache", "wordnet") if isinstance(table.get(key), str)]
-    files = [text if text.endswith(".py") else text.rpartition(":")[0] for text in references]
-    paths += [file for file in files if file.endswith(".py") or "/" in file or file.startswith("~")]
+    modules = [text if text.endswith(".py") else text.rpartition(":")[0] for text in references]
+    paths += [file for file in modules if file.endswith(".py") or "/" in file or file.startswith("~")]
     for path in paths:
-        if not is_inside(path, folder):
+        if not is_inside(path, files):
             raise ConfigError(f"{folder} names {path}, which is not in the folder: export the agent again")
 
 
@@ -192,8 +229,8 @@ def is_inside(path: str, folder: Path) -> bool:
 class _Copies:
     """Copies sources and documents into an agent folder: those of each original folder into a folder of their own."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, notify: Notify) -> None:
+        self.folder, self.notify = folder, notify
         self._numbers: dict[Path, int] = {}
 
     def tool(self, entry: str | dict[str, Any]) -> str | dict[str, Any]:
@@ -215,7 +252,7 @@ class _Copies:
         source = Path(file)
         sources = [source, *imported_siblings(source)] if source.is_file() else []
         if problem := _why_not_copied(source, sources):
-            log.warning("%s is not part of the export: %s; whoever uses the agent must give it", source.name, problem)
+            self.notify(f"{source.name} is not part of the export: {problem}; whoever uses the agent must give it")
             return f"{GIVEN_IN_PYTHON}{source.name}{colon}{name}"
         target = self._place("code", source.parent)
         for path in sources:
@@ -231,7 +268,7 @@ class _Copies:
         size = sum(path.stat().st_size for path in files)
         if not files or size > MAX_DATA_BYTES:
             why = f"{size / 1e6:.0f} MB" if files else "not found"
-            log.warning("search: %s is not part of the export (%s): give the documents when asking", source.name, why)
+            self.notify(f"search: {source.name} is not part of the export ({why}): give the documents when asking")
             del table[key]
             return
         target = self._place("documents", source if source.is_dir() else source.parent)
@@ -263,21 +300,22 @@ def _why_not_copied(source: Path, sources: Sequence[Path]) -> str:
     return ""
 
 
-def _without_secrets(value: Any, key: str = "") -> Any:
+def _without_secrets(value: Any, notify: Notify, key: str = "") -> Any:
     """A copy without values that look like secrets; `${NAME}`, an environment variable, stays."""
     if isinstance(value, Mapping):
-        return {k: _without_secrets(item, str(k)) for k, item in value.items() if _is_public(str(k), item)}
+        public = {str(k): item for k, item in value.items() if _is_public(str(k), item, notify)}
+        return {k: _without_secrets(item, notify, k) for k, item in public.items()}
     if isinstance(value, list):
         named = zip(list_names(value, key), value, strict=True)
-        return [_without_secrets(item, name) for name, item in named if _is_public(name, item)]
+        return [_without_secrets(item, notify, name) for name, item in named if _is_public(name, item, notify)]
     return value
 
 
-def _is_public(name: str, value: Any) -> bool:
+def _is_public(name: str, value: Any, notify: Notify) -> bool:
     variable = isinstance(value, str) and _VARIABLE.search(value)
     if not (is_secret("", _VARIABLE.sub("", value)) if variable else is_secret(name, value)):
         return True
-    log.warning("%s is not part of the export, since it looks like a secret: use ${VARIABLE}", name)
+    notify(f"{name} is not part of the export, since it looks like a secret: use ${{VARIABLE}}")
     return False
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from toolwise.agent.bundle import AGENT_FIELDS, read_bundle, write_bundle
-from toolwise.agent.loader import find_agent, find_router
-from toolwise.agent.manifest import write_manifest
+from toolwise.agent.sources import find_agent, find_router
 from toolwise.config.loader import setting_paths
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
+from toolwise.training.agent_bundle import AGENT_FIELDS, read_bundle, write_bundle
+from toolwise.training.checkpoint.agent_manifest import write_manifest
 
 
 def paths_of(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

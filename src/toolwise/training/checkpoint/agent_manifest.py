@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from toolwise import __version__
 from toolwise.errors import CheckpointError
 from toolwise.serialization.files import write_atomic
-from toolwise.training.checkpoint.loader import FileEntry, file_sha256
+from toolwise.training.checkpoint.file_entry import FileEntry, file_sha256
 
 AGENT_FILE = "agent.json"
 AGENT_FORMAT = 2
@@ -22,6 +26,7 @@ _READABLE_FORMATS = (1, AGENT_FORMAT)
 _LICENCES = ("LICENSE", "NOTICE")
 _LEFT_BEHIND = ("._", ".DS_Store", ".nfs")
 """Starts of the names of hidden files that desktops and network drives leave anywhere."""
+_LOOKED_UP = ("code/", "documents/", "wording.")
 _OF_DOWNLOADS = (".git", ".gitattributes", ".gitignore", ".cache")
 """What git and the hub's client keep at the top of a folder."""
 
@@ -46,14 +51,28 @@ class AgentManifest(BaseModel):
 def write_manifest(folder: Path, name: str, step: int, settings: dict[str, Any]) -> None:
     """Write agent.json; call it last."""
     manifest = AgentManifest(name=name, step=step, settings=settings)
-    manifest.files = {path: _entry(folder / path) for path in sorted(_sealed_files(folder))}
+    manifest.files = {path: FileEntry.of(folder / path) for path in sorted(_sealed_files(folder))}
+    _write(folder, manifest)
+
+
+def write_unsealed(folder: Path, name: str, step: int, settings: dict[str, Any]) -> None:
+    """Write agent.json without the list of files, which `list_agent_files` adds."""
+    _write(folder, AgentManifest(name=name, step=step, settings=settings))
+
+
+def list_agent_files(folder: Path, root: Path, entries: Mapping[str, FileEntry]) -> None:
+    """Update the list of files of the agent in `folder`, from entries of all files in `root` by their names there."""
+    prefix = folder.relative_to(root).as_posix() + "/" if folder != root else ""
+    names = {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
+    manifest = read_manifest(folder)
+    manifest.files = {name: entry for name, entry in sorted(names.items()) if _is_sealed(name)}
     _write(folder, manifest)
 
 
 def verify_agent(folder: Path) -> AgentManifest:
     """Return the manifest; raise if a file is missing, changed, was added, or is a link to elsewhere."""
     _refuse_links(folder)
-    manifest = _read(folder)
+    manifest = read_manifest(folder)
     for name, entry in manifest.files.items():
         file = folder / name
         if not file.is_file():
@@ -75,16 +94,33 @@ def update_file(folder: Path, name: str, data: bytes) -> None:
     """Replace one file of an agent folder and its checksum."""
     manifest = verify_agent(folder)
     write_atomic(folder / name, data)
-    manifest.files[name] = _entry(folder / name)
+    manifest.files[name] = FileEntry.of(folder / name)
     _write(folder, manifest)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """The settings of an agent folder, whose other files are not verified."""
-    return _read(folder).settings
+    return read_manifest(folder).settings
 
 
-def _read(folder: Path) -> AgentManifest:
+@cache
+def without_links(folder: Path, seal: str) -> Path:
+    """`folder`, or copies of its code, documents and wording if those are links, as in the hub's cache: modules and
+    documents are looked up beside a file's real path. The copies last as long as the process; `seal` names their
+    version."""
+    links = [name for name in _sealed_files(folder) if (folder / name).is_symlink()]
+    names = [name for name in links if name.startswith(_LOOKED_UP)]
+    if not names:
+        return folder
+    copies, process = Path(tempfile.mkdtemp(prefix="toolwise-agent-")), os.getpid()
+    atexit.register(lambda: shutil.rmtree(copies, ignore_errors=True) if os.getpid() == process else None)
+    for name in names:
+        (copies / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, copies / name)
+    return copies
+
+
+def read_manifest(folder: Path) -> AgentManifest:
     file = folder / AGENT_FILE
     try:
         manifest = AgentManifest.model_validate_json(file.read_bytes())
@@ -100,10 +136,6 @@ def _read(folder: Path) -> AgentManifest:
 def _write(folder: Path, manifest: AgentManifest) -> None:
     manifest.seal = manifest.digest()
     write_atomic(folder / AGENT_FILE, (manifest.model_dump_json(indent=1) + "\n").encode())
-
-
-def _entry(file: Path) -> FileEntry:
-    return FileEntry(size=file.stat().st_size, sha256=file_sha256(file))
 
 
 def _refuse_links(folder: Path) -> None:

@@ -1,0 +1,103 @@
+"""Folders with LoRA adapters alone: they name their base model, with checksums of its weights, and load as the model
+that both together are."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from toolwise.errors import ModelError, ToolwiseError, import_extra
+from toolwise.models.folder import is_adapters, is_hub_name, locate, read_json_object
+from toolwise.serialization.files import file_digest
+from toolwise.serialization.json_text import json_text
+
+log = logging.getLogger("toolwise.models")
+
+BASE_FILE = "base_model.json"
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def write_base(folder: Path, name: str, revision: str, base: Path) -> None:
+    """Record the base model of the adapters in `folder`: its public name, and a checksum of each file of weights."""
+    record = {"name": name, "revision": revision, "files": _digests(base)}
+    (folder / BASE_FILE).write_text(json_text(record, indent=1) + "\n", encoding="utf-8")
+
+
+def find_base(folder: Path, given: str = "", *, verified: bool = True) -> Path:
+    """The folder of the adapters' base model: `given`, or the model of the name that they record. A base that was a
+    folder is looked for beside that of the adapters. Raises if it is missing or, if `verified`, another one."""
+    record = _read_base(folder)
+    name, revision = record["name"], record["revision"]
+    missing = f"{folder} holds LoRA adapters for the model {name!r}, which is not here"
+    cure = "give the folder of that model with --set model.base=FOLDER"
+    named = name.startswith("builtin:") or is_hub_name(name)
+    if not given and not named:
+        beside = folder.resolve().parent / name
+        if not name or name != Path(name).name or not beside.is_dir():  # a folder must not choose which others are read
+            raise ModelError(f"{missing}: {cure}")
+        given = str(beside)
+    try:
+        base = Path(locate(given) if given else locate(name, revision))
+    except ToolwiseError as fault:
+        if given:
+            raise
+        raise ModelError(f"{missing} ({fault}): {cure}") from None
+    if is_adapters(base):
+        raise ModelError(f"{base} holds adapters too, and is no base model for {folder}: {cure}")
+    if verified:
+        _check_base(base, record["files"], folder, f"is not the model that the adapters in {folder} belong to: {cure}")
+    return base
+
+
+def _check_base(base: Path, files: dict[str, Any], folder: Path, problem: str) -> None:
+    if not files:
+        log.warning("%s has no checksums of its base model (%s): whether %s is that model is not known",
+                    folder, BASE_FILE, base)  # fmt: skip
+        return
+    if {path.name for path in _weights(base)} != set(files):
+        raise ModelError(f"{base} {problem}")
+    for path in _weights(base):
+        if path.stat().st_size != files[path.name]["size"] or file_digest(path) != files[path.name]["sha256"]:
+            raise ModelError(f"{base} {problem} ({path.name} has another sha256)")
+
+
+def add_adapters(model: Any, folder: Path) -> Any:
+    """The model with the adapters of `folder` merged in, as training computed with them; `model` is used up."""
+    from toolwise.models.merged_weights import merged_copy
+
+    peft = import_extra("peft", "peft")
+    try:
+        peft.PeftModel.from_pretrained(model, folder)
+    except Exception as fault:  # peft raises many types
+        reason = (str(fault).strip().splitlines() or [type(fault).__name__])[0]
+        raise ModelError(f"the adapters in {folder} do not fit their base model: {reason}") from fault
+    return merged_copy(model)
+
+
+def _read_base(folder: Path) -> dict[str, Any]:
+    """What write_base recorded; of other adapters the name alone."""
+    file = folder / BASE_FILE
+    if not file.is_file():
+        config = read_json_object(folder / ADAPTER_CONFIG)
+        name, revision = config.get("base_model_name_or_path"), config.get("revision")
+        return {"name": name if isinstance(name, str) else "", "revision": revision or "", "files": {}}
+    record = read_json_object(file)
+    texts = isinstance(record.get("name"), str) and isinstance(record.get("revision"), str)
+    files = record.get("files")
+    if not texts or not isinstance(files, dict) or not all(_is_entry(entry) for entry in files.values()):
+        raise ModelError(f"{file} does not name a base model: export the adapters again")
+    return record
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and {"size", "sha256"} <= entry.keys()
+
+
+def _digests(base: Path) -> dict[str, dict[str, Any]]:
+    return {path.name: {"size": path.stat().st_size, "sha256": file_digest(path)} for path in _weights(base)}
+
+
+def _weights(base: Path) -> list[Path]:
+    """A router's head beside the model is not part of it."""
+    return [path for path in sorted(base.glob("*.safetensors")) if path.name != "router.safetensors"]

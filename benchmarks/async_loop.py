@@ -113,7 +113,7 @@ def figures(mode: dict[str, Any], args: argparse.Namespace, model: str) -> dict[
         "worst_age": max(metrics.get("staleness/max", 0.0) for metrics in steps),
         "ess": mean("staleness/ess"),
         "publish_s": mean("async/publish_s"),
-        "in_flight": mean("async/in_flight"),
+        "in_progress": mean("async/in_progress"),
         "load": os.getloadavg()[0],
     }
 

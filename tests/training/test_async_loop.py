@@ -3,6 +3,8 @@ with it, and what is refused."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +92,10 @@ def test_with_staleness_each_token_has_its_version_and_none_is_too_old() -> None
     for result in results:
         assert {"staleness/mean", "staleness/ess", "async/learner_wait", "async/engine_wait"} <= set(result.metrics)
         assert 0.0 < result.metrics["staleness/ess"] <= 1.0 + 1e-9
+    benchmark = (Path(__file__).parents[2] / "benchmarks" / "async_loop.py").read_text()
+    reported = re.findall(r'mean\("([^"]+)"\)', benchmark)
+    assert len(reported) > 5
+    assert set(reported) <= set(results[0].metrics), "the benchmark averages what no step reports"
     ids = [s.rollout.rollout_id for result in results for s in result.scored]
     assert len(ids) == len(set(ids)) == 3 * 2 * 2
 

@@ -1,8 +1,8 @@
 """Decoupled PPO, recomputed and interpolated, against the objectives of the papers: written down once more with
 probabilities instead of log-probs and with the cases of the clip spelled out, differentiated in float64.
 
-    Hilton et al. 2022, AReaL    J = E[ (π_prox / π_behav) · min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A) ],  r = π_θ / π_prox
-    A-3PO (arXiv 2512.06547)     π_prox = π_behav^(1/d) · π_θ^(1 − 1/d),  d versions apart; π_behav for d = 0
+    Hilton et al. 2022, AReaL   J = E[(π_prox / π_behav) · min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A)], r = π_θ / π_prox
+    A-3PO (arXiv 2512.06547)    π_prox = π_behav^(1/d) · π_θ^(1 − 1/d),  d versions apart; π_behav for d = 0
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
     python benchmarks/async_loop.py --json async.json --picture docs/images/async_speed.png
     python benchmarks/async_loop.py --device cuda --shape 135m
+    python benchmarks/async_loop.py --staleness 2 --vary trainer.keep_cache=false trainer.keep_cache=true
 
 Episodes have three turns. Each calls a tool whose time is log-normal, 0.2 s in the median, and 5 s in one call of a
 hundred, which is the longest. On a CPU the model that ships plays, on a GPU a random one of `--shape` in bf16. All
@@ -56,19 +57,33 @@ class SlowWorld(BaseEnv):
         return "Go on.", float(len(set(str(action).split()))), self.turn == TURNS, {}
 
 
-def build(mode: dict[str, Any], args: argparse.Namespace, model: str) -> Run:
-    config = RunConfig.model_validate(
-        {
-            "model": {"path": model, "device": args.device, **({} if args.device == "cpu" else {"dtype": "bfloat16"})},
-            "data": {"batch_size": args.batch},
-            "rollout": {"n": args.n, "max_new_tokens": args.tokens},
-            "reward": {"function": "env"},
-            "actor": {"lr": 1e-4 if args.device == "cpu" else 1e-6},
-            "algorithm": {"zero_std_groups": "keep"},
-            "multi_turn": {"max_turns": TURNS},
-            "trainer": {"total_steps": args.warm_up + args.steps, **mode},
-        }
-    )
+def overrides(texts: list[str]) -> dict[str, dict[str, Any]]:
+    """Sections of the configuration, from settings such as `rollout.max_batch=8`."""
+    sections: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        section, _, key = name.partition(".")
+        try:
+            sections.setdefault(section, {})[key] = json.loads(value)
+        except json.JSONDecodeError:
+            sections.setdefault(section, {})[key] = value
+    return sections
+
+
+def build(mode: dict[str, Any], args: argparse.Namespace, model: str, varied: list[str]) -> Run:
+    settings: dict[str, Any] = {
+        "model": {"path": model, "device": args.device, **({} if args.device == "cpu" else {"dtype": "bfloat16"})},
+        "data": {"batch_size": args.batch},
+        "rollout": {"n": args.n, "max_new_tokens": args.tokens},
+        "reward": {"function": "env"},
+        "actor": {"lr": 1e-4 if args.device == "cpu" else 1e-6},
+        "algorithm": {"zero_std_groups": "keep"},
+        "multi_turn": {"max_turns": TURNS},
+        "trainer": {"total_steps": args.warm_up + args.steps, **mode},
+    }
+    for section, values in overrides([*args.set, *varied]).items():
+        settings[section] = {**settings.get(section, {}), **values}
+    config = RunConfig.model_validate(settings)
     tasks = [Task(task_id=str(i), prompt=[Message(role="user", content=f"Question {i}?")]) for i in range(256)]
     return assemble(config, tasks=tasks, validation_tasks=[], env=SlowWorld)
 
@@ -88,10 +103,10 @@ async def measure(run: Run, warm_up: int, steps: int) -> tuple[float, list[dict[
             await loop.close()
 
 
-def figures(mode: dict[str, Any], args: argparse.Namespace, model: str) -> dict[str, Any]:
+def figures(mode: dict[str, Any], args: argparse.Namespace, model: str, varied: list[str]) -> dict[str, Any]:
     """Trains in one mode."""
     SlowWorld.episodes.clear()
-    run = build(mode, args, model)
+    run = build(mode, args, model, varied)
     try:
         seconds, steps = asyncio.run(measure(run, args.warm_up, args.steps))
     finally:
@@ -105,6 +120,7 @@ def figures(mode: dict[str, Any], args: argparse.Namespace, model: str) -> dict[
     synchronous = mode["mode"] == "sync"
     return {
         "staleness": mode.get("max_staleness"),
+        "varied": varied,
         "step_s": seconds / args.steps,
         "rollouts_per_s": sum(metrics["rollouts"] for metrics in steps) / seconds,
         "learner_waits": rollout / (rollout + update) if synchronous else mean("async/learner_wait"),
@@ -113,7 +129,11 @@ def figures(mode: dict[str, Any], args: argparse.Namespace, model: str) -> dict[
         "worst_age": max(metrics.get("staleness/max", 0.0) for metrics in steps),
         "ess": mean("staleness/ess"),
         "publish_s": mean("async/publish_s"),
-        "in_flight": mean("async/in_flight"),
+        "in_progress": mean("async/in_progress"),
+        "logprob_gap": mean("staleness/logprob_gap"),
+        "prefilled": mean("engine/prefilled_tokens"),
+        "decoded": mean("engine/decoded_tokens"),
+        "limit": mean("rollout/limit"),
         "load": os.getloadavg()[0],
     }
 
@@ -149,14 +169,24 @@ def main() -> None:
     parser.add_argument("--n", type=int)
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--staleness", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=1, help="how often each mode is measured, in turn")
+    parser.add_argument("--set", nargs="*", default=[], metavar="SETTING=VALUE", help="further settings of all modes")
+    parser.add_argument(
+        "--vary", nargs="*", default=[], metavar="SETTING=VALUE", help="asynchronous modes once with each, without sync"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--picture", type=Path, help="draw idle time and speed against staleness")
     args = parser.parse_args()
     for name, size in SIZES[args.device].items():
         setattr(args, name, getattr(args, name) or size)
     print(f"{args.device}: {args.steps} steps of {args.batch} x {args.n} episodes, load {os.getloadavg()[0]:.1f}")
-    print("mode         s/step  rollouts/s  speed-up  learner waits  engine waits  age (mean, worst)    ess  publish")
-    modes = [{"mode": "sync"}, *({"mode": "async", "max_staleness": bound} for bound in args.staleness)]
+    print(
+        "mode         s/step  rollouts/s  speed-up  learner waits  engine waits  age (mean, worst)    ess  publish"
+        "  prefilled  |log π/μ|"
+    )
+    bounds: list[dict[str, Any]] = [{"mode": "async", "max_staleness": bound} for bound in args.staleness]
+    modes = [(mode, [setting]) for setting in args.vary for mode in bounds]
+    modes = modes or [(mode, list[str]()) for mode in ({"mode": "sync"}, *bounds)]
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         model = "builtin:small"
@@ -165,15 +195,16 @@ def main() -> None:
 
             model = folder
             make_model(Path(folder), args.shape, args.device)
-        for mode in modes:
-            found.append(row := figures(mode, args, model))
+        for mode, varied in modes * args.rounds:
+            found.append(row := figures(mode, args, model, varied))
             name = "sync" if row["staleness"] is None else f"async, {row['staleness']}"
             age = f"{row['mean_age']:.2f}, {row['worst_age']:.0f}"
             print(
                 f"{name:10} {row['step_s']:8.2f} {row['rollouts_per_s']:11.1f}"
                 f" {found[0]['step_s'] / row['step_s']:9.2f}"
                 f" {row['learner_waits']:14.0%} {row['engine_waits']:13.0%} {age:>18} {row['ess']:6.3f}"
-                f" {row['publish_s'] * 1e3:5.0f} ms",
+                f" {row['publish_s'] * 1e3:5.0f} ms {row['prefilled']:9.0f} {row['logprob_gap']:10.4f}"
+                f"  {' '.join(varied)}",
                 flush=True,
             )
     if args.json is not None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from async_cases import async_run, by_length
+from safetensors.torch import load_file
 
 from toolwise.envs.base import BaseEnv
 from toolwise.training import checkpoint
@@ -26,7 +27,9 @@ from toolwise.training.stored_groups import unpack_group
 from toolwise.training.token_records import read_tokens
 from toolwise.training.trainer import Training
 
-STEPS, STALENESS, KILLS = 240, 2, 50
+# seed, staleness, kills, steps
+CASES = [(0, 2, 50, 240), (1, 1, 15, 80), (2, 4, 15, 80), (3, 0, 10, 60)]
+FIXED_STEPS, FIXED_KILLS = 24, 8
 SETTINGS: dict[str, Any] = {
     "algorithm": {"zero_std_groups": "keep"},
     "rollout": {"n": 2, "max_new_tokens": 8},
@@ -49,17 +52,17 @@ class SlowWorld(BaseEnv):
         return "Go on.", None, self.turn == 2, {}
 
 
-def live(out: Path) -> None:
+def live(out: Path, staleness: int, steps: int, fixed: bool = False) -> None:
     """One process, from the start or the last checkpoint to the end, unless it is killed."""
     trainer = {
         "mode": "async",
-        "max_staleness": STALENESS,
-        "total_steps": STEPS,
+        "max_staleness": staleness,
+        "total_steps": steps,
         "save_every": 1,
         "keep_best": False,
         "console": False,
     }
-    run = async_run(STALENESS, by_length, world=SlowWorld, **{**SETTINGS, "trainer": trainer})
+    run = async_run(staleness, by_length, world=SlowWorld, **{**SETTINGS, "trainer": trainer, "deterministic": fixed})
     asyncio.run(Training(run, out, resume=(out / "config.toml").exists()).run_training())
 
 
@@ -106,11 +109,16 @@ class Witness:
         }
 
 
-def kill_at_random(out: Path, kills: int, rng: random.Random) -> Witness:
-    witness, context = Witness(out), multiprocessing.get_context("fork")
+def started(out: Path, *arguments: Any) -> Any:
+    child = multiprocessing.get_context("fork").Process(target=live, args=(out, *arguments))
+    child.start()
+    return child
+
+
+def kill_at_random(out: Path, kills: int, rng: random.Random, *arguments: Any) -> Witness:
+    witness = Witness(out)
     for _ in range(kills):
-        child = context.Process(target=live, args=(out,))
-        child.start()
+        child = started(out, *arguments)
         assert child.pid is not None
         before = witness.step
         deadline = time.monotonic() + 120
@@ -131,19 +139,39 @@ def progress(out: Path) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [0])
-def test_fifty_kills_lose_nothing(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seed", "staleness", "kills", "steps"), CASES)
+def test_kills_lose_nothing(seed: int, staleness: int, kills: int, steps: int, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    witness = kill_at_random(out, KILLS, random.Random(seed))
-    child = multiprocessing.get_context("fork").Process(target=live, args=(out,))
-    child.start()
+    witness = kill_at_random(out, kills, random.Random(seed), staleness, steps)
+    child = started(out, staleness, steps)
     child.join()
     assert child.exitcode == 0
     witness.look()
-    learned = witness.record(STEPS)
+    learned = witness.record(steps)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "staleness/max" in line] == list(range(1, STEPS + 1))
-    assert max(line["staleness/max"] for line in lines if "staleness/max" in line) <= STALENESS
-    assert len(learned) == STEPS * 2 * 2
-    assert len(witness.stored) > KILLS / 5, "hardly anything was stored"
+    assert [line["step"] for line in lines if "staleness/max" in line] == list(range(1, steps + 1))
+    assert max(line["staleness/max"] for line in lines if "staleness/max" in line) <= staleness
+    assert len(learned) == steps * 2 * 2
+    # without staleness a checkpoint has nothing under way that is complete
+    assert len(witness.stored) > kills / 5 or not staleness, "hardly anything was stored"
     assert {rollout: learned.get(rollout) for rollout in witness.stored} == witness.stored
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("seed", "staleness"), [(4, 1), (5, 3)])
+def test_kills_of_a_fixed_schedule_change_nothing(seed: int, staleness: int, tmp_path: Path) -> None:
+    """Bit for bit: the weights, and every log-prob of every rollout."""
+    ended = []
+    for name, kills in (("whole", 0), ("killed", FIXED_KILLS)):
+        out = tmp_path / name
+        witness = kill_at_random(out, kills, random.Random(seed), staleness, FIXED_STEPS, True)
+        child = started(out, staleness, FIXED_STEPS, True)
+        child.join()
+        assert child.exitcode == 0
+        witness.look()
+        weights = load_file(out / "checkpoints" / f"step-{FIXED_STEPS:06d}" / "model" / "model.safetensors")
+        ended.append(
+            (witness.record(FIXED_STEPS), {name: tensor.numpy().tobytes() for name, tensor in weights.items()})
+        )
+    assert ended[0] == ended[1]
+    assert len(ended[0][0]) == FIXED_STEPS * 2 * 2

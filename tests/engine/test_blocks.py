@@ -175,6 +175,25 @@ def test_clear_forgets_all_but_what_is_held() -> None:
     check_blocks(blocks, [])
 
 
+def test_what_is_forgotten_is_found_by_nobody_and_stays_with_who_holds_it() -> None:
+    blocks = BlockManager(8, SIZE)
+    blocks.close(computed(blocks, [1] * 6), [1] * 6)
+    held = computed(blocks, [2] * 6)
+    table = list(held.table)
+    blocks.forget([held])
+    check_blocks(blocks, [held])
+    assert (held.table, held.held) == (table, 6)
+    for tokens in ([1] * 6, [2] * 6):
+        assert blocks.open(tokens, end=6).held == 0
+    assert blocks.extend(held, 10)
+    blocks.commit(held, [2] * 10, 10)
+    assert blocks.open([2] * 10, end=10).held == 0
+    blocks.close(held, [2] * 10)
+    assert blocks.open([2] * 10, end=10).held == 0
+    assert blocks.available == 8
+    check_blocks(blocks, [])
+
+
 @pytest.mark.parametrize("spoil", ["lose", "double", "refs"])
 def test_the_check_sees_what_is_wrong(spoil: str) -> None:
     blocks = BlockManager(8, SIZE)
@@ -189,15 +208,17 @@ def test_the_check_sees_what_is_wrong(spoil: str) -> None:
         check_blocks(blocks, [lease])
 
 
+ACTIONS = ("open", "extend", "commit", "close", "drop", "freeze", "clear", "forget")
 actions = st.lists(
-    st.tuples(st.sampled_from(["open", "extend", "commit", "close", "drop", "freeze", "clear"]), st.integers(0, 999)),
+    st.tuples(st.sampled_from(ACTIONS), st.integers(0, 999)),
     max_size=60,
 )
 
 
 @given(st.integers(3, 14), st.booleans(), actions)
 def test_no_block_is_ever_lost(count: int, share: bool, steps: list[tuple[str, int]]) -> None:
-    """Any sequence of requests: references add up, and every cached block was computed by a request."""
+    """Any sequence of requests: references add up, and every cached block was computed by a request, since the tree
+    began."""
     blocks = BlockManager(count, SIZE, share=share)
     live: list[tuple[Lease, list[int]]] = []
     seen: set[tuple[int, ...]] = set()
@@ -209,6 +230,9 @@ def test_no_block_is_ever_lost(count: int, share: bool, steps: list[tuple[str, i
             live.append((lease, tokens))
         elif what == "clear":
             blocks.clear()
+        elif what == "forget":
+            blocks.forget([lease for lease, _ in live])
+            seen.clear()
         elif live:
             lease, tokens = live[number % len(live)]
             apply(blocks, lease, tokens, what, number, seen)
@@ -229,7 +253,8 @@ def apply(
     elif what == "commit":
         held = max(lease.held, min(len(tokens), len(lease.table) * SIZE))
         blocks.commit(lease, tokens, held)
-        seen.add(tuple(tokens[:held]))
+        if not lease.private:
+            seen.add(tuple(tokens[:held]))
     elif what == "freeze" and lease.held == len(tokens):
         blocks.share_tail(lease, tokens, "state")
     elif what in ("close", "drop"):

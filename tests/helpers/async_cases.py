@@ -47,8 +47,8 @@ def demo_tasks(count: int) -> list[Task]:
     ]
 
 
-def tiny_run(reward: Any, *, world: Any = None, sampler: Any = None, **sections: Any) -> Run:
-    """`world` is a class of environments instead of the tools."""
+def tiny_run(reward: Any, *, world: Any = None, sampler: Any = None, held_out: int = 0, **sections: Any) -> Run:
+    """`world` is a class of environments instead of the tools; `held_out` tasks are validated on."""
     settings: dict[str, Any] = {
         "model": {"device": "cpu"},
         "tools": ["calculator", "search"],
@@ -61,7 +61,8 @@ def tiny_run(reward: Any, *, world: Any = None, sampler: Any = None, **sections:
     for name, section in sections.items():
         settings[name] = {**settings.get(name, {}), **section} if isinstance(section, dict) else section
     config = RunConfig.model_validate(settings)
-    return assemble(config, tasks=demo_tasks(8), validation_tasks=[], reward=reward, env=world, sampler=sampler)
+    tasks = demo_tasks(8 + held_out)
+    return assemble(config, tasks=tasks[:8], validation_tasks=tasks[8:], reward=reward, env=world, sampler=sampler)
 
 
 def async_run(staleness: int, reward: Any = by_length, *, steps: int = 3, **sections: Any) -> Run:

@@ -15,7 +15,8 @@ def check_engine(engine: Engine) -> None:
 
 def check_blocks(blocks: BlockManager, leases: Iterable[Lease]) -> None:
     """Raises AssertionError unless every block is in exactly one place and every reference count is right."""
-    nodes, held, own = list(_nodes(blocks)), Counter[int](), []
+    leases = list(leases)
+    nodes, held, own = list(_nodes(blocks, leases)), Counter[int](), []
     for lease in leases:
         held.update(id(node) for node in lease.path[-1:])
         own += lease.own
@@ -30,9 +31,18 @@ def check_blocks(blocks: BlockManager, leases: Iterable[Lease]) -> None:
     assert all(n.keys is None or sorted(n.children) == n.keys for n in nodes), "children are out of order"
 
 
-def _nodes(blocks: BlockManager) -> Iterator[PrefixNode]:
-    pending = list(blocks._root.children.values())
+def _nodes(blocks: BlockManager, leases: Iterable[Lease]) -> Iterator[PrefixNode]:
+    """Those of the tree, and of trees that were forgotten."""
+    known = [blocks._root, *blocks._evictable, *(node for lease in leases for node in lease.path)]
+    roots = {id(root): root for root in map(_root_of, known)}
+    pending = [node for root in roots.values() for node in root.children.values()]
     while pending:
         node = pending.pop()
         yield node
         pending.extend(node.children.values())
+
+
+def _root_of(node: PrefixNode) -> PrefixNode:
+    while node.parent is not None:
+        node = node.parent
+    return node

@@ -318,3 +318,26 @@ def test_a_resumed_queue_lets_in_one_update_s_groups_whatever_their_number_was(n
         return len(await admit(resumed, now)), await is_waiting(resumed.admit())
 
     assert simulate(play()) == (now, True)
+
+
+def test_while_weights_are_held_back_updates_go_on_and_admission_does_not() -> None:
+    """With two versions of staleness six groups may be admitted at version 0. Three updates use them; a fourth has to
+    wait until the third's weights are published, and its groups are admitted then."""
+
+    async def play() -> None:
+        queue = queue_of(2, max_staleness=2, order="finished")
+        tickets = await admit(queue, 6)
+        assert await is_waiting(queue.admit())
+        for ticket in tickets:
+            queue.put(ticket, f"group {ticket.number}")
+        for update in range(3):
+            assert [delivery.staleness for delivery in await queue.take(2)] == [update, update]
+            queue.advance(publish=False)
+            assert await is_waiting(queue.admit())
+        assert (queue.version, queue.published) == (3, 0)
+        assert await is_waiting(queue.take(2))
+        queue.publish()
+        assert [ticket.version for ticket in await admit(queue, 6)] == [3] * 6
+        assert await is_waiting(queue.admit())
+
+    simulate(play())

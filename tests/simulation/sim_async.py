@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from toolwise.types import CreditedBatch, EvaluateResult, EvaluationFault, Rollo
 
 DEADLINE_S = 100.0
 CLOSE_S = 30.0
+MAX_TURNS, MAX_TOKENS = 4, 3
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ class AsyncPlan:
     """Whether the last batch of an epoch may be short."""
     slots: int | None
     """Episodes at a time, if that is measured; the engine's requests at the start."""
+    validate_s: float | None
+    """How long a validation takes, which runs after every second step; None: there is none."""
+    cancels: tuple[float, ...]
+    """When whatever an episode waits for is cancelled, in seconds since the process started."""
 
     @classmethod
     def of(cls, seed: int) -> AsyncPlan:
@@ -85,6 +91,8 @@ class AsyncPlan:
             fixed=chance.random() < 0.2,
             short=chance.random() < 0.2,
             slots=chance.choice((None, None, 1, 4)),
+            validate_s=chance.choice((None, 0.0, 10.0, 1000.0)),
+            cancels=tuple(chance.uniform(0, lasts_s) for _ in range(chance.choice((0, 0, 2, 10)))),
         )
 
 
@@ -103,9 +111,25 @@ class Played:
     """Of these, groups that had been complete."""
     open_worlds: int = 0
     most_open: int = 0
+    most_groups: int = 0
+    most_tokens: int = 0
+    """Of groups that are complete and not learned from, as a checkpoint would store them."""
+    beside: int = 0
+    """Updates during a validation."""
+    cancelled: int = 0
+    """Calls of a world that somebody cancelled."""
+    book: TicketBook | None = None
+    waits: list[asyncio.Future[None]] = field(default_factory=list)
+    """What worlds wait for at the moment."""
     fault: str = ""
     steps: int = 0
     lives: int = 0
+
+    def measure_memory(self) -> None:
+        groups = [group for batch in self.book.open for group in batch.finished.values()] if self.book else []
+        steps = [step for group in groups for rollout in group.rollouts for step in rollout.steps]
+        self.most_groups = max(self.most_groups, len(groups))
+        self.most_tokens = max(self.most_tokens, sum(len(step.tokens.token_ids) for step in steps))
 
 
 class BrokenRouterError(Exception):
@@ -135,7 +159,14 @@ class World(BaseEnv):
 
     async def _wait(self) -> None:
         hangs = self.plan.tool_s and self.chance.random() < 0.01
-        await asyncio.sleep(1e6 if hangs else self.chance.uniform(0, self.plan.tool_s))
+        waits = asyncio.ensure_future(asyncio.sleep(1e6 if hangs else self.chance.uniform(0, self.plan.tool_s)))
+        self.played.waits.append(waits)
+        self.played.measure_memory()
+        try:
+            await waits
+        finally:
+            waits.cancel()
+            self.played.waits.remove(waits)
         if self.chance.random() < self.plan.faults:
             raise RuntimeError("the world fell apart")
 
@@ -169,7 +200,7 @@ class Policy:
         self.calls += 1
         chance = random.Random(f"{self.plan.seed}/{self.calls}")
         versions = []
-        for _ in range(chance.randint(1, 3)):
+        for _ in range(chance.randint(1, MAX_TOKENS)):
             await asyncio.sleep(chance.uniform(0, 2.0))
             await self.weights.ready.wait()
             versions.append(self.weights.version)
@@ -244,6 +275,7 @@ def build(plan: AsyncPlan, played: Played) -> Run:
         }
     )
     tasks = [Task(task_id=f"t{i}", prompt=[Message(role="user", content="?")]) for i in range(plan.tasks)]
+    played.book = TicketBook(plan.staleness)
     weights, worlds = Weights(plan), random.Random(f"{plan.seed}/worlds/{played.lives}")
     policy = Policy(plan, weights)
     router = Router(plan.seed)
@@ -251,7 +283,7 @@ def build(plan: AsyncPlan, played: Played) -> Run:
     scheduler = RolloutScheduler(
         policy,
         {},
-        max_episode_steps=4,
+        max_episode_steps=MAX_TURNS,
         deadline_s=DEADLINE_S,
         make_env=lambda decision: World(played, random.Random(worlds.random())),
         gate=None if plan.slots is None else _gate(plan),
@@ -273,7 +305,7 @@ def build(plan: AsyncPlan, played: Played) -> Run:
             thinking=None,
             cache_memory=None,
             weights=weights,
-            tickets=TicketBook(plan.staleness),
+            tickets=played.book,
         ),
     )
 
@@ -332,11 +364,19 @@ async def _train(plan: AsyncPlan, played: Played, run: Run, checkpoints: list[di
         return update()
 
     loop = AsyncLoop(run, work=learn)
+    canceller = asyncio.ensure_future(_cancel_worlds(plan, played))
+    validation: asyncio.Task[None] | None = None
     try:
         while run.progress.step < plan.steps:
             started, version = clock.time(), run.learner.version
             result = await loop.train_step(run)
+            played.measure_memory()
             _check_step(played, result.scored, version, clock.time() - started)
+            played.beside += validation is not None and not validation.done()
+            if plan.validate_s is not None and loop.can_hold_weights and (validation is None or validation.done()):
+                validation = asyncio.ensure_future(
+                    loop.hold_weights(partial(_validate, plan, played, cast(Any, run.weights)))
+                )
             if run.progress.step % plan.save_every == 0:
                 assert run.tickets is not None
                 checkpoints.append(
@@ -351,7 +391,30 @@ async def _train(plan: AsyncPlan, played: Played, run: Run, checkpoints: list[di
         played.fault = str(fault)
     finally:
         played.steps = run.progress.step
+        canceller.cancel()
         await loop.close()
+        await asyncio.wait({canceller})
+
+
+async def _cancel_worlds(plan: AsyncPlan, played: Played) -> None:
+    """Now and then a call of some world is cancelled by somebody else, as when a tool gives up its own work."""
+    chance, now = random.Random(f"{plan.seed}/cancels"), 0.0
+    for at in sorted(plan.cancels):
+        await asyncio.sleep(at - now)
+        now = at
+        if played.waits:
+            chance.choice(played.waits).cancel()
+            played.cancelled += 1
+
+
+async def _validate(plan: AsyncPlan, played: Played, weights: Weights) -> None:
+    """The weights must stay what they were at its beginning."""
+    assert plan.validate_s is not None
+    version = weights.version
+    for _ in range(5):
+        await asyncio.sleep(plan.validate_s / 5)
+        if weights.version != version or not weights.ready.is_set():
+            played.violations.append(f"a validation of version {version} ran on version {weights.version}")
 
 
 def _check_step(played: Played, scored: Sequence[Any], version: int, seconds: float) -> None:
@@ -371,7 +434,7 @@ def _check_step(played: Played, scored: Sequence[Any], version: int, seconds: fl
         batches *= plan.batch * (1 + plan.staleness) * plan.n
     if plan.fixed:  # before it publishes, it waits for what is under way
         batches += batches
-    slow = 2 * plan.learn_s  # the actor's part and the router's
+    slow = 2 * plan.learn_s + (plan.validate_s or 0.0)  # the actor's part and the router's
     longest = batches * (2 * DEADLINE_S + 2 * CLOSE_S + plan.tool_s) + slow + plan.swap_s + 1.0
     if seconds > longest:
         played.violations.append(f"a step took {seconds:g} s, more than the deadline explains ({longest:g} s)")
@@ -384,6 +447,11 @@ def _settle(played: Played) -> None:
         played.violations.append("a rollout was learned from twice")
     if played.most_open > plan.n * plan.batch * (1 + plan.staleness):
         played.violations.append(f"{played.most_open} episodes were open at once")
+    groups = plan.batch * (1 + plan.staleness + plan.refills)  # under way, and taken for the step with its refills
+    if played.most_groups > groups:
+        played.violations.append(f"{played.most_groups} groups were stored at once, more than {groups}")
+    if played.most_tokens > groups * plan.n * MAX_TURNS * MAX_TOKENS:
+        played.violations.append(f"{played.most_tokens} tokens were stored at once")
     if not played.fault and played.steps != plan.steps:
         played.violations.append(f"{played.steps} of {plan.steps} steps, and nobody said why")
     if played.fault and plan.breaks_at is None:

@@ -3,6 +3,8 @@ with it, and what is refused."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +19,24 @@ long = pytest.mark.long
 ROUTED: Any = {"rollout": {"n": 6, "max_new_tokens": 12}}
 PROMPT_ROUTER: Any = {"enable": True, "hidden": 16, "budgets": [{"limit": 0.5}], "calibration": 0.0, "cost": "calls"}
 TURN_ROUTER: Any = {**PROMPT_ROUTER, "every": "turn"}
+THOUGHTS: Any = {"enable": True, "max_thought_tokens": 8}
+GATED: Any = {"gate": "signed", "success_score": 4.0}
+PRICED: Any = {"subtract_thinking_cost": True, "budget": {"limit": 2.0}}
 FEATURES: dict[str, dict[str, Any]] = {
     "grpo": {},
     "gigpo": {"algorithm": {"adv_estimator": "gigpo"}},
     "hgpo": {"algorithm": {"adv_estimator": "hgpo"}},
+    "hdpo": {"algorithm": {"adv_estimator": "hdpo"}},
     "critic": {"algorithm": {"adv_estimator": "gae"}},
     "refills": {"algorithm": {"zero_std_groups": "refill", "max_refills": 1}},
     "short batches": {"data": {"batch_size": 3, "drop_last": False}},
     "adapters": {"actor": {"lr": 1e-2, "lora": {"rank": 4}}},
-    "thoughts": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {"enable": True, "max_thought_tokens": 8}}},
+    "thoughts": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": THOUGHTS}},
+    "thoughts, signed gate": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {**THOUGHTS, **GATED}}},
+    "thoughts, reweighted": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {**THOUGHTS, "combine": "reweight"}}},
+    "thoughts, gigpo": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {**THOUGHTS, "base": "gigpo"}}},
+    "thoughts, entropy": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {**THOUGHTS, "score": "neg_entropy"}}},
+    "thoughts, priced": {"algorithm": {"adv_estimator": "grpo", "rlvcr": {**THOUGHTS, **PRICED}}},
     "router": {**ROUTED, "router": PROMPT_ROUTER},
     "router, sampled": {**ROUTED, "router": {**PROMPT_ROUTER, "sampling": "independent"}},
     "router of turns": {**ROUTED, "router": TURN_ROUTER},
@@ -79,7 +90,7 @@ def test_everything_works_with_staleness(feature: str) -> None:
 
 
 def test_with_staleness_each_token_has_its_version_and_none_is_too_old() -> None:
-    run = async_run(1, algorithm={"zero_std_groups": "keep"})
+    run = async_run(1, algorithm={"zero_std_groups": "keep"}, rollout={"max_concurrent": "auto"})
     before = run.policy.model.get_input_embeddings().weight.clone()
     results = train(run, 3)
     assert run.progress.step == run.learner.version == run.policy.version == 3
@@ -90,6 +101,10 @@ def test_with_staleness_each_token_has_its_version_and_none_is_too_old() -> None
     for result in results:
         assert {"staleness/mean", "staleness/ess", "async/learner_wait", "async/engine_wait"} <= set(result.metrics)
         assert 0.0 < result.metrics["staleness/ess"] <= 1.0 + 1e-9
+    benchmark = (Path(__file__).parents[2] / "benchmarks" / "async_loop.py").read_text()
+    reported = re.findall(r'mean\("([^"]+)"\)', benchmark)
+    assert len(reported) > 5
+    assert set(reported) <= set(results[0].metrics), "the benchmark averages what no step reports"
     ids = [s.rollout.rollout_id for result in results for s in result.scored]
     assert len(ids) == len(set(ids)) == 3 * 2 * 2
 
@@ -105,6 +120,31 @@ def test_the_engine_and_the_learner_do_not_share_weights() -> None:
         assert run.weights.bytes == sum(p.nbytes for p in run.policy.model.parameters())
     finally:
         run.close()
+
+
+@long
+@pytest.mark.parametrize("keep", [False, True], ids=["computed again", "kept"])
+def test_the_mismatch_check_is_right_whatever_replies_keep(keep: bool) -> None:
+    """Long replies and a high learning rate: kept keys and values are of clearly other weights. What is compared must
+    agree all the same."""
+    trainer = {"mode": "async", "max_staleness": 2, "total_steps": 6, "keep_cache": keep}
+    run = async_run(
+        2,
+        trainer=trainer,
+        rollout={"n": 2, "max_new_tokens": 80},
+        actor={"lr": 3e-3},
+        algorithm={"zero_std_groups": "keep"},
+    )
+    assert run.weights is not None
+    assert run.weights.keep_cache == keep
+    results = train(run, 6)
+    gaps = [r.metrics["canary/logprob_gap_max"] for r in results if "canary/logprob_gap_max" in r.metrics]
+    assert gaps
+    assert max(gaps) < 1e-3
+    assert max(r.metrics["staleness/logprob_gap"] for r in results) > 1e-2
+    assert max(r.metrics["staleness/max"] for r in results) <= 2.0
+    spanning = sum(r.metrics["staleness/spanning"] for r in results)
+    assert spanning > 0 or keep  # a reply that keeps its cache counts as old to its end; its next turn is new
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

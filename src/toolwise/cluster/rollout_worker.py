@@ -109,7 +109,7 @@ class RolloutWorker:
             self.version = installed
 
         if isinstance(policy.engine, Engine):
-            await replace_weights(policy.engine, write, version)
+            await replace_weights(policy.engine, write, version, keep_cache=self.setup.config.trainer.keep_cache)
         else:
             write()
             policy.version = version

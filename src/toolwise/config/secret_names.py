@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 MASK = "***"
@@ -88,6 +89,18 @@ def find_secret(source: str) -> str | None:
             return name
     constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
     return next((f"{str(value)[:4]!r}…" for value in constants if is_secret("", value)), None)
+
+
+def secrets_warning(settings: Mapping[str, Any], folder: Path, *, sandboxed_reward: bool) -> str:
+    """One line about settings that look like secrets, which a run stores in its folder; empty if there are none."""
+    keys = list(secret_keys(settings))
+    if not keys:
+        return ""
+    text = f"{', '.join(keys)}: looks like a secret and is stored as plain text in {folder}; read it from os.environ "
+    text += "inside the function instead"
+    if sandboxed_reward and any(key.startswith("reward.") for key in keys):
+        text += " (a reward in the sandbox does not see the environment: name its module in sandbox.trusted)"
+    return text
 
 
 def _named_values(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:

@@ -43,6 +43,9 @@ class TrainerConfig(ObserverSettings):
     several_stale_updates: bool = False
     """"async": allow several optimizer steps on a batch (actor.ppo_epochs, actor.mini_batches) whose tokens may be
     stale, which compounds."""
+    keep_cache: bool = False
+    """"async": replies that are being written when a version is published keep their keys and values, of the weights
+    before; false: they are computed again. docs/async.md has what each costs."""
     save_every: PositiveInt = 10
     """Steps between checkpoints."""
     async_checkpoints: bool = True

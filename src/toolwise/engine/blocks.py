@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,8 @@ class Lease:
     held: int = 0
     hidden: Any = None
     """The last token's hidden state, if the tree had the whole prompt."""
+    private: bool = False
+    """Whether its tokens were computed by older weights: no other request may use them."""
 
 
 class BlockManager:
@@ -139,7 +141,7 @@ class BlockManager:
     def commit(self, lease: Lease, tokens: Sequence[int], held: int, *, share_up_to: int | None = None) -> None:
         """Record that `held` tokens are computed: blocks that became full join the tree."""
         lease.held = held
-        if not self.share:
+        if not self.share or lease.private:
             return
         limit = held if share_up_to is None else min(held, share_up_to)
         path, size = lease.path, self.size
@@ -168,7 +170,7 @@ class BlockManager:
 
     def share_tail(self, lease: Lease, tokens: Sequence[int], hidden: Any) -> None:
         """Let other requests continue from the end of `tokens`, which are all computed: copies the last block."""
-        if not self.share or self.full_blocks_only:
+        if not self.share or self.full_blocks_only or lease.private:
             return
         assert lease.held >= len(tokens), "cannot share tokens that are not computed"
         parent, key = self._split_tail(lease, tokens)
@@ -183,7 +185,7 @@ class BlockManager:
 
     def close(self, lease: Lease, tokens: Sequence[int], hidden: Any = None, *, keep: bool = True) -> None:
         """Free everything. Nodes in the tree stay as a cache; with `keep`, the last block joins them."""
-        if keep and self.share and not self.full_blocks_only:
+        if keep and self.share and not self.full_blocks_only and not lease.private:
             parent, key = self._split_tail(lease, tokens[: lease.held])
             if key and key not in parent.children and lease.own:
                 self._insert(parent, key, lease.own.pop(0))
@@ -195,6 +197,7 @@ class BlockManager:
         if lease.path:
             self._release(lease.path[-1])
         lease.path, lease.own, lease.table, lease.held, lease.hidden = [], [], [], 0, None
+        lease.private = False
 
     def clear(self) -> None:
         """Drop everything that no request holds."""
@@ -205,6 +208,15 @@ class BlockManager:
         while self._evictable:
             self._evict(self._evictable.popitem(last=False)[0])
         self.copies.clear()
+
+    def forget(self, leases: Iterable[Lease]) -> None:
+        """Begin a new tree, in which nothing is found that is cached now. `leases`, which are all that hold blocks,
+        keep them for themselves."""
+        while self._evictable:
+            self._evict(self._evictable.popitem(last=False)[0])
+        self._root, self._last_walk = PrefixNode(None, (), -1), ((), [])
+        for lease in leases:
+            lease.private = True
 
     def resize(self, count: int) -> None:
         """Change the number of blocks; no request may hold any."""
@@ -324,7 +336,7 @@ class BlockManager:
         self._last_walk = (), []
         if parent.keys is not None:
             del parent.keys[bisect_left(parent.keys, node.tokens)]
-        if not parent.children and not parent.refs and parent is not self._root:
+        if not parent.children and not parent.refs and parent.parent is not None:
             self._evictable[parent] = None
 
     def _copy(self, source: int, target: int) -> None:

@@ -27,7 +27,7 @@ from toolwise.engine.results import Decode, OutputProcessor
 from toolwise.engine.runner import Runner, batch_tokens
 from toolwise.engine.sampler import NaNLogitsError
 from toolwise.engine.scheduler import Plan, Scheduler
-from toolwise.engine.weight_swap import fingerprint
+from toolwise.engine.weight_swap import fingerprint, keep_replies
 from toolwise.errors import ModelError, PolicyError
 from toolwise.models.decoder_layers import max_context
 from toolwise.models.logits import logits_head
@@ -171,15 +171,15 @@ class Engine(GenerationEngine):
         self, version: int, *, keep_cache: bool = False, write: Callable[[], None] = lambda: None
     ) -> None:
         """Call after the parameters changed, or with `write`, which changes them between two steps: see
-        `replace_weights`. `keep_cache` continues with keys and values computed by the old ones."""
+        `replace_weights`. With `keep_cache`, replies that are being written go on with the keys and values that the old
+        weights computed, and count as old."""
 
         def change() -> None:
             write()
+            keep_replies(self.scheduler, self.version) if keep_cache else self._clear_cache()
             self._parameters = list(self.model.parameters())
             self.version, self._weights = version, fingerprint(self._parameters)
             self.runner.refresh()
-            if not keep_cache:
-                self._clear_cache()
 
         self.run_between_steps(change)
 

@@ -93,6 +93,9 @@ class Request:
     """Order of arrival: decides who goes first and who is preempted."""
     lease: Lease = field(default_factory=Lease)
     """Empty unless it runs."""
+    cache_version: int | None = None
+    """The version of the weights that computed its first keys and values, if those were kept when new weights came: as
+    old as that counts each later token."""
     has_followers: bool = False
     """Other requests wait for this prompt: its end must be kept for them."""
     cancelled: bool = False
@@ -147,9 +150,13 @@ class Request:
     def reset_computed(self) -> None:
         """Its blocks were freed: sampled tokens stay, everything else is recomputed."""
         self.lease = Lease()
-        self.hidden = None
+        self.hidden = self.cache_version = None
         if self.kind == "score":
             self.logprobs, self.entropies = array("f"), array("f")
+
+    def version_of_next(self, version: int) -> int:
+        """What its next token counts as, sampled by the weights of `version`."""
+        return version if self.cache_version is None else self.cache_version
 
     def result(self) -> Any:
         if self.kind == "score":

@@ -69,7 +69,7 @@ class OutputProcessor:
             held = request.held + len(new_tokens)
             request.tokens.extend(new_tokens)
             request.logprobs.extend(new_logprobs)
-            request.versions.extend([version] * len(new_tokens))
+            request.versions.extend([request.version_of_next(version)] * len(new_tokens))
             request.stopped = new_tokens[-1] in request.sampling.stop_token_ids
             if math.isnan(sum(new_logprobs)):
                 request.fault = sampler.NaNLogitsError()
@@ -94,7 +94,7 @@ class OutputProcessor:
             if request.fault is None:
                 request.tokens.append(token)
                 request.logprobs.append(logprob)
-                request.versions.append(version)
+                request.versions.append(request.version_of_next(version))
                 request.stopped = token in request.sampling.stop_token_ids or self._has_stop_string(request)
 
     def _has_stop_string(self, request: Request) -> bool:

@@ -10,13 +10,15 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from toolwise.engine.engine import Engine
+    from toolwise.engine.scheduler import Scheduler
 
 
-async def replace_weights(engine: Engine, write: Callable[[], None], version: int) -> None:
+async def replace_weights(engine: Engine, write: Callable[[], None], version: int, *, keep_cache: bool = False) -> None:
     """Run `write`, which changes the engine's parameters, between two steps; return when the next step will use them.
 
-    Requests in progress go on: the tokens they have stay as sampled, with their log-probs and versions, and their keys
-    and values are computed again, so that every later token is one of the new weights alone.
+    Requests in progress go on: the tokens they have stay as sampled, with their log-probs and versions. Their keys and
+    values are computed again, so that every later token is one of the new weights alone. With `keep_cache` replies keep
+    them: their later tokens come from the new weights on the keys and values of the old, and have the old version.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
@@ -35,11 +37,21 @@ async def replace_weights(engine: Engine, write: Callable[[], None], version: in
     def report() -> None:
         loop.call_soon_threadsafe(resolve)
 
-    engine.weights_changed(version, write=guarded)
+    engine.weights_changed(version, keep_cache=keep_cache, write=guarded)
     engine.run_between_steps(report)
     await done
     if faults:
         raise faults[0]
+
+
+def keep_replies(scheduler: Scheduler, version: int) -> None:
+    """Before `version` is replaced: keep what replies under way have computed, for them alone, and nothing else."""
+    for request in list(scheduler.running):
+        if request.kind != "generate" or not request.sampled:
+            scheduler.preempt(request)
+        elif request.cache_version is None:
+            request.cache_version = version
+    scheduler.blocks.forget([request.lease for request in scheduler.running])
 
 
 def fingerprint(parameters: Sequence[Tensor]) -> tuple[int, int]:

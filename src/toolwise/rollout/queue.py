@@ -24,7 +24,7 @@ Order = Literal["admitted", "finished"]
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Permission to produce one group: its number, and the policy version at admission."""
+    """Permission to produce one group: its number, and the policy version at admission that its tokens come from."""
 
     number: int
     version: int
@@ -55,7 +55,8 @@ class RolloutQueue(Generic[T]):
             raise ToolwiseError("per_update and capacity must be at least 1, and max_staleness at least 0")
         self.per_update, self.max_staleness, self.order = per_update, max_staleness, order
         self.capacity = capacity if capacity is not None else per_update * (1 + max_staleness)
-        self.version = 0
+        self.version = self.published = 0
+        """Updates, and those of them whose weights new tokens come from: admission counts these."""
         self._admitted = 0
         self._returned = 0
         self._in_progress: dict[int, Ticket] = {}
@@ -77,24 +78,24 @@ class RolloutQueue(Generic[T]):
 
     @property
     def _can_admit(self) -> bool:
-        fresh = self._admitted - self._returned < (self.version + 1 + self.max_staleness) * self.per_update
+        fresh = self._admitted - self._returned < (self.published + 1 + self.max_staleness) * self.per_update
         return fresh and self.in_progress + self.waiting < self.capacity
 
     async def admit(self) -> Ticket:
         """Wait until a group started now will be fresh enough when it is trained on."""
         await self._until(lambda: self._can_admit)
-        return self._issue(self.version)
+        return self._issue(self.published)
 
     async def admit_many(self, count: int, *, last_version: int, missing: int = 0) -> list[Ticket]:
         """Wait until `count` groups may start, the first of which the updates before `last_version` need. `missing`
         more count as if they had been admitted and used: those that a short batch lacks."""
         await self._until(lambda: self._can_admit_many(count, last_version, missing))
         self._returned -= missing
-        return [self._issue(self.version) for _ in range(count)]
+        return [self._issue(self.published) for _ in range(count)]
 
     def _can_admit_many(self, count: int, last_version: int, missing: int) -> bool:
         slots = count + missing
-        fresh = self._admitted - self._returned + slots <= (self.version + 1 + self.max_staleness) * self.per_update
+        fresh = self._admitted - self._returned + slots <= (self.published + 1 + self.max_staleness) * self.per_update
         unfinished = self.in_progress + self.waiting
         needed = (last_version - self.version - 1) * self.per_update + self._remaining
         return fresh and unfinished + count <= self.capacity and unfinished < needed
@@ -156,10 +157,18 @@ class RolloutQueue(Generic[T]):
         self._remaining += count
         self._wake_waiters()
 
-    def advance(self) -> None:
-        """The policy has been updated."""
+    def advance(self, *, publish: bool = True) -> None:
+        """The policy has been updated. Without `publish`, tokens still come from older weights: no more groups may
+        start than before, so updates go on only as long as those under way last."""
         self.version += 1
         self._remaining = self.per_update
+        if publish:
+            self.published = self.version
+        self._wake_waiters()
+
+    def publish(self) -> None:
+        """New tokens come from the latest update."""
+        self.published = self.version
         self._wake_waiters()
 
     def state_dict(self) -> dict[str, int]:
@@ -173,7 +182,7 @@ class RolloutQueue(Generic[T]):
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.version = state["version"]
+        self.version = self.published = state["version"]
         self._admitted = self._next = state["admitted"]
         # Past updates count as if they had used as many groups as the coming ones, whose size may differ.
         self._returned = state["given_back"] - self.version * (

@@ -5,7 +5,8 @@
 
 Episodes go on across updates; only the engine pauses, for the copy of the weights. The queue bounds staleness by
 admission: a group starts only if it will be learned from in time, and the learner waits for a slow group rather than
-publish a version that would make it too old. `rollout.deadline_s` bounds that wait.
+publish a version that would make it too old. `rollout.deadline_s` bounds that wait. While a validation runs, updates go
+on and publishing waits (`hold_weights`).
 
 With `deterministic = true` the schedule is fixed: a version is published when all groups under way are complete, so
 that each batch comes from one version, `max_staleness` before the one that learns from it, and timing decides nothing.
@@ -16,10 +17,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from toolwise.concurrency.tasks import spawn, wait_all
 from toolwise.errors import ToolwiseError
@@ -48,6 +49,7 @@ from toolwise.training.stored_groups import FinishedPrompt
 from toolwise.training.ticket_book import OpenBatch
 from toolwise.types import Rollout, RouteDecision, ScoredRollout
 
+T = TypeVar("T")
 Work = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
@@ -62,7 +64,10 @@ class AsyncLoop:
         self._work = run.weights.learner_stream().run_in_thread if work is None else work
         self._weights_in_use = asyncio.Lock()
         """Held while the router reads the engine's weights, and while they are replaced."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._updating = asyncio.Lock()
+        """Held from the start of an update until its weights are published, or are known to be held back."""
+        self._pinned = False
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._started = False
 
     async def train_step(self, run: Run, before_update: Callable[[], None] = lambda: None) -> StepResult:
@@ -75,11 +80,12 @@ class AsyncLoop:
         thinking, thinking_metrics = await think(run, scored, usable)
         before_update()
         scored, usable = with_credit_of_router(run, scored, usable)
-        version = run.learner.version
-        credited, actor_metrics, estimator_metrics = await self._work(partial(update_actor, run, usable, thinking))
-        if run.config.deterministic:
-            await run.queue.settle(**self._next_batch())
-        router_metrics, publish_s = await self._learn_and_publish(scored, [delivery.ticket for delivery in taken])
+        async with self._updating:
+            version = run.learner.version
+            credited, actor_metrics, estimator_metrics = await self._work(partial(update_actor, run, usable, thinking))
+            if run.config.deterministic:
+                await run.queue.settle(**self._next_batch())
+            router_metrics, publish_s = await self._learn_and_publish(scored, [delivery.ticket for delivery in taken])
         counts |= waits.metrics(rolled_out) | {"async/publish_s": publish_s}
         counts |= staleness_metrics(scored, version, self.book.max_staleness)
         own = actor_metrics | thinking_metrics | counts | gate_metrics(run) | counters_since(run, counted)
@@ -95,14 +101,48 @@ class AsyncLoop:
             try:
                 metrics: Metrics = await self._work(partial(run.router.learn, scored))
             finally:
-                published = time.perf_counter()
-                if run.config.router.trains_weights:
-                    await self.weights.publish(run.learner.version)
+                published, publish = time.perf_counter(), not self._pinned
+                if publish:
+                    await self._publish()
                 self.book.close(learned)
                 observe_scores(run, scored)
-                run.queue.advance()
+                run.queue.advance(publish=publish)
                 run.progress.step += 1
             return metrics, time.perf_counter() - published
+
+    async def _publish(self) -> None:
+        if self.run.config.router.trains_weights:
+            await self.weights.publish(self.run.learner.version)
+
+    @property
+    def can_hold_weights(self) -> bool:
+        """Whether the learner may go on while the engine keeps its weights: not where the schedule is fixed or nothing
+        may be stale, nor beside a router, which reads the head that is being trained."""
+        config = self.run.config
+        routed = config.router.enable or bool(config.router.name)
+        return self.book.max_staleness > 0 and not config.deterministic and not routed
+
+    def hold_weights(self, work: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
+        """From now on the engine keeps its weights, until the task, which runs `work`, has ended. Updates go on, at
+        most `max_staleness` + 1 of them, as no group is admitted meanwhile that would become too old."""
+        self._pinned = True
+        return self._add(self._released_after(work))
+
+    async def _released_after(self, work: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await work()
+        finally:
+            self._pinned = False
+            await self._catch_up()  # also after an error: the learner may be waiting for groups
+
+    async def _catch_up(self) -> None:
+        """Publish the latest weights, unless an update under way does."""
+        async with self._updating:
+            if self.run.queue.published == self.run.queue.version:
+                return
+            async with self._weights_in_use:
+                await self._publish()
+            self.run.queue.publish()
 
     async def close(self) -> None:
         """Cancel what is under way. A checkpoint saved before holds its tickets."""
@@ -174,9 +214,13 @@ class AsyncLoop:
         self._spawn(self._feed)
 
     def _spawn(self, work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
-        task = spawn(self._guarded(work, *arguments))
+        self._add(self._guarded(work, *arguments))
+
+    def _add(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = spawn(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _guarded(self, work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         """An error of a producer becomes the learner's."""
@@ -190,7 +234,7 @@ class AsyncLoop:
         run = self.run
         while True:
             tickets = await run.queue.admit_many(**self._next_batch())
-            self._spawn(self._produce, self.book.draw(next(run.batches), tickets, run.queue.version))
+            self._spawn(self._produce, self.book.draw(next(run.batches), tickets, run.queue.published))
 
     def _next_batch(self) -> dict[str, int]:
         """The next batch of tasks, as the queue counts it: where groups are taken in order, each batch is a step."""

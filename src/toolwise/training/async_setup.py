@@ -38,6 +38,6 @@ def copy_weights(config: RunConfig, policy: ModelPolicy) -> WeightCopies | None:
     ):
         if refused:
             raise ConfigError(f"{MODE} does not go with {problem}")
-    copies = WeightCopies.of(cast("LocalPolicy", policy))
+    copies = WeightCopies.of(cast("LocalPolicy", policy), keep_cache=config.trainer.keep_cache)
     log.info("the learner has its own copy of the weights: %.0f MB more memory", copies.bytes / 2**20)
     return copies

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import re
+import resource
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -309,3 +311,9 @@ def describe_totals(totals: Mapping[str, int]) -> str:
         for name in (*_FAULT_DESCRIPTIONS, "reward")
         if totals.get(name)
     )
+
+
+def peak_rss_mb() -> float:
+    """The most memory that this process has used."""
+    unit = 1024 if sys.platform != "darwin" else 1024 * 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 1)

@@ -87,6 +87,11 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         return asdict(self) | {"diagnosis": self.diagnosis.state_dict()}
 
+    def validation_state(self) -> dict[str, Any]:
+        """What a validation changes."""
+        names = ("last", "last_step", "validating", "best", "best_overspend", "without_best")
+        return {name: getattr(self, name) for name in names}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.seconds = state["step"], state["seconds"]
         self.before, self.last, self.best = state["before"], state["last"], state["best"]

@@ -114,6 +114,15 @@ class RunCheckpoints:
         saved = self._saver.take_result(wait=wait)
         return None if saved is None else SavedCheckpoint(saved.step, saved.path, self._figures)
 
+    def finish_with(self, figures: Mapping[str, float], progress: Mapping[str, Any]) -> SavedCheckpoint:
+        """Wait for the checkpoint that was saved last and add what a validation of its weights has found since:
+        `figures`, and what `progress` says of it."""
+        saved = self._saver.take_result(wait=True)
+        assert saved is not None, "its result was taken"
+        part = {**saved.part("progress"), **progress}
+        checkpoint.amend(saved.path, parts={"progress": part}, figures=figures)
+        return SavedCheckpoint(saved.step, saved.path, dict(figures))
+
     def take_metrics(self) -> Metrics:
         return self._saver.take_metrics()
 

@@ -24,6 +24,7 @@ from toolwise.protocols import Callback, Metrics
 from toolwise.training import checkpoint
 from toolwise.training.changes import read_changes, resume_command, saved_settings
 from toolwise.training.diagnosis import Finding, finding_to_json
+from toolwise.training.metrics import peak_rss_mb
 from toolwise.training.run_folder import RunResult, open_folder
 from toolwise.training.sft_findings import MAX_NOT_FINITE, end_findings, not_finite
 from toolwise.training.sft_folder import disk_error, list_names, write_model
@@ -32,7 +33,6 @@ from toolwise.training.stop_signal import StopSignal
 from toolwise.training.trackers.jsonl import read_metrics
 from toolwise.training.trackers.observers import Observers
 from toolwise.training.trackers.reporter import Reporter
-from toolwise.training.trainer import peak_rss_mb
 from toolwise.types import CheckpointEvent, RunStart, StepEvent, ValidationEvent
 
 log = logging.getLogger("toolwise.training.sft")

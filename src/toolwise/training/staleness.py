@@ -42,7 +42,7 @@ class StepWaits:
     def metrics(self, rolled_out: float) -> Metrics:
         run, finished = self.run, time.perf_counter()
         engine, seconds = run.policy.engine, max(finished - self.started, 1e-9)
-        return {
+        metrics = {
             "time/rollout_s": rolled_out - self.started,
             "time/update_s": finished - rolled_out,
             "time/step_s": finished - self.started,
@@ -50,8 +50,11 @@ class StepWaits:
             "async/engine_wait": max(0.0, 1.0 - (self._engine_s() - self._busy_s) / seconds),
             "async/queued": float(run.queue.waiting),
             "async/in_progress": float(run.queue.in_progress),
-            "async/tokens_in_flight": float(tokens_in_flight(engine)) if isinstance(engine, Engine) else 0.0,
         }
+        if isinstance(engine, Engine) and not run.config.cluster.address:
+            # on a cluster this engine samples nothing, and workers report when a group ends: what was, not what is
+            metrics["async/tokens_in_flight"] = float(tokens_in_flight(engine))
+        return metrics
 
 
 def staleness_metrics(scored: Sequence[ScoredRollout], version: int, bound: int) -> Metrics:

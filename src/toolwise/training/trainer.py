@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -14,28 +13,30 @@ from typing import Any
 from toolwise import __version__
 from toolwise.advantages.score_check import ScoreCheck, describe_rewards
 from toolwise.concurrency.garbage import frozen_heap
-from toolwise.config.secret_names import mask_secrets, secret_keys
+from toolwise.config.secret_names import mask_secrets, secrets_warning
 from toolwise.errors import CheckpointError, ConfigError, FaultRateError, ToolwiseError
 from toolwise.protocols import Callback, Metrics
 from toolwise.rewards.printed_output import PrintLog
 from toolwise.training import checkpoint
 from toolwise.training.async_loop import AsyncLoop
+from toolwise.training.best_validation import compare_with_best, early_stop
 from toolwise.training.budget_probe import probe_budgets
 from toolwise.training.calibration import begin_calibration, budget_metrics, calibrate_run, calibration_summary
 from toolwise.training.changes import read_changes, resume_command
 from toolwise.training.diagnosis import Finding, FindingChanges, History, RunDoctor, finding_to_json
 from toolwise.training.evaluate import validate
 from toolwise.training.loop import StepResult, train_step
-from toolwise.training.metrics import summarize_validation, validation_metrics
+from toolwise.training.metrics import peak_rss_mb, summarize_validation, validation_metrics
 from toolwise.training.rollout_files import RolloutFiles
 from toolwise.training.run import Run
-from toolwise.training.run_checkpoints import RunCheckpoints
+from toolwise.training.run_checkpoints import RunCheckpoints, SavedCheckpoint
 from toolwise.training.run_folder import RunResult, open_folder, restore_run
 from toolwise.training.stop_signal import StopSignal
 from toolwise.training.trackers.jsonl import read_metrics
 from toolwise.training.trackers.observers import Observers
 from toolwise.training.trackers.reporter import Reporter
-from toolwise.types import CheckpointEvent, RunStart, StepEvent, ValidationEvent
+from toolwise.training.validation_beside import Measured, ValidationBeside
+from toolwise.types import CheckpointEvent, RunStart, ScoredRollout, StepEvent, ValidationEvent
 from toolwise.untrusted.user_code import describe, describe_at
 
 log = logging.getLogger("toolwise.training.trainer")
@@ -65,6 +66,7 @@ class Training:
         """Set when more fails than `faults` allows, or a part of the run fails; stops the run."""
         self._before_step: tuple[int, int, dict[str, Any]] | None = None
         """During a training step: the number of steps, the version of the weights and the other state before it."""
+        self._beside: ValidationBeside | None = None
         self._lock = checkpoint.FolderLock(out)
         try:
             restore = partial(restore_run, run, out)
@@ -156,19 +158,26 @@ class Training:
             step_once = train_step if self._async is None else self._async.train_step
             result = await step_once(run, self._checkpoints.wait_for_copy)
             self._before_step = None
-            self._take_saved()
+            if self._beside is None:  # else its results belong to the checkpoint
+                self._take_saved()
             self._record_step(result)
             self._validation_metrics = {}
-            step, best = progress.step, progress.best_rank
+            step = progress.step
             # a run whose weights never changed has another exit status
             ended = step == total and progress.diagnosis.updated is not False
             if (exceeded := progress.faults.describe_exceeded(run.config.faults, ended=ended)) is not None:
                 self._error = FaultRateError(exceeded)
-            if self._validation_due():
+            due, save = self._validation_due(), step % run.config.trainer.save_every == 0
+            await self._end_validation(wait=due or save)
+            best = progress.best_rank
+            if due and self._can_validate_beside():
+                self._validate_beside(save=save or run.config.trainer.keep_best)
+                continue
+            if due:
                 await self._validate_step()
-            new_best = run.config.trainer.keep_best and progress.best_rank != best
-            if step % run.config.trainer.save_every == 0 or new_best:
+            if save or (run.config.trainer.keep_best and progress.best_rank != best):
                 self._save()
+        await self._end_validation(wait=True)
         self.reporter.announce(self._stopped_early())
         self._take_saved(wait=True)
         if self._saved_step != progress.step:
@@ -184,6 +193,34 @@ class Training:
         progress.last, progress.last_step = await self._validate(), progress.step
         progress.validating = False
 
+    def _can_validate_beside(self) -> bool:
+        """Whether the learner may go on meanwhile; after the last step there is nothing to go on with."""
+        loop, tasks = self._async, self.run.validation_tasks
+        return loop is not None and loop.can_hold_weights and bool(tasks) and self._unfinished() and self._error is None
+
+    def _validate_beside(self, *, save: bool) -> None:
+        """Begin a validation of the weights of this step. A checkpoint of them is saved first if they may be the best,
+        or if one is due; a run that resumes from it begins with the validation."""
+        assert self._async is not None
+        step, self.run.progress.validating = self.run.progress.step, True
+        if save:
+            self._save(take=False)
+        self._beside = ValidationBeside(step, self._async.hold_weights(partial(self._measure, step)), save)
+
+    async def _end_validation(self, *, wait: bool) -> None:
+        """Record the results of a validation beside the training, once it has ended, or after a `wait` for it."""
+        beside = self._beside
+        if beside is None or not (wait or beside.task.done()):
+            return
+        measured, self._beside = await beside.task, None
+        progress = self.run.progress
+        progress.last, progress.last_step = self._record_validation(beside.step, *measured), beside.step
+        progress.validating = False
+        if beside.saved:
+            finish = partial(self._checkpoints.finish_with, self._validation_metrics, progress.validation_state())
+            self._report_saved(await asyncio.to_thread(finish))
+        self._validation_metrics = {}
+
     def _save_after_error(self) -> None:
         """Save the latest complete step. An error in the middle of an update leaves weights that are not worth saving:
         the run then continues from its last checkpoint."""
@@ -192,7 +229,8 @@ class Training:
         step, version, state = self._before_step or (-1, -1, {})
         if progress.step > step:  # the step is complete
             state = {}
-            progress.validating = progress.step > 0 and self._validation_due() and progress.last_step != progress.step
+            due = progress.step > 0 and progress.last_step != progress.step
+            progress.validating = due and (progress.validating or self._validation_due())
         elif version != self.run.learner.version:
             return
         if self._saved_step == progress.step:
@@ -240,26 +278,31 @@ class Training:
         self._examine(step, self._step_metrics)
 
     def _warn_about_secrets(self) -> None:
-        if keys := list(secret_keys(self.run.config.model_dump())):
-            text = (
-                f"{', '.join(keys)}: looks like a secret and is stored as plain text in {self.out}; read it from "
-                "os.environ inside the function instead"
-            )
-            if any(key.startswith("reward.") for key in keys) and self.run.config.reward.sandbox.tier != "off":
-                text += " (a reward in the sandbox does not see the environment: name its module in sandbox.trusted)"
-            self.reporter.announce(text, logging.WARNING)
+        sandboxed = self.run.config.reward.sandbox.tier != "off"
+        warning = secrets_warning(self.run.config.model_dump(), self.out, sandboxed_reward=sandboxed)
+        self.reporter.announce(warning, logging.WARNING)
 
     async def _validate(self) -> dict[str, Any] | None:
         step = self.run.progress.step
+        return self._record_validation(step, *await self._measure(step))
+
+    async def _measure(self, step: int) -> Measured:
+        """Calibrate the router and validate, with the weights as they are."""
         calibrated, warning = await calibrate_run(self.run, self.run.calibration.calibration, step=step)
         self.reporter.announce(warning, logging.WARNING)
         if not self.run.validation_tasks:
+            return calibrated, None
+        if step == 0 and self.reporter.console is not None:
+            self.reporter.announce(f"validating on {len(self.run.validation_tasks)} held-out tasks before training …")
+        return calibrated, await validate(self.run, step=step)
+
+    def _record_validation(
+        self, step: int, calibrated: Metrics, scored: Sequence[ScoredRollout] | None
+    ) -> dict[str, Any] | None:
+        if scored is None:
             if calibrated:
                 self.reporter.log(step, calibrated)
             return None
-        if step == 0 and self.reporter.console is not None:
-            self.reporter.announce(f"validating on {len(self.run.validation_tasks)} held-out tasks before training …")
-        scored = await validate(self.run, step=step)
         summary = summarize_validation(scored, self.run.config.multi_turn.held_out_tools)
         summary |= budget_metrics(self.run.router, scored)
         metrics = validation_metrics(summary) | calibrated
@@ -269,30 +312,14 @@ class Training:
         event = ValidationEvent(self.out, step, metrics, tuple(scored))
         self.reporter.notify("on_validation", event, unfinished=self._unfinished())
         self._validation_metrics = {name.removeprefix("eval/"): value for name, value in metrics.items()}
-        self._update_best_rank()
+        compare_with_best(self.run.config.trainer, self.run.progress, self._validation_metrics)
         self._publish_findings(self.run.progress.diagnosis.after_validation(step, scored))
         self._examine(step, metrics)
         return summary
 
-    def _update_best_rank(self) -> None:
-        trainer, progress = self.run.config.trainer, self.run.progress
-        if not (trainer.keep_best or trainer.early_stopping):
-            return
-        rank = checkpoint.ranking_key(self._validation_metrics, trainer.best_metric)
-        if rank is None:
-            available, name = ", ".join(sorted(self._validation_metrics)), trainer.best_metric.removeprefix("-")
-            log.warning("trainer.best_metric is %r, but the validation reports only: %s", name, available)
-        else:
-            progress.compare(rank)
-
     def _stopped_early(self) -> str:
         """Why early stopping ends the run; empty if it does not."""
-        trainer, count = self.run.config.trainer, self.run.progress.without_best
-        if not self._unfinished() or trainer.early_stopping is None or count < trainer.early_stopping:
-            return ""
-        at = " at equal cost" if self.run.config.router.enable and self.run.config.router.budgets else ""
-        last = "the last validation is" if count == 1 else f"the last {count} validations are"
-        return f"{last} not better than an earlier one ({trainer.best_metric}{at}; trainer.early_stopping)"
+        return early_stop(self.run.config, self.run.progress) if self._unfinished() else ""
 
     def _examine(self, step: int, metrics: Mapping[str, float]) -> None:
         """Let the doctor look at new metrics, once the rollouts of the step are stored."""
@@ -309,24 +336,27 @@ class Training:
             findings = self._doctor.findings(self.run.progress.diagnosis.findings)
             self.reporter.write_json("diagnosis.json", list(map(finding_to_json, findings)))
 
-    def _save(self, state: Mapping[str, Any] | None = None) -> None:
+    def _save(self, state: Mapping[str, Any] | None = None, *, take: bool = True) -> None:
         """Begin a checkpoint, after the one before it is written. `state` replaces what the parts of the run have
-        now."""
+        now. Without `take` it is not reported yet."""
         self._take_saved(wait=True)
         self.run.progress.seconds = time.monotonic() - self._start_time
         self.reporter.metrics.sync()  # metrics and rollouts up to a checkpoint must also survive a power cut
         for folder in filter(Path.exists, (self.out, self.out / "rollouts")):
             checkpoint.sync(folder)
         self._checkpoints.save(self._validation_metrics, state)
-        self._take_saved()
+        if take:
+            self._take_saved()
 
     def _take_saved(self, *, wait: bool = False) -> None:
         """Report a checkpoint that has been written; raises the error if it could not be."""
-        saved = self._checkpoints.take_finished(wait=wait)
-        if saved is not None:
-            self._saved_step = saved.step
-            event = CheckpointEvent(self.out, saved.step, saved.figures, saved.path)
-            self.reporter.notify("on_checkpoint", event, unfinished=self._unfinished())
+        if (saved := self._checkpoints.take_finished(wait=wait)) is not None:
+            self._report_saved(saved)
+
+    def _report_saved(self, saved: SavedCheckpoint) -> None:
+        self._saved_step = saved.step
+        event = CheckpointEvent(self.out, saved.step, saved.figures, saved.path)
+        self.reporter.notify("on_checkpoint", event, unfinished=self._unfinished())
 
     def _summarize(self) -> dict[str, Any]:
         run, diagnosis = self.run, self.run.progress.diagnosis
@@ -368,8 +398,3 @@ class Training:
             "tool_prompt": run.chat.tool_prompt.describe() if run.scheduler.tools else None,
         }
         return self.reporter.summarize(run.progress.step, self._step_metrics, summary)
-
-
-def peak_rss_mb() -> float:
-    unit = 1024 if sys.platform != "darwin" else 1024 * 1024
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 1)

@@ -22,12 +22,14 @@ class WeightCopies:
 
     policy: LocalPolicy
     learner_model: Any
+    keep_cache: bool = False
+    """Whether replies that are being written keep their keys and values when a version is published."""
 
     @classmethod
-    def of(cls, policy: LocalPolicy) -> WeightCopies:
+    def of(cls, policy: LocalPolicy, *, keep_cache: bool = False) -> WeightCopies:
         """Copy the policy's model for a learner; takes as much memory again as the weights. On a GPU the engine works
         on a stream of its own from now on."""
-        copies = cls(policy, copy.deepcopy(policy.model))
+        copies = cls(policy, copy.deepcopy(policy.model), keep_cache)
         use_own_stream(copies.engine)
         return copies
 
@@ -48,7 +50,7 @@ class WeightCopies:
 
     async def publish(self, version: int) -> None:
         """Give the engine the learner's weights as `version`, between two of its steps. No update may run meanwhile."""
-        await replace_weights(self.engine, self.copy, version)
+        await replace_weights(self.engine, self.copy, version, keep_cache=self.keep_cache)
 
     def copy(self) -> None:
         """Copy the learner's weights, with adapters merged in, to the policy's model; returns when that is done."""

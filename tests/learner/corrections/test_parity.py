@@ -60,7 +60,9 @@ def keep(name, kind, old, settings, weights=None, among=mask):
 gap = given["old"] - given["mu"]
 ppo = config(clip_ratio_low=0.2, clip_ratio_high=0.28)
 keep("none", "vanilla", "old", ppo)
-for name, bounds in (("tis", 2.0), ("icepop", "0.5_5.0")):
+# Weights without a bound are those of decoupled PPO whose old policy is recomputed, and a mask above 2 its cap.
+unbounded = (("decoupled", 1e9), ("decoupled, capped", "1e-9_2.0"))
+for name, bounds in (("tis", 2.0), ("icepop", "0.5_5.0"), *unbounded):
     keep(name, "vanilla", "old", ppo, compute_rollout_correction_weights(gap, mask, "token", bounds)[0])
 kept, _ = compute_rollout_rejection_mask(gap, mask, "seq_mean_k1", "0.8_1.25")
 keep("sequence_mask", "vanilla", "old", ppo, among=kept)
@@ -79,21 +81,27 @@ from trl import GRPOTrainer
 
 given = {k: torch.from_numpy(v) for k, v in np.load(sys.argv[1], allow_pickle=False).items()}
 mask, found = given["mask"], {}
-cases = {"cispo": ("cispo", "token", 0.0, 1.28), "gspo": ("dapo", "sequence", 0.02, 0.03)}
+cases = {
+    "cispo": ("cispo", "token", 0.0, 1.28), "gspo": ("dapo", "sequence", 0.02, 0.03),
+    "decoupled": ("dapo", "token", 0.2, 0.28),
+}
 for name, (kind, level, low, high) in cases.items():
+    three = name == "decoupled"  # of the sampler, at the start of the update, and now
     now = given["now"].clone().requires_grad_()
     advantages = given["advantages"] if level == "token" else given["outcome"]
     inputs = {
         "prompt_ids": mask[:, :1].long(), "prompt_mask": mask[:, :1], "completion_ids": mask.long(),
-        "completion_mask": mask, "advantages": advantages, "old_per_token_logps": given["mu"],
-        "num_items_in_batch": mask.sum(),
+        "completion_mask": mask, "advantages": advantages, "old_per_token_logps": given["old" if three else "mu"],
+        "importance_sampling_ratio": (given["old"] - given["mu"]).exp(), "num_items_in_batch": mask.sum(),
     }
     trainer = SimpleNamespace(
-        args=SimpleNamespace(delta=None, steps_per_generation=1), epsilon_low=low, epsilon_high=high, beta=0.0,
+        args=SimpleNamespace(delta=3.0 if three else None, steps_per_generation=1), beta=0.0,
+        epsilon_low=low, epsilon_high=high,
         loss_type=kind, max_completion_length=mask.shape[1], importance_sampling_level=level,
         _get_per_token_logps_and_entropies=lambda *_, **__: (now, torch.zeros_like(now), None),
         accelerator=SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x),
-        model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1, use_vllm=False,
+        model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1, use_vllm=three,
+        vllm_importance_sampling_correction=three,
         top_entropy_quantile=1.0, off_policy_mask_threshold=None, aux_loss_enabled=False,
         _entropy_bonus_enabled=False, _metrics=defaultdict(lambda: defaultdict(list)),
     )
@@ -143,7 +151,8 @@ def gradient(name: str, given: dict[str, Any], advantages: str = "advantages") -
     """Of the summed losses by the log-probs, and which tokens there are."""
     mask = given["mask"] > 0
     tensors = {key: torch.from_numpy(values[mask]) for key, values in given.items()}
-    loss = build_loss(ACTOR, name)
+    capped = ACTOR.model_copy(update={"correction": ACTOR.correction.model_copy(update={"decoupled_cap": 2.0})})
+    loss = build_loss(capped if "capped" in name else ACTOR, name.partition(",")[0])
     assert isinstance(loss, Correction)
     now, rows = tensors["now"].requires_grad_(), torch.from_numpy(mask.nonzero()[0])
     sampled = SampledWith(tensors["mu"], torch.zeros_like(rows), 1)
@@ -151,17 +160,23 @@ def gradient(name: str, given: dict[str, Any], advantages: str = "advantages") -
     losses.sum().backward()
     assert now.grad is not None
     shares = [values.mean().item() for key, values in metrics.items() if key in ("masked_frac", "truncated_frac")]
+    shares = [] if name == "decoupled" else shares  # which has no bound
     assert all(0.02 < share < 0.98 for share in shares)  # both sides of every bound are compared
     return now.grad.numpy(), mask
 
 
-@pytest.mark.parametrize("name", ["none", "tis", "icepop", "sequence_mask", "dppo", "cispo", "gspo"])
+@pytest.mark.parametrize(
+    "name",
+    ["none", "tis", "icepop", "decoupled", "decoupled, capped", "sequence_mask", "dppo", "cispo", "gspo"],
+)
 def test_the_gradient_is_verl_s(name: str, given: dict[str, Any], verl: Any) -> None:
     ours, mask = gradient(name, given)
     np.testing.assert_allclose(ours, verl[name][mask], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize(("name", "advantages"), [("cispo", "advantages"), ("gspo", "outcome")])
+@pytest.mark.parametrize(
+    ("name", "advantages"), [("cispo", "advantages"), ("gspo", "outcome"), ("decoupled", "advantages")]
+)
 def test_the_gradient_is_trl_s(name: str, advantages: str, given: dict[str, Any], trl: Any) -> None:
     """TRL's ratio of a sequence has the gradient of the mean; with one advantage per sequence, that of the whole sum is
     the same: 1/n of n tokens."""

@@ -36,6 +36,13 @@ def test_what_is_amended_is_there_and_all_else_is_as_it_was(saved: checkpoint.Ch
     assert newest.path == saved.path
 
 
+def test_figures_and_parts_can_be_amended(saved: checkpoint.Checkpoint) -> None:
+    found = amend(saved.path, parts={"a": {"x": 2}}, figures={"score": 0.75, "loss": float("nan")})
+    assert found.figures == checkpoint.load(saved.path).figures == {"score": 0.75}
+    assert found.part("a") == {"x": 2}
+    assert (found.path / "model/notes.json").read_text() == "old"
+
+
 def test_one_that_was_tampered_with_is_not_given_a_new_seal(saved: checkpoint.Checkpoint) -> None:
     (saved.path / "model/weights").write_bytes(b"\1" * 1000)
     with pytest.raises(CheckpointError, match="sha256"):

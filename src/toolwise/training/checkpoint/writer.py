@@ -143,7 +143,7 @@ def save(
         step=step,
         parts=list(registry_state),
         facts=dict(facts or {}),
-        figures={name: float(value) for name, value in (figures or {}).items() if math.isfinite(value)},
+        figures=finite(figures or {}),
         files={},
     )
     _try_cleanup(lambda: _restore_leftovers(final.parent), final.parent)
@@ -205,13 +205,23 @@ def _check_abandoned(abandoned: Callable[[], bool], final: Path) -> None:
         raise CheckpointError(f"{final} was not written: the run was stopped immediately")
 
 
-def amend(path: str | os.PathLike[str], files: Mapping[str, bytes]) -> Checkpoint:
-    """Add or replace `files` (by name) in the checkpoint at `path` and seal it again; other files stay unchanged.
+def amend(
+    path: str | os.PathLike[str],
+    files: Mapping[str, bytes] | None = None,
+    *,
+    parts: Mapping[str, Any] | None = None,
+    figures: Mapping[str, float] | None = None,
+) -> Checkpoint:
+    """Add or replace `files` (by name) and `parts` without tensors in the checkpoint at `path`, and its `figures` if
+    given, and seal it again; the rest stays unchanged.
 
     Atomic like `save`: the new version is built next to the old one, with hard links to unchanged files.
     """
     path = Path(path)
     manifest = verify(path, hashes=True).model_copy(update={"files": {}, "seal": ""})
+    if figures is not None:
+        manifest.figures = finite(figures)
+    data_of = {f"{name}.json": part_bytes(name, part, TensorCollector()) for name, part in (parts or {}).items()}
     new = sibling_path(path, "tmp")
     try:
         shutil.copytree(
@@ -220,7 +230,7 @@ def amend(path: str | os.PathLike[str], files: Mapping[str, bytes]) -> Checkpoin
             ignore=lambda folder, _: {MANIFEST} if Path(folder) == path else set(),
             copy_function=link_or_copy,
         )
-        for name, data in files.items():
+        for name, data in {**(files or {}), **data_of}.items():
             (new / name).parent.mkdir(parents=True, exist_ok=True)
             (new / name).unlink(missing_ok=True)  # else the link's other end would change too
             (new / name).write_bytes(data)
@@ -250,9 +260,18 @@ def _write_part(folder: Path, name: str, state: Any) -> None:
 
     check_name(name)
     tensors = TensorCollector()
-    (folder / f"{name}.json").write_text(json.dumps(encode(state, name, tensors), allow_nan=False), encoding="ascii")
+    (folder / f"{name}.json").write_bytes(part_bytes(name, state, tensors))
     if tensors.by_name:
         save_file(tensors.by_name, folder / f"{name}.safetensors")
+
+
+def part_bytes(name: str, state: Any, tensors: TensorCollector) -> bytes:
+    """A part's JSON; its tensors are collected."""
+    return json.dumps(encode(state, name, tensors), allow_nan=False).encode("ascii")
+
+
+def finite(figures: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
 
 
 def _restore_leftovers(folder: Path) -> None:

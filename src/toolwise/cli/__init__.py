@@ -9,7 +9,21 @@ from typing import Annotated, Any
 
 import typer
 
-from toolwise.cli import chat, check, data, doctor, evaluate, fine_tune, reward, rollout, rollouts, serve, train, view
+from toolwise.cli import (
+    chat,
+    check,
+    cluster,
+    data,
+    doctor,
+    evaluate,
+    fine_tune,
+    reward,
+    rollout,
+    rollouts,
+    serve,
+    train,
+    view,
+)
 from toolwise.errors import ToolwiseError
 from toolwise.terminal import guard_streams, print_error, print_line
 from toolwise.terminal.streams import print_traceback
@@ -76,7 +90,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
-for _group in (data.app, rollouts.app, check.app, reward.init_app):
+for _group in (data.app, rollouts.app, cluster.app, check.app, reward.init_app):
     app.add_typer(_group)
 
 

@@ -51,7 +51,7 @@ WAIT
   exit 1
 }
 
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+# These two run until the job ends, which ends them.
 on "$head" ray start --head --block --disable-usage-stats --node-ip-address="$host" --port="$port" \
   --dashboard-host=127.0.0.1 &
 wait_for 1

@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ SCRIPT = DEPLOY / "slurm.sh"
 SRUN = """#!/bin/sh
 # Runs the command after srun's options here.
 echo "$*" >> "$SRUN_LOG"
+echo $$ >> "$SRUN_LOG.pids"
 while [ "${1#--}" != "$1" ]; do shift; done
 exec "$@"
 """
@@ -91,6 +94,9 @@ def test_the_slurm_script_trains_on_two_nodes(make_config: Any, tmp_path: Path) 
         ended = subprocess.run(
             ["bash", SCRIPT, config, run], env=environment, stdout=said, stderr=said, check=False, timeout=580
         )
+    for pid in (tmp_path / "srun.pids").read_text().split():  # as Slurm ends the steps of a job
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGTERM)
     assert ended.returncode == 0, (tmp_path / "said").read_text()
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
     steps = (tmp_path / "srun").read_text().splitlines()

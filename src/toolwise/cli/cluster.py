@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +24,8 @@ def timeline(
 ) -> None:
     """Write what each process did when, from cluster.jsonl, as a trace for Perfetto."""
     from toolwise.cluster.timeline import trace_of
+    from toolwise.serialization.json_text import json_text
 
     trace = trace_of(run)
-    out.write_text(json.dumps(trace), encoding="utf-8")
+    out.write_text(json_text(trace), encoding="utf-8")
     print_line(f"wrote {len(trace['traceEvents']):,} events to {out}")

@@ -209,7 +209,7 @@ class LearnerGroup(Learner):
         began, ranks = time.monotonic(), list(self._ranks)
         replies = [dict(reply) for reply in await self._all(method, calls)]
         for process, reply in zip(ranks, replies, strict=True):
-            lines = reply.pop("log", b"")
+            lines = _text(reply.pop("log", b""))
             if self.log is not None:
                 self.log.add(process.name, lines, {})
                 self.log.event(method, process.name, seconds=time.monotonic() - began)

@@ -1,10 +1,13 @@
 """What a cluster costs, on this machine: a call, a group, a weight transfer by model size, and rollouts by workers.
 
 python benchmarks/cluster.py            # all parts, on a local Ray cluster
-python benchmarks/cluster.py --transfer # weights alone, without Ray
+python benchmarks/cluster.py --transfer 1.6B  # weights alone, without Ray
+python benchmarks/cluster.py --workers  # real rollout workers alone
 
-For scaling, workers do nothing but wait for half a second a group, as for a slow tool, so that the time shows the
-machinery: with perfect scaling it does not depend on their number, because each gets the same number of groups.
+For scaling, each worker gets the same number of groups, so that with perfect scaling the time does not depend on their
+number. First with processes that do nothing but wait for half a second a group, which shows the pool; then with real
+workers, whose episodes wait for a tool of half a second in each turn, after one sampled token; then without the tool,
+where computing dominates.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ import argparse
 import asyncio
 import os
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -20,28 +26,36 @@ import torch
 
 from toolwise.cluster.interface import Payload, Process, Resources, payload_bytes
 from toolwise.cluster.ray_cluster import RayCluster
+from toolwise.cluster.session import running_on
 from toolwise.cluster.weight_transfer import bits_of, difference, install, whole_copy
 from toolwise.cluster.worker_pool import WorkerPool
 from toolwise.config.cluster import ClusterConfig
+from toolwise.config.schema import RunConfig
+from toolwise.envs import BaseEnv
+from toolwise.training.run import assemble
+from toolwise.types import Task
 
-SIZES = {"2 M": 2_000_000, "135 M": 135_000_000}
-TOOL_S, GROUPS = 0.5, 12
+SIZES = {"2M": 2_000_000, "135M": 135_000_000, "1.6B": 1_600_000_000}
+MAX_FLOAT32 = 500_000_000
+"""Of weights in float32: more do not fit into 24 GiB three times over."""
+TOOL_S, GROUPS, TURNS = 0.5, 12, 2
 LIMIT_S = 120.0
 
 
-def measure_transfer() -> None:
+def measure_transfer(sizes: Sequence[str]) -> None:
     """Gather, difference, checksum and installation of weights, without the way between processes."""
-    for name, count in SIZES.items():
-        for dtype in (torch.float32, torch.bfloat16):
+    for name in sizes:
+        count = SIZES[name]
+        for dtype in (torch.float32, torch.bfloat16) if count <= MAX_FLOAT32 else (torch.bfloat16,):
             generator = torch.Generator().manual_seed(0)
             parts = {f"w{i}": torch.randn(count // 10, generator=generator).mul_(0.02).to(dtype) for i in range(10)}
             began = time.perf_counter()
             old = bits_of(parts)
             gathered = time.perf_counter() - began
-            moved = {
-                n: (w.float() + 1e-6 * torch.randn(w.shape, generator=generator)).to(dtype) for n, w in parts.items()
-            }
-            new = bits_of(moved)
+            new = {}
+            for n, w in parts.items():
+                moved = (torch.randn(w.shape, generator=generator).mul_(1e-6) + w).to(dtype)
+                new |= bits_of({n: moved})
             began = time.perf_counter()
             changes = difference(new, old, 2, 1, "x")
             compared = time.perf_counter() - began
@@ -92,6 +106,65 @@ async def measure_scaling(cluster: Any) -> None:
         await pool.close()
 
 
+class SlowTool(BaseEnv):
+    """An environment that takes `seconds` for each of `TURNS` turns."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.turns = seconds, 0
+
+    async def reset(self) -> str:
+        return ""
+
+    async def step(self, action: Any) -> tuple[str, float | None, bool, dict[str, Any]]:
+        await asyncio.sleep(self.seconds)
+        self.turns += 1
+        return "Go on.", 1.0, self.turns >= TURNS, {}
+
+
+def no_reward(messages: Any, ground_truth: Any) -> float:
+    return 0.0
+
+
+async def measure_workers(waits_s: float, new_tokens: int, counts: Sequence[int]) -> None:
+    """Real rollout workers, each with its engine: `GROUPS` groups of two episodes for each, four at a time."""
+    alone_s = 0.0
+    for workers in counts:
+        cluster_settings = {"address": "local", "workers": workers, "worker_cpus": 0.1, "groups_per_worker": 4}
+        config = RunConfig.model_validate(
+            {
+                "cluster": cluster_settings,
+                "model": {"device": "cpu", "threads": 1},
+                "env": {"name": f"{__file__}:SlowTool", "kwargs": {"seconds": waits_s}},
+                "rollout": {"n": 2, "max_new_tokens": new_tokens, "temperature": 2.0},
+                "multi_turn": {"max_turns": TURNS},
+                "reward": {"function": f"{__file__}:no_reward", "sandbox": {"tier": "off"}},
+                "trainer": {"console": False},
+            }
+        )
+        tasks = [Task(task_id=str(index), prompt=[{"role": "user", "content": f"Go {index}."}]) for index in range(8)]
+        run, cluster = assemble(config, tasks=tasks, validation_tasks=[]), RayCluster(config.cluster)
+        try:
+            with TemporaryDirectory() as folder:
+                async with running_on(cluster, run, config, Path(folder)) as placed:
+                    for label, groups in (("warm", workers), ("timed", workers * GROUPS)):
+                        chosen = [tasks[index % len(tasks)] for index in range(groups)]
+                        decisions = placed.router.decide(chosen, 2, 0, label=label)
+                        began = time.perf_counter()
+                        async for _ in placed.scheduler.groups(decisions):
+                            pass
+                        seconds = time.perf_counter() - began
+        finally:
+            await cluster.close()
+            run.close()
+        alone_s = alone_s or seconds
+        ideal_s = GROUPS / 4 * TURNS * waits_s or alone_s
+        print(
+            f"{workers} real workers, {waits_s:g} s a turn: {workers * GROUPS} groups in {seconds:.2f} s, "
+            f"{workers * GROUPS / seconds:.2f} a second, {ideal_s / seconds:.0%} of linear",
+            flush=True,
+        )
+
+
 async def measure_ray() -> None:
     cluster = WaitingCluster(ClusterConfig(address="local", workers=8, worker_cpus=0.1, object_store_mb=200))
     try:
@@ -103,13 +176,18 @@ async def measure_ray() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--transfer", action="store_true", help="weights alone, without Ray")
+    parser.add_argument("--transfer", nargs="*", choices=SIZES, metavar="SIZE", help="weights alone, without Ray")
+    parser.add_argument("--workers", action="store_true", help="real rollout workers alone")
     chosen = parser.parse_args()
     print(f"load average: {os.getloadavg()}")
     torch.set_num_threads(1)
-    measure_transfer()
-    if not chosen.transfer:
+    if not chosen.workers:
+        measure_transfer(chosen.transfer or ("2M", "135M"))
+    if chosen.transfer is None and not chosen.workers:
         asyncio.run(measure_ray())
+    if chosen.transfer is None:
+        asyncio.run(measure_workers(TOOL_S, 1, (1, 2, 4, 8)))
+        asyncio.run(measure_workers(0.0, 32, (1, 2)))
 
 
 if __name__ == "__main__":

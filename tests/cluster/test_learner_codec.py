@@ -43,8 +43,49 @@ def test_sharded_ranks_learn_what_one_does(ranks: int, alone: dict[str, torch.Te
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "job"), [(2, "lora"), (2, "lora-shard"), (4, "lora-shard")])
 def test_ranks_with_adapters_learn_what_one_does(ranks: int, job: str, tmp_path: Path) -> None:
-    expected = learner_ranks.learn(0, 1, lora=True)
+    expected = learner_ranks.learn(0, 1, "lora")
     for found in run_ranks(ranks, tmp_path, job):
+        assert largest_gap(found, expected) < 1e-10
+
+
+def first_update(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in found.items() if name.endswith(".0") and "weights" not in name}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("job", ["fp32", "fp32-shard"])
+def test_ranks_in_single_precision_have_the_gradients_of_one(ranks: int, job: str, tmp_path: Path) -> None:
+    expected = first_update(learner_ranks.learn(0, 1, "fp32"))
+    for found in run_ranks(ranks, tmp_path, job):
+        assert largest_gap(first_update(found), expected) < 1e-5
+
+
+@pytest.mark.long
+def test_sharded_ranks_in_bfloat16_are_as_exact_as_one(alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """Gradients are summed over ranks in fp32, which `learner_ranks` checks. Both are compared with the gradients of
+    the weights before they were rounded."""
+    exact = {name: value for name, value in first_update(alone).items() if "gradient" in name}
+    one = {name: value.double() for name, value in learner_ranks.learn(0, 1, "bf16").items() if name in exact}
+    for found in run_ranks(4, tmp_path, "bf16-shard"):
+        gap = largest_gap({name: found[name].double() for name in exact}, exact)
+        assert gap < 1.1 * largest_gap(one, exact)
+
+
+@pytest.mark.long
+def test_sharded_ranks_that_recompute_activations_learn_what_one_does(
+    alone: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    for found in run_ranks(2, tmp_path, "checkpointed-shard"):
+        assert largest_gap(found, alone) < 1e-10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", ["trees", "trees-shard"])
+def test_ranks_keep_trees_of_shared_prefixes_whole(job: str, tmp_path: Path) -> None:
+    """Two ranks have the trees that one process has, and so its gradients."""
+    expected = learner_ranks.learn(0, 1, "trees")
+    for found in run_ranks(2, tmp_path, job):
         assert largest_gap(found, expected) < 1e-10
 
 

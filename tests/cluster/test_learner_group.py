@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +32,7 @@ from toolwise.cluster.interface import (
 )
 from toolwise.cluster.learner_codec import UPDATED
 from toolwise.cluster.learner_group import LearnerGroup, LearnersLostError
+from toolwise.cluster.learner_state import LearnerState
 from toolwise.cluster.learner_worker import LearnerWorker
 from toolwise.cluster.node_files import pack_settings
 from toolwise.cluster.simulated import SimulatedCluster, Weather
@@ -135,6 +139,28 @@ def test_a_group_learns_saves_and_goes_on_as_one_process(
     later.close()
 
 
+def test_learning_goes_on_while_the_learners_write_their_state(
+    learners: SimulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = new_group(learners, cluster_config(cluster={"address": "local", "learners": 1}))
+    learned, write = threading.Event(), LearnerState.write
+
+    def write_later(state: LearnerState, folder: Path) -> dict[str, Any]:
+        assert learned.wait(60.0), "the update waits for the checkpoint"
+        return write(state, folder)
+
+    monkeypatch.setattr(LearnerState, "write", write_later)
+    weights = dict(group.local.model.state_dict())
+    group.weights_to_save()
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(group.save_model, tmp_path, weights)
+        group.update([])
+        learned.set()
+        saving.result(60.0)
+    assert (tmp_path / "learners" / "learners.json").is_file()
+    group.close()
+
+
 @pytest.mark.long
 def test_a_router_that_trains_the_actors_weights_gives_them_to_the_learners(learners: SimulatedCluster) -> None:
     router = {"enable": True, "backbone": "full", "wording": "silent", "lr": 1e-3, "budgets": [{"limit": 0.5}]}
@@ -222,6 +248,29 @@ def test_a_run_of_two_learners_goes_on_with_one_and_with_three(
     for steps, learners in ((4, 1), (5, 3)):
         changes = ("--set", f"trainer.total_steps={steps}", "--set", f"cluster.learners={learners}", "--resume")
         assert train(cli, config, out, *changes)["steps"] == steps
+
+
+@pytest.mark.long
+@RAY
+@pytest.mark.parametrize("saved_by", [1, 4])
+def test_a_run_goes_on_alike_with_any_number_of_learners(
+    saved_by: int, cli: Any, make_config: Any, tmp_path: Path
+) -> None:
+    """Each number continues a copy of the run by one step, from the same rollouts."""
+    changes = settings(learners=saved_by, learner_cpus=0.25)
+    changes["trainer"] = {"total_steps": 1, "save_every": 1}
+    config, out = make_config(tmp_path, changes), tmp_path / "run"
+    train(cli, config, out)
+    found = {}
+    for learners in (1, 2, 8):
+        copy = Path(shutil.copytree(out, tmp_path / f"run-{learners}"))
+        options = ("--set", "trainer.total_steps=2", "--set", f"cluster.learners={learners}", "--resume")
+        assert train(cli, config, copy, *options)["steps"] == 2
+        steps = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+        found[learners] = [line for line in steps if line["step"] == 2 and "actor/updates" in line][-1]
+    for name in ("score/mean", "actor/grad_norm", "actor/loss"):
+        expected = found[1].get(name)
+        assert [line.get(name) for line in found.values()] == [expected and pytest.approx(expected, rel=1e-3)] * 3
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from toolwise.cluster import ray_cluster
-from toolwise.cluster.interface import CallTimeoutError, ClusterError, Process, ProcessDiedError, RemoteCallError
+from toolwise.cluster.interface import ClusterError, Process, ProcessDiedError, RemoteCallError, StoreFullError
 from toolwise.cluster.ray_cluster import DEAD, RayCluster
 
 
@@ -60,13 +60,14 @@ def test_a_full_object_store_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_object_store_that_stays_full_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "RETRY_S", 0.001)
     cluster = cast(Any, SimpleNamespace(ray=FullStore(float("inf"))))
-    with pytest.raises(CallTimeoutError, match=r"full for 0.05 s"):
+    with pytest.raises(StoreFullError, match=r"full for 0.05 s"):
         asyncio.run(RayCluster.store(cluster, {"weights": b"1234"}, deadline_s=0.05))
 
 
+@pytest.mark.parametrize("address", ["10.0.0.1:6379", "ray://10.0.0.1:10001"])
 @pytest.mark.parametrize(("status", "refused"), [(0, True), (1, False)])
 def test_a_cluster_that_answers_without_a_token_is_refused(
-    status: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+    status: int, refused: bool, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever this process has set: the nodes may have been started without it."""
     environments = []
@@ -80,7 +81,7 @@ def test_a_cluster_that_answers_without_a_token_is_refused(
     context = SimpleNamespace(gcs_address="10.0.0.1:6379")
     cluster = cast(Any, SimpleNamespace(ray=SimpleNamespace(get_runtime_context=lambda: context)))
     with pytest.raises(ClusterError, match="started without authentication") if refused else nullcontext():
-        RayCluster._refuse_open(cluster, "10.0.0.1:6379")
+        RayCluster._refuse_open(cluster, address)
     assert "RAY_AUTH_TOKEN" not in environments[0]
 
 

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: pip install 'toolwise[ray]'"),
 ]
-SEEDS, KILL_RUNS, STEPS = 5, 10, 8
+SEEDS, KILL_RUNS, STEPS = 5, 10, 24
 
 
 def call(*command: object) -> str:
@@ -63,7 +63,7 @@ def test_runs_end_well_whoever_dies(seed: int, make_config: Any, tmp_path: Path)
     config, out = make_config(tmp_path, changes), tmp_path / "run"
     killed = json.loads(call(ray_nodes.__file__, "kills", seed, config, out))
     check_invariants(out)
-    assert len(killed) >= 2, "the run ended before it could be hit: raise STEPS"
+    assert len(killed) == len(ray_nodes.KILLS), "the run ended before it was hit three times: raise STEPS"
 
 
 def check_invariants(out: Path) -> None:

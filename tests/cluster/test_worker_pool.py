@@ -8,7 +8,15 @@ import os
 import pytest
 from pool_schedules import CALL_S, Played, play_seed
 
-from toolwise.cluster.interface import ClusterError, Payload, Process, RemoteCallError, Resources, Stored
+from toolwise.cluster.interface import (
+    ClusterError,
+    Payload,
+    Process,
+    RemoteCallError,
+    Resources,
+    Stored,
+    StoreFullError,
+)
 from toolwise.cluster.simulated import SimulatedCluster, Weather
 from toolwise.cluster.worker_pool import Publication, Worker, WorkerPool
 from toolwise.config.cluster import ClusterConfig
@@ -29,6 +37,25 @@ def test_every_ticket_is_answered_once_whatever_dies() -> None:
     assert sum(one.differences for one in played) > 100
     assert sum(bool(one.failed) for one in played) > 10
     assert sum(not one.failed for one in played) > 100
+    assert sum(one.full for one in played) > 3
+
+
+def test_no_worker_is_ended_because_the_store_is_full() -> None:
+    async def work() -> int:
+        cluster = SimulatedCluster({"rollout": lambda _: Answers()}, Weather(full_store=1.0))
+        pool = WorkerPool(cluster, ClusterConfig(workers=2), {})
+        await pool.start()
+        try:
+            await pool.publish(Publication(1, lambda: cluster.store({}, deadline_s=5.0)))
+        finally:
+            alive = len(cluster.alive)
+            assert (alive, pool.counts["deaths"], asyncio.get_running_loop().time()) == (2, 0, 5.0)
+            await pool.close()
+            await cluster.close()
+        return alive
+
+    with pytest.raises(StoreFullError, match="full for 5 s"):
+        simulate(work())
 
 
 @pytest.mark.long

@@ -8,7 +8,6 @@ import pytest
 from tests.docs.pages import Reader
 
 pytestmark = pytest.mark.docs
-TRIED = "tests/cluster/test_ray_cluster.py runs it"
 MACHINES = "needs several machines"
 
 
@@ -17,7 +16,6 @@ def test_every_snippet_runs(reader: Callable[..., Reader]) -> None:
         "docs/cluster.md",
         not_run={
             "pip install 'toolwise[ray]'": "needs an index",
-            "toolwise train cluster.toml --cluster local --out runs/cluster": TRIED,
             "ray start --head --port=6379 --dashboard-host=127.0.0.1": MACHINES,
             "ray start --address=10.0.0.1:6379": MACHINES,
             "toolwise doctor --cluster 10.0.0.1:6379": MACHINES,

@@ -1,12 +1,15 @@
 """Learners of a group as forked processes, run by test_learner_codec.py as `learner_ranks.py RANKS FOLDER JOB`.
 
-Everything is in float64, with plain SGD: Adam would hide a factor in the gradients.
+With plain SGD: Adam would hide a factor in the gradients. A JOB is words joined by dashes: "shard", "lora", "trees"
+(rows share prefixes), "checkpointed" (activations), "fp32" or "bf16" in place of float64, "planted", "save".
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from learner_cases import LR, changed, sample, tiny_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -50,6 +54,7 @@ WIDE = changed(
     share_prefixes=False,  # a divided group has other trees, whose attention is summed in fp32
 )
 PLANTED = {"factor": 1.0}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Sgd(Optimizer):
@@ -77,20 +82,27 @@ def rollouts() -> list[CreditedRollout]:
     ]
 
 
-def learn(rank: int, ranks: int, lora: bool = False, shard: bool = False) -> dict[str, torch.Tensor]:
+def learn(rank: int, ranks: int, job: str = "plain") -> dict[str, torch.Tensor]:
     """The gradient, its norm and the weights of each update; rollouts divided as a group divides them."""
-    whole = rollouts()
+    whole, words = rollouts(), job.split("-")
+    dtype = next((DTYPES[word] for word in words if word in DTYPES), torch.float64)
+    lora, shard = "lora" in words, "shard" in words
+    config = changed(
+        WIDE,
+        share_prefixes="trees" in words,
+        activation_checkpointing="checkpointed" in words,
+        **({"lora": {"rank": 2}} if lora else {}),
+    )
     sizes = [token_count(c.steps) for c in whole]
     parts = divide(whole, sizes, [c.rollout.group_id for c in whole], ranks)
     mine = credited_from_payload(credited_to_payload([whole[index] for index in parts[rank]]))
-    critic = Critic(tiny_model().double(), WIDE, shard=shard)
-    critic.head.double()
-    config = changed(WIDE, lora={"rank": 2}) if lora else WIDE
-    actor = Actor(tiny_model().double(), config, critic=critic, shard=shard)
+    critic = Critic(tiny_model().to(dtype), config, shard=shard)
+    critic.head.to(torch.promote_types(dtype, torch.float32))
+    actor = Actor(tiny_model().to(dtype), config, critic=critic, shard=shard)
     for part in (actor, critic):
         part.optimizer.__class__ = Sgd
     found: dict[str, torch.Tensor] = {}
-    for update in range(UPDATES):
+    for update in range(1 if "bf16" in words else UPDATES):
         annotated = actor.annotate([c.annotated.scored for c in mine])
         metrics = actor.update([replace(c, annotated=a) for c, a in zip(mine, annotated, strict=True)])
         for name, owner in (("actor", actor), ("critic", critic)):
@@ -121,6 +133,24 @@ def updated_columns(rank: int, ranks: int) -> dict[str, torch.Tensor]:
             for column in UPDATED:
                 found[f"{update}/{name}/{column}"] = torch.from_numpy(getattr(tokens, column).copy())
     return found
+
+
+@contextmanager
+def reductions() -> Iterator[set[torch.dtype]]:
+    """The types in which FSDP sums gradients."""
+    seen: set[torch.dtype] = set()
+    name = next(name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name))
+    reduce_scatter = getattr(dist, name)
+
+    def record(*arguments: Any, **options: Any) -> Any:
+        seen.add(options["input"].dtype if "input" in options else arguments[1].dtype)
+        return reduce_scatter(*arguments, **options)
+
+    setattr(dist, name, record)
+    try:
+        yield seen
+    finally:
+        setattr(dist, name, reduce_scatter)
 
 
 def flat_weights(actor: Actor) -> torch.Tensor:
@@ -163,8 +193,6 @@ def save_and_go_on(rank: int, ranks: int, folder: Path, shard: bool, offload: bo
 
 
 def run_rank(rank: int, ranks: int, folder: Path, job: str) -> None:
-    import torch.distributed as dist
-
     PLANTED["factor"] = 1.0 / ranks if job == "planted" else 1.0
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     if job.startswith("save"):
@@ -172,7 +200,9 @@ def run_rank(rank: int, ranks: int, folder: Path, job: str) -> None:
     elif job == "updated":
         found = updated_columns(rank, ranks)
     else:
-        found = learn(rank, ranks, lora="lora" in job, shard="shard" in job)
+        with reductions() as dtypes:
+            found = learn(rank, ranks, job)
+        assert dtypes == ({torch.float32 if "16" in job or "32" in job else torch.float64} if "shard" in job else set())
     save_file(found, folder / f"rank-{rank}.safetensors")
     dist.destroy_process_group()
 

@@ -27,6 +27,8 @@ class Played:
     reissued: int = 0
     refused: int = 0
     deaths: int = 0
+    full: bool = False
+    """Ended because the object store stayed full."""
     whole: int = 0
     differences: int = 0
     seconds: float = 0.0
@@ -66,6 +68,8 @@ async def play(seed: int, pool_class: type[WorkerPool] = WorkerPool) -> Played:
         max_delay_s=chance.choice((0.0, 0.1, 5.0)),
         lost=chance.choice((0.0, 0.0, 0.03)),
         failed_starts=chance.choice((0.0, 0.2)),
+        hung_starts=chance.choice((0.0, 0.0, 0.1)),
+        full_store=chance.choice((0.0, 0.0, 0.0, 0.05)),
     )
     cluster = SimulatedCluster({"rollout": lambda _: FakeWorker(chance)}, weather, nodes=2, seed=seed)
     cluster.start_node_deaths()
@@ -87,10 +91,10 @@ async def play(seed: int, pool_class: type[WorkerPool] = WorkerPool) -> Played:
     async def train() -> None:
         await pool.start()
         for step in range(steps):
-            whole = Stored({"base": -1, "version": step, "hash": weights_of(step)}, 8)
+            whole = {"base": -1, "version": step, "hash": weights_of(step)}
 
-            async def give(stored: Stored = whole) -> Stored:
-                return stored
+            async def give(payload: Payload = whole) -> Stored:
+                return await cluster.store(payload, deadline_s=config.transfer_s)
 
             change = {"base": step - 1, "version": step, "hash": weights_of(step) - weights_of(step - 1)}
             difference = Stored(change, 1) if step and chance.random() < 0.7 else None
@@ -124,8 +128,10 @@ def check(
         played.violations.append("a ticket was answered twice")
     if not played.failed and sorted(played.replies) != tickets:
         played.violations.append("a ticket was lost")
-    if played.failed and pool.counts["deaths"] <= config.max_restarts:
+    full = "object store was full" in played.failed
+    if played.failed and not full and pool.counts["deaths"] <= config.max_restarts:
         played.violations.append(f"ended within its budget: {played.failed}")
+    played.full = full
     if cluster.started > config.workers + config.max_restarts:
         played.violations.append("started workers beyond its budget")
     if len(pool.workers) > config.workers:

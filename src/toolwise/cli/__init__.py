@@ -12,6 +12,7 @@ import typer
 from toolwise.cli import (
     chat,
     check,
+    cluster,
     data,
     doctor,
     evaluate,
@@ -90,7 +91,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
-for _group in (data.app, rollouts.app, check.app, init.app):
+for _group in (data.app, rollouts.app, cluster.app, check.app, init.app):
     app.add_typer(_group)
 
 

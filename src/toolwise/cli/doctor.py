@@ -50,14 +50,19 @@ class Package:
 
 def doctor(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run's folder, also of a run that goes on or has crashed.")
+        Path | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A run's folder, also of a run that goes on or has crashed. With --cluster: a configuration.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     cluster: Annotated[
         str,
         typer.Option(
             metavar="ADDRESS",
-            help="Compare the nodes of a Ray cluster with this machine instead: versions and code.",
+            help="Compare the nodes of a Ray cluster with this machine instead: versions, code, and the programs and "
+            "folders of a configuration that each node must have.",
             show_default=False,
         ),
     ] = "",
@@ -66,14 +71,14 @@ def doctor(
 
     Without RUN: installed and missing packages, how to install them, and what this machine supports.
     """
+    if cluster:
+        return _compare_nodes(cluster, run, as_json)
     if run is not None:
         from toolwise.cli.run_doctor import examine
 
         if examine(run, as_json=as_json):
             raise typer.Exit(1)
         return None
-    if cluster:
-        return _compare_nodes(cluster, as_json)
     packages = inspect_packages()
     machine, troubles = inspect_machine(), missing_core_packages(packages)
     if any(package.name == "torch" and package.installed for package in packages):
@@ -89,11 +94,14 @@ def doctor(
     return None
 
 
-def _compare_nodes(address: str, as_json: bool) -> None:
+def _compare_nodes(address: str, config: Path | None, as_json: bool) -> None:
     """Report every node of the cluster at `address`; exit with status 1 if one differs from this process."""
+    from toolwise.cluster.node_files import unsent_paths
     from toolwise.cluster.node_report import compare_nodes
+    from toolwise.config.schema import load_config
 
-    here, reports, problems = compare_nodes(address)
+    paths = [] if config is None else list(unsent_paths(load_config(config)))
+    here, reports, problems = compare_nodes(address, paths)
     if as_json:
         print_json({"here": here, "nodes": reports, "problems": problems})
     else:

@@ -29,6 +29,10 @@ class CallTimeoutError(ClusterError):
     """A call did not return before its deadline."""
 
 
+class StoreFullError(ClusterError):
+    """The object store had no room until the deadline."""
+
+
 class RemoteCallError(ClusterError):
     """The code of a process raised an error."""
 
@@ -84,6 +88,9 @@ class Cluster(Protocol):
         self, process: Process, method: str, payload: Payload, *, deadline_s: float, stored: Stored | None = None
     ) -> Payload:
         """Call a method of the process; `stored` is added to the payload. Cancelling the caller cancels the call."""
+
+    async def address(self, process: Process, *, deadline_s: float) -> str:
+        """The IP address of the process's node, by which the other nodes reach it."""
 
     async def kill(self, process: Process) -> None:
         """End a process; one that has ended is no error."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import time
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from toolwise.cluster.learner_codec import (
     token_count,
     updated_from_payload,
 )
+from toolwise.cluster.node_log import NodeLog
 from toolwise.cluster.plain_data import to_payload
 from toolwise.cluster.shard_files import write_manifest
 from toolwise.cluster.weight_transfer import bits_of, install, transferred_weights, whole_copy
@@ -67,8 +69,8 @@ class LearnerGroup(Learner):
         """Whether the router in this process trains the weights, too."""
         self._taken = ""
         """Checksum of the weights that the ranks have, if they may become others here."""
-        self.on_event: Callable[..., None] = lambda kind, process, **numbers: None
-        """Told what happens, for the run folder."""
+        self.log: NodeLog | None = None
+        """Of the run folder."""
         self._spec = settings, files
         self._ranks: list[Process] = []
         self._state: dict[str, Any] | None = None
@@ -202,46 +204,68 @@ class LearnerGroup(Learner):
         return self._wait(self._call_all(method, payloads))
 
     async def _call_all(self, method: str, payloads: Sequence[Payload]) -> list[Payload]:
-        """Call all ranks at once. If one fails the others wait for it in vain: all are ended. An error that a learner
-        raised itself would come again: it is no `LearnersLostError`."""
         if not self._ranks:
             raise self._failure or LearnersLostError("there are no learners")
         deadline_s = self.config.cluster.update_s
         calls = [
-            asyncio.ensure_future(self.cluster.call(process, method, payload, deadline_s=deadline_s))
+            self.cluster.call(process, method, payload, deadline_s=deadline_s)
             for process, payload in zip(self._ranks, payloads, strict=True)
         ]
-        await asyncio.wait(calls, return_when="FIRST_EXCEPTION")
-        failed = [call.exception() for call in calls if call.done() and call.exception() is not None]
+        began, ranks = time.monotonic(), list(self._ranks)
+        replies = [dict(reply) for reply in await self._all(method, calls)]
+        for process, reply in zip(ranks, replies, strict=True):
+            lines = _text(reply.pop("log", b""))
+            if self.log is not None:
+                self.log.add(process.name, lines, {})
+                self.log.event(method, process.name, seconds=time.monotonic() - began)
+        return list(replies)
+
+    async def _all(self, what: str, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Results of something that all ranks do at once. If one fails the others wait for it in vain: all are ended.
+        An error that a learner raised itself would come again: it is no `LearnersLostError`."""
+        tasks = [asyncio.ensure_future(one) for one in work]
+        await asyncio.wait(tasks, return_when="FIRST_EXCEPTION")
+        failed = [fault for task in tasks if task.done() and (fault := task.exception()) is not None]
         if not failed:
-            return [call.result() for call in calls]
+            return [task.result() for task in tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._kill()
-        await asyncio.gather(*calls, return_exceptions=True)
-        own = [fault for fault in failed if fault is not None and not _is_loss(fault)]
-        if not own:
-            raise LearnersLostError(f"learners, {method}: {failed[0]}") from failed[0]
-        self._failure = ClusterError(f"learners, {method}: {own[0]}")
-        raise self._failure from own[0]
+        if all(_is_loss(fault) for fault in failed):
+            raise LearnersLostError(f"learners, {what}: {failed[0]}") from failed[0]
+        own = next(fault for fault in failed if not _is_loss(fault))
+        self._failure = ClusterError(f"learners, {what}: {own}")
+        raise self._failure from own
 
     async def _start(self) -> None:
         config, count = self.config.cluster, self.config.cluster.learners
-        settings, files = self._spec
-        resources = Resources(config.learner_cpus, config.learner_gpus)
-        self._ranks = list(
-            await asyncio.gather(
-                *(
-                    self.cluster.start(
-                        "learner", f"learner-{rank}", settings, resources, deadline_s=config.start_s, stored=files
-                    )
-                    for rank in range(count)
-                )
+        limit_s = config.start_s
+
+        async def start_rank(rank: int) -> Process:
+            settings, files = self._spec
+            process = await self.cluster.start(
+                "learner",
+                f"learner-{rank}",
+                settings,
+                Resources(config.learner_cpus, config.learner_gpus),
+                deadline_s=limit_s,
+                stored=files,
             )
-        )
-        address = await self.cluster.call(self._ranks[0], "address", {}, deadline_s=config.start_s)
-        connect = [{**address, "rank": rank, "ranks": count} for rank in range(count)]
+            self._ranks.append(process)  # for `_kill`, if another one fails
+            return process
+
+        self._ranks = await self._all("start", [start_rank(rank) for rank in range(count)])
+        hosts = await self._all("start", [self.cluster.address(process, deadline_s=limit_s) for process in self._ranks])
+        store: Payload = {"store": hosts[0].encode()}
+        [port] = await self._all("start", [self.cluster.call(self._ranks[0], "listen", store, deadline_s=limit_s)])
+        connect = [
+            {**store, **port, "host": host.encode(), "rank": rank, "ranks": count} for rank, host in enumerate(hosts)
+        ]
         replies = await self._call_all("connect", connect)
         for process, reply in zip(self._ranks, replies, strict=True):
-            self.on_event("start", process.name, pid=reply["pid"])
+            if self.log is not None:
+                self.log.event("start", process.name, pid=reply["pid"])
         fingerprints = [reply["fingerprint"] for reply in replies]
         if len({*fingerprints, fingerprint(self.model).encode()}) > 1:
             raise ClusterError("the learners loaded other weights than this process: is the model's folder the same?")

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import socket
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +22,9 @@ from toolwise.cluster.learner_codec import (
     updated_to_payload,
 )
 from toolwise.cluster.learner_state import LearnerState
+from toolwise.cluster.meeting import join_group, listen
 from toolwise.cluster.node_files import unpack_settings
+from toolwise.cluster.node_log import LogLines
 from toolwise.cluster.plain_data import from_payload
 from toolwise.cluster.weight_transfer import Bits, bits_of, install, transferred_weights, whole_copy
 from toolwise.config.schema import RunConfig
@@ -40,13 +41,14 @@ class LearnerWorker:
     """Its methods are called on all ranks at once: they compute together."""
 
     def __init__(self, name: str, payload: Payload) -> None:
-        self.name = name
+        self.name, self.log = name, LogLines()
         self._folder = TemporaryDirectory(prefix="toolwise-learner-")
         self.config: RunConfig = unpack_settings(payload, Path(self._folder.name))
         torch.set_num_threads(max(1, int(self.config.cluster.learner_cpus)))
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True)
         self.rank, self.ranks = 0, 1
+        self._listener: socket.socket | None = None
         self._samples: dict[str, torch.Tensor] = {}
         """Of each weight, for the fingerprint."""
         self.actor: Actor
@@ -54,7 +56,7 @@ class LearnerWorker:
 
     async def handle(self, method: str, payload: Payload) -> Payload:
         methods = {
-            "address": self._address,
+            "listen": self._listen,
             "connect": self._connect,
             "annotate": self._annotate,
             "update": self._update,
@@ -67,27 +69,24 @@ class LearnerWorker:
         }
         if method not in methods:
             raise ClusterError(f"a learner has no {method}")
-        return await asyncio.to_thread(methods[method], payload)  # calls do not overlap: the group waits for each
+        reply = await asyncio.to_thread(methods[method], payload)  # calls do not overlap: the group waits for each
+        return {**reply, "log": self.log.take()}
 
-    def _address(self, payload: Payload) -> Payload:
-        """Where the ranks meet: a free port of this node, which is the first rank's."""
-        host = "127.0.0.1" if self.config.cluster.local else socket.gethostbyname(socket.gethostname())
-        with socket.socket() as free:
-            free.bind((host, 0))
-            return {"address": f"tcp://{host}:{free.getsockname()[1]}".encode()}
+    def _listen(self, payload: Payload) -> Payload:
+        """Of the first rank: listen where the ranks meet, at the address of this node and nowhere else."""
+        self._listener = listen(_text(payload["store"]))
+        return {"port": self._listener.getsockname()[1]}
 
     def _connect(self, payload: Payload) -> Payload:
         self.rank, self.ranks = int(payload["rank"]), int(payload["ranks"])
-        address, limit = bytes(payload["address"]).decode(), self.config.cluster.update_s  # type: ignore[arg-type]
-        gpu = self.config.cluster.learner_gpus > 0
-        if not gpu and self.config.cluster.local:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "nccl" if gpu else "gloo",
-            init_method=address,
-            rank=self.rank,
-            world_size=self.ranks,
-            timeout=timedelta(seconds=limit),
+        join_group(
+            "nccl" if self.config.cluster.learner_gpus > 0 else "gloo",
+            (_text(payload["store"]), int(payload["port"])),
+            _text(payload["host"]),
+            self.rank,
+            self.ranks,
+            self._listener,
+            limit_s=self.config.cluster.update_s,
         )
         path = self.config.model.path
         model, _ = load_model(path, **load_options(self.config, path))
@@ -142,11 +141,11 @@ class LearnerWorker:
         return {"bytes": self.state.snapshot()}
 
     def _write(self, payload: Payload) -> Payload:
-        facts = self.state.write(Path(bytes(payload["folder"]).decode()))  # type: ignore[arg-type]
+        facts = self.state.write(Path(_text(payload["folder"])))
         return {"facts": json.dumps(facts, allow_nan=False).encode()}
 
     def _load(self, payload: Payload) -> Payload:
-        self.state.load(Path(bytes(payload["folder"]).decode()))  # type: ignore[arg-type]
+        self.state.load(Path(_text(payload["folder"])))
         return {}
 
     def _load_state(self, payload: Payload) -> Payload:
@@ -162,3 +161,7 @@ class LearnerWorker:
 
 def _load_critic(config: RunConfig, path: str) -> Any:
     return load_model(path, **load_options(config, path))[0]
+
+
+def _text(value: Any) -> str:
+    return bytes(value).decode()

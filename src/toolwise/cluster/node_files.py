@@ -37,9 +37,7 @@ def pack_settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings as a small payload, and the files that they name as another one, to be stored."""
     from toolwise.models import locate
 
-    settings = config.model_dump(mode="json")
-    for section in LOCAL_SECTIONS:
-        del settings[section]
+    settings = _shared_settings(config)
     settings["trainer"] = {name: settings["trainer"][name] for name in TRAINER_FIELDS}
     if not config.model.path.startswith("builtin:"):  # which every installation has
         settings["model"] |= {"path": locate(config.model.path, config.model.revision), "revision": ""}
@@ -47,11 +45,8 @@ def pack_settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     files: dict[str, Any] = {}
     sent: set[str] = set()
     other = 0
-    for setting, text in _strings(settings):
-        path = _named_path(text)
-        if path is None:
-            continue
-        if _matches(setting, PROGRAMS) or (path.is_dir() and not _matches(setting, SENT_FOLDERS)):
+    for setting, text, path, travels in _named_paths(settings):
+        if not travels:
             log.warning("%s: %s is not sent to other nodes: each must have it there", setting, path)
             continue
         sent.add(text)
@@ -88,6 +83,27 @@ def unpack_settings(payload: Payload, folder: Path) -> RunConfig:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(data)
     return RunConfig.model_validate(_rewritten(json.loads(text), folder, set(json.loads(sent))))
+
+
+def unsent_paths(config: RunConfig) -> dict[str, str]:
+    """What each node must have itself: the paths of programs and other folders, each with the setting that names it."""
+    named = _named_paths(_shared_settings(config))
+    return {str(path): setting for setting, _, path, travels in named if not travels}
+
+
+def _shared_settings(config: RunConfig) -> dict[str, Any]:
+    settings = config.model_dump(mode="json")
+    for section in LOCAL_SECTIONS:
+        del settings[section]
+    return settings
+
+
+def _named_paths(settings: dict[str, Any]) -> Iterator[tuple[str, str, Path, bool]]:
+    """Each setting that names a file or folder of this node, with its text, the path, and whether this is sent."""
+    for setting, text in _strings(settings):
+        if (path := _named_path(text)) is not None:
+            stays = _matches(setting, PROGRAMS) or (path.is_dir() and not _matches(setting, SENT_FOLDERS))
+            yield setting, text, path, not stays
 
 
 def _matches(setting: str, patterns: Sequence[str]) -> bool:

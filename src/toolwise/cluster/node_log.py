@@ -3,7 +3,9 @@ group, transfer, start and death, and counters of every worker."""
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from toolwise.terminal import escape_controls
 
 MAX_LOG_BYTES = 8 << 20
 """Of each process; later lines are dropped."""
+MAX_LOG_LINES = 1000
+"""That a process keeps until its next reply."""
 COUNTERS_S = 10.0
 """Counters of a process are written this often."""
 
@@ -24,7 +28,6 @@ class NodeLog:
         self, out: Path, show: Callable[[str, Mapping[str, float]], None] = lambda process, counters: None
     ) -> None:
         self.out, self.show = out, show
-        self._start = time.monotonic()
         self._counted: dict[str, float] = {}
 
     def add(self, name: str, lines: bytes, counters: Mapping[str, float]) -> None:
@@ -37,14 +40,34 @@ class NodeLog:
                 with path.open("a", encoding="utf-8") as file:
                     file.write(text)
         now = time.monotonic()
-        if now - self._counted.get(name, -COUNTERS_S) >= COUNTERS_S:
+        if counters and now - self._counted.get(name, -COUNTERS_S) >= COUNTERS_S:
             self._counted[name] = now
             self.event("counters", name, **counters)
             self.show(name, counters)
 
     def event(self, kind: str, worker: str, **numbers: Any) -> None:
-        """One line of cluster.jsonl; `at_s` counts from the start of this process."""
-        line = {"at_s": round(time.monotonic() - self._start, 4), "event": kind, "process": worker, **numbers}
+        """One line of cluster.jsonl; `time` is that of its end, in seconds since 1970."""
+        line = {"time": round(time.time(), 4), "event": kind, "process": worker, **numbers}
         self.out.mkdir(parents=True, exist_ok=True)
         with (self.out / "cluster.jsonl").open("ab") as file:
             file.write(json_line(line))
+
+
+class LogLines(logging.Handler):
+    """The last lines that this process logs, until they are taken."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
+        logging.getLogger("toolwise").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(self.format(record))
+
+    def add_print(self, *printed: Any) -> None:
+        self._lines.append("reward: " + " ".join(map(str, printed)))
+
+    def take(self) -> bytes:
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        return "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")

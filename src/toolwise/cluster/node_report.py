@@ -11,7 +11,7 @@ import platform
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,8 +25,8 @@ MUST_AGREE = ("python", "code", *PACKAGES)
 START_S = 120.0
 
 
-def node_facts() -> dict[str, Any]:
-    """What this process has."""
+def node_facts(paths: Sequence[str] = ()) -> dict[str, Any]:
+    """What this process has; `paths` by their contents."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -41,6 +41,7 @@ def node_facts() -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpus": _gpus(),
         "free_disk_gib": round(shutil.disk_usage(tempfile.gettempdir()).free / 2**30, 1),
+        **{path: path_hash(Path(path)) for path in paths},
     }
 
 
@@ -50,6 +51,18 @@ def code_hash() -> str:
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def path_hash(path: Path) -> str:
+    """Of a file, or of all files of a folder by their names there; "missing" if there is none."""
+    if not path.exists():
+        return "missing"
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()):
+        digest.update(str(file.relative_to(path)).encode() + b"\0")
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()[:12]
 
 
@@ -69,7 +82,8 @@ class NodeReporter:
 
     async def handle(self, method: str, payload: Payload) -> Payload:
         if method == "report":
-            return {"facts": json.dumps(node_facts(), allow_nan=False).encode()}
+            paths = json.loads(bytes(payload.get("paths", b"[]")))  # type: ignore[arg-type]
+            return {"facts": json.dumps(await asyncio.to_thread(node_facts, paths), allow_nan=False).encode()}
         if method == "echo":  # this and the next two: to measure and to test calls
             return payload
         if method == "sleep":
@@ -87,7 +101,7 @@ class Nodes(Protocol):
     def nodes(self) -> list[dict[str, Any]]: ...
 
 
-async def report_nodes(cluster: Cluster, nodes: Nodes) -> dict[str, dict[str, Any]]:
+async def report_nodes(cluster: Cluster, nodes: Nodes, paths: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """Facts of every node by its address and id; {"problem": …} for one that does not answer."""
 
     async def ask(node: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -97,7 +111,8 @@ async def report_nodes(cluster: Cluster, nodes: Nodes) -> dict[str, dict[str, An
             process = await cluster.start(
                 "node", f"reporter-{node['id'][:8]}", {}, where, deadline_s=START_S, stored=None
             )
-            reply = await cluster.call(process, "report", {}, deadline_s=START_S)
+            asked = {"paths": json.dumps(list(paths)).encode()}
+            reply = await cluster.call(process, "report", asked, deadline_s=START_S)
             await cluster.kill(process)
             return name, json.loads(bytes(reply["facts"]))  # type: ignore[arg-type]
         except ClusterError as fault:
@@ -106,22 +121,27 @@ async def report_nodes(cluster: Cluster, nodes: Nodes) -> dict[str, dict[str, An
     return dict(await asyncio.gather(*map(ask, nodes.nodes())))
 
 
-def compare_nodes(address: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]], list[str]]:
-    """The facts of this process and of every node of the cluster at `address`, and in what they differ."""
+def compare_nodes(
+    address: str, paths: Sequence[str] = ()
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]], list[str]]:
+    """The facts of this process and of every node of the cluster at `address`, and in what they differ; `paths`: by
+    their contents, too."""
     from toolwise.cluster.ray_cluster import RayCluster
 
     async def ask() -> dict[str, dict[str, Any]]:
         cluster = RayCluster(ClusterConfig(address=address))
         try:
-            return await report_nodes(cluster, cluster)
+            return await report_nodes(cluster, cluster, paths)
         finally:
             await cluster.close()
 
-    here, reports = node_facts(), asyncio.run(ask())
-    return here, reports, differences(here, reports)
+    here, reports = node_facts(paths), asyncio.run(ask())
+    return here, reports, differences(here, reports, paths)
 
 
-def differences(here: Mapping[str, Any], reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def differences(
+    here: Mapping[str, Any], reports: Mapping[str, Mapping[str, Any]], paths: Sequence[str] = ()
+) -> list[str]:
     """One line for each fact in which a node differs from this process, and for each node that did not answer."""
     problems = []
     for name, facts in reports.items():
@@ -129,6 +149,8 @@ def differences(here: Mapping[str, Any], reports: Mapping[str, Mapping[str, Any]
             problems.append(f"{name}: {facts['problem']}")
             continue
         problems += [
-            f"{name}: {key} is {facts.get(key)}, here {here[key]}" for key in MUST_AGREE if facts.get(key) != here[key]
+            f"{name}: {key} is {facts.get(key)}, here {here[key]}"
+            for key in (*MUST_AGREE, *paths)
+            if facts.get(key) != here[key]
         ]
     return problems

@@ -24,6 +24,7 @@ from toolwise.cluster.interface import (
     RemoteCallError,
     Resources,
     Stored,
+    StoreFullError,
     check_payload,
     payload_bytes,
 )
@@ -38,6 +39,7 @@ MAX_CALLS = 1000
 """Calls of one process at a time; the pool sends fewer."""
 RETRY_S = 0.5
 PROBE_S = 60.0
+CONNECT = "import ray, sys; ray.init(sys.argv[1], log_to_driver=False)"
 END_S = 10.0
 """How long a process may take to stop what it started and to delete its files."""
 DEAD = (
@@ -51,12 +53,20 @@ DEAD = (
 """Ray's errors for calls whose process, or its node, has ended."""
 
 
+class RayHost(RoleHost):
+    """A process of the cluster, as an actor."""
+
+    async def address(self) -> dict[str, Any]:
+        return {"address": str(import_extra("ray.util", "ray").get_node_ip_address()).encode()}
+
+
 class RayCluster:
     """Connects to the cluster of the configuration, or starts one on this machine."""
 
     def __init__(self, config: ClusterConfig) -> None:
         require_token(config.address)
         self.ray = import_extra("ray", "ray")
+        self.local = config.local
         self._owned = not self.ray.is_initialized()
         self._session: str | None = None
         """Folder of the cluster that this started."""
@@ -92,11 +102,12 @@ class RayCluster:
 
     def _refuse_open(self, address: str) -> None:
         """Raise if the cluster answers a process that has no token: its nodes were started without authentication."""
-        if address.startswith("ray://"):
-            return  # the head's own address is not known here
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
-        head = self.ray.get_runtime_context().gcs_address
-        command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", head]
+        if address.startswith("ray://"):  # the head's own address may be one that is not reached from here
+            command = [sys.executable, "-c", CONNECT, address]
+        else:
+            head = self.ray.get_runtime_context().gcs_address
+            command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", head]
         try:
             ended = subprocess.run(
                 command,
@@ -125,7 +136,7 @@ class RayCluster:
         deadline_s: float,
         stored: Stored | None = None,
     ) -> Process:
-        actor_class = self.ray.remote(RoleHost).options(
+        actor_class = self.ray.remote(RayHost).options(
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,
             max_concurrency=MAX_CALLS,
@@ -157,6 +168,13 @@ class RayCluster:
             raise ProcessDiedError(f"{process.name} has ended")
         reference = actor.call.remote(method, dict(check_payload(payload)), stored and stored.reference)
         return await self._reply(process, reference, method, deadline_s)
+
+    async def address(self, process: Process, *, deadline_s: float) -> str:
+        """As its node was started with; of a cluster on this machine alone the one that no other machine reaches."""
+        if self.local:
+            return "127.0.0.1"
+        reply = await self._reply(process, self._actors[process].address.remote(), "its address", deadline_s)
+        return bytes(reply["address"]).decode()  # type: ignore[arg-type]
 
     async def _reply(self, process: Process, reference: Any, what: str, deadline_s: float) -> Payload:
         errors = self.ray.exceptions
@@ -225,7 +243,7 @@ class RayCluster:
                 return Stored(reference, payload_bytes(payload))
             except full as fault:
                 if loop.time() > until:
-                    raise CallTimeoutError(f"the object store was full for {deadline_s:g} s") from fault
+                    raise StoreFullError(f"the object store was full for {deadline_s:g} s") from fault
                 await asyncio.sleep(RETRY_S)
 
     def show(self, process: str, counters: Mapping[str, float]) -> None:

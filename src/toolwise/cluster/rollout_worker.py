@@ -4,9 +4,7 @@ groups and installs weights between the steps of its engine."""
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +12,7 @@ from typing import Any
 
 from toolwise.cluster.interface import ClusterError, Payload, RefusedError
 from toolwise.cluster.node_files import unpack_settings
+from toolwise.cluster.node_log import LogLines
 from toolwise.cluster.plain_data import from_payload
 from toolwise.cluster.rollout_codec import ROUTER, group_to_payload, ticket_from_payload
 from toolwise.cluster.weight_transfer import install, transferred_weights
@@ -29,7 +28,6 @@ from toolwise.routing.turn_router import TurnRouter
 from toolwise.training.rollout_setup import RolloutSetup, setup_rollouts, tools_and_scoring
 from toolwise.types import RouteDecision
 
-MAX_LOG_LINES = 1000
 BUILD_AGENT = "toolwise.serve.gateway.builder:build_outside_agent"
 """By reference: what serves an agent of the user's own is above this package."""
 DAMAGED = -1
@@ -42,7 +40,6 @@ class RolloutWorker:
     def __init__(self, name: str, payload: Payload) -> None:
         self.name, self.version = name, 0
         self.log = LogLines()
-        logging.getLogger("toolwise").addHandler(self.log)
         self._folder = TemporaryDirectory(prefix="toolwise-worker-")
         config = with_worker_threads(unpack_settings(payload, Path(self._folder.name)))
         agent = load_reference(BUILD_AGENT, what="agent.run")(config) if config.agent.enabled else None
@@ -139,22 +136,3 @@ def scores_on_workers(config: RunConfig, rewards: CompositeReward) -> bool:
     modes = {part.reward.mode for part in rewards.parts}
     routed = config.router.enable or bool(config.router.name)
     return modes <= ({"pointwise"} if routed else {"pointwise", "group"})
-
-
-class LogLines(logging.Handler):
-    """The last lines of the log, until they are taken."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        self._lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(self.format(record))
-
-    def add_print(self, *printed: Any) -> None:
-        self._lines.append("reward: " + " ".join(map(str, printed)))
-
-    def take(self) -> bytes:
-        lines = [self._lines.popleft() for _ in range(len(self._lines))]
-        return "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")

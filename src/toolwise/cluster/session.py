@@ -91,7 +91,7 @@ async def running_on(cluster: Cluster, run: Run, config: RunConfig, out: Path) -
             if config.cluster.learners > 1 or saved_by_learners(out):
                 announce(f"starting {config.cluster.learners} learners")
                 learners = LearnerGroup(cluster, config, cast("Actor", run.learner), settings, stored)
-                learners.on_event = node_log.event
+                learners.log = node_log
                 await asyncio.to_thread(learners.start)
             announce(f"starting {config.cluster.workers} rollout workers")
             await pool.start()

@@ -17,6 +17,7 @@ from toolwise.cluster.interface import (
     ProcessExit,
     Resources,
     Stored,
+    StoreFullError,
     check_payload,
     payload_bytes,
 )
@@ -41,6 +42,10 @@ class Weather:
     lost: float = 0.0
     """Chance that a call or its reply never arrives: a partition."""
     failed_starts: float = 0.0
+    hung_starts: float = 0.0
+    """Chance that a start never ends."""
+    full_store: float = 0.0
+    """Chance that the object store has no room until the deadline."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +63,7 @@ class SimulatedCluster:
     def __init__(
         self, roles: Mapping[str, Callable[[Payload], Handler]], weather: Weather, *, nodes: int = 2, seed: int = 0
     ) -> None:
-        self.roles, self.weather, self.nodes = roles, weather, nodes
+        self.roles, self.weather, self.node_count = roles, weather, nodes
         self.chance = random.Random(f"cluster/{seed}")
         self.processes: dict[Process, _Simulated] = {}
         self.started = 0
@@ -79,11 +84,14 @@ class SimulatedCluster:
         await self._delay()
         if self.chance.random() < self.weather.failed_starts:
             raise ProcessDiedError(f"{name} died while it started")
+        if self.chance.random() < self.weather.hung_starts:
+            await asyncio.sleep(deadline_s)
+            raise CallTimeoutError(f"{name} did not start within {deadline_s:g} s")
         self.started += 1
         process = Process(self.started, name)
         given = {**payload, **(stored.reference if stored is not None else {})}
         dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        simulated = _Simulated(process, self.roles[role](given), self.chance.randrange(self.nodes), dead)
+        simulated = _Simulated(process, self.roles[role](given), self.chance.randrange(self.node_count), dead)
         self.processes[process] = simulated
         self._spawn(self._die_some_time(simulated, self.weather.deaths_per_s))
         return process
@@ -116,6 +124,9 @@ class SimulatedCluster:
         await self._maybe_lose()
         return reply
 
+    async def address(self, process: Process, *, deadline_s: float) -> str:
+        return "127.0.0.1"
+
     async def kill(self, process: Process) -> None:
         self.end(process, "killed")
 
@@ -145,6 +156,9 @@ class SimulatedCluster:
             self._listeners.remove(queue)
 
     async def store(self, payload: Payload, *, deadline_s: float) -> Stored:
+        if self.chance.random() < self.weather.full_store:
+            await asyncio.sleep(deadline_s)
+            raise StoreFullError(f"the object store was full for {deadline_s:g} s")
         return Stored(check_payload(payload), payload_bytes(payload))
 
     def show(self, process: str, counters: Mapping[str, float]) -> None:
@@ -161,7 +175,7 @@ class SimulatedCluster:
         return [process for process, simulated in self.processes.items() if not simulated.dead.done()]
 
     def start_node_deaths(self) -> None:
-        for node in range(self.nodes):
+        for node in range(self.node_count):
             self._spawn(self._node_deaths(node))
 
     async def _node_deaths(self, node: int) -> None:

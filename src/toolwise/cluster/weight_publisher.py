@@ -50,6 +50,9 @@ class _Once:
 
     async def __call__(self) -> Stored:
         if self._stored is None or (self._stored.done() and self._stored.exception() is not None):
-            payload = whole_copy(*self._arguments)
-            self._stored = asyncio.ensure_future(self._publisher._store(payload))
+            self._stored = asyncio.ensure_future(self._store())
         return await asyncio.shield(self._stored)
+
+    async def _store(self) -> Stored:
+        payload = await asyncio.to_thread(whole_copy, *self._arguments)  # a checksum over gigabytes
+        return await self._publisher._store(payload)

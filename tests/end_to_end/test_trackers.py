@@ -147,9 +147,7 @@ def test_an_mlflow_server_that_is_killed_in_mid_run_costs_seconds(tmp_path: Path
         trackers = [{"name": "mlflow", "kwargs": {"uri": uri, "every": 1}}]
         killer = [{"name": f"{PROGRAM}:KillsServer", "kwargs": {"process": server.pid, "step": 2}}]
         settings = json.dumps({"trackers": trackers, "callbacks": killer})
-        began = time.monotonic()
         seen, killing = json.loads(start("mlflow", tmp_path, "train", str(tmp_path), "6", settings))
-        seconds = time.monotonic() - began
     finally:
         if server.poll() is None:
             os.killpg(server.pid, 9)
@@ -162,9 +160,10 @@ def test_an_mlflow_server_that_is_killed_in_mid_run_costs_seconds(tmp_path: Path
     with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
         sent = database.execute("SELECT step FROM metrics WHERE key = 'score/mean' ORDER BY step").fetchall()
     assert sent == [(1,), (2,)]
-    steps = sum(line.get("time/step_s", 0.0) for line in metrics)
-    print(f"the program took {seconds:.0f} s, its steps {steps:.0f} s")
-    assert seconds - steps < 120  # imports, and three calls that fail
+    written = [(tmp_path / "run" / "rollouts" / f"step-{step:06d}.jsonl").stat().st_mtime for step in (2, 6)]
+    waited = written[1] - written[0] - sum(line.get("time/step_s", 0.0) for line in metrics if line["step"] > 2)
+    print(f"from step 2 to step 6 the run did something else than training for {waited:.0f} s")
+    assert waited < 60  # with MLflow's own number of tries minutes for each call
 
 
 def free_address() -> tuple[int, str]:

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -129,6 +129,21 @@ def drifting_engine() -> Iterator[None]:
 
 
 @contextmanager
+def wrong_sign() -> Iterator[None]:
+    """The entropy bonus is a penalty."""
+    from toolwise.learner import actor
+
+    terms_of = actor.policy_loss_terms
+
+    def policy_loss_terms(config: Any, loss: Any, kl_coef: Any, batch: Any, *columns: Any, **options: Any) -> Any:
+        terms, entropy = terms_of(config, loss, kl_coef, batch, *columns, **options), columns[2]
+        return replace(terms, total=terms.total + 2 * config.actor.entropy_coef * entropy)
+
+    with patch.object(actor, "policy_loss_terms", policy_loss_terms):
+        yield
+
+
+@contextmanager
 def nothing() -> Iterator[None]:
     yield
 
@@ -196,6 +211,17 @@ CASES: dict[str, Case] = {
         {"reward": _reward("noise"), "actor": {"lr": 1e-3, "mini_batches": 2, "ppo_epochs": 2}},
         ("kl_spike",),
         "actor.lr",
+    ),
+    "entropy": Case(
+        {
+            "reward": _reward("noise"),
+            "actor": {"lr": 1e-3, "entropy_coef": 10.0, "mini_batches": 2},
+            "trainer": {"total_steps": 30},
+        },
+        ("entropy_collapse",),
+        "actor.entropy_coef",
+        also=("identical_outputs", "kl_spike", "reward_hacking", "length_creep"),
+        planted=wrong_sign,
     ),
     "hack-length": Case({"reward": _reward("longest"), "actor": {"lr": 3e-4}}, ("reward_hacking",), "reward.function"),
     "hack-length-only": Case(

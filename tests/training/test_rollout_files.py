@@ -286,11 +286,14 @@ def test_messages_of_older_steps_are_compressed_and_read_as_before(tmp_path: Pat
 
 def test_a_step_that_is_repeated_replaces_its_compressed_file(tmp_path: Path) -> None:
     files = RolloutFiles(RecordsConfig(plain_steps=1))
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step-mine.jsonl").touch()  # a file of the user's
     for step in (1, 2, 1):
         files.on_step(event_of(tmp_path, step))
     assert {path.name for path in (tmp_path / "rollouts").glob("*.jsonl*")} == {
         "step-000001.jsonl.gz",
         "step-000002.jsonl",
+        "step-mine.jsonl",
     }
     # A process killed between writing the compressed file and deleting the plain one: the plain one counts.
     (tmp_path / "rollouts" / "step-000002.jsonl.gz").write_bytes(b"half")

@@ -83,7 +83,12 @@ def write_records(
 def compress_old_files(folder: Path, kind: str, keep: int) -> None:
     """Compress all but the latest `keep` files of training steps ("step") or validations ("eval"). A process that is
     killed meanwhile leaves both files, or an index that is built again."""
-    for path in sorted(folder.glob(f"{kind}-*{rollout_paths.LINES}"))[:-keep]:
+    plain = {
+        int(match[2]): path
+        for path in folder.glob(f"{kind}-*{rollout_paths.LINES}")
+        if (match := rollout_paths.NAME.fullmatch(rollout_paths.stem(path)))
+    }
+    for _, path in sorted(plain.items())[:-keep]:
         index, compressed = rollout_index.read_index(path), rollout_paths.compressed_path(path)
         with path.open("rb") as lines:
             write_atomic(compressed, compress(lines))

@@ -24,6 +24,11 @@ def compressed_path(path: Path) -> Path:
     return path.with_name(stem(path) + LINES + GZIP)
 
 
+def present(path: Path) -> Path:
+    """The file, or the compressed one if it has become that meanwhile."""
+    return path if path.exists() else compressed_path(path)
+
+
 def rollout_file(folder: Path, name: str) -> Path | None:
     """The file of a name such as `step-000001`; None if there is none."""
     plain = folder / f"{name}{LINES}"

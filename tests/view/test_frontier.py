@@ -37,7 +37,9 @@ def test_the_tables_fit_a_terminal_and_hold_every_baseline() -> None:
     assert "…" not in text
     for name in ("router", "classifier", "random", "oracle", "always SEARCH-FAMILY", ALL_TOOLS, "router ahead by"):
         assert name in text
-    assert "router ahead by" not in shown(frontier(classifier=False), 80)
+    alone = shown(frontier(classifier=False), 80)
+    assert "router ahead by" not in alone
+    assert "lead of router" in alone
 
 
 def test_the_json_is_json_and_has_nulls_where_there_is_no_number() -> None:

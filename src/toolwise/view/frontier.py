@@ -112,14 +112,12 @@ def frontier_tables(frontier: FrontierRecord, title: str) -> list[Table]:
         rows = [
             [
                 clean_text(name),
-                _format_estimate(frontier["fixed"][name]["cost"]),
-                _format_estimate(frontier["fixed"][name]["score"]),
                 *(_format_estimate(each[what], ".3f") for what in ("cost", "score")),
                 _format_estimate(each["ahead"], *_SIGNED),
             ]
             for name, each in against.items()
         ]
-        tables.append(_table(["not routed", "cost", "score", f"{router}: cost", "score", "ahead by"], rows))
+        tables.append(_table(["at the cost of", "cost", router, f"lead of {router}"], rows))
     caption = None
     if trained := frontier["as_trained"]:
         closes = f"{_format_estimate(trained['gap_closed'], *_PERCENT)} of the gap closed"

@@ -64,9 +64,9 @@ def test_the_button_changes_the_theme(sample: Path, serve: Serve, open_page: Ope
 
 
 def test_nothing_is_wider_than_400_pixels(trained: Path, sample: Path, serve: Serve, open_page: Open) -> None:
-    page = open_page(serve(sample), width=400)
     wide = "[document.documentElement.scrollWidth, document.querySelector('main').scrollWidth]"
     for address, routes in ((serve(sample), every_view(sample)), (serve(trained, sample), ["#/overview", "#/compare"])):
+        page = open_page(address, width=400)
         for route in routes:
             page.goto(f"{address}{route}")
             page.wait_for_selector("main h1")

@@ -126,8 +126,8 @@ def test_curves_and_spreads_are_those_of_the_files(trained: Path, serve: Serve, 
         if wanted_line and (name != "time/router_s" or any(value for _, value in wanted_line)):
             assert drawn_lines(page, title)[label] == wanted_line, name
     update = dict(read_series(trained, "time/update_s"))
-    both = [(step, value + update[step]) for step, value in read_series(trained, "time/rollout_s")]
-    assert drawn_lines(page, "Time by phase")["rollouts + update"] == pytest.approx(both)
+    both = {step: value + update[step] for step, value in read_series(trained, "time/rollout_s")}
+    assert dict(drawn_lines(page, "Time by phase")["rollouts + update"]) == pytest.approx(both)
 
 
 def test_faults_of_a_whole_run_add_up_to_its_summary(trained: Path) -> None:

@@ -42,6 +42,7 @@ def test_every_snippet_runs(reader: Callable[..., Reader], tmp_path: Path) -> No
         shutil.copy(data / "gsm8k.jsonl", tmp_path / "gsm8k" / f"{split}.jsonl")
     shutil.copy(data / "rlla_sft.json", tmp_path)
     write_sources(tmp_path)
+    write_rows([{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(4)], tmp_path / "questions.jsonl")
     page = reader("docs/data.md", handlers={"text": expect_error})
     page.read()
     assert len(page.names["tasks"]) == 16

@@ -38,7 +38,7 @@ def init_tool(
     folder: FolderOption = Path(),
 ) -> None:
     """Write a working, commented tool."""
-    from toolwise.checks.starter import create_starter
+    from toolwise.checks.starter_files import create_starter
 
     (code,) = create_starter(folder, "tool", name)
     print_line(f"wrote {code}; check the tool with:")
@@ -52,7 +52,7 @@ def init_env(
     folder: FolderOption = Path(),
 ) -> None:
     """Write a working, commented environment."""
-    from toolwise.checks.starter import class_name, create_starter
+    from toolwise.checks.starter_files import class_name, create_starter
 
     (code,) = create_starter(folder, "env", name)
     print_line(f"wrote {code}; check the environment with:")
@@ -65,7 +65,7 @@ def init_config(
     folder: FolderOption = Path(),
 ) -> None:
     """Write the configuration of a run and tasks for it, ready to train."""
-    from toolwise.checks.starter import create_starter
+    from toolwise.checks.starter_files import create_starter
 
     config, *tasks = create_starter(folder, "config", name)
     print_line(f"wrote {config}, {' and '.join(map(str, tasks))}; try the run with:")

@@ -58,8 +58,7 @@ def download(name: str, revision: str = "") -> Path:
 
 def _connection_error() -> str:
     """Why the hub cannot be reached; empty if it can, or if its client is told not to try (HF_HUB_OFFLINE)."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     try:
         get_session().head(constants.ENDPOINT, timeout=CONNECT_S)

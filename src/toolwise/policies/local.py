@@ -299,7 +299,7 @@ class LocalSession:
         reply = parse_for_tools(self.policy.parse, text, available_tools_specs)
         content, calls = reply
         finish: str = result.finish_reason
-        if finish == "stop" and not closed:
+        if finish == "stop" and sampling.stop_strings and not closed:
             finish = "stop_string"
         logprobs = {
             "token_ids": result.token_ids,

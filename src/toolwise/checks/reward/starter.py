@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from toolwise.checks.starter import check_name, check_unused
+from toolwise.checks.starter_files import check_name, check_unused
 from toolwise.rewards.function import Mode
 from toolwise.serialization.files import write_atomic
 

@@ -31,7 +31,7 @@ from toolwise.cluster.weight_transfer import bits_of, difference, install, whole
 from toolwise.cluster.worker_pool import WorkerPool
 from toolwise.config.cluster import ClusterConfig
 from toolwise.config.schema import RunConfig
-from toolwise.envs import BaseEnv
+from toolwise.envs.base import BaseEnv
 from toolwise.training.run import assemble
 from toolwise.types import Task
 

@@ -270,7 +270,7 @@ def _assembled(job: Job, out: Path, scale: Scale, steps: int) -> tuple[Any, dict
     from toolwise.data import load_tasks
     from toolwise.training.run import assemble
 
-    run = assemble(config_of(job, out, scale, steps))
+    run: Any = assemble(config_of(job, out, scale, steps))
     unseen = {split: load_tasks(out / "tasks" / f"{split}.jsonl") for split in ("heldout", "fresh")}
     stored = torch.load(out / "features.pt", weights_only=True)
     rendered = dict(zip(stored["texts"], stored["prompts"], strict=True))
@@ -289,7 +289,7 @@ def encode(out: Path, scale: Scale) -> None:
     from toolwise.routing.head.predictor import prompt_features
     from toolwise.training.run import assemble
 
-    run = assemble(config_of(Job("features", 1.0, 0), out, scale))
+    run: Any = assemble(config_of(Job("features", 1.0, 0), out, scale))
     tasks = [task for split in scale.tasks for task in load_tasks(out / "tasks" / f"{split}.jsonl")]
     prompts = [list(run.router.prompt_of(task)) for task in tasks]
     with torch.no_grad():

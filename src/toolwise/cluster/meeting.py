@@ -46,7 +46,7 @@ def join_group(
     if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(host)
     limit = timedelta(seconds=limit_s)
-    served = dist.TCPStore(
+    served = dist.TCPStore(  # type: ignore[attr-defined]
         *store,
         world_size=ranks,
         is_master=rank == 0,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from toolwise.config.schema import RunConfig, TrainerConfig
+from toolwise.config.schema import RunConfig
+from toolwise.config.trainer import TrainerConfig
 from toolwise.training.checkpoint import ranking_key
 from toolwise.training.run import Progress
 

@@ -164,20 +164,14 @@ def measure_frontier(
     """Evaluate the frontier, write and show it, and store the thresholds in the checkpoint."""
     from toolwise.agent.inference import store_calibration
     from toolwise.agent.loader import load_router
-    from toolwise.agent.sources import find_router, local_source
+    from toolwise.agent.sources import find_router
     from toolwise.concurrency import deadlines
     from toolwise.frontier.evaluation import evaluate_frontier
     from toolwise.terminal.display import Console, Status
     from toolwise.view.frontier import frontier_tables
 
     levels = read_budgets(budgets)
-    found = Path(local_source(source, overrides))
-    if found != source and (store or out is None):
-        raise ConfigError(
-            f"{source} is in the hub's cache, where nothing is written: add --no-store and --out FOLDER, or a copy "
-            f"of it (toolwise export {source} --out FOLDER)"
-        )
-    source = found
+    source = _source_on_disk(source, overrides, writes=store or out is None)
     config, model = find_router(source, overrides)
     tasks = held_out_tasks(config, source, data)
     warn_about_calibration_tasks(source, tasks)
@@ -218,6 +212,19 @@ def measure_frontier(
     if store:
         print_line(f"stored the thresholds for these budgets in {model}: toolwise run {source} QUESTION --budget B")
     return None
+
+
+def _source_on_disk(source: Path, overrides: list[str], *, writes: bool) -> Path:
+    """Where the source is; one from a hub cannot be written to."""
+    from toolwise.agent.sources import local_source
+
+    found = Path(local_source(source, overrides))
+    if found != source and writes:
+        raise ConfigError(
+            f"{source} is in the hub's cache, where nothing is written: add --no-store and --out FOLDER, or a copy "
+            f"of it (toolwise export {source} --out FOLDER)"
+        )
+    return found
 
 
 def _folder(model: Path) -> Path:

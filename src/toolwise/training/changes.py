@@ -101,6 +101,7 @@ MUTABLE_SETTINGS = frozenset(
         "trainer.keep_best",
         "trainer.best_metric",
         "trainer.early_stopping",
+        "trainer.keep_cache",
         "trainer.console",
         "trainer.trackers",
         "trainer.callbacks",

@@ -104,6 +104,28 @@ def test_keys_lead_from_page_to_page(sample: Path, serve: Serve, open_page: Open
     wait_until(page, f"new URLSearchParams(location.hash.split('?')[1]).get('id') === {names[at + 1]!r}")
 
 
+def test_keys_in_quick_succession_are_each_heard(sample: Path, serve: Serve, open_page: Open) -> None:
+    row = first_row(sample, "step-000001", trained_on=True, steps=2)
+    page = open_page(serve(sample), rollout_link("rollout", row))
+    page.wait_for_selector("[data-token]")
+    names = page.locator(".siblings a").evaluate_all(
+        "all => all.map(e => new URLSearchParams(e.hash.split('?')[1]).get('id'))"
+    )
+    # Nothing is painted in between, and no other event comes.
+    press = """async (keys) => {
+        for (const key of keys) {
+            document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+            await null;
+        }
+        return new URLSearchParams(location.hash.split("?")[1]).get("id");
+    }"""
+    at = names.index(row["rollout_id"])
+    assert page.evaluate(press, ["["] * at + ["]", "]", "[", "]", "]"]) == names[3]
+    page.wait_for_selector(".conversation")
+    page.evaluate(press, ["c", "o"])
+    wait_until(page, "location.hash.startsWith('#/overview')")
+
+
 def test_the_tab_key_goes_through_a_page_in_its_order(sample: Path, serve: Serve, open_page: Open) -> None:
     page = open_page(serve(sample), "#/rollouts?scatter=1")
     page.wait_for_selector("tbody tr")

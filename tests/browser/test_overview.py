@@ -48,6 +48,22 @@ def test_lines_of_several_runs_can_be_told_apart(tmp_path: Path, serve: Serve, o
     assert spending["second budget"] == [(1, 0.3), (2, 0.3)]
 
 
+def test_all_charts_come_at_once(sample: Path, serve: Serve, open_page: Open) -> None:
+    """Else those of the rollouts come first, and move when those of the metrics do."""
+    page, held = open_page(serve(sample), "#/compare"), []
+    page.route("**/api/series*", lambda route: held.append(route))
+    page.keyboard.press("o")
+    page.wait_for_selector(".run-header")
+    while not held:
+        page.wait_for_timeout(20)
+    assert page.locator("figure.chart").count() == 0
+    held[0].continue_()
+    page.wait_for_selector("figure.chart")
+    assert {"Score", "Cost", "Entropy"} <= set(
+        page.eval_on_selector_all("figure.chart", "all => all.map(e => e.dataset.title)")
+    )
+
+
 def test_a_run_without_a_summary_shows_its_faults_and_how_rollouts_ended(
     tmp_path: Path, serve: Serve, open_page: Open
 ) -> None:

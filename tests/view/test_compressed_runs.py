@@ -11,6 +11,7 @@ from view_runs import sample_run
 from toolwise.serialization import gzip_blocks
 from toolwise.training import rollout_index
 from toolwise.training.rollout_files import compress_old_files
+from toolwise.view.rollout_store import RunStore
 from toolwise.view.view_server import Pages
 
 QUERIES: list[tuple[str, dict[str, str]]] = [
@@ -45,3 +46,22 @@ def test_compressing_a_run_changes_nothing_on_its_pages(tmp_path: Path, monkeypa
     pages.runs({})  # as it does every two seconds
     assert answers(pages) == before
     assert answers(Pages([run])) == before
+
+
+def test_a_file_that_is_being_compressed_is_never_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = sample_run(tmp_path / "run")
+    store = RunStore(run)
+    before, glob = store.table.num_rows, Path.glob
+
+    def compress_between(folder: Path, pattern: str) -> list[Path]:
+        found = list(glob(folder, pattern))
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "glob", glob)
+            compress_old_files(folder, "step", len(list(glob(folder, "step-*.jsonl"))) - 1)
+        return found
+
+    monkeypatch.setattr(Path, "glob", compress_between)
+    for _ in range(3):
+        store.refresh()
+        assert store.table.num_rows == before
+    assert len(list(glob(run / "rollouts", "step-*.jsonl.gz"))) >= 2

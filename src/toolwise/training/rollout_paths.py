@@ -30,13 +30,15 @@ def present(path: Path) -> Path:
 
 
 def rollout_file(folder: Path, name: str) -> Path | None:
-    """The file of a name such as `step-000001`; None if there is none."""
+    """The file of a name such as `step-000001`; None if there is none. A pipe or a device, which could be read
+    forever, is none."""
     plain = folder / f"{name}{LINES}"
     return next((path for path in (plain, compressed_path(plain)) if path.is_file()), None)
 
 
 def rollout_files(folder: Path, pattern: str) -> dict[str, Path]:
     """Files whose name matches, such as `step-*`, by name and in order; the plain one where a process was killed
-    between writing the compressed one and deleting it."""
-    found = {stem(path): path for end in (LINES + GZIP, LINES) for path in folder.glob(pattern + end)}
-    return dict(sorted(found.items()))
+    between writing the compressed one and deleting it. One that is being compressed is never missing."""
+    plain = {stem(path): path for path in folder.glob(pattern + LINES)}  # first: it goes when the other is there
+    compressed = {stem(path): path for path in folder.glob(pattern + LINES + GZIP)}
+    return dict(sorted((compressed | plain).items()))

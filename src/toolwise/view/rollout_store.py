@@ -16,7 +16,7 @@ from toolwise.training.diagnosis.examination import run_state
 from toolwise.training.records import RolloutRecord
 from toolwise.training.rollout_index import index_table, load_index, token_path
 from toolwise.training.rollout_paths import NAME as FILE_NAME
-from toolwise.training.rollout_paths import present, rollout_files
+from toolwise.training.rollout_paths import present, rollout_file, rollout_files
 from toolwise.training.run_folder import RunFolder, open_run
 from toolwise.training.token_records import StepTokens, read_old_tokens, read_tokens, row_group_starts
 from toolwise.training.vocabulary_file import NAME as VOCABULARY
@@ -71,7 +71,8 @@ class RunStore:
         """Read what has changed; returns whether anything has."""
         if not self._rollouts.exists() or self._rollouts == self.path:
             self._rollouts = self.path / "rollouts" if (self.path / "rollouts").is_dir() else self.path
-        found = {name: path for name, path in rollout_files(self._rollouts, "*").items() if _is_rollouts(name, path)}
+        names = [name for name in rollout_files(self._rollouts, "*") if _is_rollouts(name)]
+        found = {name: path for name in names if (path := rollout_file(self._rollouts, name)) is not None}
         stamps = {name: _stamp(path) for name, path in found.items()}
         others = ("metrics.jsonl", "summary.json", "diagnosis.json", "frontier.json", "config.toml")
         stamp = (*sorted(stamps.items()), *(_stamp(self.path / name) for name in others))
@@ -183,9 +184,8 @@ def _row_group(path: Path, stamp: tuple[int, int], start: int, end: int) -> list
     return read_tokens(path, start, end - start, prompts=False)
 
 
-def _is_rollouts(name: str, path: Path) -> bool:
-    """Regular files only: a pipe or a device could be read forever."""
-    return (FILE_NAME.fullmatch(name) is not None or name == "rollouts") and path.is_file()
+def _is_rollouts(name: str) -> bool:
+    return FILE_NAME.fullmatch(name) is not None or name == "rollouts"
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -1,5 +1,5 @@
 // The frame of all pages: navigation, theme, keyboard, and a look for new steps every two seconds.
-import { html, render, useEffect, useErrorBoundary, useMemo, useState } from "./lib.js";
+import { html, render, useEffect, useErrorBoundary, useLayoutEffect, useMemo, useState } from "./lib.js";
 import { Live, fetchData } from "./api.js";
 import { Theme } from "./charts.js";
 import { ComparePage } from "./compare.js";
@@ -67,7 +67,7 @@ function App() {
   const { runs, error } = useRuns();
   const [theme, wanted, nextTheme] = useTheme();
   const [help, setHelp] = useState(false);
-  useEffect(() => {
+  useLayoutEffect(() => {
     const pressed = (event) => {
       if (event.key === "Escape") { setHelp(false); document.activeElement?.blur(); }
       if (event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;

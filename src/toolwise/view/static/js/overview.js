@@ -78,7 +78,8 @@ function FindingCard({ finding, run }) {
 
 function Curves({ chosen, lead, params }) {
   const { runs } = useContext(Live);
-  const overviews = chosen.map((run) => useOne("overview", { run }));
+  const asked = chosen.map((run) => useData("overview", { run }));
+  const overviews = asked.map(({ data }) => data);
   const names = [...new Set(overviews.flatMap((data) => data?.metric_names ?? []))];
   const lambdas = names.filter((name) => /\/lambda$/.test(name));
   const budgets = names.filter((name) => /^(router|thinking)\/[^/]+\/budget$/.test(name)), ownBudgets = budgets.filter((name) => name !== "router/cost/budget");
@@ -86,8 +87,11 @@ function Curves({ chosen, lead, params }) {
   const extra = [...lambdas, ...times, ...budgets, ...ownBudgets.map(meanOf)];
   const picked = (params.metric || "").split("|").filter(Boolean);
   const wanted = [...new Set([...Object.values(CURVES).flat(), ...extra, ...picked])].filter((name) => names.includes(name));
-  const found = chosen.map((run) => useOne("series", wanted.length ? { run, names: wanted.join("|") } : null));
+  const read = chosen.map((run) => useData("series", wanted.length ? { run, names: wanted.join("|") } : null));
+  const found = read.map(({ data }) => data);
   useContext(Theme);
+  // All charts come at once: one that came later would move the others.
+  if (![...asked, ...(wanted.length ? read : [])].every(({ data, error }) => data || error)) return html`<p class="empty">Loading …</p>`;
   if (!names.length) return html`<p class="empty">No metrics yet.</p>`;
   const many = chosen.length > 1;
   const line = (name, options = {}) => chosen.flatMap((run, index) => {
@@ -122,10 +126,6 @@ function Curves({ chosen, lead, params }) {
   </section>
   <${MetricPicker} names=${names} picked=${picked} params=${params} />
   <div class="grid two"><${KindTable} data=${overviews[chosen.indexOf(lead)]} run=${lead} /><${StopTable} data=${overviews[chosen.indexOf(lead)]} run=${lead} /><${TimeTable} series=${found[chosen.indexOf(lead)]} times=${times} /></div>`;
-}
-
-function useOne(name, params) {
-  return useData(name, params).data;
 }
 
 const timeLabel = (name) => name.replace("time/", "").replace(/_s$/, "").replaceAll("_", " ");

@@ -1,5 +1,5 @@
 // One rollout: the conversation, its tokens, and why it was credited as it was.
-import { html, useEffect, useMemo, useState } from "./lib.js";
+import { html, useLayoutEffect, useMemo, useState } from "./lib.js";
 import { useData } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { Choice, formatNumber, formatSigned, markOf, SafeText, stepName, visibleText } from "./format.js";
@@ -26,7 +26,7 @@ export function RolloutPage({ params }) {
     const next = data.siblings[place + by];
     if (next) goTo("rollout", { run, file: next.file, id: next.rollout_id, colour: params.colour });
   };
-  useEffect(() => {
+  useLayoutEffect(() => {
     const pressed = (event) => {
       if (!data || event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "[") sibling(-1);

@@ -1,5 +1,5 @@
 // The table of rollouts: filters, sorting, search, and a scatter plot of any two columns.
-import { html, useEffect, useMemo, useRef, useState } from "./lib.js";
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./lib.js";
 import { useData } from "./api.js";
 import { Scatter, colour } from "./charts.js";
 import { Choice, formatNumber, formatSigned, markOf, SafeText, visibleText } from "./format.js";
@@ -25,8 +25,8 @@ export function RolloutsPage({ params }) {
   const table = useRef(null);
   const rows = data?.rows ?? [];
   const open = (row) => goTo("rollout", { run, file: row.file, id: row.rollout_id });
-  useEffect(() => setCursor(-1), [JSON.stringify(query)]);
-  useEffect(() => {
+  useLayoutEffect(() => setCursor(-1), [JSON.stringify(query)]);
+  useLayoutEffect(() => {
     const pressed = (event) => {
       if (event.target.closest("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "j" || event.key === "k") {

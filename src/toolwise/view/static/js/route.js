@@ -1,5 +1,5 @@
 // Every state of the pages is in the address: #/page?name=value. A link to it shows the same again.
-import { useState, useEffect } from "./lib.js";
+import { useState, useLayoutEffect } from "./lib.js";
 
 export function parseRoute(hash) {
   const [path, query] = hash.replace(/^#\/?/, "").split("?");
@@ -12,19 +12,17 @@ export function linkTo(page, params = {}) {
   return `#/${page}${query ? `?${query}` : ""}`;
 }
 
+// Pages hear of it before the next key: the browser's own event comes later.
 export function goTo(page, params, replace = false) {
   const target = linkTo(page, params);
-  if (replace) {
-    history.replaceState(null, "", target);
-    window.dispatchEvent(new HashChangeEvent("hashchange"));
-  } else {
-    location.hash = target;
-  }
+  if (replace) history.replaceState(null, "", target);
+  else if (target !== location.hash) history.pushState(null, "", target);
+  window.dispatchEvent(new HashChangeEvent("hashchange"));
 }
 
 export function useRoute() {
   const [route, setRoute] = useState(parseRoute(location.hash));
-  useEffect(() => {
+  useLayoutEffect(() => {
     const changed = () => setRoute(parseRoute(location.hash));
     window.addEventListener("hashchange", changed);
     return () => window.removeEventListener("hashchange", changed);

@@ -13,6 +13,8 @@ import pytest
 from browser_cases import STEPS, first_row, rollout_link, wait_until
 from view_runs import HOSTILE, MEGABYTE
 
+from toolwise.serialization.gzip_blocks import open_text
+from toolwise.training.rollout_paths import rollout_files
 from toolwise.training.token_records import read_tokens
 from toolwise.view.rollout_query import page_of_rows
 from toolwise.view.rollout_store import RunStore
@@ -88,8 +90,8 @@ def test_the_table_filters_sorts_and_searches(trained: Path, serve: Serve, open_
     page.fill("#search", "WELLS")
     raw = {
         json.loads(line)["rollout_id"]: line.lower()
-        for file in (trained / "rollouts").glob("*-*.jsonl")
-        for line in file.read_bytes().splitlines()
+        for file in rollout_files(trained / "rollouts", "*").values()
+        for line in open_text(file)
     }
     with_wells = [row for row in lookups if b"wells" in raw[row["rollout_id"]]]
     page.wait_for_selector(f"[data-total='{len(with_wells)}']")
@@ -202,12 +204,10 @@ def test_thinking_levels_are_side_by_side(sample: Path, serve: Serve, open_page:
 def test_two_validations_are_compared_task_by_task(trained: Path, serve: Serve, open_page: Open) -> None:
     page = open_page(serve(trained), f"#/compare?run=0&file=eval-000000&other_run=0&other_file=eval-{STEPS:06d}")
     page.wait_for_selector(".conversation")
+    files = rollout_files(trained / "rollouts", "eval-*")
     before, after = (
-        {
-            json.loads(line)["task_id"]: json.loads(line)
-            for line in (trained / "rollouts" / name).read_bytes().splitlines()
-        }
-        for name in ("eval-000000.jsonl", f"eval-{STEPS:06d}.jsonl")
+        {row["task_id"]: row for row in map(json.loads, open_text(files[name]))}
+        for name in ("eval-000000", f"eval-{STEPS:06d}")
     )
     flipped = [t for t in before if before[t]["metrics"]["correct"] < after[t]["metrics"]["correct"]]
     counts = page.locator("[data-outcome=learned] b")

@@ -28,10 +28,10 @@ CONFIG: dict[str, Any] = {
     "algorithm": {"adv_estimator": "gigpo"},
     "actor": {"lr": 1e-4},
     "validation": {"every": 2},
+    "records": {"plain_steps": 1},
     "trainer": {"total_steps": STEPS, "save_every": 100, "console": False},
 }
-
-
+"""Files of earlier steps are compressed while pages show them."""
 HELD = (1, 2)
 """Steps after which a training waits until it has been seen."""
 TURNS: dict[str, Any] = {

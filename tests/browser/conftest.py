@@ -171,6 +171,11 @@ def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
         page.on("pageerror", lambda fault: problems.append(str(fault)))
         local = address.rpartition("/")[0]
         page.on("request", lambda r: None if r.url.startswith((local, "data:")) else problems.append(r.url))
+        asked: set[Any] = set()
+        page.open_requests = asked
+        page.on("request", lambda request: asked.add(request))
+        page.on("requestfinished", lambda request: asked.discard(request))
+        page.on("requestfailed", lambda request: asked.discard(request))
         page.on("websocket", lambda socket: problems.append(socket.url))
         page.goto(f"{address}{route}")
         page.wait_for_selector("main h1, main .empty, main .error")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_cases import first_row, rollout_link, wait_until
+from browser_cases import first_row, rollout_link, wait_until, wait_until_settled
 
 Open = Callable[..., Any]
 Serve = Callable[..., str]
@@ -45,7 +45,7 @@ def test_all_text_can_be_read(dark: bool, sample: Path, serve: Serve, open_page:
     for route in every_view(sample):
         page.goto(f"{serve(sample)}{route}")
         page.wait_for_selector("main h1")
-        page.wait_for_timeout(150)
+        wait_until_settled(page)
         measured = page.evaluate(CONTRAST)
         assert len(measured) > 10, route
         faint |= {
@@ -70,7 +70,7 @@ def test_nothing_is_wider_than_400_pixels(trained: Path, sample: Path, serve: Se
         for route in routes:
             page.goto(f"{address}{route}")
             page.wait_for_selector("main h1")
-            page.wait_for_timeout(150)
+            wait_until_settled(page)
             assert max(page.evaluate(wide)) <= 400, route
     page.keyboard.press("?")
     page.wait_for_selector("[role=dialog]")

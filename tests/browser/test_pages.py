@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from browser_cases import STEPS, first_row, rollout_link, wait_until
+from browser_cases import STEPS, first_row, rollout_link, wait_until, wait_until_settled
 from view_runs import HOSTILE, MEGABYTE
 
 from toolwise.serialization.gzip_blocks import open_text
@@ -84,7 +84,7 @@ def test_the_table_filters_sorts_and_searches(trained: Path, serve: Serve, open_
     page.wait_for_selector(f"[data-total='{len(lookups)}']")
     page.get_by_role("button", name="cost").click()
     wait_until(page, "location.hash.includes('sort=cost')")
-    page.wait_for_timeout(200)
+    wait_until_settled(page)
     costs = [float(text) for text in page.locator("tbody td:nth-child(7)").all_inner_texts()]
     assert costs == sorted((row["cost"] for row in lookups), reverse=True)[:50]
     page.fill("#search", "WELLS")
@@ -250,7 +250,7 @@ def test_hostile_text_is_shown_as_text(sample: Path, serve: Serve, open_page: Op
     for route in pages:
         page.goto(f"{serve(sample)}{route}")
         page.wait_for_selector("main h1")
-        page.wait_for_timeout(250)
+        wait_until_settled(page)
         assert page.evaluate("window.hacked") is None, route
         assert page.locator("main img, main script, main a[href^='javascript']").count() == 0, route
         assert "<script>" in page.inner_text("main"), route

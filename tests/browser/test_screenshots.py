@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_cases import rollout_link
+from browser_cases import rollout_link, wait_until_settled
 
 from toolwise.view.rollout_store import RunStore
 
@@ -61,7 +61,7 @@ def test_a_picture_of_each_view(
     route = routes.get(view) or rollout_link(view, row, token="0.5")
     page = open_page(serve(run), route, dark=view == "anchors")
     page.wait_for_selector(selector)
-    page.wait_for_timeout(400)
+    wait_until_settled(page)
     folder = Path(os.environ.get("SCREENSHOTS", tmp_path))
     folder.mkdir(parents=True, exist_ok=True)
     picture = folder / f"view-{view}.png"

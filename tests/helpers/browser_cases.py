@@ -120,6 +120,18 @@ def wait_until(page: Any, condition: str) -> None:
         page.wait_for_timeout(50)
 
 
+def wait_until_settled(page: Any) -> None:
+    """Until a page of the fixture `open_page` has asked for everything that it shows, and has drawn it."""
+    frames = """() => new Promise((done) => {
+        requestAnimationFrame(() => setTimeout(() => requestAnimationFrame(() => setTimeout(done))));
+    })"""
+    deadline, quiet = time.monotonic() + 10, 0
+    while quiet < 2:  # an answer may lead to the next question
+        assert time.monotonic() < deadline, page.open_requests
+        page.evaluate(frames)
+        quiet = 0 if page.open_requests else quiet + 1
+
+
 def first_row(run: Path, file: str, **wanted: object) -> dict[str, Any]:
     """The index's row of the first rollout that has these values."""
     from toolwise.view.rollout_store import RunStore

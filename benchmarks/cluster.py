@@ -128,12 +128,14 @@ def no_reward(messages: Any, ground_truth: Any) -> float:
 async def measure_workers(waits_s: float, new_tokens: int, counts: Sequence[int]) -> None:
     """Real rollout workers, each with its engine: `GROUPS` groups of two episodes for each, four at a time."""
     alone_s = 0.0
+    tasks = [Task(task_id=str(index), prompt=[{"role": "user", "content": f"Go {index}."}]) for index in range(8)]
     for workers in counts:
         cluster_settings = {"address": "local", "workers": workers, "worker_cpus": 0.1, "groups_per_worker": 4}
         config = RunConfig.model_validate(
             {
                 "cluster": cluster_settings,
                 "model": {"device": "cpu", "threads": 1},
+                "data": {"batch_size": len(tasks)},
                 "env": {"name": f"{__file__}:SlowTool", "kwargs": {"seconds": waits_s}},
                 "rollout": {"n": 2, "max_new_tokens": new_tokens, "temperature": 2.0},
                 "multi_turn": {"max_turns": TURNS},
@@ -141,7 +143,6 @@ async def measure_workers(waits_s: float, new_tokens: int, counts: Sequence[int]
                 "trainer": {"console": False},
             }
         )
-        tasks = [Task(task_id=str(index), prompt=[{"role": "user", "content": f"Go {index}."}]) for index in range(8)]
         print(f"{workers} real workers: starting", flush=True)
         began = time.perf_counter()
         run, cluster = assemble(config, tasks=tasks, validation_tasks=[]), RayCluster(config.cluster)

@@ -128,12 +128,14 @@ def no_reward(messages: Any, ground_truth: Any) -> float:
 async def measure_workers(waits_s: float, new_tokens: int, counts: Sequence[int]) -> None:
     """Real rollout workers, each with its engine: `GROUPS` groups of two episodes for each, four at a time."""
     alone_s = 0.0
+    tasks = [Task(task_id=str(index), prompt=[{"role": "user", "content": f"Go {index}."}]) for index in range(8)]
     for workers in counts:
         cluster_settings = {"address": "local", "workers": workers, "worker_cpus": 0.1, "groups_per_worker": 4}
         config = RunConfig.model_validate(
             {
                 "cluster": cluster_settings,
                 "model": {"device": "cpu", "threads": 1},
+                "data": {"batch_size": len(tasks)},
                 "env": {"name": f"{__file__}:SlowTool", "kwargs": {"seconds": waits_s}},
                 "rollout": {"n": 2, "max_new_tokens": new_tokens, "temperature": 2.0},
                 "multi_turn": {"max_turns": TURNS},
@@ -141,11 +143,13 @@ async def measure_workers(waits_s: float, new_tokens: int, counts: Sequence[int]
                 "trainer": {"console": False},
             }
         )
-        tasks = [Task(task_id=str(index), prompt=[{"role": "user", "content": f"Go {index}."}]) for index in range(8)]
+        print(f"{workers} real workers: starting", flush=True)
+        began = time.perf_counter()
         run, cluster = assemble(config, tasks=tasks, validation_tasks=[]), RayCluster(config.cluster)
         try:
             with TemporaryDirectory() as folder:
                 async with running_on(cluster, run, config, Path(folder)) as placed:
+                    started = time.perf_counter() - began
                     for label, groups in (("warm", workers), ("timed", workers * GROUPS)):
                         chosen = [tasks[index % len(tasks)] for index in range(groups)]
                         decisions = placed.router.decide(chosen, 2, 0, label=label)
@@ -159,7 +163,8 @@ async def measure_workers(waits_s: float, new_tokens: int, counts: Sequence[int]
         alone_s = alone_s or seconds
         ideal_s = GROUPS / 4 * TURNS * waits_s or alone_s
         print(
-            f"{workers} real workers, {waits_s:g} s a turn: {workers * GROUPS} groups in {seconds:.2f} s, "
+            f"{workers} real workers, {waits_s:g} s a turn: ready in {started:.1f} s, "
+            f"{workers * GROUPS} groups in {seconds:.2f} s, "
             f"{workers * GROUPS / seconds:.2f} a second, {ideal_s / seconds:.0%} of linear",
             flush=True,
         )
@@ -179,7 +184,7 @@ def main() -> None:
     parser.add_argument("--transfer", nargs="*", choices=SIZES, metavar="SIZE", help="weights alone, without Ray")
     parser.add_argument("--workers", action="store_true", help="real rollout workers alone")
     chosen = parser.parse_args()
-    print(f"load average: {os.getloadavg()}")
+    print(f"load average: {os.getloadavg()}", flush=True)
     torch.set_num_threads(1)
     if not chosen.workers:
         measure_transfer(chosen.transfer or ("2M", "135M"))

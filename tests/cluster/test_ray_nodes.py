@@ -16,6 +16,8 @@ import pytest
 import ray_nodes
 
 from toolwise.demo.recipe import BUDGET
+from toolwise.training.records import read_records
+from toolwise.training.rollout_paths import rollout_file
 
 pytestmark = [
     pytest.mark.long,
@@ -73,8 +75,9 @@ def check_invariants(out: Path) -> None:
     assert [line["step"] for line in lines if "actor/updates" in line] == list(range(1, STEPS + 1))
     rollouts = Counter[str]()
     for step in range(1, STEPS + 1):
-        records = (out / "rollouts" / f"step-{step:06}.jsonl").read_text().splitlines()
-        groups = Counter(json.loads(line)["group_id"] for line in records)
-        assert list(groups.values()) == [4, 4]
-        rollouts.update(json.loads(line)["rollout_id"] for line in records)
+        path = rollout_file(out / "rollouts", f"step-{step:06}")
+        assert path is not None
+        records = read_records(path)
+        assert list(Counter(record.group_id for record in records).values()) == [4, 4]
+        rollouts.update(record.rollout_id for record in records)
     assert set(rollouts.values()) == {1}

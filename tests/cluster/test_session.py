@@ -10,11 +10,14 @@ import pytest
 from cluster_cases import Workers, cluster_config, train_alone, train_together
 
 from toolwise.cluster.checks import check_cluster
+from toolwise.cluster.interface import ClusterError
 from toolwise.cluster.session import slots_per_worker
+from toolwise.cluster.simulated import Weather
 from toolwise.config.imports import GIVEN_IN_PYTHON
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.training.loop import StepResult
+from toolwise.training.run import Run
 
 CLUSTER = {"address": "local", "workers": 2}
 
@@ -25,6 +28,15 @@ def episodes(results: list[StepResult]) -> list[Any]:
         for result in results
         for s in result.scored
     ]
+
+
+def test_a_run_whose_workers_do_not_start_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = cluster_config(cluster={**CLUSTER, "max_restarts": 0})
+    close, closed = Run.close, []
+    monkeypatch.setattr(Run, "close", lambda run: closed.append(close(run)))
+    with pytest.raises(ClusterError, match=r"died 1 times.*died while it started"):
+        train_together(config, 1, tmp_path, Workers(Weather(failed_starts=1.0)))
+    assert len(closed) == 2  # by the session, and by the helper
 
 
 @pytest.mark.long

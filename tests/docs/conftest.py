@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.docs.pages import BASE, Reader
+from tests.docs.pages import BASE, Reader, merged
 
 
 @pytest.fixture
@@ -25,3 +25,14 @@ def reader(tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPa
         return Reader(page, tmp_path, cli, **{"base": BASE, **settings})
 
     return make
+
+
+@pytest.fixture
+def learning_base(tmp_path: Path) -> dict[str, Any]:
+    """The base of a page that trains: a run that learns nothing ends with status 3, and this reward differs between any
+    two replies."""
+    (tmp_path / "varied.py").write_text(
+        "def varied(messages, ground_truth):\n    return sum(map(ord, messages[-1]['content'])) % 101 / 101\n"
+    )
+    changes = {"rollout": {"temperature": 3.0}, "reward": {"function": "varied.py:varied", "sandbox": {"tier": "off"}}}
+    return merged(BASE, changes)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tests.docs.pages import BASE, Reader, merged
+from tests.docs.pages import Reader
 
 pytestmark = pytest.mark.docs
 
 
-def test_every_snippet_runs(reader: Callable[..., Reader], tmp_path: Path) -> None:
-    # A run that learns nothing ends with status 3: this reward differs between any two replies.
-    (tmp_path / "varied.py").write_text(
-        "def varied(messages, ground_truth):\n    return sum(map(ord, messages[-1]['content'])) % 101 / 101\n"
-    )
-    changes = {"rollout": {"temperature": 3.0}, "reward": {"function": "varied.py:varied", "sandbox": {"tier": "off"}}}
-    page = reader("docs/lora.md", base=merged(BASE, changes))
+def test_every_snippet_runs(reader: Callable[..., Reader], learning_base: dict[str, Any], tmp_path: Path) -> None:
+    page = reader("docs/lora.md", base=learning_base)
     page.read()
     from transformers import AutoModelForCausalLM
 

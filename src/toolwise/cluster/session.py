@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -87,7 +87,8 @@ async def running_on(cluster: Cluster, run: Run, config: RunConfig, out: Path) -
     )
     learners: LearnerGroup | None = None
     try:
-        with show_startup(enabled=config.trainer.console):
+        with ExitStack() as undo, show_startup(enabled=config.trainer.console):
+            undo.callback(run.close)  # else the training closes it
             if config.cluster.learners > 1 or saved_by_learners(out):
                 announce(f"starting {config.cluster.learners} learners")
                 learners = LearnerGroup(cluster, config, cast("Actor", run.learner), settings, stored)
@@ -95,6 +96,7 @@ async def running_on(cluster: Cluster, run: Run, config: RunConfig, out: Path) -
                 await asyncio.to_thread(learners.start)
             announce(f"starting {config.cluster.workers} rollout workers")
             await pool.start()
+            undo.pop_all()
         yield replace(
             run,
             learner=run.learner if learners is None else learners,

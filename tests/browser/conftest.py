@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Event, Lock, Thread
 from typing import Any
 
 import pytest
@@ -64,31 +65,42 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Trainings:
-    """The trainings that tests ask for. They start with the session, since their imports take longest, but for
-    those on a cluster: Ray waits for its processes for so long only."""
+    """The trainings that tests ask for. They start with the session, since their imports take longest; those on a
+    cluster when the others have done a step and wait, since Ray waits for its processes for so long only."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wanted: Collection[str]) -> None:
         self._folder = folder
         self._started: dict[str, Training] = {}
+        self._ending, self._lock = Event(), Lock()
+        self._starter = Thread(target=self._start, args=[[name for name in TRAININGS if name in wanted]])
+        self._starter.start()
+
+    def _start(self, wanted: Sequence[str]) -> None:
+        first = [self[name] for name in wanted if name not in ON_RAY]
+        for name in wanted:
+            while name in ON_RAY and not all(training.has_done_a_step() for training in first):
+                if self._ending.wait(0.1):
+                    return
+            self[name]
 
     def __getitem__(self, name: str) -> Training:
-        if name not in self._started:
-            changes, arguments = TRAININGS[name]
-            self._started[name] = Training(self._folder / name, changes, *arguments)
-        return self._started[name]
+        with self._lock:
+            if name not in self._started:
+                changes, arguments = TRAININGS[name]
+                self._started[name] = Training(self._folder / name, changes, *arguments)
+            return self._started[name]
 
     def end(self) -> None:
+        self._ending.set()
+        self._starter.join()
         for training in self._started.values():
             training.end()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def trainings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
-    started = Trainings(tmp_path_factory.mktemp("trainings"))
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    for name in TRAININGS:
-        if name not in ON_RAY and name in wanted:
-            started[name]
+    started = Trainings(tmp_path_factory.mktemp("trainings"), wanted - set(ON_RAY if find_spec("ray") is None else ()))
     yield started
     started.end()
 
@@ -119,12 +131,8 @@ def learners(trainings: Trainings, chromium: Any) -> Training:
 
 
 @pytest.fixture(scope="session")
-def trained(request: pytest.FixtureRequest, training: Training, trainings: Trainings) -> Path:
-    run = training.finish()
-    wanted = any("cluster" in getattr(item, "fixturenames", ()) for item in request.session.items)
-    if wanted and find_spec("ray") is not None:
-        trainings["cluster"]  # starts while others look at this run
-    return run
+def trained(training: Training) -> Path:
+    return training.finish()
 
 
 @pytest.fixture(scope="session")

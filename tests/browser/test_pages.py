@@ -212,7 +212,7 @@ def test_two_validations_are_compared_task_by_task(trained: Path, serve: Serve, 
     flipped = [t for t in before if before[t]["metrics"]["correct"] < after[t]["metrics"]["correct"]]
     counts = page.locator("[data-outcome=learned] b")
     assert (int(counts.inner_text()) if counts.count() else 0) == len(flipped)
-    assert page.locator(".sides section").count() == 2
+    wait_until(page, "document.querySelectorAll('.sides section').length === 2")
 
 
 def test_the_keyboard_reaches_everything(trained: Path, serve: Serve, open_page: Open) -> None:

@@ -75,6 +75,7 @@ def test_a_step_leads_to_its_state(sample: Path, serve: Serve, open_page: Open) 
     assert page.locator("tr.on").get_attribute("data-rollout") == row["rollout_id"]
     page.locator(".tabs").get_by_text("Conversation").click()
     wait_until(page, "location.hash.startsWith('#/rollout?')")
+    page.wait_for_selector(".conversation")
     assert row["rollout_id"] in page.inner_text(".crumbs")  # of the rollout it was reached from
 
 

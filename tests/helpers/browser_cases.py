@@ -72,6 +72,10 @@ class Training:
             assert self.process.poll() in (None, 0), self.process.stderr and self.process.stderr.read()
             time.sleep(0.05)
 
+    def has_done_a_step(self) -> bool:
+        """Or has ended, however."""
+        return (self.out / "rollouts/step-000001.jsonl").exists() or self.process.poll() is not None
+
     def go_on(self, step: int) -> None:
         """After `step`."""
         (self.out.parent / f"seen-{step}").touch()

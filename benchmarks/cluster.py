@@ -6,8 +6,7 @@ python benchmarks/cluster.py --workers  # real rollout workers alone
 
 For scaling, each worker gets the same number of groups, so that with perfect scaling the time does not depend on their
 number. First with processes that do nothing but wait for half a second a group, which shows the pool; then with real
-workers, whose episodes wait for a tool of half a second in each turn, after one sampled token; then without the tool,
-where computing dominates.
+workers, whose episodes wait half a second for their environment and sample one token.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from toolwise.types import Task
 SIZES = {"2M": 2_000_000, "135M": 135_000_000, "1.6B": 1_600_000_000}
 MAX_FLOAT32 = 500_000_000
 """Of weights in float32: more do not fit into 24 GiB three times over."""
-TOOL_S, GROUPS, TURNS = 0.5, 12, 2
+TOOL_S, GROUPS = 0.5, 12
 LIMIT_S = 120.0
 
 
@@ -106,39 +105,36 @@ async def measure_scaling(cluster: Any) -> None:
         await pool.close()
 
 
-class SlowTool(BaseEnv):
-    """An environment that takes `seconds` for each of `TURNS` turns."""
+class SlowWorld(BaseEnv):
+    """An environment that takes `seconds` to begin an episode; the only reply of one token then ends it."""
 
-    def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds, self.turns = seconds, 0
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
 
     async def reset(self) -> str:
+        await asyncio.sleep(self.seconds)
         return ""
 
     async def step(self, action: Any) -> tuple[str, float | None, bool, dict[str, Any]]:
-        await asyncio.sleep(self.seconds)
-        self.turns += 1
-        return "Go on.", 1.0, self.turns >= TURNS, {}
+        return "", 0.0, True, {}
 
 
 def no_reward(messages: Any, ground_truth: Any) -> float:
     return 0.0
 
 
-async def measure_workers(waits_s: float, new_tokens: int, counts: Sequence[int]) -> None:
+async def measure_workers() -> None:
     """Real rollout workers, each with its engine: `GROUPS` groups of two episodes for each, four at a time."""
-    alone_s = 0.0
     tasks = [Task(task_id=str(index), prompt=[{"role": "user", "content": f"Go {index}."}]) for index in range(8)]
-    for workers in counts:
+    for workers in (1, 2, 4, 8):
         cluster_settings = {"address": "local", "workers": workers, "worker_cpus": 0.1, "groups_per_worker": 4}
         config = RunConfig.model_validate(
             {
                 "cluster": cluster_settings,
                 "model": {"device": "cpu", "threads": 1},
                 "data": {"batch_size": len(tasks)},
-                "env": {"name": f"{__file__}:SlowTool", "kwargs": {"seconds": waits_s}},
-                "rollout": {"n": 2, "max_new_tokens": new_tokens, "temperature": 2.0},
-                "multi_turn": {"max_turns": TURNS},
+                "env": {"name": f"{__file__}:SlowWorld", "kwargs": {"seconds": TOOL_S}},
+                "rollout": {"n": 2, "max_new_tokens": 1, "temperature": 2.0},
                 "reward": {"function": f"{__file__}:no_reward", "sandbox": {"tier": "off"}},
                 "trainer": {"console": False},
             }
@@ -160,10 +156,9 @@ async def measure_workers(waits_s: float, new_tokens: int, counts: Sequence[int]
         finally:
             await cluster.close()
             run.close()
-        alone_s = alone_s or seconds
-        ideal_s = GROUPS / 4 * TURNS * waits_s or alone_s
+        ideal_s = GROUPS / 4 * TOOL_S
         print(
-            f"{workers} real workers, {waits_s:g} s a turn: ready in {started:.1f} s, "
+            f"{workers} real workers, waiting {TOOL_S:g} s: ready in {started:.1f} s, "
             f"{workers * GROUPS} groups in {seconds:.2f} s, "
             f"{workers * GROUPS / seconds:.2f} a second, {ideal_s / seconds:.0%} of linear",
             flush=True,
@@ -191,8 +186,7 @@ def main() -> None:
     if chosen.transfer is None and not chosen.workers:
         asyncio.run(measure_ray())
     if chosen.transfer is None:
-        asyncio.run(measure_workers(TOOL_S, 1, (1, 2, 4, 8)))
-        asyncio.run(measure_workers(0.0, 32, (1, 2)))
+        asyncio.run(measure_workers())
 
 
 if __name__ == "__main__":

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 from pathlib import Path
 from typing import Any
 
 from toolwise.errors import ConfigError
+
+log = logging.getLogger("toolwise.cluster")
+
+
+def _read_event(line: bytes) -> dict[str, Any] | None:
+    """None for a line that is not an event, such as a last one that is half written."""
+    try:
+        event = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not all(isinstance(event.get(name), str) for name in ("process", "event")):
+        return None
+    numbers = (event.get("time"), event.get("seconds", 0.0))
+    return event if all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) else None
 
 
 def trace_of(run: Path) -> dict[str, Any]:
@@ -14,8 +30,10 @@ def trace_of(run: Path) -> dict[str, Any]:
     path = run / "cluster.jsonl"
     if not path.is_file():
         raise ConfigError(f"{run} has no cluster.jsonl: it is no folder of a run on a cluster")
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    events = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
+    lines = path.read_bytes().splitlines(keepends=True)
+    events = [event for line in lines if (event := _read_event(line)) is not None]
+    if damaged := sum(line.endswith(b"\n") for line in lines) - len(events):
+        log.warning("%s: %d damaged lines are left out", path, damaged)
     begins = [event["time"] - event.get("seconds", 0.0) for event in events]
     first, lanes = min(begins, default=0.0), dict[str, list[float]]()
     numbers = {name: number for number, name in enumerate(sorted({event["process"] for event in events}), 1)}

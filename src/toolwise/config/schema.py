@@ -328,6 +328,7 @@ INFERENCE_FIELDS: dict[str, Any] = {
     "rollout": {
         "temperature": True,
         "max_new_tokens": True,
+        "stop": True,
         "tool_parser": True,
         "tool_prompt": True,
         "grammar": {"regex", "tool_calls"},

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from toolwise.data.files import Row, row_error
 from toolwise.errors import ConfigError
 from toolwise.messages import Message
 from toolwise.types import Task
+
+log = logging.getLogger("toolwise.data")
 
 KNOWN_COLUMNS = frozenset(
     {
@@ -79,6 +83,8 @@ class RowLayout:
             elif name not in row:
                 problem = f"there is no column {column!r}, which data.columns names; {list_columns(row)}"
                 raise row_error(path, number, name, problem)
+            else:
+                _warn_about_column(path, name, column)
         return {name: value for name, value in row.items() if name not in self.columns.values()} | moved
 
     def add_system_prompt(self, path: Path, number: int, task: Task) -> Task:
@@ -95,6 +101,13 @@ class RowLayout:
 
 
 PLAIN = RowLayout()
+
+
+@cache
+def _warn_about_column(path: Path, name: str, column: str) -> None:
+    """Once for each file: a misspelt column would be read from another one without a word."""
+    problem = "%s: rows without the column %r, which data.columns names; their column %r is read instead"
+    log.warning(problem, path, column, name)
 
 
 def list_columns(row: Mapping[str, Any]) -> str:

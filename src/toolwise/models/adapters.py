@@ -67,6 +67,9 @@ def add_adapters(model: Any, folder: Path) -> Any:
     from toolwise.models.merged_weights import merged_copy
 
     peft = import_extra("peft", "peft")
+    targets = read_json_object(folder / ADAPTER_CONFIG).get("target_modules")
+    if isinstance(targets, str) and targets != "all-linear":  # a pattern of a stranger may take for ever
+        raise ModelError(f"{folder / ADAPTER_CONFIG}: target_modules is a pattern; list the names of the modules")
     try:
         peft.PeftModel.from_pretrained(model, folder)
     except Exception as fault:  # peft raises many types

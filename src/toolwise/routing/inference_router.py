@@ -213,7 +213,10 @@ class InferenceRouter(Router):
 
     def annotate(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
         """The rollouts with what each used, for the records; a router that learns adds its rewards and advantages."""
-        return [replace(s, router=self._credit_of(*self._usage_and_costs(s.rollout))) for s in scored]
+        return [replace(s, router=self._used(s.rollout)) for s in scored]
+
+    def _used(self, rollout: Rollout) -> RouterCredit:
+        return self._credit_of(*self._usage_and_costs(rollout))
 
     def _usage_and_costs(self, rollout: Rollout) -> UsageAndCosts:
         usage = self.conditioning.usage_of(rollout)

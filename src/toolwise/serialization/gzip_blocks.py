@@ -16,6 +16,8 @@ from typing import IO, Any, NamedTuple
 SUFFIX = ".gz"
 BLOCK_BYTES = 1 << 19
 """Of text; a block ends with the line that fills it."""
+MAX_BLOCK_BYTES = 1 << 28
+"""Of text that is read: a longer line was not written by a run."""
 LEVEL = 6
 _HEADER = struct.Struct("<4sIBBH2sHII")
 """Magic, method and flags; time; 2 bytes of the writer; then the extra field: its length, its name, the length of its
@@ -91,6 +93,8 @@ def _find_blocks(file: IO[bytes]) -> list[Block] | None:
         magic, *_, name, _, size, length = _HEADER.unpack(header)
         if (magic, name) != (_START, _NAME) or not _HEADER.size < size <= end - position:
             return None
+        if length > MAX_BLOCK_BYTES:
+            raise zlib.error(f"a block has {length} bytes, more than {MAX_BLOCK_BYTES}")
         blocks.append(Block(position, size, start, length))
         position, start = position + size, start + length
     return blocks
@@ -134,9 +138,10 @@ class _BlockReader(io.RawIOBase):
         if self._held[0] != number:
             block = self._blocks[number]
             self._file.seek(block.position)
-            text = zlib.decompress(self._file.read(block.size), wbits=16 + zlib.MAX_WBITS)
-            if len(text) != block.length:
-                raise zlib.error(f"a block has {len(text)} bytes instead of {block.length}")
+            unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+            text = unpacker.decompress(self._file.read(block.size), block.length + 1)
+            if len(text) != block.length or not unpacker.eof:
+                raise zlib.error(f"a block does not have the {block.length} bytes that its header names")
             self._held = number, text
         return self._held[1]
 

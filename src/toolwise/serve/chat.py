@@ -261,8 +261,9 @@ class ServedModel:
             call_stream.feed(text)
             call_stream.finish()
             assert call_stream.reply is not None
-            content = call_stream.reply[0]
-            fields = reply_fields(call_stream.reply, None if request.parallel_tool_calls else 1)
+            if cut is None or all(call.name for call in call_stream.reply[1]):  # a stop string may end a call too
+                content = call_stream.reply[0]
+                fields = reply_fields(call_stream.reply, None if request.parallel_tool_calls else 1)
         calls = "tool_calls" in fields
         entries = logprob_entries(self.chat, request, result) if request.logprobs else None
         return {

@@ -112,8 +112,12 @@ class ChoiceStream:
             reply = text.lstrip() if text.lstrip().startswith(self.sent) else self.sent
             rest = "" if self.called else reply[len(self.sent) :]
             return _joined(delta, self._content(rest))
-        delta = _joined(delta, self._read(self.call_stream.finish()))
+        last = self.call_stream.finish()
         assert self.call_stream.reply is not None
+        if self._filter.stopped and not self.called and not all(call.name for call in self.call_stream.reply[1]):
+            cut = cut_at_stop(text, self.stops) or ""  # a stop string ended a call that was not sent yet: it is text
+            return _joined(delta, self._content(cut.lstrip()[len(self.sent) :]))
+        delta = _joined(delta, self._read(last))
         reasoning = reasoning_of(self.call_stream.reply)
         return delta | ({"reasoning_content": reasoning} if reasoning else {})
 

@@ -1,5 +1,5 @@
 """What makes the checkpoints of a run agent folders: settings, code and documents. Code and documents are copied once,
-to `agent/` in the run's folder, and linked into each checkpoint."""
+to `agent/` in the run's folder, and from there into each checkpoint; large ones are linked."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from toolwise.training.checkpoint.file_entry import FileEntry
 log = logging.getLogger("toolwise.training.checkpoint")
 
 FOLDER = "agent"
+MAX_COPIED_BYTES = 1 << 20
+"""Of a file that each checkpoint has for itself: whoever edits a linked one in place changes all checkpoints."""
 
 
 class AgentFiles:
@@ -34,7 +36,8 @@ class AgentFiles:
             self._settings = self._collect()
         for name in self._files:
             (model / name).parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy(str(self.folder / name), str(model / name))
+            put = link_or_copy if self._files[name].size > MAX_COPIED_BYTES else shutil.copyfile
+            put(str(self.folder / name), str(model / name))
         record_settings(model, self.config)
         write_unsealed(model, self.config.name, step, self._settings)
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from toolwise.errors import CheckpointError
 from toolwise.messages import Message, as_messages
 from toolwise.routing.prompts import route_changes, undo_changes
+from toolwise.training.rollout_paths import compressed_path
 from toolwise.training.trackers.jsonl import read_metrics
 from toolwise.types import CreditedRollout, ScoredRollout, StepData
 from toolwise.untrusted.bounds import MAX_WARNINGS
@@ -265,8 +267,14 @@ def _turn_routes(scored: ScoredRollout) -> list[dict[str, Any]]:
 
 
 def read_records(path: Path) -> list[RolloutRecord]:
-    """All rollouts of a file that a run wrote. A last line cut off by a crash is omitted."""
-    return [RolloutRecord.from_json(line) for line in read_metrics(path)]
+    """All rollouts of a file that a run wrote, also if it has been compressed since it was found. A last line cut off
+    by a crash is omitted."""
+    for found in (path, compressed_path(path)):
+        try:
+            return [RolloutRecord.from_json(line) for line in read_metrics(found, missing_ok=False)]
+        except FileNotFoundError:
+            continue
+    raise CheckpointError(f"{path} is gone: it was there a moment ago; try again")
 
 
 def _typed(row: Mapping[str, Any], name: str, kind: type[T]) -> T | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from toolwise.training.records import RolloutRecord
 from toolwise.training.vocabulary_file import NAME as VOCABULARY
 from toolwise.training.vocabulary_file import VocabularyFile
 from toolwise.types import CreditedRollout, ScoredRollout, StepEvent, UpdatedTokens, ValidationEvent
+
+log = logging.getLogger("toolwise.training.rollouts")
 
 
 class RolloutFiles(Callback):
@@ -46,7 +49,10 @@ class RolloutFiles(Callback):
         if self.config.token_steps is not None:
             token_records.delete_old_tokens(folder, kind, self.config.token_steps)
         if self.config.plain_steps is not None:
-            compress_old_files(folder, kind, self.config.plain_steps)
+            try:
+                compress_old_files(folder, kind, self.config.plain_steps)
+            except OSError as fault:  # the plain files are there
+                log.warning("%s: older rollouts stay uncompressed (records.plain_steps): %s", folder, fault)
         if self.tokenizer is not None and self.config.token_share:
             if self._vocabulary is None:
                 self._vocabulary = VocabularyFile(folder / VOCABULARY, self.tokenizer)

@@ -259,7 +259,8 @@ def open_folder(
         if changes:
             log.warning("resumed at step %d with changed settings: %s", newest.step, ", ".join(map(str, changes)))
     step = newest.step if newest is not None else -1
-    truncate_after(out / "metrics.jsonl", step)
+    repeats = newest is not None and "progress" in newest.parts and newest.part("progress").get("validating", False)
+    truncate_after(out / "metrics.jsonl", step, validation=not repeats)
     delete_rollouts_after(out / "rollouts", step)
     for name in ("summary.json", "diagnosis.json"):
         (out / name).unlink(missing_ok=True)

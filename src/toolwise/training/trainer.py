@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toolwise import __version__
 from toolwise.advantages.score_check import ScoreCheck, describe_rewards
 from toolwise.concurrency.garbage import frozen_heap
 from toolwise.config.secret_names import mask_secrets, secrets_warning
@@ -21,16 +20,17 @@ from toolwise.training import checkpoint
 from toolwise.training.async_loop import AsyncLoop
 from toolwise.training.best_validation import compare_with_best, early_stop
 from toolwise.training.budget_probe import probe_budgets
-from toolwise.training.calibration import begin_calibration, budget_metrics, calibrate_run, calibration_summary
-from toolwise.training.changes import read_changes, resume_command
+from toolwise.training.calibration import begin_calibration, budget_metrics, calibrate_run
+from toolwise.training.changes import resume_command
 from toolwise.training.diagnosis import Finding, FindingChanges, History, RunDoctor, finding_to_json
 from toolwise.training.evaluate import validate
 from toolwise.training.loop import StepResult, train_step
-from toolwise.training.metrics import peak_rss_mb, summarize_validation, validation_metrics
+from toolwise.training.metrics import summarize_validation, validation_metrics
 from toolwise.training.rollout_files import RolloutFiles
 from toolwise.training.run import Run
 from toolwise.training.run_checkpoints import RunCheckpoints, SavedCheckpoint
 from toolwise.training.run_folder import RunResult, open_folder, restore_run
+from toolwise.training.run_summary import summarize_run
 from toolwise.training.stop_signal import StopSignal
 from toolwise.training.trackers.jsonl import read_metrics
 from toolwise.training.trackers.observers import Observers
@@ -130,6 +130,7 @@ class Training:
                     raise
                 except Exception as fault:
                     self._error = fault
+                    await self._end_validation_after_error()
                     self._save_after_error()
         finally:
             if self._async is not None:
@@ -212,14 +213,21 @@ class Training:
         beside = self._beside
         if beside is None or not (wait or beside.task.done()):
             return
-        measured, self._beside = await beside.task, None
-        progress = self.run.progress
+        self._beside = None
+        measured, progress = await beside.task, self.run.progress
         progress.last, progress.last_step = self._record_validation(beside.step, *measured), beside.step
         progress.validating = False
         if beside.saved:
             finish = partial(self._checkpoints.finish_with, self._validation_metrics, progress.validation_state())
             self._report_saved(await asyncio.to_thread(finish))
         self._validation_metrics = {}
+
+    async def _end_validation_after_error(self) -> None:
+        """The weights of an earlier step are still being measured, and their checkpoint may be the best one."""
+        try:
+            await self._end_validation(wait=True)
+        except Exception as fault:
+            log.warning("no results of the validation under way: %s", describe(fault))
 
     def _save_after_error(self) -> None:
         """Save the latest complete step. An error in the middle of an update leaves weights that are not worth saving:
@@ -373,28 +381,11 @@ class Training:
             if not isinstance(self._error, FaultRateError):
                 step = run.progress.step
                 findings = [*findings, Finding("stopped", "warning", stopped, cure=self._cure(), step=step)]
-        summary = {
-            "name": run.config.name,
-            "before": run.progress.before,
-            "after": run.progress.last if run.progress.last_step == run.progress.step else None,
-            "last_validation": run.progress.last and {"step": run.progress.last_step, **run.progress.last},
-            "steps": run.progress.step,
-            "total_steps": run.config.trainer.total_steps,
+        summary = summarize_run(run, self.out, findings) | {
             "interrupted": interrupted,
             "stopped": stopped or early or None,
             "stopped_early": bool(early),
-            "faults": run.progress.faults.totals,
-            "seed": run.config.seed,
             "seconds": round(time.monotonic() - self._start_time, 3),
-            "peak_rss_mb": peak_rss_mb(),
-            "model": run.config.model.path,
-            "version": __version__,
-            "sandbox": run.scoring.describe(),
             "advantages": self._reward_description,
-            "calibration": calibration_summary(run.router, run.calibration.calibration),
-            "changes": read_changes(self.out),
-            "updated": diagnosis.updated,
-            "diagnosis": list(map(finding_to_json, findings)),
-            "tool_prompt": run.chat.tool_prompt.describe() if run.scheduler.tools else None,
         }
         return self.reporter.summarize(run.progress.step, self._step_metrics, summary)

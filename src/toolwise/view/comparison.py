@@ -84,9 +84,10 @@ def rows_by_kind(summary: Mapping[str, Any]) -> list[ComparisonRow]:
     if any(_number(side.get("loss")) is not None for side in (before, after)):
         held_out = _table(summary.get("conversations")).get("val")
         return [ComparisonRow("held-out conversations", held_out, (_change("loss", before, after),))]
-    has_correct = any(_number(side.get("correct")) is not None for side in (before, after))
     kinds_before, kinds_after = _table(before.get("by_kind")), _table(after.get("by_kind"))
-    names = ("correct" if has_correct or kinds_before or kinds_after else "score", "cost")
+    sides = [before, after, *map(_table, kinds_before.values()), *map(_table, kinds_after.values())]
+    has_correct = any(_number(side.get("correct")) is not None for side in sides)
+    names = ("correct" if has_correct else "score", "cost")
 
     def row(label: str, kind_before: Mapping[str, Any], kind_after: Mapping[str, Any]) -> ComparisonRow:
         changes = tuple(_change(name, kind_before, kind_after) for name in names)

@@ -221,6 +221,8 @@ def label_step_axes(axes: Any, title: str, palette: Palette, *, share: bool = Fa
 
 def draw_legend(axes: Any, palette: Palette, columns: int = 3) -> None:
     """Between the title and the axes, where it hides no line."""
+    if not axes.get_legend_handles_labels()[0]:
+        return
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(-0.02, 0.995),

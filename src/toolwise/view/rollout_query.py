@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import ToolwiseError
-from toolwise.serialization.gzip_blocks import open_text
+from toolwise.serialization.gzip_blocks import DAMAGES, open_text
 from toolwise.training.records import RolloutRecord
 from toolwise.training.rollout_index import MAX_LINE_BYTES
 from toolwise.view.rollout_store import RunStore
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Mask = NDArray[np.bool_]
+
+log = logging.getLogger("toolwise.view")
 
 WORDS = ("phase", "file", "kind", "route", "stop_reason", "task_id", "group_id", "answered_by")
 FLAGS = ("correct", "trained_on", "fault", "thinking")
@@ -237,11 +240,14 @@ def search_text(store: RunStore, text: str, among: Mask) -> Mask:
 def _chunks(store: RunStore, file: str) -> Any:
     """Position and lower-case text of blocks of whole lines."""
     position = 0
-    with open_text(store.path_of(file)) as lines:
-        while chunk := lines.read(CHUNK_BYTES):
-            chunk += lines.readline(MAX_LINE_BYTES)
-            yield position, chunk.lower()
-            position += len(chunk)
+    try:
+        with open_text(store.path_of(file)) as lines:
+            while chunk := lines.read(CHUNK_BYTES):
+                chunk += lines.readline(MAX_LINE_BYTES)
+                yield position, chunk.lower()
+                position += len(chunk)
+    except DAMAGES as fault:  # other files are searched all the same
+        log.warning("%s of %s is damaged: %s", file, store.name, fault)
 
 
 def _positions(needle: bytes, chunk: bytes) -> Any:

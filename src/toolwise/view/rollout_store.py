@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.errors import CheckpointError, ToolwiseError
-from toolwise.serialization.gzip_blocks import open_text
+from toolwise.serialization.gzip_blocks import DAMAGES, open_text
 from toolwise.serialization.json_text import load_json, valid_text
 from toolwise.training.diagnosis.examination import run_state
 from toolwise.training.records import RolloutRecord
@@ -140,9 +140,12 @@ class RunStore:
 
     def record(self, row: dict[str, Any]) -> RolloutRecord:
         """Read one line."""
-        with open_text(self.path_of(row["file"])) as file:
-            file.seek(row["offset"])
-            parsed = load_json(file.read(row["length"]))
+        try:
+            with open_text(self.path_of(row["file"])) as file:
+                file.seek(row["offset"])
+                parsed = load_json(file.read(row["length"]))
+        except DAMAGES as fault:
+            raise NotFoundError(f"{row['file']} of {self.name} is damaged: {fault}") from fault
         record = RolloutRecord.from_json(parsed) if isinstance(parsed, dict) else None
         if record is None or valid_text(record.rollout_id) != row["rollout_id"]:  # a resumed run repeats its steps
             raise NotFoundError(f"{row['file']} of {self.name} has changed: load the page again")

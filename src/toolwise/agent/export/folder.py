@@ -64,6 +64,7 @@ def export_model(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} already exists: choose another --out, nothing is ever overwritten")
     check_agent_settings(overrides)
+    _check_outside(out, source)
     if is_model(source):
         if best or adapters:
             raise ConfigError(f"{source} is not a run: leave --best and --adapters out")
@@ -87,6 +88,15 @@ def export_model(
             f"{source_checkpoint.path} was removed by its run while it was being read: try again"
         ) from fault
     return Export(out, source_checkpoint.step, dtype or saved_in)
+
+
+def _check_outside(out: Path, source: Path) -> None:
+    """A file more in an agent folder or among checkpoints would make them invalid."""
+    folders = [source] if is_model(source) else [source / "checkpoints", *source.parents[:1]]
+    for folder in folders:
+        inside = folder.name == "checkpoints" or folder == source
+        if inside and out.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"{out} is inside {folder}, which must stay as it is: choose another --out")
 
 
 def check_agent_settings(overrides: Sequence[str]) -> None:

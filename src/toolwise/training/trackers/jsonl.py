@@ -39,31 +39,43 @@ class JsonlTracker(Tracker):
         self._file.close()
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_metrics(path: str | os.PathLike[str], *, missing_ok: bool = True) -> list[dict[str, Any]]:
     """All complete lines of a file, also of a compressed one, in order. A last line still being written is omitted; a
-    missing file gives no lines."""
-    return [line for line, _ in _complete_lines(Path(path))]
+    missing file gives no lines, or a FileNotFoundError."""
+    return [line for line, _ in _complete_lines(Path(path), missing_ok=missing_ok)]
 
 
-def truncate_after(path: str | os.PathLike[str], step: float) -> int:
+def truncate_after(path: str | os.PathLike[str], step: float, *, validation: bool = True) -> int:
     """Atomically drop lines logged after `step` and an incomplete last line; return the number of dropped lines.
+    Without `validation`, that of `step` itself is dropped too, since it will be repeated.
 
     Call it before a tracker opens the file: an open tracker would keep writing to the replaced file.
     """
     path = Path(path)
     before = path.read_bytes() if path.exists() else b""
-    steps = [(line.get("step"), raw) for line, raw in _complete_lines(path)]
-    remaining = [raw for at, raw in steps if not isinstance(at, int | float) or at <= step]
+    remaining = [raw for line, raw in _complete_lines(path) if _is_until(line, step, validation=validation)]
     dropped = sum(1 for raw in before.split(b"\n") if raw.strip()) - len(remaining)
     if dropped or before[-1:] not in (b"\n", b""):
         write_atomic(path, b"".join(raw + b"\n" for raw in remaining))
     return dropped
 
 
-def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
+def _is_until(line: Mapping[str, Any], step: float, *, validation: bool) -> bool:
+    at = line.get("step")
+    if not isinstance(at, int | float):
+        return True
+    repeated = at == step and not validation and any(name.startswith("eval/") for name in line)
+    return at <= step and not repeated
+
+
+def _complete_lines(path: Path, *, missing_ok: bool = True) -> list[tuple[dict[str, Any], bytes]]:
     """Each line with its bytes. Only the last may be incomplete: a crash cannot break an earlier line."""
     try:
-        raw_lines = enumerate(read_text(path).split(b"\n") if path.exists() else (), start=1)
+        raw_lines = enumerate(read_text(path).split(b"\n"), start=1)
+    except FileNotFoundError:
+        if not missing_ok:
+            raise
+        return []
     except DAMAGES as fault:
         raise CheckpointError(f"{path}: cannot be decompressed ({fault}); remove it and try again") from None
     numbered = [(number, raw) for number, raw in raw_lines if raw.strip()]

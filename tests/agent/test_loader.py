@@ -99,6 +99,7 @@ OWN = """
 tools = ["calculator", "search"]
 [rollout]
 max_new_tokens = 16
+stop = ["END"]
 tool_prompt = "system"
 tool_parser = "qwen"
 temperature = 0.5

@@ -53,3 +53,11 @@ def test_what_a_node_log_writes_is_shown(tmp_path: Path) -> None:
 def test_a_run_without_a_cluster_has_no_timeline(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no cluster.jsonl"):
         trace_of(tmp_path)
+
+
+def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = json.dumps(EVENTS[1]).encode()
+    damaged = [b'{"time": 1', b"\xff\xfe", b"[1]", b'{"event": "group", "process": "worker-0"}', b'{"time": "1"}']
+    (tmp_path / "cluster.jsonl").write_bytes(b"\n".join([*damaged, good, b""]))
+    assert [event["ph"] for event in trace_of(tmp_path)["traceEvents"]] == ["M", "X"]
+    assert "5 damaged lines are left out" in caplog.text

@@ -133,3 +133,12 @@ def test_statistics_take_the_same_columns(tmp_path: Path) -> None:
     found = describe_tasks(write(tmp_path, ".parquet"), RowLayout(LAYOUT.columns))
     assert found["ground_truth_types"] == {"str": 4}
     assert found["prompt_characters"]["min"] == len("What is 0 + 1?")
+
+
+def test_a_named_column_that_a_file_lacks_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "own.jsonl"
+    write_rows([{"prompt": f"What is {n} + 1?", "answer": "1"} for n in range(3)], path)
+    layout = RowLayout({"prompt": "questoin", "ground_truth": "answer"})
+    assert load_tasks(path, layout=layout)[0].prompt[0].content == "What is 0 + 1?"
+    said = "rows without the column 'questoin', which data.columns names; their column 'prompt' is read instead"
+    assert caplog.text.count(said) == 1

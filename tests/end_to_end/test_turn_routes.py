@@ -90,6 +90,8 @@ def test_every_turn_has_a_route_in_the_records(trained: Path) -> None:
         assert record.router_returns[0] == pytest.approx(record.router_token_level_rewards)
     assert any(len(record.turn_routes) > 1 for record in records)
     assert any("forbidden_tool" in record.failed_calls for record in records)
+    for record in records:  # calls that the turn's route refused are free
+        assert record.cost == sum(record.calls.values()) - record.failed_calls.get("forbidden_tool", 0)
     # One group per prompt, whatever its routes: the actor compares all rollouts of a prompt.
     assert {len([r for r in records if r.group_id == group]) for group in {r.group_id for r in records}} == {4}
     assert any(record.trained_on for record in records)

@@ -122,3 +122,11 @@ def test_adapters_on_adapters_and_adapters_that_do_not_fit_are_refused(
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"has no adapter_model\.safetensors"):
         locate(str(folder))
+
+
+def test_a_pattern_of_modules_is_refused(trained: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = copied(trained, tmp_path)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": r"((\w|\.)+)+!"}))
+    with pytest.raises(ModelError, match="target_modules is a pattern"):
+        load_model(str(folder), device="cpu")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import random
+import struct
 import subprocess
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import pytest
@@ -48,10 +51,8 @@ def test_lines_come_one_by_one_and_all_at_once(file: Path) -> None:
 
 def test_only_the_block_that_is_asked_for_is_decompressed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    real = gzip_blocks.zlib.decompress
-    monkeypatch.setattr(
-        gzip_blocks.zlib, "decompress", lambda data, **options: sizes.append(len(data)) or real(data, **options)
-    )
+    real = gzip_blocks.zlib.decompressobj
+    monkeypatch.setattr(gzip_blocks.zlib, "decompressobj", lambda **options: sizes.append(1) or real(**options))
     with open_text(file) as text:
         text.seek(len(TEXT) // 2)
         text.read(10)
@@ -93,3 +94,19 @@ def test_a_line_longer_than_a_block_is_a_block(tmp_path: Path, monkeypatch: pyte
     with open_text(path) as text:
         text.seek(10_001)
         assert text.read() == b"b\n"
+
+
+def test_a_block_with_more_text_than_its_header_names_is_not_decompressed(file: Path) -> None:
+    packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+    text = bytes(200_000_000)
+    body = packer.compress(text) + packer.flush() + struct.pack("<II", 0, 100)
+    header = gzip_blocks._HEADER
+    file.write_bytes(header.pack(gzip_blocks._START, 0, 0, 255, 12, b"Tw", 8, header.size + len(body), 100) + body)
+    tracemalloc.start()
+    with pytest.raises(zlib.error, match="does not have the 100 bytes"):
+        read_text(file)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+    file.write_bytes(header.pack(gzip_blocks._START, 0, 0, 255, 12, b"Tw", 8, header.size + len(body), 1 << 31) + body)
+    with pytest.raises(zlib.error, match="more than"):
+        read_text(file)

@@ -97,3 +97,10 @@ def test_calls_beyond_the_first_are_dropped_where_only_one_is_wanted() -> None:
     stream = ChoiceStream(spell, [], find_format("hermes").stream(False), keep_calls=1)
     deltas = [stream.feed([ord(c) for c in CALL + CALL]), stream.finish(CALL + CALL, "stop")]
     assert {part["index"] for delta in deltas for part in delta.get("tool_calls", ())} == {0}
+
+
+@pytest.mark.parametrize("size", [1, 200])
+def test_a_call_that_a_stop_string_ends_before_its_name_is_text(size: int) -> None:
+    text = 'First this. <tool_call>{"na'
+    content, calls, _ = play(text + "me", size=size, calls=True, stops=["me"])
+    assert (content, calls) == (text, [])

@@ -15,7 +15,7 @@ from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.models import locate
 from toolwise.tools.catalog import build_tools, write_tools
-from toolwise.training import checkpoint
+from toolwise.training import agent_files, checkpoint
 from toolwise.training.agent_files import AgentFiles
 from toolwise.training.checkpoint.agent_manifest import AGENT_FILE, verify_agent
 from toolwise.training.checkpoint.file_entry import FileEntry
@@ -24,8 +24,9 @@ SUM = "What is 4321 - 1234?"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of two checkpoints, with a tool in a module of its own and documents."""
+    monkeypatch.setattr(agent_files, "MAX_COPIED_BYTES", 1000)
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "my_tools.py").write_text('def shout(text: str) -> str:\n    """Shout."""\n    return text\n')
@@ -68,10 +69,10 @@ def test_a_checkpoint_elsewhere_answers_like_its_run(tiny_run: Path, tmp_path: P
             assert {name: own[name] for name in names} == {name: runs[name] for name in names}
 
 
-def test_checkpoints_share_code_and_documents(run: Path, tmp_path: Path) -> None:
+def test_checkpoints_share_large_files_and_stand_alone(run: Path, tmp_path: Path) -> None:
     steps = sorted((run / "checkpoints").iterdir())
-    for name in ("documents/0/facts.txt", "code/1/my_tools.py"):
-        assert len({(step / "model" / name).stat().st_ino for step in steps}) == 1
+    for name, kept in (("documents/0/facts.txt", 1), ("code/1/my_tools.py", 2)):
+        assert len({(step / "model" / name).stat().st_ino for step in steps}) == kept
     moved = shutil.copytree(steps[-1], tmp_path / "moved")
     shutil.rmtree(run)
     shutil.rmtree(tmp_path / "mine")
@@ -93,9 +94,18 @@ def test_files_that_checkpoints_share_are_read_once_for_their_checksums(
     read: list[str] = []
     real = FileEntry.of.__func__  # type: ignore[attr-defined]
     monkeypatch.setattr(FileEntry, "of", classmethod(lambda cls, file: read.append(file.name) or real(cls, file)))
-    config = RunConfig.model_validate({"tools": [f"{run.parent}/mine/my_tools.py:shout"]})
-    save_steps(run, config, 3, 4, 5)
-    assert (read.count("my_tools.py"), read.count("model.safetensors")) == (2, 3)
+    save_steps(
+        run, RunConfig.model_validate({"tools": [{"name": "search", "file": f"{run.parent}/mine/facts.txt"}]}), 3, 4, 5
+    )
+    assert (read.count("facts.txt"), read.count("model.safetensors")) == (2, 3)
+
+
+def test_code_that_is_edited_in_one_checkpoint_damages_no_other(run: Path) -> None:
+    first, second = sorted((run / "checkpoints").iterdir())
+    (first / "model" / "code/1/my_tools.py").write_text("# edited")
+    with pytest.raises(CheckpointError):
+        checkpoint.load(first)
+    assert checkpoint.load(second).step == 2
 
 
 def test_code_that_changed_between_two_processes_leaves_earlier_checkpoints_as_they_were(run: Path) -> None:

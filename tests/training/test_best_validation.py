@@ -24,7 +24,7 @@ def test_validations_are_counted_since_the_best() -> None:
     assert (progress.best, progress.without_best) == (0.5, 1)
     assert early_stop(config, progress) == ""
     validate_all(config, progress, 0.4)
-    assert early_stop(config, progress).startswith("the last 2 validations are not better than an earlier one (score;")
+    assert early_stop(config, progress).startswith("the last 2 validations are not better than an earlier one (score)")
     validate_all(config, progress, 0.6)
     assert early_stop(config, progress) == ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from toolwise.messages import Message
 from toolwise.serialization.gzip_blocks import open_text
 from toolwise.training import rollout_index
 from toolwise.training.records import read_records
-from toolwise.training.rollout_files import RolloutFiles, write_records
+from toolwise.training.rollout_files import RolloutFiles, compress_old_files, write_records
 from toolwise.training.rollout_index import build_index, index_path, index_table, load_index, read_index
 from toolwise.training.rollout_paths import rollout_file, rollout_files
 from toolwise.training.token_records import ROLLOUTS_PER_GROUP, keeps_tokens, read_old_tokens, read_tokens
@@ -390,3 +391,31 @@ def test_compared_thinking_levels_are_stored(tmp_path: Path) -> None:
             for level in step["levels"]:
                 assert level["action_logprob"] == scores[level["level"]].action_logprob
     assert read_records(tmp_path / "step-000001.jsonl")[0].thinking == lines[0]["thinking"]
+
+
+def test_a_file_that_is_compressed_after_it_was_found_is_read(tmp_path: Path) -> None:
+    folder, files = tmp_path / "rollouts", RolloutFiles(RecordsConfig(plain_steps=None))
+    for step in (1, 2):
+        files.on_step(event_of(tmp_path, step))
+    found = rollout_files(folder, "step-*")["step-000001"]
+    before = read_records(found)
+    compress_old_files(folder, "step", 1)
+    assert not found.exists()
+    assert read_records(found) == before != []
+    (folder / "step-000001.jsonl.gz").unlink()
+    with pytest.raises(CheckpointError, match=r"step-000001\.jsonl is gone"):
+        read_records(found)
+
+
+def test_a_disk_that_is_full_leaves_older_files_plain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("toolwise.training.rollout_files.compress_old_files", full)
+    files = RolloutFiles(RecordsConfig(plain_steps=1))
+    for step in (1, 2):
+        files.on_step(event_of(tmp_path, step))
+    assert list(rollout_files(tmp_path / "rollouts", "step-*")) == ["step-000001", "step-000002"]
+    assert "older rollouts stay uncompressed (records.plain_steps)" in caplog.text

@@ -330,7 +330,7 @@ def test_early_stopping_ends_the_run_and_a_resumed_one_counts_on(
     }
     run = tmp_path / "run"
     ended = cli("train", make_config(tmp_path, settings), "--out", run)
-    why = "the last validation is not better than an earlier one (score; trainer.early_stopping)"
+    why = "the last validation is not better than an earlier one (score); a higher trainer.early_stopping goes on"
     assert f"ended after step 1 of 9: {why}" in ended.out, ended.err
     found = summary_of(run)
     assert (found["steps"], found["stopped"], found["stopped_early"], found["interrupted"]) == (1, why, True, False)

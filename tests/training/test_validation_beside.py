@@ -131,3 +131,28 @@ def test_a_run_that_dies_during_a_validation_resumes_with_it(
     monkeypatch.setattr(trainer, "validate", validate)
     asyncio.run(Training(build(**kept), tmp_path, resume=True).run_training())
     assert [line["step"] for line in lines_of(tmp_path) if "eval/score" in line] == [2, 4, 6]
+
+
+def test_a_step_that_fails_loses_no_validation_of_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build(keep_best=True)
+    update = run.learner.update
+
+    def fails(*arguments: Any) -> Any:
+        if run.progress.step == 3:
+            raise ZeroDivisionError("the fourth update")
+        return update(*arguments)
+
+    async def slow(setup: Run, *, step: int) -> list[ScoredRollout]:
+        await asyncio.sleep(1.0)
+        return await validate(setup, step=step)
+
+    monkeypatch.setattr(type(run.learner), "update", lambda self, *arguments: fails(*arguments))
+    monkeypatch.setattr(trainer, "validate", slow)
+    with pytest.raises(ZeroDivisionError, match="the fourth update"):
+        asyncio.run(Training(run, tmp_path, resume=False).run_training())
+    assert [line["step"] for line in lines_of(tmp_path) if "eval/score" in line] == [2]
+    measured = checkpoint.load(tmp_path / "checkpoints" / "step-000002")
+    assert "score" in measured.figures
+    assert measured.part("progress")["validating"] is False

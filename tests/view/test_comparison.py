@@ -87,3 +87,11 @@ def test_what_was_delivered_is_shown_with_its_interval_and_its_calibration() -> 
     ]
     assert describe_budgets({"after": {"score": 0.8}, "calibration": None}) == []
     assert describe_budgets({"after": None, "calibration": {"tasks": 64}}) == ["64 calibration tasks, not used yet"]
+
+
+def test_kinds_without_verdicts_are_compared_by_score() -> None:
+    side = {"score": 0.5, "cost": 1.0, "by_kind": {"sums": {"n": 3, "score": 0.5, "cost": 1.0}}}
+    rows = rows_by_kind({"before": side, "after": side})
+    assert [[change.name for change in row.changes] for row in rows] == [["score", "cost"]] * 2
+    side["by_kind"]["sums"]["correct"] = 0.5  # type: ignore[index]
+    assert [change.name for change in rows_by_kind({"before": side, "after": side})[1].changes] == ["correct", "cost"]

@@ -43,7 +43,7 @@ class AgentFiles:
 
     def entries(self, prefix: str) -> Mapping[str, FileEntry]:
         """Name in a checkpoint -> entry, of the files that it shares with others."""
-        return {f"{prefix}/{name}": entry for name, entry in self._files.items()}
+        return {f"{prefix}/{name}": entry for name, entry in self._files.items() if entry.size > MAX_COPIED_BYTES}
 
     def _collect(self) -> dict[str, Any]:
         """Copies the files to a new folder first: earlier checkpoints keep theirs."""

@@ -32,4 +32,4 @@ def early_stop(config: RunConfig, progress: Progress) -> str:
         return ""
     at = " at equal cost" if config.router.enable and config.router.budgets else ""
     last = "the last validation is" if count == 1 else f"the last {count} validations are"
-    return f"{last} not better than an earlier one ({trainer.best_metric}{at}; trainer.early_stopping)"
+    return f"{last} not better than an earlier one ({trainer.best_metric}{at}); a higher trainer.early_stopping goes on"

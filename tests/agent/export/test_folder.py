@@ -271,3 +271,11 @@ def test_an_agent_of_one_s_own_is_not_part_of_the_export(
 
 def copy_model(run: Path, folder: Path) -> None:
     shutil.copytree(run / "checkpoints" / "step-000010" / "model", folder, dirs_exist_ok=True)
+
+
+def test_an_export_into_what_it_comes_from_is_refused(trained: Path, tmp_path: Path) -> None:
+    agent = export_model(trained, tmp_path / "agent").out
+    for source, out in ((agent, agent / "sub"), (trained, trained / "checkpoints" / "mine")):
+        with pytest.raises(ConfigError, match="which must stay as it is: choose another --out"):
+            export_model(source, out)
+        assert not out.exists()

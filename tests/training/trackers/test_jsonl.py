@@ -123,3 +123,17 @@ def test_after_any_crash_a_truncated_file_holds_complete_lines_up_to_the_step(
     log_steps(path, cut + 1)
     expected = [step for step in survived if step <= cut]
     assert [line["step"] for line in read_metrics(path)] == [*expected, cut + 1]
+
+
+def test_a_validation_that_will_be_repeated_is_dropped(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "m.jsonl")
+    for step in (1, 2, 3):
+        tracker.log(step, {"score/mean": 0.1})
+        tracker.log(step, {"eval/score": 0.2})
+    tracker.close()
+    assert truncate_after(tracker.path, 2, validation=False) == 3
+    assert [(line["step"], "eval/score" in line) for line in read_metrics(tracker.path)] == [
+        (1, False),
+        (1, True),
+        (2, False),
+    ]

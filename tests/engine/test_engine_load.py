@@ -104,26 +104,28 @@ def test_a_long_request_is_not_starved_by_short_ones_that_keep_coming() -> None:
 
 
 def test_cancellation_frees_at_once_while_others_go_on() -> None:
-    engine = counted(tiny("llama"), blocks=200)
+    engine = counted(tiny("llama"), blocks=200, block_size=4)
 
-    async def ask() -> tuple[float, float]:
+    async def ask() -> tuple[Any, Any]:
         tasks = [
-            asyncio.create_task(engine.generate(random_ids(40, i), Sampling(max_new_tokens=400))) for i in range(2)
+            asyncio.create_task(engine.generate(random_ids(40, i), Sampling(max_new_tokens=350))) for i in range(2)
         ]
         await until(lambda: engine.metrics()["engine/decoded_tokens"] >= 10)
-        before = engine.metrics()["engine/blocks_in_use"]
+        before = engine.metrics()
         tasks[0].cancel()
         await asyncio.wait([tasks[0]])
         step = engine.steps
         await until(lambda: engine.steps >= step + 2)
-        after = engine.metrics()["engine/blocks_in_use"]
+        after = engine.metrics()
         tasks[1].cancel()
         await asyncio.wait(tasks)
         await until(lambda: not engine.scheduler.requests)
         return before, after
 
     before, after = run(ask())
-    assert after < 0.75 * before
+    grown = (after["engine/decoded_tokens"] - before["engine/decoded_tokens"]) / 4  # blocks of the tokens since
+    half = before["engine/blocks_in_use"] / 2
+    assert after["engine/blocks_in_use"] <= half + grown + 2 < 2 * half + grown
     assert engine.metrics()["engine/blocks_in_use"] == 0
 
 

@@ -19,7 +19,10 @@ TOOLS = """
 import os, random, time
 {top}
 def roll() -> list[str]:
-    time.sleep(0.3)
+    open(f"{folder}/{{os.getpid()}}", "w").close()
+    end = time.monotonic() + 20
+    while len(os.listdir("{folder}")) < 3 and time.monotonic() < end:  # so that each call has a worker of its own
+        time.sleep(0.01)
     above_supervisor = open(f"/proc/{{os.getppid()}}/stat").read().rpartition(")")[2].split()[1]
     return [above_supervisor, *(str(generator.random()) for generator in GENERATORS)]
 """
@@ -34,7 +37,9 @@ def pool() -> Iterator[ToolPool]:
 
 def rolls(pool: ToolPool, tmp_path: Path, top: str) -> list[list[str]]:
     """The results of three concurrent calls in separate workers: the worker's parent, and a number per generator."""
-    (tmp_path / "dice.py").write_text(TOOLS.format(top=top))
+    workers = tmp_path / "workers"
+    workers.mkdir()
+    (tmp_path / "dice.py").write_text(TOOLS.format(top=top, folder=workers))
     target = ObjectRef(ModuleRef(None, str(tmp_path / "dice.py")), "roll")
 
     async def three() -> list[list[str]]:

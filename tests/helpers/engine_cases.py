@@ -48,9 +48,9 @@ def before_forward(model: Any, look: Callable[[Any], None]) -> Iterator[None]:
     lean pass that calls their parameters."""
     lean = CpuForward.forward
 
-    def looked(self: CpuForward, ids: Any, *args: Any) -> Any:
+    def looked(self: CpuForward, ids: Any, *args: Any, **more: Any) -> Any:
         look(ids[None])
-        return lean(self, ids, *args)
+        return lean(self, ids, *args, **more)
 
     handle = model.get_decoder().register_forward_pre_hook(
         lambda module, args, kwargs: look(kwargs["input_ids"]), with_kwargs=True

@@ -13,11 +13,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from abuse_disk import alone_on_the_disk
 from abuse_program_files import PROGRAM_FILES
 
 from toolwise.sandbox.programs.program_sandbox import ProgramSandbox
@@ -211,8 +212,9 @@ class Ground:
 
     def run(self, case: Case) -> Outcome:
         """Once; or twice, where the first time was slow: this machine may have had other things to do."""
-        outcome = self._run(case)
-        return self._run(case) if outcome.late or outcome.disk_mb > outcome.disk_limit_mb else outcome
+        with nullcontext() if self.own_disk else alone_on_the_disk():
+            outcome = self._run(case)
+            return self._run(case) if outcome.late or outcome.disk_mb > outcome.disk_limit_mb else outcome
 
     def _run(self, case: Case) -> Outcome:
         sandbox = self.sandboxes[case.language]

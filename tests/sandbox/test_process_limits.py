@@ -157,6 +157,12 @@ def test_threads_are_counted_without_a_list_of_them(monkeypatch: pytest.MonkeyPa
             thread.join()
 
 
+def test_many_processes_are_called_so_though_their_threads_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_limits, "MAX_THREADS", process_limits.MAX_PROCESSES * len(os.listdir("/proc/self/task")))
+    with pytest.raises(WorkerFault, match=f"more than {process_limits.MAX_PROCESSES} processes"):
+        process_limits.check_threads(["/proc/self"] * (process_limits.MAX_PROCESSES + 1))
+
+
 def test_oom_kills_are_read_from_the_kernel() -> None:
     assert oom_kills() >= 0
 

@@ -35,7 +35,6 @@ def check_processes(process: Process, memory_mb: int, *, children: bool) -> None
     """Check a worker that runs user code. Raises a `WorkerFault` if its processes exceed a limit."""
     if children:
         check_memory(process.popen, memory_mb + ROOM_FOR_LIBRARIES_MB, confirm=True)
-    # Last: each process has a thread, and a fork bomb should be called one.
     check_threads(process.popen.proc_folders() if children else [f"/proc/{process.worker}"])
 
 
@@ -55,8 +54,12 @@ def check_process_count(popen: ProcessTree) -> list[str]:
     """The /proc folders. Lists at most one more than allowed: counting all of a fork bomb would take seconds."""
     proc_folders = list(islice(popen.proc_folders(), MAX_PROCESSES + 1))
     if len(proc_folders) > MAX_PROCESSES:
-        raise WorkerFault("too_big", f"it started more than {MAX_PROCESSES} processes")
+        raise _too_many_processes()
     return proc_folders
+
+
+def _too_many_processes() -> WorkerFault:
+    return WorkerFault("too_big", f"it started more than {MAX_PROCESSES} processes")
 
 
 def _private_bytes(proc_folder: str) -> int:
@@ -83,8 +86,14 @@ def _total_pss_mb(proc_folders: Iterable[str]) -> float:
 
 
 def check_threads(proc_folders: Iterable[str]) -> None:
+    """Raises a `WorkerFault` if the processes have too many threads together.
+
+    Each process has a thread: what has become a fork bomb since its processes were counted is called one.
+    """
     count = 0
-    for proc_folder in proc_folders:
+    for number, proc_folder in enumerate(proc_folders, start=1):
+        if number > MAX_PROCESSES:
+            raise _too_many_processes()
         with suppress(OSError):
             count += os.stat(f"{proc_folder}/task").st_nlink - 2  # one folder per thread, counted without listing them
         if count > MAX_THREADS:

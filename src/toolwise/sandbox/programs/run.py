@@ -244,7 +244,7 @@ class _Run:
         self._next_count = now + CHECK_INTERVAL_S
         if self._spec.plan.may_have_children:
             check_memory(self.popen, self._spec.plan.memory_mb)
-        check_threads(self._proc_folders())  # last: each process has a thread, and a fork bomb should be called one
+        check_threads(self._proc_folders())
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._started_at if self._started_at is not None else 0.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import sys
-import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,8 +85,7 @@ def test_a_row_becomes_a_checkpoint(
 
 
 def test_a_routed_question(tmp_path: Path) -> None:
-    with tarfile.open(ROOT / "tests" / "fixtures" / "frozen_run.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(ROOT / "tests" / "fixtures" / "frozen_run.tar.gz", tmp_path)
     exported = next(tmp_path.rglob("exported"))
     agent = toolwise.RoutedAgent.load(exported, tools=["calculator", "search"], documents=["Alder has 12 mills."])
     follow("A routed question", lambda: agent.ask("How many mills does Alder have?"))

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-import tarfile
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ NO_SANDBOX = ("--set", "reward.sandbox.tier=off")
 
 @pytest.fixture
 def frozen(tmp_path: Path) -> Path:
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(ARCHIVE, tmp_path)
     for name in ("run/config.toml", "run/summary.json"):
         path = tmp_path / name
         path.write_text(path.read_text("utf-8").replace("/frozen", str(tmp_path)), encoding="utf-8")

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from block_checks import check_engine
 from engine_cases import assert_forced, before_forward, counted, generate_all, random_ids, run, tiny
 
+from toolwise.engine import Engine
 from toolwise.errors import PolicyError
 from toolwise.protocols import Generation, Sampling
 
@@ -103,29 +105,40 @@ def test_a_long_request_is_not_starved_by_short_ones_that_keep_coming() -> None:
     assert 0 < run(ask()) < 400
 
 
+async def between_steps(engine: Engine, look: Callable[[], Any]) -> Any:
+    """What `look` returns between two steps: during one, blocks are reserved for tokens to come."""
+    seen: Future[Any] = Future()
+    engine.run_between_steps(lambda: seen.set_result(look()))
+    return await asyncio.wrap_future(seen)
+
+
 def test_cancellation_frees_at_once_while_others_go_on() -> None:
     engine = counted(tiny("llama"), blocks=200, block_size=4)
+
+    def blocks() -> tuple[int, list[int]]:
+        """All that are in use, and those that each request needs."""
+        return engine.blocks.in_use, [engine.blocks.needed(len(r.tokens)) for r in engine.scheduler.requests]
 
     async def ask() -> tuple[Any, Any]:
         tasks = [
             asyncio.create_task(engine.generate(random_ids(40, i), Sampling(max_new_tokens=350))) for i in range(2)
         ]
         await until(lambda: engine.metrics()["engine/decoded_tokens"] >= 10)
-        before = engine.metrics()
+        before = await between_steps(engine, blocks)
         tasks[0].cancel()
         await asyncio.wait([tasks[0]])
         step = engine.steps
+        after = await between_steps(engine, blocks)
         await until(lambda: engine.steps >= step + 2)
-        after = engine.metrics()
         tasks[1].cancel()
         await asyncio.wait(tasks)
         await until(lambda: not engine.scheduler.requests)
         return before, after
 
     before, after = run(ask())
-    grown = (after["engine/decoded_tokens"] - before["engine/decoded_tokens"]) / 4  # blocks of the tokens since
-    half = before["engine/blocks_in_use"] / 2
-    assert after["engine/blocks_in_use"] <= half + grown + 2 < 2 * half + grown
+    for (in_use, needed), count in ((before, 2), (after, 1)):
+        assert len(needed) == count
+        assert in_use == pytest.approx(sum(needed), abs=count)
     assert engine.metrics()["engine/blocks_in_use"] == 0
 
 

@@ -1,4 +1,4 @@
-"""Cases whose use of a shared disk is measured from outside run one at a time: each would be charged with the others'."""
+"""Cases whose use of a shared disk is measured from outside run one by one: each would be charged for the others."""
 
 from __future__ import annotations
 

@@ -158,7 +158,8 @@ def test_threads_are_counted_without_a_list_of_them(monkeypatch: pytest.MonkeyPa
 
 
 def test_many_processes_are_called_so_though_their_threads_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_limits, "MAX_THREADS", process_limits.MAX_PROCESSES * len(os.listdir("/proc/self/task")))
+    threads = len(os.listdir("/proc/self/task"))
+    monkeypatch.setattr(process_limits, "MAX_THREADS", process_limits.MAX_PROCESSES * threads)
     with pytest.raises(WorkerFault, match=f"more than {process_limits.MAX_PROCESSES} processes"):
         process_limits.check_threads(["/proc/self"] * (process_limits.MAX_PROCESSES + 1))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import tarfile
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,7 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a router over a model of 38,000 weights."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("frozen")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(ARCHIVE, folder)
     config = folder / "run" / "config.toml"
     text = config.read_text("utf-8").replace("/frozen", str(folder))
     assert text.count('tier = "basic"') == 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,8 +112,7 @@ def test_a_last_line_that_was_cut_off_by_a_crash_is_left_out(tmp_path: Path) -> 
 
 
 def test_a_run_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    with tarfile.open(doctor_runs.FIXTURES.parent / "frozen_run.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(doctor_runs.FIXTURES.parent / "frozen_run.tar.gz", tmp_path)
     examination = examine_run(tmp_path / "run")
     assert (examination.state, examination.step, examination.findings) == ("finished", 2, [])
 

@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Many tests wait, for a deadline or for a process: more workers than there are cores. Each computes with one thread.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 WORKERS ?= $(shell expr 3 + $(CORES))
-SANDBOX_WORKERS ?= 1
+SANDBOX_WORKERS ?= 2
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: demo test test-docs test-numerics browser test-browser screenshots test-namespaced test-long fuzz check format vllm-env bench-env agents-env trackers-env clean help

@@ -97,6 +97,8 @@ def test_bad_documents_are_refused(tmp_path: Path, name: str, content: str | Non
 
 OWN = """
 tools = ["calculator", "search"]
+[data]
+system_prompt = "Be brief."
 [rollout]
 max_new_tokens = 16
 stop = ["END"]
@@ -120,6 +122,13 @@ def test_an_exported_agent_rolls_out_as_its_run_did(run_folder: Path, tmp_path: 
     assert (loaded.policy.sampling.max_new_tokens, loaded.policy.chat.tool_prompt.where) == (16, "system")
     told = RoutedAgent(loaded).scheduler.max_episode_steps
     assert told == 2
+    for question, system in (
+        ("How many?", "Be brief."),
+        ([{"role": "user", "content": "How many?"}], "Be brief."),
+        ([{"role": "system", "content": "Be long."}, {"role": "user", "content": "How many?"}], "Be long."),
+    ):
+        prompt = RoutedAgent(loaded).ask(question, route="answer").rollout.task.prompt
+        assert [(m.role, m.content) for m in prompt] == [("system", system), ("user", "How many?")]
     assert find_router(out, ["rollout.max_new_tokens=8"])[0].rollout.max_new_tokens == 8
 
 

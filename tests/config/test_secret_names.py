@@ -18,6 +18,8 @@ from toolwise.config.secret_names import is_secret, mask_secrets, secret_keys
         ("db_password", "hunter2", True),
         ("client_secret", "x", True),
         ("access_token", "x", True),
+        ("db_pw", "x", True),
+        ("creds", "x", True),
         ("whatever", "sk-live-123456", True),
         ("key", "a8Fh2kPq09sLmN4x", True),
         ("url", "https://user:hunter2@host/mcp", True),
@@ -45,6 +47,7 @@ from toolwise.config.secret_names import is_secret, mask_secrets, secret_keys
         ("api_key_env", "OPENAI_API_KEY", False),
         ("tokenizer", "gpt2", False),
         ("monkey", "a8Fh2kPq09sLmN4x", False),
+        ("mpw", "x", False),
     ],
 )
 def test_a_value_under_a_name(name: str, value: Any, secret: bool) -> None:

@@ -22,6 +22,7 @@ from toolwise.agent.loader import AgentParts, load_parts
 from toolwise.agent.turn_inference import ROUTE_SEPARATOR, turn_probs
 from toolwise.concurrency.deadlines import run_async
 from toolwise.concurrency.tasks import spawn, wait_all
+from toolwise.data.row_layout import with_system_prompt
 from toolwise.envs.base import BaseEnv
 from toolwise.errors import ConfigError, QuestionError, ToolwiseError
 from toolwise.messages import Message, as_messages
@@ -245,7 +246,8 @@ class Agent:
         messages = [Message(role="user", content=question)] if isinstance(question, str) else as_messages(question)
         if not messages or (isinstance(question, str) and not question.strip()):
             raise QuestionError("the question is empty: give text or at least one message", "messages")
-        return Task(task_id=f"question-{next(self._numbers)}", prompt=messages)
+        prompt = with_system_prompt(messages, self.config.data.system_prompt)
+        return Task(task_id=f"question-{next(self._numbers)}", prompt=prompt)
 
 
 RoutedAgent = Agent

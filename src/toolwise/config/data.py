@@ -32,7 +32,7 @@ class DataConfig(Section):
     """Which column of the files holds which field, such as { prompt = "question", ground_truth = "answer" }; fields
     that are not named are read from the column of their own name."""
     system_prompt: str = ""
-    """System message of every prompt that does not begin with one."""
+    """System message of every prompt that does not begin with one; the trained agent gives it to its questions too."""
     batch_size: PositiveInt = 16
     """Tasks per step."""
     shuffle: bool = True

@@ -325,6 +325,7 @@ class RunConfig(Section):
 
 INFERENCE_FIELDS: dict[str, Any] = {
     "model": {"template_kwargs"},
+    "data": {"system_prompt"},
     "rollout": {
         "temperature": True,
         "max_new_tokens": True,

@@ -11,7 +11,7 @@ from typing import Any
 MASK = "***"
 _SECRET_NAME = re.compile(
     r"(api|access|private|secret|signing|encryption)_?keys?$|(access|api|auth|bearer|refresh|session)_?tokens?$"
-    r"|secrets?$|passw(or)?d$|passphrase$|passwd$|pwd$|credentials?$|authorization$"
+    r"|secrets?$|passw(or)?d$|passphrase$|passwd$|pwd$|credentials?$|authorization$|(^|_)(pw|creds?)$"
 )
 _AMBIGUOUS_NAME = re.compile(r"(^|_)(key|token)$")
 """Names that often hold no secret: the key of a dictionary, a tokenizer's token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -94,10 +94,14 @@ class RowLayout:
         if task.prompt_ids is not None:
             problem = "tokens cannot be given data.system_prompt; write it into them, or leave the setting out"
             raise row_error(path, number, "prompt_ids", problem)
-        if task.prompt and task.prompt[0].role in ("system", "developer"):
-            return task
-        message = Message(role="system", content=self.system_prompt)
-        return task.model_copy(update={"prompt": [message, *task.prompt]})
+        return task.model_copy(update={"prompt": with_system_prompt(task.prompt, self.system_prompt)})
+
+
+def with_system_prompt(prompt: Sequence[Message], text: str) -> list[Message]:
+    """The prompt with a system message, unless there is no text or it begins with one."""
+    if not text or (prompt and prompt[0].role in ("system", "developer")):
+        return list(prompt)
+    return [Message(role="system", content=text), *prompt]
 
 
 PLAIN = RowLayout()

@@ -22,10 +22,10 @@ from toolwise.cluster.learner_codec import (
     updated_to_payload,
 )
 from toolwise.cluster.learner_state import LearnerState
-from toolwise.cluster.meeting import join_group, listen
 from toolwise.cluster.node_files import unpack_settings
 from toolwise.cluster.node_log import LogLines
 from toolwise.cluster.plain_data import from_payload
+from toolwise.cluster.rendezvous import join_group, listen
 from toolwise.cluster.weight_transfer import Bits, bits_of, install, transferred_weights, whole_copy
 from toolwise.config.schema import RunConfig
 from toolwise.learner.actor import Actor

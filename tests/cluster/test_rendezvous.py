@@ -19,8 +19,8 @@ from two_hosts import ADDRESSES, TwoHosts
 from toolwise.cluster.interface import ClusterError, Payload, Process, Stored
 from toolwise.cluster.learner_group import LearnerGroup
 from toolwise.cluster.learner_worker import LearnerWorker
-from toolwise.cluster.meeting import interface_of, listen
 from toolwise.cluster.node_files import pack_settings
+from toolwise.cluster.rendezvous import interface_of, listen
 from toolwise.cluster.simulated import SimulatedCluster, Weather
 from toolwise.learner.actor import Actor
 

@@ -1,4 +1,4 @@
-"""Where learners meet: a store on the first one's node, and the network interface that gloo uses on each node.
+"""The rendezvous of learners: a store on the first one's node, and the network interface that gloo uses on each node.
 
 Both follow from the addresses that the cluster has for its nodes. A host name may resolve to 127.0.1.1 (Debian), which
 no other node reaches.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from toolwise.cluster import node_files
 from toolwise.cluster.node_files import pack_settings, unpack_settings
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
+from toolwise.models import BUILTIN
 
 PACKAGE = Path(node_files.__file__).parents[1]
-LEARNER_CODE = [PACKAGE / "cluster/learner_worker.py", *(PACKAGE / "learner").glob("*.py")]
+REMOTE_CODE = [*(PACKAGE / "cluster").glob("*_worker.py"), *(PACKAGE / "learner").glob("*.py")]
 
 
 def config(folder: Path) -> RunConfig:
@@ -44,22 +46,28 @@ def test_tasks_and_trackers_stay(tmp_path: Path) -> None:
     assert b"callbacks" not in settings["settings"]
 
 
-def test_learners_get_every_setting_that_they_read(tmp_path: Path) -> None:
+def test_other_processes_get_every_setting_that_they_read(tmp_path: Path) -> None:
     changed = {
-        "trainer": {"total_steps": 7, "mode": "async", "max_staleness": 3, "several_stale_updates": True},
+        "trainer": {
+            "total_steps": 7,
+            "mode": "async",
+            "max_staleness": 3,
+            "several_stale_updates": True,
+            "keep_cache": True,
+        },
         "actor": {"lr": 0.1, "lr_schedule": "linear", "warmup_steps": 2, "policy_loss_kwargs": {"a": None, "b": 1}},
         "algorithm": {"kl": "loss", "kl_coef": 0.3},
         "critic": {"lr": 0.2},
     }
     sent = RunConfig.model_validate({"data": {"train": tmp_path / "tasks.jsonl"}, "seed": 5, **changed})
     received = unpack_settings(pack_settings(sent)[0], tmp_path)
-    source = "".join(path.read_text() for path in LEARNER_CODE)
+    source = "".join(path.read_text() for path in REMOTE_CODE)
     read = {name for name in re.findall(r"\bconfig\.(\w+)", source) if name in RunConfig.model_fields}
     assert {"actor", "algorithm", "critic", "rollout", "seed", "trainer"} <= read
     for name in read - {"trainer"}:
         assert getattr(received, name) == getattr(sent, name), name
     fields = set(re.findall(r"\bconfig\.trainer\.(\w+)", source))
-    assert fields >= {"total_steps", "allowed_staleness"}
+    assert fields >= {"total_steps", "allowed_staleness", "keep_cache"}
     for name in fields:
         assert getattr(received.trainer, name) == getattr(sent.trainer, name), name
 
@@ -94,6 +102,23 @@ def test_documents_travel_without_hidden_files(tmp_path: Path) -> None:
     [received] = unpack_settings({**settings, **files}, tmp_path / "there").tools
     assert isinstance(received, dict)
     assert (tmp_path / "there") in Path(received["folder"]).parents
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["beside the adapters", "model.base"])
+def test_adapters_travel_with_their_base_model(tmp_path: Path, given: bool) -> None:
+    here = tmp_path / "here"
+    shutil.copytree(BUILTIN / "small", here / "agent")
+    shutil.move(here / "agent" / "model.safetensors", here / "agent" / "adapter_model.safetensors")
+    base = shutil.copytree(BUILTIN / "small", here / ("elsewhere" if given else "base"))
+    (here / "agent" / "config.json").unlink()
+    adapters = {"peft_type": "LORA", "base_model_name_or_path": "base"}
+    (here / "agent" / "adapter_config.json").write_text(json.dumps(adapters))
+    model = {"path": str(here / "agent"), "base": str(base) if given else ""}
+    settings, files = pack_settings(RunConfig.model_validate({"model": model}))
+    received = unpack_settings({**settings, **files}, tmp_path / "there").model
+    for path, file in ((received.path, "adapter_model.safetensors"), (received.base, "model.safetensors")):
+        assert Path(path).is_relative_to(tmp_path / "there")
+        assert (Path(path) / file).is_file()
 
 
 def write_home(folder: Path) -> None:

@@ -124,9 +124,48 @@ def test_adapters_on_adapters_and_adapters_that_do_not_fit_are_refused(
         locate(str(folder))
 
 
-def test_a_pattern_of_modules_is_refused(trained: tuple[Path, Any], tmp_path: Path) -> None:
-    folder = copied(trained, tmp_path)
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": r"((\w|\.)+)+!"}))
-    with pytest.raises(ModelError, match="target_modules is a pattern"):
+SLOW = r"((\w|\.)+)+!"
+
+
+def changed(trained: tuple[Path, Any], target: Path, **fields: Any) -> Path:
+    folder = copied(trained, target)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": SLOW},
+        {"target_modules": [SLOW]},
+        {"exclude_modules": SLOW},
+        {"layers_pattern": SLOW},
+        {"rank_pattern": {SLOW: 4}},
+        {"alpha_pattern": {SLOW: 4}},
+    ],
+    ids=str,
+)
+def test_a_pattern_of_modules_is_refused(trained: tuple[Path, Any], tmp_path: Path, fields: dict[str, Any]) -> None:
+    folder = changed(trained, tmp_path, **fields)
+    with pytest.raises(ModelError, match=f"{next(iter(fields))} is a pattern"):
         load_model(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"use_dora": True}, {"lora_bias": True}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"new_in_peft": 1}],
+    ids=str,
+)
+def test_adapters_that_are_more_than_a_product_are_refused(
+    trained: tuple[Path, Any], tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    folder = changed(trained, tmp_path, **fields)
+    with pytest.raises(ModelError, match=f"{next(iter(fields))} makes other adapters .*merge_and_unload"):
+        load_model(str(folder), device="cpu")
+
+
+def test_ranks_and_scales_of_single_layers_are_used(trained: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = changed(trained, tmp_path, alpha_pattern={"q_proj": 64}, use_rslora=True)
+    model, _ = load_model(str(folder), device="cpu")
+    assert (model(input_ids=IDS).logits - trained[1](input_ids=IDS).logits).abs().max() > 1e-3

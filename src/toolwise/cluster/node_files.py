@@ -19,12 +19,19 @@ from toolwise.errors import ConfigError
 
 LOCAL_SECTIONS = ("data", "validation", "faults")
 """Settings that no other process reads."""
-TRAINER_FIELDS = ("total_steps", "mode", "max_staleness", "several_stale_updates")
-"""Those of `trainer` that learners read: the schedule's length, and how old tokens may be. Its trackers, callbacks and
-checkpoints are this process' own."""
+TRAINER_FIELDS = ("total_steps", "mode", "max_staleness", "several_stale_updates", "keep_cache")
+"""Those of `trainer` that other processes read: the schedule's length, how old tokens may be, and whether caches outlive
+the weights. Its trackers, callbacks and checkpoints are this process' own."""
 MAX_OTHER_BYTES = 256 << 20
 """Of all files that are not the model's."""
-SENT_FOLDERS = ("model.path", "critic.path", "router.policies.*.path", "tools.search.folder", "tools.search.wordnet")
+SENT_FOLDERS = (
+    "model.path",
+    "model.base",
+    "critic.path",
+    "router.policies.*.path",
+    "tools.search.folder",
+    "tools.search.wordnet",
+)
 """Settings whose folders travel: models, and the documents of the search tool. Any other folder may hold anything."""
 PROGRAMS = ("agent.python", "agent.command.0", "tools.*.command", "tools.*.command.0")
 """Settings that name a program, which needs more than its file."""
@@ -36,12 +43,16 @@ log = logging.getLogger("toolwise.cluster")
 def pack_settings(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings as a small payload, and the files that they name as another one, to be stored."""
     from toolwise.models import locate
+    from toolwise.models.adapters import find_base
+    from toolwise.models.folder import is_adapters
 
     settings = _shared_settings(config)
     settings["trainer"] = {name: settings["trainer"][name] for name in TRAINER_FIELDS}
     if not config.model.path.startswith("builtin:"):  # which every installation has
         settings["model"] |= {"path": locate(config.model.path, config.model.revision), "revision": ""}
-    models = {settings["model"]["path"], settings["critic"]["path"]}
+    if is_adapters(path := Path(settings["model"]["path"])):
+        settings["model"]["base"] = str(find_base(path, config.model.base))
+    models = {settings["model"]["path"], settings["model"]["base"], settings["critic"]["path"]}
     files: dict[str, Any] = {}
     sent: set[str] = set()
     other = 0

@@ -63,7 +63,10 @@ class LogLines(logging.Handler):
         logging.getLogger("toolwise").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(self.format(record))
+        try:
+            self._lines.append(self.format(record))
+        except Exception:  # a user's line with other arguments than it names
+            self.handleError(record)
 
     def add_print(self, *printed: Any) -> None:
         self._lines.append("reward: " + " ".join(map(str, printed)))

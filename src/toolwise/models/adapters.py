@@ -4,6 +4,7 @@ that both together are."""
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,17 @@ log = logging.getLogger("toolwise.models")
 
 BASE_FILE = "base_model.json"
 ADAPTER_CONFIG = "adapter_config.json"
+NAME_FIELDS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
+"""Fields of peft's configuration with names of modules, most of which it matches as regular expressions."""
+PLAIN_FIELDS = frozenset(
+    {
+        *NAME_FIELDS, "r", "lora_alpha", "lora_dropout", "use_rslora", "fan_in_fan_out", "layers_to_transform",
+        "init_lora_weights", "eva_config", "corda_config", "lora_ga_config", "loftq_config", "qalora_group_size",
+        "task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision",
+        "inference_mode", "megatron_core", "runtime_config", "ensure_weight_tying",
+    }
+)  # fmt: skip
+"""What may be set: scales, where the adapters are, how they began and what was only of use in training."""
 
 
 def write_base(folder: Path, name: str, revision: str, base: Path) -> None:
@@ -67,15 +79,29 @@ def add_adapters(model: Any, folder: Path) -> Any:
     from toolwise.models.merged_weights import merged_copy
 
     peft = import_extra("peft", "peft")
-    targets = read_json_object(folder / ADAPTER_CONFIG).get("target_modules")
-    if isinstance(targets, str) and targets != "all-linear":  # a pattern of a stranger may take for ever
-        raise ModelError(f"{folder / ADAPTER_CONFIG}: target_modules is a pattern; list the names of the modules")
+    _check_config(folder / ADAPTER_CONFIG)
     try:
         peft.PeftModel.from_pretrained(model, folder)
     except Exception as fault:  # peft raises many types
         reason = (str(fault).strip().splitlines() or [type(fault).__name__])[0]
         raise ModelError(f"the adapters in {folder} do not fit their base model: {reason}") from fault
     return merged_copy(model)
+
+
+def _check_config(file: Path) -> None:
+    """Raises for what is not W + s·B·A, and for patterns: one of a stranger may take for ever to match."""
+    config = read_json_object(file)
+    for name, value in config.items():
+        if name not in PLAIN_FIELDS and value not in (None, False, "none", [], {}):
+            raise ModelError(
+                f"{file}: {name} makes other adapters than W + B·A; merge them into their model with peft "
+                "(merge_and_unload) and use that"
+            )
+    for name in NAME_FIELDS:
+        value = config.get(name)
+        names = [] if value is None or (name, value) == ("target_modules", "all-linear") else value
+        if isinstance(names, str) or not all(re.fullmatch(r"[\w.-]+", str(each), re.ASCII) for each in names):
+            raise ModelError(f"{file}: {name} is a pattern; list the names of the modules")
 
 
 def _read_base(folder: Path) -> dict[str, Any]:

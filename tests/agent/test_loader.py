@@ -132,6 +132,11 @@ def test_an_exported_agent_rolls_out_as_its_run_did(run_folder: Path, tmp_path: 
     assert find_router(out, ["rollout.max_new_tokens=8"])[0].rollout.max_new_tokens == 8
 
 
+def test_an_export_with_other_settings_of_the_router_keeps_them(run_folder: Path, tmp_path: Path) -> None:
+    out = export_model(run_folder, tmp_path / "exported", overrides=["router.max_cost=3"]).out
+    assert find_router(out)[0].router.max_cost == 3
+
+
 def test_an_export_brings_the_wording_of_its_router(run_folder: Path, tmp_path: Path) -> None:
     file = run_folder / "mine.toml"
     file.write_text("")

@@ -1,4 +1,4 @@
-"""Checkpoints are agent folders: they hold what their agent needs, and share large files with each other."""
+"""Checkpoints are agent folders: they hold what their agent needs, and share documents with each other."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 import toolwise
+from toolwise.agent.export import export_model
 from toolwise.config.loader import to_toml
 from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.models import locate
-from toolwise.tools.catalog import build_tools, write_tools
-from toolwise.training import agent_files, checkpoint
+from toolwise.tools.catalog import build_tools, read_tools, write_tools
+from toolwise.training import checkpoint
 from toolwise.training.agent_files import AgentFiles
 from toolwise.training.checkpoint.agent_manifest import AGENT_FILE, verify_agent
 from toolwise.training.checkpoint.file_entry import FileEntry
@@ -24,9 +25,8 @@ SUM = "What is 4321 - 1234?"
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path: Path) -> Path:
     """A run of two checkpoints, with a tool in a module of its own and documents."""
-    monkeypatch.setattr(agent_files, "MAX_COPIED_BYTES", 1000)
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "my_tools.py").write_text('def shout(text: str) -> str:\n    """Shout."""\n    return text\n')
@@ -69,7 +69,7 @@ def test_a_checkpoint_elsewhere_answers_like_its_run(tiny_run: Path, tmp_path: P
             assert {name: own[name] for name in names} == {name: runs[name] for name in names}
 
 
-def test_checkpoints_share_large_files_and_stand_alone(run: Path, tmp_path: Path) -> None:
+def test_checkpoints_share_documents_and_stand_alone(run: Path, tmp_path: Path) -> None:
     steps = sorted((run / "checkpoints").iterdir())
     for name, kept in (("documents/0/facts.txt", 1), ("code/1/my_tools.py", 2)):
         assert len({(step / "model" / name).stat().st_ino for step in steps}) == kept
@@ -106,6 +106,15 @@ def test_code_that_is_edited_in_one_checkpoint_damages_no_other(run: Path) -> No
     with pytest.raises(CheckpointError):
         checkpoint.load(first)
     assert checkpoint.load(second).step == 2
+
+
+def test_an_export_with_other_tools_has_nothing_of_those_of_its_run(run: Path, tmp_path: Path) -> None:
+    out = export_model(run, tmp_path / "out", overrides=['tools=["calculator"]']).out
+    assert not (out / "code").exists()
+    assert not (out / "documents").exists()
+    assert list(read_tools(out)) == list(toolwise.load(out).tools) == ["calculator"]
+    whole = export_model(run, tmp_path / "whole").out
+    assert sorted(path.name for path in whole.glob("*/*/*")) == ["facts.txt", "my_tools.py"]
 
 
 def test_code_that_changed_between_two_processes_leaves_earlier_checkpoints_as_they_were(run: Path) -> None:

@@ -36,6 +36,8 @@ AGENT_FIELDS: dict[str, Any] = {
     "reward": {"function", "kwargs", "parts", "combine"},
 }
 """What an agent folder records; the router is described beside its head."""
+CODE, DOCUMENTS = "code", "documents"
+"""Folders of an agent folder."""
 OWN_AGENT = "own_agent"
 """Marks the settings of a model that was trained inside an agent which is not ours."""
 DATA_TOOLS = ("calculator", "search", "calc_gsm8k_reward")
@@ -252,9 +254,9 @@ class _Copies:
         source = Path(file)
         sources = [source, *imported_siblings(source)] if source.is_file() else []
         if problem := _why_not_copied(source, sources):
-            self.notify(f"{source.name} is not part of the export: {problem}; whoever uses the agent must give it")
+            self.notify(f"{source.name} is not part of the export: {problem}; its users must give it with --tools")
             return f"{GIVEN_IN_PYTHON}{source.name}{colon}{name}"
-        target = self._place("code", source.parent)
+        target = self._place(CODE, source.parent)
         for path in sources:
             self._copy(path, target / path.relative_to(source.parent))
         return f"{(target / source.name).relative_to(self.folder).as_posix()}{colon}{name}"
@@ -271,7 +273,7 @@ class _Copies:
             self.notify(f"search: {source.name} is not part of the export ({why}): give the documents when asking")
             del table[key]
             return
-        target = self._place("documents", source if source.is_dir() else source.parent)
+        target = self._place(DOCUMENTS, source if source.is_dir() else source.parent)
         for path in files:
             self._copy(path, target / (path.relative_to(source) if source.is_dir() else path.name))
         copied = target if source.is_dir() else target / source.name

@@ -1,5 +1,6 @@
 """What makes the checkpoints of a run agent folders: settings, code and documents. Code and documents are copied once,
-to `agent/` in the run's folder, and from there into each checkpoint; large ones are linked."""
+to `agent/` in the run's folder. From there code is copied into each checkpoint, and documents are linked: there may be
+many thousands."""
 
 from __future__ import annotations
 
@@ -11,19 +12,17 @@ from typing import Any
 
 from toolwise.config.schema import RunConfig
 from toolwise.serialization.files import link_or_copy
-from toolwise.training.agent_bundle import record_settings, write_bundle
+from toolwise.training.agent_bundle import DOCUMENTS, record_settings, write_bundle
 from toolwise.training.checkpoint.agent_manifest import write_unsealed
 from toolwise.training.checkpoint.file_entry import FileEntry
 
 log = logging.getLogger("toolwise.training.checkpoint")
 
 FOLDER = "agent"
-MAX_COPIED_BYTES = 1 << 20
-"""Of a file that each checkpoint has for itself: whoever edits a linked one in place changes all checkpoints."""
 
 
 class AgentFiles:
-    """Collected anew when a process first saves: code and settings may have changed since the run began."""
+    """Collected once per process, when it first saves: code and settings may have changed since the run began."""
 
     def __init__(self, config: RunConfig, out: Path) -> None:
         self.config, self.folder = config, out / FOLDER
@@ -36,14 +35,14 @@ class AgentFiles:
             self._settings = self._collect()
         for name in self._files:
             (model / name).parent.mkdir(parents=True, exist_ok=True)
-            put = link_or_copy if self._files[name].size > MAX_COPIED_BYTES else shutil.copyfile
+            put = link_or_copy if _is_shared(name) else shutil.copyfile
             put(str(self.folder / name), str(model / name))
         record_settings(model, self.config)
         write_unsealed(model, self.config.name, step, self._settings)
 
     def entries(self, prefix: str) -> Mapping[str, FileEntry]:
         """Name in a checkpoint -> entry, of the files that it shares with others."""
-        return {f"{prefix}/{name}": entry for name, entry in self._files.items() if entry.size > MAX_COPIED_BYTES}
+        return {f"{prefix}/{name}": entry for name, entry in self._files.items() if _is_shared(name)}
 
     def _collect(self) -> dict[str, Any]:
         """Copies the files to a new folder first: earlier checkpoints keep theirs."""
@@ -59,3 +58,8 @@ class AgentFiles:
         else:
             new.rmdir()
         return settings
+
+
+def _is_shared(name: str) -> bool:
+    """Code is not: an edit in one checkpoint must not change the others."""
+    return name.startswith(f"{DOCUMENTS}/")

@@ -9,7 +9,7 @@ from pathlib import Path
 from toolwise import __version__
 from toolwise.agent.export.card import public_name
 from toolwise.agent.export.dtype import convert, saved_dtype
-from toolwise.agent.export.folder import load_export
+from toolwise.agent.export.folder import changes_tools, load_export
 from toolwise.agent.sources import find_agent, is_agent_folder, local_source
 from toolwise.models import locate
 from toolwise.models.hub import FILES
@@ -28,7 +28,7 @@ def write_copy(
     """Write the agent or model of `source` into the empty `folder`; returns its step and the dtype of its weights."""
     found = Path(local_source(source, overrides))
     # Tools are built only to write their schemas, and only if they are others than before.
-    other_tools = any(override.partition("=")[0].strip() == "tools" for override in overrides)
+    other_tools = changes_tools(overrides)
     copied = {"only_copied": True} if not other_tools else {"trust_code": trust_code}
     config, model = find_agent(found, overrides, use_reward=True, **copied)
     origin = Path(locate(model, config.model.revision if model == config.model.path else ""))

@@ -27,11 +27,21 @@ from toolwise.models.folder import is_adapters
 from toolwise.rollout.tool_prompt import describe_tools
 from toolwise.routing.head import ROUTER_METADATA_FILE
 from toolwise.serialization.files import disk_fault
-from toolwise.tools.catalog import read_tools
-from toolwise.training.agent_bundle import AGENT_FIELDS, brings_code, record_settings, unknown_settings, write_bundle
+from toolwise.tools.catalog import build_tools, read_tools, write_tools
+from toolwise.training.agent_bundle import (
+    AGENT_FIELDS,
+    CODE,
+    DOCUMENTS,
+    brings_code,
+    record_settings,
+    unknown_settings,
+    write_bundle,
+)
 from toolwise.training.checkpoint import Checkpoint
-from toolwise.training.checkpoint.agent_manifest import write_manifest
+from toolwise.training.checkpoint.agent_manifest import AGENT_FILE, write_manifest
 
+BUNDLE = (AGENT_FILE, CODE, DOCUMENTS)
+"""What a checkpoint's agent has besides its model and router."""
 MERGE_TOLERANCE = 1e-2
 """Adapters in another dtype than they were trained in give slightly other weights."""
 
@@ -80,7 +90,7 @@ def export_model(
         raise ConfigError(f"{run} has no adapters, since actor.lora.rank is 0: export its model without --adapters")
     try:
         with _new_folder(out) as folder:
-            saved_in = _write_export(folder, source_checkpoint, config, run, dtype, adapters)
+            saved_in = _write_export(folder, source_checkpoint, config, run, dtype, adapters, overrides)
     except FileNotFoundError as fault:
         if source_checkpoint.path.exists():
             raise
@@ -127,7 +137,13 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def _write_export(
-    folder: Path, source: Checkpoint, config: RunConfig, run: Path, dtype: str | None, adapters: bool
+    folder: Path,
+    source: Checkpoint,
+    config: RunConfig,
+    run: Path,
+    dtype: str | None,
+    adapters: bool,
+    overrides: Sequence[str],
 ) -> str:
     """Writes everything into `folder`; returns the dtype the weights were saved in."""
     model = source.path / "model"
@@ -135,13 +151,17 @@ def _write_export(
         raise CheckpointError(f"{model} has no config.json: the checkpoint has no model to export")
     left_out = set(_model_files(model)) if adapters else set()
     for path in sorted(model.rglob("*")):
-        target = folder / path.relative_to(model)
+        name = path.relative_to(model)
+        if name.parts[0] in BUNDLE:  # written again, from the settings
+            continue
         if path.is_dir():
-            target.mkdir()
+            (folder / name).mkdir()
         elif path not in left_out:
-            shutil.copyfile(path, target)
-    record_settings(folder, config)
+            shutil.copyfile(path, folder / name)
+    record_settings(folder, config, overrides)
     settings = write_bundle(config, folder)
+    if changes_tools(overrides):
+        write_tools(folder, build_tools(config.tools))
     if adapters:
         base = _adapters_base(config)
         write_adapters(folder, config.actor.lora, source.part("actor")["adapters"], public_name(config.model.path))
@@ -175,6 +195,10 @@ def _write_export(
     )
     write_manifest(folder, config.name, source.step, settings)
     return saved_in
+
+
+def changes_tools(overrides: Sequence[str]) -> bool:
+    return any(override.partition("=")[0].strip() == "tools" for override in overrides)
 
 
 def _adapters_base(config: RunConfig) -> Path:

@@ -12,6 +12,7 @@ import pytest
 
 import toolwise
 from toolwise.agent.agent import Agent
+from toolwise.agent.export import export_model
 from toolwise.agent.sources import find_agent, find_router, is_model, local_source
 from toolwise.config.schema import RunConfig
 from toolwise.errors import CheckpointError, ConfigError, ModelError
@@ -164,3 +165,12 @@ def test_commands_take_a_name(tmp_path: Path, publish: Callable[..., Path], cli:
     assert "calculator" in (tmp_path / "rollouts" / "rollouts.jsonl").read_text()
     told = cli("eval", NAME, *data, "--budgets", "0,1")
     assert "is in the hub's cache, where nothing is written" in told.err
+
+
+def test_the_mistyped_name_of_a_run_is_not_looked_up_on_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "config.toml").touch()
+    for load in (toolwise.load, lambda name: export_model(Path(name), tmp_path / "out")):
+        with pytest.raises(CheckpointError, match="there is no run 'frist' in runs; did you mean 'first'"):
+            load("runs/frist")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from toolwise.demo.tasks import write_rows
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.training.budget_probe import describe_unmet, probe_budgets
 from toolwise.training.run import Run, assemble
+from toolwise.types import StopReason
 
 CHEAP_OR_SHORT = np.array([[0.0, 40.0], [1.0, 10.0]])
 """Costs of two routes in calls and tokens: one saves calls, the other tokens."""
@@ -74,6 +77,26 @@ def test_a_price_of_tokens_is_probed_by_rollouts(tmp_path: Path) -> None:
     assert found.startswith("the budget of 0.5 in 'cost' cannot be met: the cheapest routes cost ")
     assert found.endswith("(measured on 8 tasks before training); raise the limit, or add a cheaper route")
     assert probe(a_run(tmp_path, prices=prices, budgets=[{"unit": "cost", "limit": 500.0}])) == ""
+
+
+def test_a_route_that_failed_makes_no_budget_impossible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the cheapest one."""
+    run = a_run(
+        tmp_path,
+        prices={"cost": {"calculator": 1.0, "search": 1.0, "tokens": 1.0}},
+        budgets=[{"unit": "cost", "limit": 0.5}],
+    )
+    real = RolloutScheduler.roll_out
+
+    async def without_answers(self: RolloutScheduler, decisions: Any, **how: Any) -> Any:
+        rollouts = await real(self, decisions, **how)
+        return [
+            replace(rollout, stop_reason=StopReason.POLICY_FAULT) if decision.route == "ANSWER" else rollout
+            for decision, rollout in zip(decisions, rollouts, strict=True)
+        ]
+
+    monkeypatch.setattr(RolloutScheduler, "roll_out", without_answers)
+    assert probe(run) == ""
 
 
 def test_a_budget_of_calls_needs_no_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

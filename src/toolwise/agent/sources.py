@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolwise.config.imports import did_you_mean
 from toolwise.config.loader import CONFIG_SUFFIXES, apply_overrides, build_config
 from toolwise.config.schema import INFERENCE_FIELDS, RunConfig, load_config
 from toolwise.errors import CheckpointError, ConfigError
@@ -75,6 +76,9 @@ def local_source(source: str | Path, overrides: Sequence[str] = ()) -> str | Pat
         return step / "model" if moved else source
     if not is_hub_name(name):
         return source
+    if runs := sorted(file.parent.name for file in path.parent.glob("*/config.toml")):
+        hint = did_you_mean(path.name, runs) or f"; its latest is {runs[-1]!r}"
+        raise CheckpointError(f"there is no run {path.name!r} in {path.parent}{hint}")
     revision = apply_overrides({"model": {}}, overrides)["model"].get("revision")
     folder = Path(locate(name, str(revision or "")))
     return folder if is_agent_folder(folder) or has_router(folder) else source

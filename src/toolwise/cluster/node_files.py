@@ -20,8 +20,8 @@ from toolwise.errors import ConfigError
 LOCAL_SECTIONS = ("data", "validation", "faults")
 """Settings that no other process reads."""
 TRAINER_FIELDS = ("total_steps", "mode", "max_staleness", "several_stale_updates", "keep_cache")
-"""Those of `trainer` that other processes read: the schedule's length, how old tokens may be, and the fate of caches. Its
-trackers, callbacks and checkpoints are this process' own."""
+"""Those of `trainer` that other processes read: the schedule's length, how old tokens may be, and the fate of caches.
+Its trackers, callbacks and checkpoints are this process' own."""
 MAX_OTHER_BYTES = 256 << 20
 """Of all files that are not the model's."""
 SENT_FOLDERS = (

@@ -40,11 +40,15 @@ async def probe_budgets(setup: RolloutSetup, tasks: Sequence[Task]) -> str:
         decisions = router.decide_all(tasks, 0)
     rollouts = await setup.scheduler.roll_out(decisions, do_sample=setup.config.validation.do_sample)
     costs: dict[str, list[list[float]]] = {}
+    failed: set[str] = set()
+    """Prompts without a cost for each route: the one that failed may be the cheapest."""
     for decision, rollout in zip(decisions, rollouts, strict=True):
-        if rollout.trainable:
-            spent = router.costs_of(rollout)
-            costs.setdefault(decision.prompt_id, []).append([spent[unit] for unit in router.budgets.limits])
-    return describe_unmet([np.array(rows) for rows in costs.values()], router.budgets.limits)
+        spent = router.costs_of(rollout)
+        costs.setdefault(decision.prompt_id, []).append([spent[unit] for unit in router.budgets.limits])
+        if not rollout.trainable:
+            failed.add(decision.prompt_id)
+    whole = [np.array(rows) for prompt, rows in costs.items() if prompt not in failed]
+    return describe_unmet(whole, router.budgets.limits)
 
 
 def _is_plain(router: InferenceRouter, tasks: Sequence[Task]) -> bool:

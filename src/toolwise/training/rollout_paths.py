@@ -24,8 +24,8 @@ def compressed_path(path: Path) -> Path:
     return path.with_name(stem(path) + LINES + GZIP)
 
 
-def present(path: Path) -> Path:
-    """The file, or the compressed one if it has become that meanwhile."""
+def existing_path(path: Path) -> Path:
+    """The file, or its compressed version."""
     return path if path.exists() else compressed_path(path)
 
 

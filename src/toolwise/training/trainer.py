@@ -220,7 +220,8 @@ class Training:
         if beside.saved:
             finish = partial(self._checkpoints.finish_with, self._validation_metrics, progress.validation_state())
             self._report_saved(await asyncio.to_thread(finish))
-        self._validation_metrics = {}
+        if beside.saved or beside.step != progress.step:  # else for the last checkpoint, if the run stops here
+            self._validation_metrics = {}
 
     async def _end_validation_after_error(self) -> None:
         """The weights of an earlier step are still being measured, and their checkpoint may be the best one."""

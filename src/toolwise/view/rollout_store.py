@@ -16,7 +16,7 @@ from toolwise.training.diagnosis.examination import run_state
 from toolwise.training.records import RolloutRecord
 from toolwise.training.rollout_index import index_table, load_index, token_path
 from toolwise.training.rollout_paths import NAME as FILE_NAME
-from toolwise.training.rollout_paths import present, rollout_file, rollout_files
+from toolwise.training.rollout_paths import existing_path, rollout_file, rollout_files
 from toolwise.training.run_folder import RunFolder, open_run
 from toolwise.training.token_records import StepTokens, read_old_tokens, read_tokens, row_group_starts
 from toolwise.training.vocabulary_file import NAME as VOCABULARY
@@ -80,7 +80,9 @@ class RunStore:
             return False
         changed = [name for name in found if name not in self._files or self._files[name].stamp != stamps[name]]
         for name in changed:
-            self._files[name] = _File(found[name], stamps[name], _with_file(load_index(present(found[name])), name))
+            self._files[name] = _File(
+                found[name], stamps[name], _with_file(load_index(existing_path(found[name])), name)
+            )
         removed = self._files.keys() - found.keys()
         for name in removed:
             del self._files[name]
@@ -111,7 +113,7 @@ class RunStore:
     def path_of(self, file: str) -> Path:
         if file not in self._files:
             raise NotFoundError(f"{self.name} has no file of rollouts {file!r:.80}")
-        return present(self._files[file].path)
+        return existing_path(self._files[file].path)
 
     def row(self, file: str, rollout_id: str) -> dict[str, Any]:
         """The index's row of a rollout."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from toolwise.checks.reward import stored_rollouts
 from toolwise.checks.reward.stored_rollouts import StoredRollout, read_rollouts
 from toolwise.data.files import write_rows
 from toolwise.errors import CheckpointError, DataError
@@ -50,6 +52,27 @@ def test_a_run_gives_its_training_rollouts_in_order(tmp_path: Path) -> None:
     assert [one.rollout.rollout_id for one in stored] == ["a", "b", "c"]
     assert [one.step for one in stored] == [1, 1, 2]
     assert stored[0].group != stored[2].group  # the same group's name in another step
+
+
+def test_a_file_that_is_compressed_or_deleted_while_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path, step_000002=[record("b")], step_000001=[record("a")])
+    older = run / "rollouts" / "step-000001.jsonl"
+    real = stored_rollouts.read_rows
+
+    def meanwhile(file: Path) -> Any:
+        if file.name == "step-000002.jsonl" and older.exists():
+            with gzip.open(f"{older}.gz", "wb") as packed:
+                packed.write(older.read_bytes())
+            older.unlink()
+        return real(file)
+
+    monkeypatch.setattr(stored_rollouts, "read_rows", meanwhile)
+    assert [one.rollout.rollout_id for one in read_rollouts(run)] == ["a", "b"]
+    monkeypatch.setattr(stored_rollouts, "read_rows", lambda file: (Path(f"{older}.gz").unlink(), real(file))[1])
+    with pytest.raises(CheckpointError, match=r"step-000001\.jsonl\.gz: was there a moment ago"):
+        read_rollouts(run)
 
 
 def test_validation_can_be_asked_for(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from toolwise.rewards.function import Mode
 from toolwise.serialization.gzip_blocks import SUFFIX as GZIP
 from toolwise.training.evaluate import Scoring
 from toolwise.training.records import RolloutRecord
-from toolwise.training.rollout_paths import rollout_files, stem
+from toolwise.training.rollout_paths import compressed_path, rollout_files, stem
 from toolwise.training.trackers.jsonl import read_metrics
 from toolwise.types import EvaluateResult, Rollout, StepData, StopReason, Task, Usage
 
@@ -68,7 +68,7 @@ def read_rollouts(
     path = Path(path)
     rollouts: list[StoredRollout] = []
     for file in reversed(_files(path, step, validation)):
-        rows = read_metrics(file) if file.suffix == GZIP else read_rows(file)
+        rows = _read_rows(file)
         rollouts = [*(_read_row(file, number, row) for number, row in enumerate(rows)), *rollouts]
         if limit is not None and len(rollouts) >= limit:
             break
@@ -76,6 +76,21 @@ def read_rollouts(
     if step is not None and not rollouts:
         raise DataError(f"{path}: has no rollouts of step {step}; give another --step or leave it out")
     return rollouts[-limit:] if limit is not None and path.is_dir() else rollouts[:limit]
+
+
+def _read_rows(file: Path) -> Sequence[Row]:
+    """The rows of a file, which a run may compress or delete meanwhile."""
+    if file.suffix == GZIP:
+        try:
+            return read_metrics(file, missing_ok=False)
+        except FileNotFoundError:
+            raise CheckpointError(f"{file}: was there a moment ago; has its run been resumed? Try again") from None
+    try:
+        return read_rows(file)
+    except DataError:
+        if file.exists() or not (packed := compressed_path(file)).exists():
+            raise
+        return _read_rows(packed)
 
 
 def _files(path: Path, step: int | None, validation: bool) -> list[Path]:

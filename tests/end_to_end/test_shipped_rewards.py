@@ -60,6 +60,8 @@ class Shipped:
     """For a reward that does not know the task: its weight beside the reward for the right answer."""
     truth: Callable[[str, int], Any] = the_number
     """The ground truth that it expects, from a town and the number of its bridges."""
+    lowest: float = 0.0
+    """The least that it gives."""
 
 
 REWARDS = {
@@ -82,7 +84,7 @@ REWARDS = {
     "gsm8k": Shipped(f"{LIBRARY}.gsm8k:gsm8k_reward", "score", (("method", "flexible"),)),
     "otc": Shipped(f"{LIBRARY}.otc:otc_reward", "correct", (("correct", "toolwise.demo.reward"),)),
     "judge": Shipped(f"{LIBRARY}.judge:judge_reward", "score", (("base_url", JUDGE_URL), ("model", "m"))),
-    "rlla": Shipped(f"{LIBRARY}.rlla:rlla_reward", "score", truth=the_call_as_text),
+    "rlla": Shipped(f"{LIBRARY}.rlla:rlla_reward", "score", truth=the_call_as_text, lowest=-3.0),
     "call match": Shipped(f"{LIBRARY}.calls:call_match_reward", "score", truth=the_call),
     "schema": Shipped(
         f"{LIBRARY}.calls:schema_reward",
@@ -345,6 +347,7 @@ def trained(
     ]
     settings = {
         "actor": {"lr": 2e-4},
+        "critic": {"lr": 2e-4},  # GAE's: with the default of 1e-5 it has learned nothing after twenty steps
         "data": {"batch_size": 8},
         "reward": reward,
         "algorithm": algorithm,
@@ -384,6 +387,6 @@ def test_twenty_steps_do_not_unlearn_the_task(
     if metric.startswith("-"):
         assert after <= 1.1 * before + 0.1
     elif estimator == "pareto" and cheaper:  # it ranks a wrong answer for nothing no lower than a right one for a call
-        assert after >= 0.5 * before
+        assert after - shipped.lowest >= 0.5 * (before - shipped.lowest)
     else:
         assert after >= before - 0.13  # one question of eight

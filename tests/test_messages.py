@@ -238,3 +238,11 @@ def test_messages_stay_what_they_were() -> None:
     assert pickle.loads(pickle.dumps(message)) == message
     assert message.model_copy(deep=True) == message
     assert Message.unchecked("user", "hi")["content"] == "hi"
+
+
+def test_a_message_is_written_like_a_dictionary_too() -> None:
+    message = Message(role="user", content="hi")
+    message["content"] = "ho"
+    assert (message.content, message["content"]) == ("ho", "ho")
+    with pytest.raises(KeyError, match="did you mean 'content'"):
+        message["contnet"] = "x"

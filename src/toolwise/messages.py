@@ -34,6 +34,11 @@ class _DictModel(BaseModel):
             raise _missing_key_error(type(self).__name__, key, {*self.keys(), *fields})
         return getattr(self, key)
 
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in type(self).model_fields:
+            raise _missing_key_error(type(self).__name__, key, type(self).model_fields)
+        setattr(self, key, value)
+
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default  # noqa: SIM401  this is `get`
 

@@ -64,6 +64,7 @@ def test_a_cap_refuses_the_call_with_an_error_for_the_model(agent: RoutedAgent) 
     assert (answered.cost, dict(answered.calls)) == (0.0, {})
     assert BUDGET_SPENT_MESSAGE in [message.content for message in answered.rollout.messages]
     assert agent.ask(SUM, cap=1).text == "Answer: 3087"
+    assert answered.problem == ""
     with pytest.raises(ConfigError, match="cap"):
         agent.ask(SUM, cap=-1)
 
@@ -74,6 +75,9 @@ def test_messages_and_tasks_are_questions_too(agent: RoutedAgent) -> None:
         assert agent.ask(question).text == "Answer: 3087"
     with pytest.raises(ConfigError, match="empty"):
         agent.ask([])
+    for wrong in (None, 3, {"role": "user", "content": SUM}, [{"role": "user", "content": [1]}], ["hello"]):
+        with pytest.raises(QuestionError, match=r"is no question .*: give text, a list of messages"):
+            agent.ask(wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="'oven'"):
         agent.ask(task.model_copy(update={"tools": ["oven"]}))
 
@@ -89,6 +93,7 @@ def test_a_question_that_does_not_fit_is_not_answered_with_the_prompt_s_own_word
     answered = agent.ask(said, route="answer")
     assert answered.text == ""
     assert answered.rollout.stop_reason is StopReason.PROMPT_TOO_LONG
+    assert answered.problem
 
 
 def test_a_question_that_the_router_cannot_read_is_a_typed_outcome(make_routed: Any) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from toolwise.data import load_tasks
 from toolwise.data.files import drop_nulls, write_rows
+from toolwise.data.rows import tasks_from_rows
 from toolwise.errors import ConfigError, DataError
 from toolwise.messages import Message
 from toolwise.types import Task
@@ -440,3 +441,20 @@ def test_a_nan_is_a_null_and_an_infinity_an_error(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"prompt": "a", "ground_truth": "1", "weight": math.inf}]), path)
     with pytest.raises(DataError, match=r"weight.*is inf, which is not valid JSON"):
         load_tasks(path)
+
+
+class Frame:
+    """Iterates over its columns, as a DataFrame does."""
+
+    def __iter__(self) -> Any:
+        return iter(["prompt", "ground_truth"])
+
+    def to_dict(self, orient: str) -> list[dict[str, Any]]:
+        return []
+
+
+@pytest.mark.parametrize(("rows", "hint"), [(Frame(), "to_dict"), ([("2 + 2?", "4")], 'write {"prompt": …}')])
+def test_rows_that_are_no_dictionaries_are_refused(rows: Any, hint: str) -> None:
+    with pytest.raises(DataError, match="is no dictionary of columns") as told:
+        tasks_from_rows(Path("tasks"), rows)
+    assert hint in str(told.value)

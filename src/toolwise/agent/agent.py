@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from pydantic import ValidationError
+
 from toolwise.agent.events import AgentAnswer, AgentEvent, Emit, MessageEvents, RouteChosen, TextDelta
 from toolwise.agent.inference import RouteChoice, TrainedRouter
 from toolwise.agent.loader import AgentParts, load_parts
@@ -106,7 +108,8 @@ class Agent:
         `budget` is the mean cost per question: the router uses the threshold calibrated for it, by default the one it
         was trained for, and gives a question the same route whenever it is asked. `cap` is the most this
         question may cost: calls beyond it are refused with an error that the model reads. `route` overrides the
-        router. A question that does not fit the context is not answered: the rollout's `stop_reason` is then
+        router. A question that does not fit the context is not answered: the answer's `problem` says so, and the
+        rollout's `stop_reason` is then
         `prompt_too_long`. `emit` receives what happens, as in `stream`. `sampling` (`temperature`, `max_new_tokens`,
         `options`) replaces the agent's own, except where a route is answered by a server.
         """
@@ -243,11 +246,24 @@ class Agent:
     def _task(self, question: Question) -> Task:
         if isinstance(question, Task):
             return question
-        messages = [Message(role="user", content=question)] if isinstance(question, str) else as_messages(question)
+        try:
+            messages = [Message(role="user", content=question)] if isinstance(question, str) else as_messages(question)
+        except ValueError as fault:
+            problem = f"this {type(question).__name__} is no question ({_reason(fault)})"
+            hint = 'give text, a list of messages {"role": …, "content": …}, or a Task'
+            raise QuestionError(f"{problem}: {hint}", "messages") from None
         if not messages or (isinstance(question, str) and not question.strip()):
             raise QuestionError("the question is empty: give text or at least one message", "messages")
         prompt = with_system_prompt(messages, self.config.data.system_prompt)
         return Task(task_id=f"question-{next(self._numbers)}", prompt=prompt)
+
+
+def _reason(fault: ValueError) -> str:
+    """The first line of an error, or the first problem of a validation."""
+    if not isinstance(fault, ValidationError):
+        return str(fault).partition("\n")[0]
+    first = fault.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 RoutedAgent = Agent

@@ -59,6 +59,12 @@ class AgentAnswer:
         return None if self.with_tools_s is None else self.with_tools_s - self.seconds
 
     @property
+    def problem(self) -> str:
+        """Why there is no answer, such as a question that does not fit the context; empty if the agent answered."""
+        rollout = self.rollout
+        return (rollout.fault or rollout.stop_reason.value.replace("_", " ")) if rollout.unanswered else ""
+
+    @property
     def messages(self) -> list[Message]:
         """What the agent and its tools said: append them to the conversation, then the next question."""
         steps = self.rollout.steps

@@ -45,6 +45,10 @@ def tasks_from_rows(
     for number, row in enumerate(rows):
         if isinstance(row, Task):
             task = layout.add_system_prompt(path, number, row)
+        elif not isinstance(row, Mapping):
+            problem = f"a {type(row).__name__} is no dictionary of columns"
+            hint = "give rows.to_dict('records')" if hasattr(rows, "to_dict") else 'write {"prompt": …}'
+            raise row_error(path, number, "(whole row)", f"{problem}; {hint}")
         else:
             task = read_task(path, number, dict(row), rows_by_id, name=name, layout=layout)
         rows_by_id[task.task_id] = number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,14 @@ from toolwise.models.folder import first_line, is_adapters, locate, read_eos_ids
 from toolwise.models.remote_code import check_hub_kernels, remote_code_error, warn_remote_code
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 
+_loading = threading.RLock()
+"""Held while transformers builds a model: meanwhile it changes torch for all threads."""
+
 
 def load_weights(model: Any, folder: Path) -> None:
     """Load what `save_pretrained` wrote into `model`, in place."""
-    saved = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True, trust_remote_code=False)
+    with _loading:
+        saved = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True, trust_remote_code=False)
     try:
         model.load_state_dict(saved.state_dict())
     except RuntimeError as error:
@@ -52,12 +57,12 @@ def load_model(
         check_hub_kernels(path, weights)
     device = resolve_device(device)
     dtype = resolve_dtype(dtype, device)
-    with explained(path, weights):
+    with _loading, explained(path, weights):
         tokenizer = _load_tokenizer(location, trust_remote_code)
         model, report = _load(weights, getattr(torch, dtype), trust_remote_code)
         model = model.to(device)
-    if weights != location:
-        model = add_adapters(model, Path(location))
+        if weights != location:
+            model = add_adapters(model, Path(location))
     prepare_attention(model)
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would initialise them at random and continue

@@ -20,6 +20,7 @@ def test_the_page_lists_every_kind_of_finding() -> None:
         WEIGHTS_UNCHANGED,
         "no_ground_truth",
         "one_family",
+        "ignored_settings",
         "prompt_too_long",
         "stopped",
         "crashed",

@@ -19,6 +19,7 @@ from toolwise.routing.families import Family, tool_descriptions
 from toolwise.routing.meters import METERS
 from toolwise.routing.routes import RouteSet, check_prices, check_route_tools, least_cost
 from toolwise.tools.base import BaseTool
+from toolwise.training.diagnosis.ignored_settings import ignored_settings
 from toolwise.training.diagnosis.symptoms import prompt_too_long
 from toolwise.types import ScoredRollout, Task
 from toolwise.types.findings import Finding
@@ -44,6 +45,7 @@ def startup_findings(
     findings = [
         _no_ground_truth(rewards, train, "training") or _no_ground_truth(rewards, held_out, "held-out"),
         _one_family(config, tools, train) if config.router.enable and not config.router.own_routes else None,
+        ignored_settings(config, has_held_out=bool(held_out)),
     ]
     return [finding for finding in findings if finding is not None]
 

@@ -37,9 +37,9 @@ def load_tasks(path: str | Path, *, limit: int | None = None, layout: RowLayout 
 
 
 def tasks_from_rows(
-    path: Path, rows: Iterable[Task | Mapping[str, Any]], *, name: str = "", layout: RowLayout = PLAIN
+    path: Path, rows: Iterable[Any], *, name: str = "", layout: RowLayout = PLAIN
 ) -> list[Task]:
-    """`path` is for errors and, without a `name`, for ids. A `Task` has fields, not columns."""
+    """`rows` are tasks or dictionaries. `path` is for errors and, without a `name`, for ids. A `Task` has no columns."""
     tasks: list[Task] = []
     rows_by_id: dict[str, int] = {}
     for number, row in enumerate(rows):

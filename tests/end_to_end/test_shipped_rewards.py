@@ -347,7 +347,7 @@ def trained(
     ]
     settings = {
         "actor": {"lr": 2e-4},
-        "critic": {"lr": 2e-4},  # GAE's: with the default of 1e-5 it has learned nothing after twenty steps
+        "critic": {"lr": 1e-3},  # GAE's: with the default of 1e-5 it has learned nothing after twenty steps
         "data": {"batch_size": 8},
         "reward": reward,
         "algorithm": algorithm,

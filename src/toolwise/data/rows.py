@@ -39,7 +39,7 @@ def load_tasks(path: str | Path, *, limit: int | None = None, layout: RowLayout 
 def tasks_from_rows(
     path: Path, rows: Iterable[Any], *, name: str = "", layout: RowLayout = PLAIN
 ) -> list[Task]:
-    """`rows` are tasks or dictionaries. `path` is for errors and, without a `name`, for ids. A `Task` has no columns."""
+    """`rows` are tasks, which have no columns, or dictionaries. `path` is for errors and, without a `name`, for ids."""
     tasks: list[Task] = []
     rows_by_id: dict[str, int] = {}
     for number, row in enumerate(rows):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from toolwise.concurrency.memory import free_memory
-from toolwise.engine import sampler
 from toolwise.engine.blocks import Lease
 from toolwise.engine.cpu_forward import AttentionFn, CpuForward, ropes_at, ropes_per_step
 from toolwise.engine.cpu_packed import PackedProjections, packing_problem
@@ -27,6 +26,7 @@ from toolwise.engine.paged_attention import Formula, attend_in_groups
 from toolwise.engine.request import Request
 from toolwise.engine.runner import Inputs, Runner, SplitChunks
 from toolwise.engine.scheduler import Plan
+from toolwise.engine.window_draws import HasStopString, WindowDraws
 from toolwise.models.decoder_layers import Decoder, UndescribedError, describe_decoder
 from toolwise.models.dense_attention import dense_attention
 from toolwise.models.logits import logits_head
@@ -192,7 +192,7 @@ class CpuRunner(Runner):
         return tokens * self._size <= MAX_BRIEF_PRODUCTS
 
     def supports(self, request: Request) -> bool:
-        return self.decoder is not None and request.decodes_freely and request.sampled > 0
+        return self.decoder is not None and request.decodes and request.sampled > 0
 
     def has_room(self, requests: Sequence[Request]) -> bool:
         """Whether windows for all requests fit into memory."""
@@ -234,35 +234,32 @@ class CpuRunner(Runner):
 
     @torch.inference_mode()
     def decode_multi_step(
-        self, requests: Sequence[Request], steps: int, interrupted: Callable[[], bool]
+        self,
+        requests: Sequence[Request],
+        steps: int,
+        interrupted: Callable[[], bool],
+        has_stop_string: HasStopString = lambda request, new: False,
     ) -> DecodedSteps:
-        """Decode up to `steps` tokens per request, until the first one is done or `interrupted`."""
+        """Decode up to `steps` tokens per request, until the first one is done or has a fault, or `interrupted`."""
         batches = self._assign_windows(requests)
         batch_order = [request for batch in batches for request in batch.requests]
         steps = min(steps, *(batch.kv_windows.width - max(batch.held) for batch in batches))
-        tokens: list[list[int]] = []
-        logprobs: list[list[float]] = []
+        steps = min(steps, *(request.sampling.max_new_tokens - request.sampled for request in requests))
+        draws = WindowDraws(batch_order, has_stop_string)
         ids = [request.tokens[-1] for request in batch_order]
-        samplings, sampled = [request.sampling for request in batch_order], [request.sampled for request in batch_order]
-        options = [request.options for request in batch_order]
-        steps = min(steps, *(s.max_new_tokens - count for s, count in zip(samplings, sampled, strict=True)))
         assert self.decoder is not None
         ropes = ropes_per_step(self.decoder, np.concatenate([batch.held for batch in batches]), steps)
         model = self._parameters
         for step in range(steps):
             states = model.forward(torch.tensor(ids), ropes[step], self._attend(batches, step))
-            positions = [count + step for count in sampled]
-            sampled_ids, step_logprobs = sampler.draw(self.head(states), samplings, positions, options=options)
-            ids = sampled_ids.tolist()
-            tokens.append(ids)
-            logprobs.append(step_logprobs.tolist())
-            if interrupted() or any(i in s.stop_token_ids for i, s in zip(ids, samplings, strict=True)):
+            ids = draws.draw(self.head(states))
+            if draws.ended or interrupted():
                 break
         for batch in batches:
-            self._copy_kv(batch, batch.held, [held + len(tokens) for held in batch.held], to_blocks=True)
+            self._copy_kv(batch, batch.held, [held + len(draws.tokens[0]) for held in batch.held], to_blocks=True)
         row_of = {request: row for row, request in enumerate(batch_order)}
         rows = [row_of[request] for request in requests]
-        return [[step[row] for step in tokens] for row in rows], [[step[row] for step in logprobs] for row in rows]
+        return [draws.tokens[row] for row in rows], [draws.logprobs[row] for row in rows]
 
     def _attend(self, batches: Sequence[WindowBatch], step: int) -> AttentionFn:
         """Attention of one step: write the new token into its window, then attend to the window."""

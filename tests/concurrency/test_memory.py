@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,3 +31,35 @@ def test_pages_that_files_are_cached_in_count_as_free(monkeypatch: pytest.Monkey
     assert free_memory() == 7 << 30
     monkeypatch.setattr(memory, "available_memory", lambda: None)
     assert free_memory() > 0
+
+
+REUSE = """
+import resource, sys, threading
+import numpy as np
+from toolwise.concurrency.memory import keep_freed_memory
+
+def layers(count):
+    for _ in range(count):
+        kept = [np.full(size << 18, 1.0, np.float32) for size in (9, 15, 9, 24, 24, 9)]
+
+def measure():
+    layers(3)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    layers(10)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+if "keep" in sys.argv:
+    assert keep_freed_memory()
+thread = threading.Thread(target=measure)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_freed_memory_is_kept_for_the_next_arrays() -> None:
+    faults = [
+        int(subprocess.run([sys.executable, "-c", REUSE, *more], check=True, capture_output=True, text=True).stdout)
+        for more in ((), ("keep",))
+    ]
+    assert faults[1] < faults[0] / 10, "pages that the system provides again"

@@ -71,8 +71,11 @@ def test_a_single_prompt_need_not_wait_for_others() -> None:
     assert run(engine.encode(PROMPTS[1], wait=False)).shape == (engine.model.config.hidden_size,)
 
 
-def test_draws_are_those_of_the_stock_way() -> None:
-    model = tiny()
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("min_rows", [1, 100])
+def test_draws_are_those_of_the_stock_way(family: str, min_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_runner, "MIN_BATCHED_ROWS", min_rows)  # attention by two products, or in one call
+    model = tiny(family)
     samplings = [Sampling(max_new_tokens=20 + i, temperature=0.7 + 0.1 * i, seed=i) for i in range(len(PROMPTS))]
     ways = [generate_all(counted(model, fused=fused), PROMPTS, samplings) for fused in (None, False)]
     for ours, stock in zip(*ways, strict=True):

@@ -224,3 +224,24 @@ def test_errors_in_openais_form() -> None:
         500,
         {"error": {"message": "internal error", "type": "server_error", "param": None, "code": None}},
     )
+
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2 + 3"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("stop", "content", "arguments"),
+    [
+        ("name", 'Hm. <tool_call>{"', None),  # before the name: no call was begun, so all of it is text
+        ("tor", 'Hm. <tool_call>{"name": "calcula', None),
+        (" + ", 'Hm. <tool_call>{"name": "calculator", "arguments": {"expression": "2', None),  # nobody can run that
+        ("</tool_call>", "Hm.", {"expression": "2 + 3"}),
+        ("Hm", "", None),
+    ],
+)
+def test_a_stop_string_within_a_call(stop: str, content: str, arguments: dict[str, str] | None) -> None:
+    [choice] = complete(Says(f"Hm. {CALL}"), "hermes", tools=SPECS, stop=[stop])["choices"]
+    assert (choice["message"]["content"] or "") == content
+    calls = choice["message"].get("tool_calls")
+    assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+    assert [json.loads(call["function"]["arguments"]) for call in calls or ()] == ([arguments] if arguments else [])

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from toolwise.rollout.call_format import find_format
-from toolwise.serve.choice_stream import ChoiceStream, StopFilter
+from toolwise.serve.choice_stream import ChoiceStream, StopFilter, cut_at_stop
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
@@ -48,6 +48,21 @@ def test_what_only_looks_like_a_stop_string_is_kept() -> None:
     stop = StopFilter(["aab"])
     assert "".join([stop.feed("aa"), stop.feed("a"), stop.feed("b"), stop.feed("c")]) == "a"
     assert stop.stopped
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown"), [(" ab", ""), (" a", ""), ("ab", ""), (" ", ""), (" b", None), (" a b", None)]
+)
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_stop_string_may_begin_with_the_space_that_the_text_leaves_out(
+    size: int, stop: str, shown: str | None
+) -> None:
+    text = "abacb"
+    stream = ChoiceStream(spell, [stop], dropped_space=lambda ids: " ")
+    deltas = [stream.feed([ord(c) for c in text[i : i + size]]) for i in range(0, len(text), size)]
+    content = "".join(delta.get("content", "") for delta in [*deltas, stream.finish(text, "stop")])
+    assert content == (text if shown is None else shown)
+    assert cut_at_stop(text, [stop], " ") == shown
 
 
 @pytest.mark.parametrize("size", [1, 7, 200])

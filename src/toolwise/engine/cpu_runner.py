@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from toolwise.concurrency.memory import free_memory
-from toolwise.engine import sampler
 from toolwise.engine.blocks import Lease
 from toolwise.engine.cpu_forward import AttentionFn, CpuForward, ropes_at, ropes_per_step
 from toolwise.engine.cpu_packed import PackedProjections, packing_problem
@@ -27,6 +26,7 @@ from toolwise.engine.paged_attention import Formula, attend_in_groups
 from toolwise.engine.request import Request
 from toolwise.engine.runner import Inputs, Runner, SplitChunks
 from toolwise.engine.scheduler import Plan
+from toolwise.engine.window_draws import HasStopString, WindowDraws
 from toolwise.models.decoder_layers import Decoder, UndescribedError, describe_decoder
 from toolwise.models.dense_attention import dense_attention
 from toolwise.models.logits import logits_head
@@ -36,6 +36,8 @@ SPARE_TOKENS = 64
 """Spare room in a new window beyond the tokens held: moving to a larger one takes time."""
 MAX_WINDOW_BYTES = 2 << 30
 """Limit for all windows together; never more than a quarter of the free memory."""
+MIN_BATCHED_ROWS = 8
+"""With fewer rows, one call takes less time than several."""
 MAX_BRIEF_PRODUCTS = 1 << 27
 """Tokens times parameters of what a caller's thread computes itself: a few milliseconds."""
 DecodedSteps = tuple[list[list[int]], list[list[float]]]
@@ -48,7 +50,7 @@ class KVWindows:
 
     width: int
     windows: list[Tensor]
-    """Keys of each layer, then values: [rows, width, heads, size]."""
+    """Keys of each layer, then values: [rows, heads, width, size]."""
     leases: list[Lease | None]
     """The owner of each row."""
     filled: list[int]
@@ -87,13 +89,17 @@ class WindowBatch:
     """Their rows in the batch."""
     held: list[int]
     write_offsets: Tensor = field(init=False)
-    """Where each next token goes, in all windows laid end to end."""
+    """[rows * heads]: where each next token goes, in all windows of all heads laid end to end."""
+    mask_offsets: Tensor = field(init=False)
+    """[rows]: the same in the mask."""
     mask: Tensor | None = field(init=False, default=None)
     """[rows, width], 0 for visible keys and -inf for the rest; None if all rows have the same length."""
 
     def __post_init__(self) -> None:
         held, width = torch.tensor(self.held), self.kv_windows.width
-        self.write_offsets = torch.arange(len(held)) * width + held
+        heads = self.kv_windows.windows[0].shape[1]
+        self.mask_offsets = torch.arange(len(held)) * width + held
+        self.write_offsets = (torch.arange(len(held) * heads) * width).view(-1, heads).add_(held[:, None]).view(-1)
         if min(self.held) != max(self.held):
             hidden = torch.arange(width) >= held[:, None]
             self.mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
@@ -192,7 +198,7 @@ class CpuRunner(Runner):
         return tokens * self._size <= MAX_BRIEF_PRODUCTS
 
     def supports(self, request: Request) -> bool:
-        return self.decoder is not None and request.decodes_freely and request.sampled > 0
+        return self.decoder is not None and request.decodes and request.sampled > 0
 
     def has_room(self, requests: Sequence[Request]) -> bool:
         """Whether windows for all requests fit into memory."""
@@ -234,44 +240,41 @@ class CpuRunner(Runner):
 
     @torch.inference_mode()
     def decode_multi_step(
-        self, requests: Sequence[Request], steps: int, interrupted: Callable[[], bool]
+        self,
+        requests: Sequence[Request],
+        steps: int,
+        interrupted: Callable[[], bool],
+        has_stop_string: HasStopString = lambda request, new: False,
     ) -> DecodedSteps:
-        """Decode up to `steps` tokens per request, until the first one is done or `interrupted`."""
+        """Decode up to `steps` tokens per request, until the first one is done or has a fault, or `interrupted`."""
         batches = self._assign_windows(requests)
         batch_order = [request for batch in batches for request in batch.requests]
         steps = min(steps, *(batch.kv_windows.width - max(batch.held) for batch in batches))
-        tokens: list[list[int]] = []
-        logprobs: list[list[float]] = []
+        steps = min(steps, *(request.sampling.max_new_tokens - request.sampled for request in requests))
+        draws = WindowDraws(batch_order, has_stop_string)
         ids = [request.tokens[-1] for request in batch_order]
-        samplings, sampled = [request.sampling for request in batch_order], [request.sampled for request in batch_order]
-        options = [request.options for request in batch_order]
-        steps = min(steps, *(s.max_new_tokens - count for s, count in zip(samplings, sampled, strict=True)))
         assert self.decoder is not None
         ropes = ropes_per_step(self.decoder, np.concatenate([batch.held for batch in batches]), steps)
         model = self._parameters
         for step in range(steps):
             states = model.forward(torch.tensor(ids), ropes[step], self._attend(batches, step))
-            positions = [count + step for count in sampled]
-            sampled_ids, step_logprobs = sampler.draw(self.head(states), samplings, positions, options=options)
-            ids = sampled_ids.tolist()
-            tokens.append(ids)
-            logprobs.append(step_logprobs.tolist())
-            if interrupted() or any(i in s.stop_token_ids for i, s in zip(ids, samplings, strict=True)):
+            ids = draws.draw(self.head(states))
+            if draws.ended or interrupted():
                 break
         for batch in batches:
-            self._copy_kv(batch, batch.held, [held + len(tokens) for held in batch.held], to_blocks=True)
+            self._copy_kv(batch, batch.held, [held + len(draws.tokens[0]) for held in batch.held], to_blocks=True)
         row_of = {request: row for row, request in enumerate(batch_order)}
         rows = [row_of[request] for request in requests]
-        return [[step[row] for step in tokens] for row in rows], [[step[row] for step in logprobs] for row in rows]
+        return [draws.tokens[row] for row in rows], [draws.logprobs[row] for row in rows]
 
     def _attend(self, batches: Sequence[WindowBatch], step: int) -> AttentionFn:
         """Attention of one step: write the new token into its window, then attend to the window."""
-        queries_per_kv_head, width = self.heads // self.key_heads, self.key_heads * self.head_size
+        queries_per_kv_head, size = self.heads // self.key_heads, self.head_size
         views = []
         for batch in batches:
             offsets = batch.write_offsets + step
             if batch.mask is not None:
-                batch.mask.view(-1)[offsets] = 0.0
+                batch.mask.view(-1)[batch.mask_offsets + step] = 0.0
             visible = {window: batch.visible(step, window, queries_per_kv_head) for window in set(self.windows)}
             views.append((batch, offsets, visible))
 
@@ -282,12 +285,12 @@ class CpuRunner(Runner):
                 count, (first, last, mask) = len(batch.held), visible[window]
                 pair = batch.kv_windows.windows[layer], batch.kv_windows.windows[self.layers + layer]
                 for kv_window, new in zip(pair, (key, value), strict=True):
-                    kv_window.view(-1, width).index_copy_(0, offsets, new[batch.rows].reshape(count, width))
-                k, v = (kv_window[:count, first:last].transpose(1, 2) for kv_window in pair)
+                    kv_window.view(-1, size).index_copy_(0, offsets, new[batch.rows].reshape(-1, size))
+                k, v = (kv_window[:count, :, first:last] for kv_window in pair)
                 # Query heads that share a key head are laid out as additional queries.
-                q = query[batch.rows].view(count, self.key_heads, queries_per_kv_head, self.head_size)
+                q = query[batch.rows].view(count, self.key_heads, queries_per_kv_head, size)
                 if softcap is None:
-                    outs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale))
+                    outs.append(_attend_few(q, k, v, mask, scale))
                 else:
                     outs.append(dense_attention(q, k, v, mask, scale=scale, softcap=softcap))
             return (outs[0] if len(outs) == 1 else torch.cat(outs)).view(len(query), -1)
@@ -311,7 +314,7 @@ class CpuRunner(Runner):
         for width, members in by_width.items():
             kv_windows = previous.get(width)
             if kv_windows is None or len(kv_windows.leases) < len(members):
-                shape = (1 << (len(members) - 1).bit_length(), width, self.key_heads, self.head_size)
+                shape = (1 << (len(members) - 1).bit_length(), self.key_heads, width, self.head_size)
                 kv_windows = KVWindows.of(width, [self._zeros(shape) for _ in range(2 * self.layers)])
             self._windows_by_width[width] = kv_windows
             ordered = kv_windows.assign_rows(members)
@@ -328,9 +331,10 @@ class CpuRunner(Runner):
     ) -> None:
         """Copy keys and values of some tokens of each request from blocks to windows, or back."""
         spans = [(row, np.arange(*span)) for row, span in enumerate(zip(starts, ends, strict=False))]
-        size, kv_windows = self.block_size, batch.kv_windows
+        size, kv_windows, heads = self.block_size, batch.kv_windows, np.arange(self.key_heads)
         tables = [np.array(request.lease.table) for request in batch.requests]
-        in_windows = torch.from_numpy(np.concatenate([row * kv_windows.width + positions for row, positions in spans]))
+        of_heads = [(row * self.key_heads + heads) * kv_windows.width + positions[:, None] for row, positions in spans]
+        in_windows = torch.from_numpy(np.concatenate(of_heads).ravel())
         in_blocks = torch.from_numpy(
             np.concatenate([tables[row][positions // size] * size + positions % size for row, positions in spans])
         )
@@ -338,11 +342,24 @@ class CpuRunner(Runner):
         if not len(in_windows):
             return
         for window, cached in zip(kv_windows.windows, (*self.keys, *self.values), strict=True):
-            window_rows, block_rows = window.flatten(0, 1).flatten(1), cached.flatten(0, 1).flatten(1)
+            window_rows, block_rows = window.flatten(0, 2), cached.flatten(0, 1)
             if to_blocks:
-                block_rows.index_copy_(0, in_blocks, window_rows.index_select(0, in_windows))
+                block_rows.index_copy_(
+                    0, in_blocks, window_rows.index_select(0, in_windows).view(-1, *cached.shape[2:])
+                )
             else:
-                window_rows.index_copy_(0, in_windows, block_rows.index_select(0, in_blocks))
+                window_rows.index_copy_(0, in_windows, block_rows.index_select(0, in_blocks).flatten(0, 1))
+
+
+def _attend_few(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """[rows, heads, queries, size] in and out. For few queries each of many rows, two batched products take about three
+    quarters of the time of `scaled_dot_product_attention`, which goes through blocks of queries."""
+    if len(query) < MIN_BATCHED_ROWS:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scores = torch.matmul(query * scale, key.transpose(2, 3))
+    if mask is not None:
+        scores += mask
+    return torch.matmul(torch.softmax(scores, -1), value)
 
 
 def _bucket_width(tokens: int) -> int:

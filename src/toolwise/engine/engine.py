@@ -246,7 +246,8 @@ class Engine(GenerationEngine):
             return None
         self._prepare()
         start = time.perf_counter()
-        tokens, logprobs = runner.decode_multi_step(list(plan), steps, lambda: bool(self._pending_actions))
+        more = (self.results.has_stop_string,) if isinstance(runner, CpuRunner) else ()
+        tokens, logprobs = runner.decode_multi_step(list(plan), steps, lambda: bool(self._pending_actions), *more)
         self.streams.step_s = (time.perf_counter() - start) / len(tokens[0])
         finished = self.results.process_multi_step(list(plan), tokens, logprobs, self.version)
         for request in plan:  # if it was interrupted, others need the blocks that it has not used

@@ -122,11 +122,16 @@ class Request:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def decodes(self) -> bool:
+        """Whether only its last token is yet to be computed."""
+        return self.kind == "generate" and self.pending == 1
+
+    @property
     def decodes_freely(self) -> bool:
-        """Whether its next tokens depend on nothing but the model, so that many can be decoded at once."""
+        """Whether its next tokens depend on nothing but the model, so that a device can decode many at once."""
         if self.stop_strings or self.logits_mask is not None or self.options.top_logprobs:
             return False
-        return self.kind == "generate" and self.pending == 1
+        return self.decodes
 
     @property
     def streams(self) -> bool:

@@ -70,7 +70,7 @@ class OutputProcessor:
             request.tokens.extend(new_tokens)
             request.logprobs.extend(new_logprobs)
             request.versions.extend([request.version_of_next(version)] * len(new_tokens))
-            request.stopped = new_tokens[-1] in request.sampling.stop_token_ids
+            request.stopped = new_tokens[-1] in request.sampling.stop_token_ids or self.has_stop_string(request)
             if math.isnan(sum(new_logprobs)):
                 request.fault = sampler.NaNLogitsError()
             self.blocks.commit(request.lease, request.tokens, held)
@@ -95,14 +95,16 @@ class OutputProcessor:
                 request.tokens.append(token)
                 request.logprobs.append(logprob)
                 request.versions.append(request.version_of_next(version))
-                request.stopped = token in request.sampling.stop_token_ids or self._has_stop_string(request)
+                request.stopped = token in request.sampling.stop_token_ids or self.has_stop_string(request)
 
-    def _has_stop_string(self, request: Request) -> bool:
+    def has_stop_string(self, request: Request, new: Sequence[int] = ()) -> bool:
+        """Whether the last token, of `new` if there are any, completes a stop string; sets the fault of a request whose
+        tokens cannot be decoded."""
         if not request.stop_strings:
             return False
         assert self.decode is not None
         try:
-            return has_stop_string(self.decode, request.tokens, request.stop_strings, request.prompt_length)
+            return has_stop_string(self.decode, request.tokens, new, request.stop_strings, request.prompt_length)
         except BaseException as fault:  # user code
             request.fault = PolicyError(f"the tokens of a request cannot be decoded: {describe(fault)}")
             return False

@@ -145,12 +145,15 @@ def _apply_temperature(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
     return logits / torch.tensor(temperatures, device=logits.device)[:, None]
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[tuple[int, float]]:
-    """A token and its log-prob for each request; sets the fault of requests that cannot get one."""
-    allowed = _allowed(logits, requests) if any(r.logits_mask for r in requests) else None
+def sample(logits: Tensor, requests: Sequence[Request], new: Sequence[Sequence[int]] = ()) -> list[tuple[int, float]]:
+    """A token and its log-prob for each request; sets the fault of requests that cannot get one. `new`: tokens of each
+    that came after its own."""
+    new = new or [()] * len(requests)
+    allowed = _allowed(logits, requests, new) if any(r.logits_mask for r in requests) else None
     samplings, options = [r.sampling for r in requests], [r.options for r in requests]
     all_logprobs = model_logprobs(logits, samplings)
-    tokens, logprobs = draw_from(all_logprobs, samplings, [r.sampled for r in requests], allowed, options)
+    positions = [request.sampled + len(more) for request, more in zip(requests, new, strict=True)]
+    tokens, logprobs = draw_from(all_logprobs, samplings, positions, allowed, options)
     samples = list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
     for request, (_, logprob) in zip(requests, samples, strict=True):
         if logprob != logprob:
@@ -162,14 +165,14 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[tuple[int, float
     return samples
 
 
-def _allowed(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+def _allowed(logits: Tensor, requests: Sequence[Request], new: Sequence[Sequence[int]]) -> Tensor:
     """Mask of allowed tokens: all True for a request without a mask, or whose mask fails (which sets its fault)."""
     allowed = torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
     for row, request in enumerate(requests):
         if request.logits_mask is None:
             continue
         try:
-            mask = request.logits_mask(request.tokens[request.prompt_length :])
+            mask = request.logits_mask([*request.tokens[request.prompt_length :], *new[row]])
             if mask is not None:
                 # check it on its own device: no need to wait for the GPU
                 mask = torch.as_tensor(mask, dtype=torch.bool)

@@ -274,7 +274,7 @@ def _generate(
             ids[i].append(token)
             logprobs[i].append(logprob)
             stopped[i] = token in samplings[i].stop_token_ids or (
-                decode is not None and has_stop_string(decode, ids[i], samplings[i].stop_strings)
+                decode is not None and has_stop_string(decode, ids[i], (), samplings[i].stop_strings)
             )
             if not stopped[i] and position < samplings[i].max_new_tokens:
                 remaining.append(row)

@@ -223,6 +223,12 @@ class ChatTokenizer:
                 ids.pop()
         return self._decode_ids(ids)
 
+    def dropped_space(self, token_ids: Sequence[int]) -> str:
+        """The space that a reply begins with if its text leaves that out, as some tokenizers do with the first word."""
+        ids = list(token_ids[:1])
+        before, alone, after = (self._decode_ids(part) for part in ([self.end_id], ids, [self.end_id, *ids]))
+        return " " if after == f"{before} {alone}" else ""
+
     def tail(self, text: str) -> str:
         """Rendered text from its last control token on: its encoding does not depend on what comes before."""
         return text[max(0, *(text.rfind(control) for control in self.controls.texts)) :]

@@ -134,7 +134,7 @@ class ServedModel:
                         yield chunk
                     text = self.chat.decode(result.token_ids, request.stop_token_ids or ())
                     finish_reason: str = result.finish_reason
-                    if cut_at_stop(text, request.stop) is not None:
+                    if self._cut(text, request, result) is not None:
                         finish_reason = "stop"
                     rest = streams[index].finish(text, finish_reason)
                     if streams[index].called and finish_reason == "stop":
@@ -249,11 +249,16 @@ class ServedModel:
             request.stop,
             self.call_format.stream(prompt.thought_open, tool_specs(request)) if parses else None,
             None if request.parallel_tool_calls else 1,
+            dropped_space=self.chat.dropped_space,
         )
+
+    def _cut(self, text: str, request: ChatRequest, result: Generation) -> str | None:
+        """The text before the first stop string, if there is one."""
+        return cut_at_stop(text, request.stop, self.chat.dropped_space(result.token_ids)) if request.stop else None
 
     def _choice(self, request: ChatRequest, prompt: _Prompt, index: int, result: Generation) -> dict[str, Any]:
         text, finish_reason = self.chat.decode(result.token_ids, request.stop_token_ids or ()), result.finish_reason
-        if (cut := cut_at_stop(text, request.stop)) is not None:
+        if (cut := self._cut(text, request, result)) is not None:
             text, finish_reason = cut, "stop"
         content, fields = text, dict[str, Any]()
         call_stream = self._choice_stream(request, prompt).call_stream

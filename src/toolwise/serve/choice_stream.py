@@ -26,12 +26,14 @@ from toolwise.rollout.text_stream import TextStream
 
 
 class StopFilter:
-    """Passes text on up to the first stop string. Holds back what may be the start of one."""
+    """Passes text on up to the first stop string. Holds back what may be the start of one. `dropped` comes before the
+    text, as far as stop strings are concerned."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], dropped: str = "") -> None:
         self.stops = tuple(stops)
         self.stopped = False
-        self._held = ""
+        self._held = dropped
+        self._unshown = len(dropped)
 
     def feed(self, piece: str) -> str:
         if self.stopped:
@@ -40,20 +42,25 @@ class StopFilter:
         cut = cut_at_stop(text, self.stops)
         if cut is not None:
             self.stopped, self._held = True, ""
-            return cut
+            return self._shown(cut)
         held = max((_overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        return self._shown(text[: len(text) - held])
 
     def finish(self) -> str:
         held, self._held = self._held, ""
-        return held
+        return self._shown(held)
+
+    def _shown(self, text: str) -> str:
+        unshown, self._unshown = self._unshown, max(0, self._unshown - len(text))
+        return text[unshown:]
 
 
-def cut_at_stop(text: str, stops: Sequence[str]) -> str | None:
-    """The text before the first stop string; None if it has none."""
-    found = [position for stop in stops if (position := text.find(stop)) >= 0]
-    return text[: min(found)] if found else None
+def cut_at_stop(text: str, stops: Sequence[str], dropped: str = "") -> str | None:
+    """The text before the first stop string; None if it has none. `dropped` comes before the text."""
+    whole = dropped + text
+    found = [position for stop in stops if (position := whole.find(stop)) >= 0]
+    return whole[len(dropped) : min(found)] if found else None
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -82,11 +89,14 @@ class ChoiceStream:
     """How many calls to keep; None: all."""
     call_id: Callable[[int], str] = "call_{}".format
     """The id of the call with an index."""
+    dropped_space: Callable[[Sequence[int]], str] = lambda ids: ""
+    """The space that the text of these first tokens leaves out."""
     sent: str = ""
     _filter: StopFilter = field(init=False)
     _text: TextStream = field(init=False)
     _pieces: list[str] = field(init=False, default_factory=list)
     _calls: dict[int, _StreamedCall] = field(init=False, default_factory=dict)
+    _dropped: str | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._filter = StopFilter(self.stops)
@@ -99,6 +109,9 @@ class ChoiceStream:
 
     def feed(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """What new tokens make certain."""
+        if self._dropped is None and self.stops:
+            self._dropped = self.dropped_space(token_ids)
+            self._filter = StopFilter(self.stops, self._dropped)
         self._text.add(token_ids)
         return self._delta(self._new_text())
 
@@ -115,7 +128,8 @@ class ChoiceStream:
         last = self.call_stream.finish()
         assert self.call_stream.reply is not None
         if self._filter.stopped and not self.called and not all(call.name for call in self.call_stream.reply[1]):
-            cut = cut_at_stop(text, self.stops) or ""  # a stop string ended a call that was not sent yet: it is text
+            # A stop string ended a call that was not sent yet: it is text.
+            cut = cut_at_stop(text, self.stops, self._dropped or "") or ""
             return _joined(delta, self._content(cut.lstrip()[len(self.sent) :]))
         delta = _joined(delta, self._read(last))
         reasoning = reasoning_of(self.call_stream.reply)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolwise.concurrency.deadlines import run_async
+from toolwise.concurrency.memory import keep_freed_memory
 from toolwise.concurrency.tasks import spawn
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.messages import Message
@@ -87,6 +88,7 @@ def serve(
 ) -> None:
     """Serve until a signal ends it. `load` loads the agent, with the tools of the one before if it is loaded again;
     `on_start` gets the URL."""
+    keep_freed_memory()
     metrics, admission = ServerMetrics(), Admission(config.limits, warm=False)
     weights = ReloadableWeights(_Loader(config, load), metrics)
     app = build_app(

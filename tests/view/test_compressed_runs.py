@@ -112,8 +112,6 @@ def test_a_search_finds_what_is_in_other_files_and_before_the_damage(
     run, file = damaged
     pages = Pages([run])
     rows = pages.answer("rollouts", {"limit": "500"})[1]["rows"]
-    found = pages.answer("rollouts", {"q": "assistant", "limit": "500"})[1]["rows"]
-    assert not found  # the name of a role is no text
     found = pages.answer("rollouts", {"q": " ", "limit": "500"})[1]["rows"]
     others = [row["rollout_id"] for row in rows if row["file"] != file]
     assert [row["rollout_id"] for row in found if row["file"] != file] == others

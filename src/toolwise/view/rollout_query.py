@@ -242,8 +242,9 @@ def _chunks(store: RunStore, file: str) -> Any:
     position = 0
     try:
         with open_text(store.path_of(file)) as lines:
-            while chunk := lines.read(CHUNK_BYTES):
-                chunk += lines.readline(MAX_LINE_BYTES)
+            while chunk := lines.read1(CHUNK_BYTES):  # of a compressed file one block
+                if not chunk.endswith(b"\n"):
+                    chunk += lines.readline(MAX_LINE_BYTES)
                 yield position, chunk.lower()
                 position += len(chunk)
     except DAMAGES as fault:  # other files are searched all the same

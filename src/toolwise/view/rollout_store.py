@@ -59,8 +59,10 @@ class RunStore:
         return f"{hash(self._stamp) & (1 << 52) - 1:x}"
 
     def state(self) -> str:
-        """Whether a process still trains the run, or how it ended; "damaged" if its summary cannot be read, "" if
-        nothing was trained, such as by `toolwise rollout`."""
+        """Whether a process still trains the run, or how it ended; "damaged" if its summary cannot be read, "deleted"
+        if its folder is gone, "" if nothing was trained, such as by `toolwise rollout`."""
+        if not self.path.is_dir():
+            return "deleted"
         try:
             state = run_state(self.folder)
         except CheckpointError:
@@ -86,7 +88,7 @@ class RunStore:
             del self._files[name]
         if changed or removed or self.table is None:
             self._join()
-        self._stamp, self.folder = stamp, open_run(self.path)
+        self._stamp, self.folder = stamp, RunFolder(self.path)  # which may be gone
         self.__dict__.pop("vocabulary", None)
         return True
 

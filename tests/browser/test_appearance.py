@@ -77,6 +77,26 @@ def test_nothing_is_wider_than_400_pixels(trained: Path, sample: Path, serve: Se
     assert max(page.evaluate(wide)) <= 400
 
 
+def test_large_counts_and_long_names_fit_into_400_pixels(sample: Path, serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(sample), "#/compare", width=400)
+
+    def enlarge(route: Any) -> None:
+        answer = route.fetch()
+        data = answer.json()
+        steps = len(data["stops"]["steps"])
+        data["stops"]["reasons"] = {"repeated_invalid": [1_000_000] * steps, "prompt_too_long": [3] * steps}
+        data["faults"] = {"infrastructure": 123_456}
+        route.fulfill(response=answer, json=data)
+
+    page.route("**/api/overview*", enlarge)
+    page.keyboard.press("o")
+    page.wait_for_selector("[data-reason=repeated_invalid]")
+    wait_until_settled(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    inside = "[...document.querySelectorAll('.card')].every(card => card.scrollWidth <= card.clientWidth)"
+    assert page.evaluate(inside)
+
+
 def test_keys_lead_from_page_to_page(sample: Path, serve: Serve, open_page: Open) -> None:
     page = open_page(serve(sample), "#/rollouts?kind=known")
     page.keyboard.press("c")

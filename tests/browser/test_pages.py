@@ -197,6 +197,7 @@ def test_thinking_levels_are_side_by_side(sample: Path, serve: Serve, open_page:
     page.wait_for_selector("[data-level]")
     assert page.locator("[data-level]").count() == 4 * len(thinking)
     assert page.locator(".level.used").count() == len(thinking)
+    assert all("no thought" in text for text in page.locator("[data-level='1']").all_inner_texts())
     unused = next(level for level in thinking[0]["levels"] if level["thought"])
     assert unused["thought"] in page.locator(f"[data-level='{unused['level']}']").first.inner_text()
 

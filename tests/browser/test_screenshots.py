@@ -29,8 +29,8 @@ RUNS = [Path(run) for run in os.environ.get("SCREENSHOT_RUN", "").split(os.paths
 
 
 def chosen_row(run: Path, *, newest: bool, thinking: bool) -> dict[str, Any]:
-    """A rollout of several steps that was trained on, in a group whose scores differ; for `thinking` one with four
-    levels, of any number of steps."""
+    """A rollout of several steps that was trained on, in a group whose scores differ; for `thinking` one whose
+    levels were compared at two steps, all four at one of them."""
     store = RunStore(run)
     files = [file["file"] for file in store.files() if file["phase"] == "train"]
     for file in files[::-1] if newest else files:
@@ -43,9 +43,9 @@ def chosen_row(run: Path, *, newest: bool, thinking: bool) -> dict[str, Any]:
 
 
 def has_all_levels(store: RunStore, row: dict[str, Any]) -> bool:
-    """Whether all levels of a step were compared, and a thought was used."""
+    """Whether levels were compared at two steps, all of them at one where a thought was used."""
     steps = store.record(row).thinking if row["thinking"] else []
-    return any(len(step["levels"]) == 4 and step["level"] > 1 for step in steps)
+    return len(steps) > 1 and any(len(step["levels"]) == 4 and step["level"] > 1 for step in steps)
 
 
 def run_for(source: str, request: pytest.FixtureRequest) -> Path:
@@ -71,10 +71,11 @@ def test_a_picture_of_each_view(
         "rollouts": "#/rollouts?sort=advantage&desc=true&scatter=1&x=tokens&y=score&phase=train",
         "compare": "#/compare",
     }
-    row = chosen_row(run, newest=view in ("router", "thinking"), thinking=view == "thinking")
+    row = chosen_row(run, newest=view == "router", thinking=view == "thinking")
     route = routes.get(view) or rollout_link(view, row, token="0.5")
     page = open_page(serve(run), route, dark=view == "anchors")
     page.wait_for_selector(selector)
+    page.evaluate("document.documentElement.style.scrollbarGutter = 'auto'")  # a headless browser shows no scrollbar
     wait_until_settled(page)
     folder = Path(os.environ.get("SCREENSHOTS", tmp_path))
     folder.mkdir(parents=True, exist_ok=True)

@@ -406,6 +406,15 @@ def test_what_the_reward_reported_is_a_column_of_points(pages: Pages) -> None:
     assert found["reward/nothing"] == [None] * len(rows)
 
 
+def test_a_level_without_a_thought_has_none(pages: Pages) -> None:
+    """Not the tag that names the level."""
+    rows = [row for row in pages.stores[0].of_file("step-000001").to_pylist() if row["thinking"]]
+    thinking = [get(pages, "rollout", file="step-000001", id=row["rollout_id"])["thinking"] for row in rows]
+    levels = [(step["level"], level) for steps in thinking for step in steps for level in step["levels"]]
+    assert {level["thought"] for _, level in levels if level["level"] == 1} == {None}
+    assert all(level["thought"] for used, level in levels if level["level"] not in (1, used))
+
+
 def test_routes_that_were_not_tried_on_a_task_are_there(pages: Pages) -> None:
     row = next(row for row in pages.stores[0].of_file("step-000001").to_pylist() if row["route"])
     task = get(pages, "router", file="step-000001", id=row["rollout_id"])["task"]

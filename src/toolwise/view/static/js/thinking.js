@@ -26,7 +26,7 @@ function usedThought(message) {
 }
 
 function LevelCard({ level, used, message }) {
-  const thought = used ? usedThought(message) : level.thought;
+  const thought = level.tokens === 0 ? "" : used ? usedThought(message) : level.thought;
   return html`<article class=${`card level ${used ? "used" : ""}`} data-level=${level.level}><h3>Level ${level.level} ${used && html`<span class="pill">used</span>`}</h3>
     <div class="text thought-text" dir="auto">${thought ? html`<${SafeText} text=${String(thought)} />` : html`<span class="muted">no thought</span>`}</div>
     <table class="figures"><tbody><tr><td>thinking tokens</td><td class="number" data-value="tokens">${level.tokens}</td></tr><tr><td title="mean log-prob of the action after this thought">score (log-prob)</td><td class="number" data-value="score" title=${level.action_logprob}>${formatNumber(level.action_logprob)}</td></tr><tr><td title="mean entropy of the action after this thought">entropy</td><td class="number">${formatNumber(level.action_entropy)}</td></tr>

@@ -65,7 +65,10 @@ def test_the_button_changes_the_theme(sample: Path, serve: Serve, open_page: Ope
 
 def test_nothing_is_wider_than_400_pixels(trained: Path, sample: Path, serve: Serve, open_page: Open) -> None:
     wide = "[document.documentElement.scrollWidth, document.querySelector('main').scrollWidth]"
-    for address, routes in ((serve(sample), every_view(sample)), (serve(trained, sample), ["#/overview", "#/compare"])):
+    for address, routes in (
+        (serve(sample), every_view(sample)),
+        (serve(trained, sample), ["#/overview", "#/rollouts", "#/compare"]),
+    ):
         page = open_page(address, width=400)
         for route in routes:
             page.goto(f"{address}{route}")

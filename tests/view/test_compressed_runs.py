@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from toolwise.serialization import gzip_blocks
 from toolwise.training import rollout_index
 from toolwise.training.rollout_files import compress_old_files
 from toolwise.view.rollout_store import RunStore
+from toolwise.view.static_bundle import write_bundle
 from toolwise.view.view_server import Pages
 
 QUERIES: list[tuple[str, dict[str, str]]] = [
@@ -129,3 +131,19 @@ def test_a_damaged_file_without_an_index_is_shown_as_far_as_it_goes(damaged: tup
     assert 0 < len(rows) < whole
     assert {pages.answer("rollout", {"file": file, "id": row["rollout_id"]})[0] for row in rows} == {200}
     assert pages.answer("runs", {})[1][0]["rollouts"] > whole
+
+
+def test_a_bundle_leaves_out_the_groups_that_are_damaged(
+    damaged: tuple[Path, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, file = damaged
+    write_bundle([run], tmp_path / "bundle")
+    text = (tmp_path / "bundle" / "data" / "0" / "rows.js").read_text()
+    data = json.loads(text[text.index(",") + 1 : text.rindex(")")])
+    kept = {row["group_id"] for row in data["rows"] if row["file"] == file}
+    assert kept == set(data["groups"].get(file, {}))
+    whole = {row["group_id"] for row in RunStore(run).of_file(file).to_pylist()}
+    assert kept < whole
+    for group in whole - kept:
+        assert f"left out of the bundle: group {group}: {file} of run is damaged: " in caplog.text
+    assert len(data["rows"]) > len(RunStore(run).of_file(file))

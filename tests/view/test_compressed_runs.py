@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,10 @@ def test_pages_about_a_damaged_file_say_so_and_the_others_are_shown(damaged: tup
     for row in rows:
         if row["file"] != file:
             assert pages.answer("rollout", {"file": row["file"], "id": row["rollout_id"]})[0] == 200
+    points = pages.answer("points", {"x": "reward/correct", "y": "score"})[1]["points"]
+    assert {name for name, value in zip(points["file"], points["reward/correct"], strict=True) if value is None} == {
+        file
+    }
     assert pages.answer("overview", {})[0] == pages.answer("facets", {})[0] == 200
 
 
@@ -147,3 +152,23 @@ def test_a_bundle_leaves_out_the_groups_that_are_damaged(
     for group in whole - kept:
         assert f"left out of the bundle: group {group}: {file} of run is damaged: " in caplog.text
     assert len(data["rows"]) > len(RunStore(run).of_file(file))
+
+
+def test_a_scatter_plot_decompresses_each_block_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gzip_blocks, "BLOCK_BYTES", 10_000)
+    run = sample_run(tmp_path / "run")
+    compress_old_files(run / "rollouts", "step", 1)
+    store, unpack, unpacked = RunStore(run), zlib.decompressobj, []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        unpacked.append(1)
+        return unpack(*arguments, **options)
+
+    monkeypatch.setattr(gzip_blocks.zlib, "decompressobj", counted)
+    files = [path.open("rb") for path in (run / "rollouts").glob("*.gz")]
+    blocks = sum(len(gzip_blocks._find_blocks(file) or ()) for file in files)
+    found = Pages([store]).answer("points", {"x": "reward/correct", "y": "score"})[1]["points"]
+    for file in files:
+        file.close()
+    assert None not in found["reward/correct"]
+    assert 0 < len(unpacked) <= blocks < len(found["rollout_id"])

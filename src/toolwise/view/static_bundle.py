@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,13 +149,14 @@ class BundledRun(RunStore):
         super().__init__(path)
         self._records: dict[tuple[str, int], RolloutRecord] = {}
 
-    def record(self, row: dict[str, Any]) -> RolloutRecord:
-        key = row["file"], row["offset"]
-        if key not in self._records:
-            if len(self._records) >= MAX_SIBLINGS:
-                self._records.clear()
-            self._records[key] = super().record(row)
-        return self._records[key]
+    def records(self, rows: Iterable[dict[str, Any]]) -> Iterator[RolloutRecord]:
+        for row in rows:
+            key = row["file"], row["offset"]
+            if key not in self._records:
+                if len(self._records) >= MAX_SIBLINGS:
+                    self._records.clear()
+                self._records[key] = next(super().records([row]))
+            yield self._records[key]
 
 
 def _rollout_data(store: RunStore, row: dict[str, Any], routes: Sequence[str]) -> dict[str, Any]:

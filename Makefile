@@ -39,7 +39,7 @@ browser:  ## The browser in which the pages are tested
 test-browser: $(READY) browser  ## The pages of `toolwise view` in a real browser, during a real training
 	BROWSER_PATH=$(BROWSER_PATH) $(TEST) -n 0 tests/browser
 
-screenshots: $(READY)  ## The pictures of docs/view.md, taken by the tests; SCREENSHOT_RUN=RUN shows another run
+screenshots: $(READY)  ## The pictures of docs/view.md, taken by the tests; SCREENSHOT_RUN=RUN:RUN shows other runs
 	SCREENSHOTS=docs/images $(TEST) -n 0 tests/browser/test_screenshots.py
 
 # `make test` computes with the best instructions that the machine has, and with one thread.

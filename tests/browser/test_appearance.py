@@ -65,7 +65,10 @@ def test_the_button_changes_the_theme(sample: Path, serve: Serve, open_page: Ope
 
 def test_nothing_is_wider_than_400_pixels(trained: Path, sample: Path, serve: Serve, open_page: Open) -> None:
     wide = "[document.documentElement.scrollWidth, document.querySelector('main').scrollWidth]"
-    for address, routes in ((serve(sample), every_view(sample)), (serve(trained, sample), ["#/overview", "#/compare"])):
+    for address, routes in (
+        (serve(sample), every_view(sample)),
+        (serve(trained, sample), ["#/overview", "#/rollouts", "#/compare"]),
+    ):
         page = open_page(address, width=400)
         for route in routes:
             page.goto(f"{address}{route}")
@@ -75,6 +78,26 @@ def test_nothing_is_wider_than_400_pixels(trained: Path, sample: Path, serve: Se
     page.keyboard.press("?")
     page.wait_for_selector("[role=dialog]")
     assert max(page.evaluate(wide)) <= 400
+
+
+def test_large_counts_and_long_names_fit_into_400_pixels(sample: Path, serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(sample), "#/compare", width=400)
+
+    def enlarge(route: Any) -> None:
+        answer = route.fetch()
+        data = answer.json()
+        steps = len(data["stops"]["steps"])
+        data["stops"]["reasons"] = {"repeated_invalid": [1_000_000] * steps, "prompt_too_long": [3] * steps}
+        data["faults"] = {"infrastructure": 123_456}
+        route.fulfill(response=answer, json=data)
+
+    page.route("**/api/overview*", enlarge)
+    page.keyboard.press("o")
+    page.wait_for_selector("[data-reason=repeated_invalid]")
+    wait_until_settled(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    inside = "[...document.querySelectorAll('.card')].every(card => card.scrollWidth <= card.clientWidth)"
+    assert page.evaluate(inside)
 
 
 def test_keys_lead_from_page_to_page(sample: Path, serve: Serve, open_page: Open) -> None:

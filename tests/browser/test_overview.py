@@ -38,10 +38,11 @@ def test_lines_of_several_runs_can_be_told_apart(tmp_path: Path, serve: Serve, o
     drift.locator(".u-series", has_text="second").first.wait_for()
     for title in ("Drift", "λ, the price of the budget", "Score", "Cost", "Spending: search"):
         chart = page.locator(f"[data-title='{title}']")
-        looks = chart.locator(".u-series:not(.band) .u-marker").evaluate_all("all => all.map(e => e.style.border)")
-        labels = chart.locator(".u-series:not(.band) .u-label").all_inner_texts()
+        looks = chart.locator(".u-series:not(.unnamed) .u-marker").evaluate_all("all => all.map(e => e.style.border)")
+        labels = chart.locator(".u-series:not(.unnamed) .u-label").all_inner_texts()
         looks, labels = [look for look in looks if look], [label for label in labels if label != "step"]
         assert len(looks) == len(labels) == len(set(looks)) == len(set(labels)) >= 4, (title, labels, looks)
+    assert page.locator(".unnamed").count() > page.locator(".unnamed:visible").count() == 0
     assert {"first cost", "first search"} <= drawn_lines(page, "λ, the price of the budget").keys()
     spending = drawn_lines(page, "Spending: search")
     assert spending["second"] == read_series(runs[1], "router/search/mean")

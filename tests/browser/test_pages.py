@@ -197,8 +197,27 @@ def test_thinking_levels_are_side_by_side(sample: Path, serve: Serve, open_page:
     page.wait_for_selector("[data-level]")
     assert page.locator("[data-level]").count() == 4 * len(thinking)
     assert page.locator(".level.used").count() == len(thinking)
+    assert all("no thought" in text for text in page.locator("[data-level='1']").all_inner_texts())
     unused = next(level for level in thinking[0]["levels"] if level["thought"])
     assert unused["thought"] in page.locator(f"[data-level='{unused['level']}']").first.inner_text()
+
+
+def test_a_level_that_failed_is_named(sample: Path, serve: Serve, open_page: Open) -> None:
+    row = first_row(sample, "step-000001", trained_on=True, thinking=True)
+    page = open_page(serve(sample), "#/rollouts")
+
+    def leave_out(route: Any) -> None:
+        answer = route.fetch()
+        data = answer.json()
+        for step in data["thinking"]:
+            step["levels"] = [level for level in step["levels"] if level["level"] in (2, step["level"])]
+        route.fulfill(response=answer, json=data)
+
+    page.route("**/api/rollout?*", leave_out)
+    page.goto(f"{serve(sample)}{rollout_link('thinking', row)}")
+    page.wait_for_selector("[data-missing='3']")
+    assert "could not be used" in page.inner_text("[data-missing='3']")
+    assert page.locator("[data-level], [data-missing]").count() % 4 == 0
 
 
 def test_two_validations_are_compared_task_by_task(trained: Path, serve: Serve, open_page: Open) -> None:

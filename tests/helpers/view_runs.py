@@ -234,7 +234,9 @@ def _thinking(rng: Any, tokens: int, offset: int) -> ThinkingStep:
             0 if level == 1 else 6 * level,
             (-rng.exponential(0.6, 2)).astype(np.float32),
             rng.exponential(0.5, 2).astype(np.float32),
-            None if level == used else Alternative(level, thought=THOUGHTS.get(level), text=THOUGHTS.get(level, "")),
+            None
+            if level == used
+            else Alternative(level, thought=THOUGHTS.get(level), text=THOUGHTS.get(level, f"<level>{level}</level>")),
         )
         for level in (1, 2, 3, 4)
     )

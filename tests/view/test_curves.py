@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from PIL import Image
 
 from toolwise.errors import ToolwiseError
 from toolwise.training.run_folder import open_run
-from toolwise.view.curves import render_curves
+from toolwise.view.curves import LIGHT, _draw_kinds, draw_legend, render_curves
 
 MakeRun = Callable[..., Path]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -43,6 +44,32 @@ def test_the_figure_has_the_size_it_should(make_run: MakeRun, tmp_path: Path) ->
 def test_all_three_panels_are_drawn(make_run: MakeRun, tmp_path: Path) -> None:
     drawn = colours_in(draw_curves(make_run(), tmp_path / "a.png"))
     assert {"#1f6f8b", "#b8622b", "#b9c3cd"} <= drawn
+
+
+def test_a_figure_without_anything_to_name_has_no_legend() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw_legend(axes, LIGHT)
+    assert axes.get_legend() is None
+
+
+def test_the_bars_of_kinds_are_named_though_the_first_kind_has_none(make_run: MakeRun) -> None:
+    from matplotlib.figure import Figure
+
+    run = make_run()
+    summary = json.loads((run / "summary.json").read_text())
+    first = next(iter(summary["before"]["by_kind"]))
+    for side in ("before", "after"):
+        summary[side]["by_kind"][first] = {"cost": 1.0, "n": 16}
+    (run / "summary.json").write_text(json.dumps(summary))
+    axes = Figure().subplots()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _draw_kinds(axes, open_run(run), LIGHT)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["before", "after"]
 
 
 def test_without_kinds_there_are_no_bars(make_run: MakeRun, tmp_path: Path) -> None:

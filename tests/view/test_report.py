@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from toolwise.view.report import before_after_table, write_report
+from toolwise.view.view_server import Pages
 
 MakeRun = Callable[..., Path]
 VOID = {"meta", "img", "source", "br", "link"}
@@ -180,6 +181,30 @@ def test_the_training_table_has_some_of_many_steps_with_the_first_and_the_last(m
     assert "<tr><td>1</td>" in page.source
     assert "<tr><td>100</td>" in page.source
     assert "actor/grad_norm" in page.text
+
+
+def test_validations_that_were_logged_late_change_no_page(make_run: MakeRun) -> None:
+    """As in asynchronous training: behind steps that went on meanwhile."""
+    run = make_run(steps=45, finished=False)
+    ordered = (run / "metrics.jsonl").read_text("utf-8").splitlines()
+    before = write_report(run).read_text("utf-8"), shown_by(run)
+
+    def place(line: str) -> float:
+        row = json.loads(line)
+        return row["step"] + (3.5 if "eval/score" in row and row["step"] else 0.0)
+
+    late = sorted(ordered, key=place)
+    assert late != ordered
+    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in late), "utf-8")
+    assert (write_report(run).read_text("utf-8"), shown_by(run)) == before
+
+
+def shown_by(run: Path) -> list[Any]:
+    pages, names = Pages([run]), ("score/mean", "eval/score", "eval/correct")
+    parameters = {"file": "eval-000000", "other_file": "eval-000040"}
+    asked = [pages.answer("overview", {}), pages.answer("series", {"names": "|".join(names)})]
+    assert asked[1][1]["eval/score"]["steps"] == [0, 10, 20, 30, 40]
+    return [*asked, pages.answer("compare", parameters)]
 
 
 def test_the_configuration_is_there_to_unfold(make_run: MakeRun) -> None:

@@ -80,8 +80,13 @@ def test_pages_of_a_bundle_are_those_of_the_server(tmp_path: Path) -> None:
 def test_each_rollout_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = sample_run(tmp_path / "run", steps=1)
     count, reads, totals = RunStore(run).table.num_rows, [], []
-    read, routes = RunStore.record, static_bundle.run_routes
-    monkeypatch.setattr(RunStore, "record", lambda store, row: reads.append(row["offset"]) or read(store, row))
+    read, routes = RunStore._read_line, static_bundle.run_routes
+
+    def counted(store: RunStore, file: Any, row: dict[str, Any]) -> Any:
+        reads.append(row["offset"])
+        return read(store, file, row)
+
+    monkeypatch.setattr(RunStore, "_read_line", counted)
     monkeypatch.setattr(static_bundle, "run_routes", lambda store: totals.append(store) or routes(store))
     write_bundle([run], tmp_path / "out")
     assert len(totals) == 1

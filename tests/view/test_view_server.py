@@ -252,6 +252,27 @@ def test_a_damaged_run_does_not_hide_the_others(run: Path, tmp_path: Path) -> No
     assert get(pages, "overview", run="1")["rollouts"] == 124
 
 
+def test_a_run_that_is_deleted_while_it_is_viewed_does_not_hide_the_others(run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "gone"))
+    pages = Pages([folder, run])
+    assert [one["rollouts"] for one in get(pages, "runs")] == [124, 124]
+    before = pages.stores[0].signature
+    shutil.rmtree(folder)
+    status, value = pages.answer("rollout", {"file": "step-000001", "id": "step-1/0/0"})  # the page has not noticed yet
+    assert (status, "no longer there" in value["error"]) == (404, True)
+    found = get(pages, "runs")
+    assert [(one["state"], one["ended"], one["rollouts"]) for one in found] == [
+        ("deleted", True, 0),
+        ("crashed", True, 124),
+    ]
+    assert found[0]["signature"] != before  # open pages read it again
+    assert (get(pages, "overview")["metric_names"], get(pages, "rollouts")["total"]) == ([], 0)
+    assert pages.answer("rollout", {"file": "step-000001", "id": "step-1/0/0"})[0] == 404
+    assert get(pages, "overview", run="1")["rollouts"] == 124
+    shutil.copytree(run, folder)
+    assert [one["rollouts"] for one in get(pages, "runs")] == [124, 124]  # another run of the same name
+
+
 def test_values_that_no_run_writes_are_an_answer_of_one_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": [1], "score/mean": 0.5}\n')
     pages = Pages([tmp_path])
@@ -383,6 +404,15 @@ def test_what_the_reward_reported_is_a_column_of_points(pages: Pages) -> None:
     assert found["rollout_id"] == [row["rollout_id"] for row in rows]
     assert found["reward/correct"] == [store.record(row).metrics["correct"] for row in rows]
     assert found["reward/nothing"] == [None] * len(rows)
+
+
+def test_a_level_without_a_thought_has_none(pages: Pages) -> None:
+    """Not the tag that names the level."""
+    rows = [row for row in pages.stores[0].of_file("step-000001").to_pylist() if row["thinking"]]
+    thinking = [get(pages, "rollout", file="step-000001", id=row["rollout_id"])["thinking"] for row in rows]
+    levels = [(step["level"], level) for steps in thinking for step in steps for level in step["levels"]]
+    assert {level["thought"] for _, level in levels if level["level"] == 1} == {None}
+    assert all(level["thought"] for used, level in levels if level["level"] not in (1, used))
 
 
 def test_routes_that_were_not_tried_on_a_task_are_there(pages: Pages) -> None:

@@ -62,7 +62,7 @@ def _member(text: bytes) -> bytes:
     return _HEADER.pack(_START, 0, 0, 255, 12, _NAME, 8, _HEADER.size + len(body), len(text)) + body
 
 
-def open_text(path: Path) -> IO[bytes]:
+def open_text(path: Path) -> io.BufferedIOBase:
     """The text of a file, plain or in blocks, for reading from any position. Another gzip file can be read, too, but
     from the beginning only without waiting."""
     if path.suffix != SUFFIX:
@@ -71,7 +71,7 @@ def open_text(path: Path) -> IO[bytes]:
     blocks = _find_blocks(file)
     if blocks is None:
         file.close()
-        return gzip.open(path)  # type: ignore[return-value]
+        return gzip.open(path)
     return io.BufferedReader(_BlockReader(file, blocks))
 
 

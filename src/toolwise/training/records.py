@@ -14,7 +14,7 @@ from toolwise.messages import Message, as_messages
 from toolwise.routing.prompts import route_changes, undo_changes
 from toolwise.training.rollout_paths import compressed_path
 from toolwise.training.trackers.jsonl import read_metrics
-from toolwise.types import CreditedRollout, ScoredRollout, StepData
+from toolwise.types import CreditedRollout, LevelScore, ScoredRollout, StepData
 from toolwise.untrusted.bounds import MAX_WARNINGS
 
 T = TypeVar("T")
@@ -222,9 +222,16 @@ class RolloutRecord:
 _OPTIONAL_FIELDS = frozenset(list(RolloutRecord.__dataclass_fields__)[-12:])
 
 
+def _thought(score: LevelScore) -> str | None:
+    """What was written at a level that was not used; its whole text if it has no part that is named as the thought."""
+    other = score.alternative
+    return None if other is None or not score.thinking_tokens else other.thought or other.text
+
+
 def thinking_records(credited: CreditedRollout) -> list[dict[str, Any]]:
-    """For each step whose thinking levels were compared: the level used, and of each level the thought (None for the
-    level used, whose thought is in the message), its tokens, and mean log-prob, entropy and advantage of the action."""
+    """For each step whose thinking levels were compared: the level used, and of each level the thought, its tokens, and
+    mean log-prob, entropy and advantage of the action. The thought is None for a level without one, and for the level
+    used, whose thought is in the message."""
     thinking, parts = credited.annotated.thinking, credited.parts
     records: list[dict[str, Any]] = []
     for index, step in enumerate(thinking.steps if thinking is not None else ()):
@@ -234,7 +241,7 @@ def thinking_records(credited: CreditedRollout) -> list[dict[str, Any]]:
         levels = [
             {
                 "level": score.level,
-                "thought": None if score.alternative is None else score.alternative.thought or score.alternative.text,
+                "thought": _thought(score),
                 "tokens": score.thinking_tokens,
                 "action_logprob": score.action_logprob,
                 "action_entropy": score.action_entropy,

@@ -7,12 +7,13 @@ have changed since, it is built from the lines.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from toolwise.serialization.files import write_atomic
 from toolwise.serialization.gzip_blocks import DAMAGES, open_text
@@ -238,7 +239,7 @@ def build_index(rollouts: Path) -> Any:
     return _counted_table(rollouts, rows)
 
 
-def _whole_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+def _whole_lines(file: io.BufferedIOBase) -> Iterator[tuple[int, bytes]]:
     """Offset and text of each line that has an end; the text of a line that is too long is empty."""
     offset = 0
     while line := file.readline(MAX_LINE_BYTES):

@@ -342,7 +342,7 @@ class Training:
         for finding in changes.withdrawn:
             self.reporter.announce(f"no longer true: {finding.name} (found at step {finding.step})", logging.WARNING)
         if changes.found or changes.withdrawn:
-            findings = self._doctor.findings(self.run.progress.diagnosis.findings)
+            findings = self._doctor.findings(self.run.progress.diagnosis.findings, self.out)
             self.reporter.write_json("diagnosis.json", list(map(finding_to_json, findings)))
 
     def _save(self, state: Mapping[str, Any] | None = None, *, take: bool = True) -> None:
@@ -376,7 +376,7 @@ class Training:
             if diagnosis.updated is False:
                 log.warning("the actor was never updated: see the diagnosis in %s", self.out)
         early = "" if interrupted or self._error is not None else self._stopped_early()
-        findings = self._doctor.findings(diagnosis.findings)
+        findings = self._doctor.findings(diagnosis.findings, self.out)
         if self._error is not None:
             stopped = str(self._error) if isinstance(self._error, ToolwiseError) else describe_at(self._error)
             if not isinstance(self._error, FaultRateError):

@@ -134,6 +134,7 @@ def _draw_series(
 def _draw_kinds(axes: Any, run: RunFolder, palette: Palette) -> None:
     rows = rows_by_kind(run.summary)[1:]
     shown = sorted(rows, key=lambda row: -(row.n or 0))[:MAX_KINDS] if len(rows) > MAX_KINDS else rows
+    named: set[str] = set()
     for index, row in enumerate(shown):
         change = row.changes[0]
         label = _escape_dollars(shorten(row.label.replace("_", " "), 36))
@@ -142,7 +143,8 @@ def _draw_kinds(axes: Any, run: RunFolder, palette: Palette) -> None:
         bars = (("before", change.before, palette.before, -0.1), (after, change.after, palette.after, 0.18))
         for side, value, colour, offset in bars:
             if value is not None:
-                axes.barh(index + offset, value, 0.26, color=colour, label=None if index else side, zorder=2)
+                axes.barh(index + offset, value, 0.26, color=colour, label=None if side in named else side, zorder=2)
+                named.add(side)
                 axes.text(
                     value + 0.015, index + offset, f"{100 * value:.0f}%", va="center", color=palette.ink, fontsize=8.5
                 )

@@ -22,8 +22,8 @@ def group_page(store: RunStore, file: str, group_id: str) -> dict[str, Any]:
         raise NotFoundError(f"{file} of {store.name} has no group {group_id!r:.120}")
     shown = rows[:MAX_SIBLINGS]
     root: dict[str, Any] = {"children": {}, "leaves": []}
-    for row in shown:
-        record, node = store.record(row), root
+    for row, record in zip(shown, store.records(shown), strict=True):
+        node = root
         for message in record.messages:
             key = _key(message)
             node = node["children"].setdefault(key, {"message": message, "children": {}, "leaves": []})
@@ -73,8 +73,8 @@ def anchor_page(store: RunStore, file: str, group_id: str) -> dict[str, Any]:
     if not rows:
         raise NotFoundError(f"{file} of {store.name} has no group {group_id!r:.120}")
     states: dict[int, list[dict[str, Any]]] = {}
-    for row in rows[:MAX_SIBLINGS]:
-        record = store.record(row)
+    shown = rows[:MAX_SIBLINGS]
+    for row, record in zip(shown, store.records(shown), strict=True):
         parts = {step.step: step.parts for step in store.tokens(row)} if row["trained_on"] else {}
         actions = _actions(record)
         for index, step in enumerate(record.steps):

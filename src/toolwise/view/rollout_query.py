@@ -6,15 +6,17 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import ToolwiseError
 from toolwise.serialization.gzip_blocks import DAMAGES, open_text
 from toolwise.training.records import RolloutRecord
 from toolwise.training.rollout_index import MAX_LINE_BYTES
-from toolwise.view.rollout_store import RunStore
+from toolwise.view.rollout_store import NotFoundError, RunStore
 
 if TYPE_CHECKING:
     import numpy as np
@@ -171,9 +173,22 @@ def points(store: RunStore, parameters: Mapping[str, str]) -> dict[str, Any]:
     reported = [name for name in dict.fromkeys(names) if name not in NUMBERS]
     if reported:
         rows = store.table.select(["file", "rollout_id", "offset", "length"]).take(indices).to_pylist()
-        metrics = [store.record(row).metrics for row in rows]
+        metrics = _reward_metrics_of(store, rows)
         found |= {name: [_metric(of, name.removeprefix(REWARD)) for of in metrics] for name in reported}
     return {"total": total, "x": names[0], "y": names[1], "points": found}
+
+
+def _reward_metrics_of(store: RunStore, rows: Iterable[dict[str, Any]]) -> list[Mapping[str, Any]]:
+    """What the reward reported for each; nothing for those of a file that cannot be read."""
+    found: list[Mapping[str, Any]] = []
+    for _, group in groupby(rows, key=itemgetter("file")):
+        members = list(group)
+        try:
+            found += [record.metrics for record in store.records(members)]
+        except NotFoundError as fault:
+            log.warning("%s", fault)
+            found += [{}] * len(members)
+    return found
 
 
 def _metric(metrics: Mapping[str, Any], name: str) -> float | None:
@@ -242,8 +257,9 @@ def _chunks(store: RunStore, file: str) -> Any:
     position = 0
     try:
         with open_text(store.path_of(file)) as lines:
-            while chunk := lines.read(CHUNK_BYTES):
-                chunk += lines.readline(MAX_LINE_BYTES)
+            while chunk := lines.read1(CHUNK_BYTES):  # of a compressed file one block
+                if not chunk.endswith(b"\n"):
+                    chunk += lines.readline(MAX_LINE_BYTES)
                 yield position, chunk.lower()
                 position += len(chunk)
     except DAMAGES as fault:  # other files are searched all the same

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +63,10 @@ class RunStore:
         return f"{hash(self._stamp) & (1 << 52) - 1:x}"
 
     def state(self) -> str:
-        """Whether a process still trains the run, or how it ended; "damaged" if its summary cannot be read, "" if
-        nothing was trained, such as by `toolwise rollout`."""
+        """Whether a process still trains the run, or how it ended; "damaged" if its summary cannot be read, "deleted"
+        if its folder is gone, "" if nothing was trained, such as by `toolwise rollout`."""
+        if not self.path.is_dir():
+            return "deleted"
         try:
             state = run_state(self.folder)
         except CheckpointError:
@@ -88,7 +94,7 @@ class RunStore:
             del self._files[name]
         if changed or removed or self.table is None:
             self._join()
-        self._stamp, self.folder = stamp, open_run(self.path)
+        self._stamp, self.folder = stamp, RunFolder(self.path)  # which may be gone
         self.__dict__.pop("vocabulary", None)
         return True
 
@@ -142,12 +148,22 @@ class RunStore:
 
     def record(self, row: dict[str, Any]) -> RolloutRecord:
         """Read one line."""
-        try:
-            with open_text(self.path_of(row["file"])) as file:
-                file.seek(row["offset"])
-                parsed = load_json(file.read(row["length"]))
-        except DAMAGES as fault:
-            raise NotFoundError(f"{row['file']} of {self.name} is damaged: {fault}") from fault
+        return next(self.records([row]))
+
+    def records(self, rows: Iterable[dict[str, Any]]) -> Iterator[RolloutRecord]:
+        """Read the line of each row. Rows of one file that follow each other open it once, and in the order of the file
+        each of its blocks is decompressed once."""
+        for name, members in groupby(rows, key=itemgetter("file")):
+            try:
+                with open_text(self.path_of(name)) as file:
+                    for row in members:
+                        yield self._read_line(file, row)
+            except DAMAGES as fault:
+                raise NotFoundError(f"{name} of {self.name} is damaged: {fault}") from fault
+
+    def _read_line(self, file: io.BufferedIOBase, row: dict[str, Any]) -> RolloutRecord:
+        file.seek(row["offset"])
+        parsed = load_json(file.read(row["length"]))
         record = RolloutRecord.from_json(parsed) if isinstance(parsed, dict) else None
         if record is None or valid_text(record.rollout_id) != row["rollout_id"]:  # a resumed run repeats its steps
             raise NotFoundError(f"{row['file']} of {self.name} has changed: load the page again")

@@ -6,9 +6,10 @@ the data is written as scripts that the page loads when it needs them.
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from toolwise.view.group_page import MAX_SIBLINGS, anchor_page, group_page
 from toolwise.view.overview_page import overview_page, series
 from toolwise.view.rollout_page import message_view, rollout_page
 from toolwise.view.rollout_query import SHOWN, facets, without_keys
-from toolwise.view.rollout_store import RunStore
+from toolwise.view.rollout_store import NotFoundError, RunStore
 from toolwise.view.router_page import offered_routes, rollout_routes, run_routes, task_routes
 from toolwise.view.view_server import STATIC, Pages
 
@@ -29,6 +30,7 @@ MARK = "toolwise-bundle"
 """In the page of a bundle: such a folder may be written again."""
 CHUNK_CHARS = 2_000_000
 POLICY = "default-src 'none'; script-src 'self' file:; style-src 'self' file:; img-src 'self' file: data:"
+log = logging.getLogger("toolwise.view")
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z_]+\.js)";\n', re.MULTILINE)
 
 
@@ -114,11 +116,15 @@ def _write_run(out: Path, number: int, store: RunStore, files: Sequence[str]) ->
     chunk_of: dict[str, dict[str, int]] = {}
     groups, texts = _Chunks(out, f"{number}/groups"), _Chunks(out, f"{number}/text")
     for file in files:
-        table = store.of_file(file)
-        rows += table.select(list(SHOWN)).to_pylist()
+        table, damaged = store.of_file(file), set[str]()
         for group_id in dict.fromkeys(table["group_id"].to_pylist()):
             members = store.group(file, group_id)
-            offered = offered_routes(map(store.record, members), routes["names"])
+            try:
+                offered = offered_routes([store.record(row) for row in members], routes["names"])
+            except NotFoundError as fault:
+                log.warning("left out of the bundle: group %s: %s", group_id, fault)
+                damaged.add(group_id)
+                continue
             tasks = {row["task_id"] for row in members}
             data = {
                 "group": group_page(store, file, group_id),
@@ -130,6 +136,7 @@ def _write_run(out: Path, number: int, store: RunStore, files: Sequence[str]) ->
             for row in members:
                 line = without_keys(json_text(store.record(row).to_json())).lower()
                 texts.add(f"{file} {row['rollout_id']}", line)
+        rows += [row for row in table.select(list(SHOWN)).to_pylist() if row["group_id"] not in damaged]
     groups.flush()
     texts.flush()
     _write_data(out, f"{number}/rows", {"rows": rows, "groups": chunk_of, "chunks": texts.number})
@@ -142,13 +149,14 @@ class BundledRun(RunStore):
         super().__init__(path)
         self._records: dict[tuple[str, int], RolloutRecord] = {}
 
-    def record(self, row: dict[str, Any]) -> RolloutRecord:
-        key = row["file"], row["offset"]
-        if key not in self._records:
-            if len(self._records) >= MAX_SIBLINGS:
-                self._records.clear()
-            self._records[key] = super().record(row)
-        return self._records[key]
+    def records(self, rows: Iterable[dict[str, Any]]) -> Iterator[RolloutRecord]:
+        for row in rows:
+            key = row["file"], row["offset"]
+            if key not in self._records:
+                if len(self._records) >= MAX_SIBLINGS:
+                    self._records.clear()
+                self._records[key] = next(super().records([row]))
+            yield self._records[key]
 
 
 def _rollout_data(store: RunStore, row: dict[str, Any], routes: Sequence[str]) -> dict[str, Any]:

@@ -49,6 +49,24 @@ def test_a_planted_disease_is_found_with_its_cure(name: str) -> None:
     assert any(case.setting in finding.settings for finding in findings if finding.name in case.found)
 
 
+def delayed(rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """Each validation behind the training steps that went on meanwhile, as asynchronous training logs them."""
+    last = rows[-1]["step"]
+    late = {id(row): min(row["step"] + steps, last) + 0.5 for row in rows if "eval/score" in row and row["step"]}
+    return sorted(rows, key=lambda row: late.get(id(row), row["step"]))
+
+
+@pytest.mark.parametrize("name", doctor_runs.CASES)
+def test_validations_that_come_late_change_no_finding(name: str) -> None:
+    text = gzip.decompress((doctor_runs.FIXTURES / f"{name}.jsonl.gz").read_bytes()).decode()
+    rows = [json.loads(line) for line in text.splitlines()]
+    late = delayed(rows, 2)
+    assert (late != rows) == any("eval/score" in row and 0 < row["step"] < rows[-1]["step"] for row in rows)
+    doctor = RunDoctor(History(doctor_runs.settings_of(name)))
+    doctor.replay(late)
+    assert {finding.name for finding in doctor.findings(())} == {finding.name for finding in examine(name)}
+
+
 def test_every_check_has_a_recorded_run_that_shows_it() -> None:
     assert {kind for case in doctor_runs.CASES.values() for kind in case.found} == set(CHECKS)
 

@@ -33,6 +33,7 @@ RECORDS = [
     record("hacked", score=9.0, cost=1.0, metrics={"correct": 0.0}, steps=[{"tokens": 4}], says="same"),
     record("right", score=5.0, cost=5.0, metrics={"correct": 1.0}, steps=[{"tokens": 90}], says="same"),
     record("broken", score=0.2, failed_calls={"timeout": 2}, metrics={"correct": 0.0}, steps=[{"tokens": 5}]),
+    record("lost", score=None, fault="server down"),
 ]
 
 
@@ -40,10 +41,13 @@ RECORDS = [
     ("kind", "expected"),
     [
         ("reward_hacking", ["hacked", "broken", "cheap"]),
-        ("length_creep", ["right", "broken", "hacked", "cheap"]),
+        ("length_creep", ["right", "broken", "hacked", "cheap", "lost"]),
         ("identical_outputs", ["hacked", "right"]),
         ("tool_failures", ["broken"]),
-        ("budget_missed", ["right", "hacked", "cheap", "broken"]),
+        ("budget_missed", ["right", "hacked", "cheap", "broken", "lost"]),
+        ("weights_unchanged", ["broken"]),
+        ("episodes_failed", ["lost"]),
+        ("prompt_too_long", ["lost"]),
         ("starvation", []),
         ("score_collapse", ["cheap", "broken", "right", "hacked"]),
     ],

@@ -49,3 +49,38 @@ def test_each_cause_has_its_cure(
     found = explain_unchanged(config(model={"dtype": "bfloat16"}), rollouts, metrics, "all 8 groups were")
     assert cause in found[0]
     assert cure in found[1]
+
+
+def with_calls(calls: dict[str, int], failed: dict[str, int]) -> list[ScoredRollout]:
+    return [scored(0.0, calls=calls, failed=failed)] * 2
+
+
+@pytest.mark.parametrize("metrics", [DROPPED, {**UPDATED, "actor/grad_norm": 0.0}])
+def test_calls_that_all_failed_are_named_where_they_may_be_why(metrics: Mapping[str, float]) -> None:
+    rollouts = with_calls({"search": 2, "calculator": 1}, {"timeout": 2, "tool_error": 1})
+    cause, cure = explain_unchanged(config(), rollouts, metrics, "all 8 groups were")
+    says = "; 6 of the 6 calls of calculator, search in the latest step failed: timeout (4), tool_error (2)"
+    assert cause.endswith(says)
+    assert cure.startswith("First read in rollouts/ why the calls fail, and test the tools with `toolwise check tool`.")
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "metrics"),
+    [
+        (with_calls({"search": 2}, {"timeout": 1}), DROPPED),
+        (with_calls({"search": 2}, {}), DROPPED),
+        (GOOD, DROPPED),
+        (with_calls({"search": 2}, {"timeout": 2}), {**UPDATED, "actor/lr": 0.0}),
+    ],
+)
+def test_calls_are_not_blamed_if_they_went_well_or_something_else_is_the_cause(
+    rollouts: list[ScoredRollout], metrics: Mapping[str, float]
+) -> None:
+    cause, cure = explain_unchanged(config(), rollouts, metrics, "all 8 groups were")
+    assert "failed" not in cause
+    assert "First read" not in cure
+
+
+def test_calls_of_tools_that_do_not_exist_are_calls_that_failed() -> None:
+    steps = [scored(0.0, calls={"search": 1}, failed={"unknown_tool": 3, "timeout": 1})]
+    assert "; 4 of the 4 calls of search" in explain_unchanged(config(), steps, DROPPED, "the group was")[0]

@@ -42,6 +42,21 @@ def test_metrics_and_settings_are_read_back_and_a_resumed_run_replaces_what_it_r
     assert str(tmp_path).encode() in events.Tensors("report")[-1].tensor_proto.string_val[0]
 
 
+def test_a_validation_that_comes_late_has_its_own_step_and_the_report_the_last(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker()
+    tracker.start(RunStart(tmp_path, "named", 0, 10, {}))
+    for step, name in ((1, "score/mean"), (2, "score/mean"), (3, "score/mean"), (2, "eval/score"), (4, "eval/score")):
+        tracker.log(step, {name: float(step)})
+    tracker.log(3, {"eval/score": 3.0})
+    tracker.on_end(EndEvent(tmp_path, 4, {}, {}))
+    (tmp_path / "report.html").write_text("")
+    tracker.close()
+    events = read(tmp_path)
+    assert [event.step for event in events.Scalars("score/mean")] == [1, 2, 3]
+    assert [(event.step, event.value) for event in events.Scalars("eval/score")] == [(2, 2.0), (4, 4.0), (3, 3.0)]
+    assert [event.step for event in events.Tensors("report")] == [4]
+
+
 def test_text_of_the_model_cannot_break_a_table() -> None:
     row = RolloutRow(1, "r", "t", "", "", None, 0.5, "answered", 0, 3, "user: a | b\n<script>")
     *_, line = markdown_table([row]).splitlines()

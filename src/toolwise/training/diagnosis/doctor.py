@@ -88,8 +88,9 @@ class RunDoctor:
         for row in rows:
             self.add(row)
 
-    def findings(self, others: Sequence[Finding]) -> list[Finding]:
-        """All findings of a run: `others`, and the doctor's that do not repeat them."""
+    def findings(self, others: Sequence[Finding], run_folder: Path | None = None) -> list[Finding]:
+        """All findings of a run, `others` and the doctor's that do not repeat them, with rollouts from `run_folder`."""
         names = {other.name for other in others}
         repeated = names.union(*(SAME_CAUSE.get(name, ()) for name in (*names, *self.found)))
-        return [*others, *(finding for kind, finding in self.found.items() if kind not in repeated)]
+        found = [*others, *(finding for kind, finding in self.found.items() if kind not in repeated)]
+        return found if run_folder is None else [with_rollouts(finding, run_folder) for finding in found]

@@ -82,6 +82,14 @@ def failed_calls(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
     return sorted((r for r in records if r.failed_calls), key=lambda r: -sum(r.failed_calls.values()))
 
 
+def failed_calls_or_worst(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+    return failed_calls(records) or worst(records)
+
+
+def faulty(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+    return [r for r in records if r.fault]
+
+
 def most_expensive(records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
     return sorted(records, key=lambda r: -(r.cost or 0.0))
 
@@ -102,6 +110,10 @@ CHOICES: dict[str, Choice] = {
     "identical_outputs": most_common,
     "tool_failures": failed_calls,
     "tool_failed": failed_calls,
+    "weights_unchanged": failed_calls_or_worst,
+    "episodes_failed": faulty,
+    "route_failed": faulty,
+    "prompt_too_long": faulty,
     "budget_missed": most_expensive,
     "starvation": lambda records: [],
     "canary_drift": longest,

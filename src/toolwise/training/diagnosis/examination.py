@@ -15,7 +15,6 @@ from toolwise.messages import as_messages
 from toolwise.training.changes import resume_command
 from toolwise.training.checkpoint.lock import LOCK
 from toolwise.training.diagnosis.doctor import CHECKS, RunDoctor
-from toolwise.training.diagnosis.evidence import with_rollouts
 from toolwise.training.diagnosis.history import EARLY, WINDOW, History, Row
 from toolwise.training.diagnosis.monitor import finding_from_json
 from toolwise.training.metrics import most_common_share, written_text
@@ -48,7 +47,7 @@ def examine_run(run_dir: str | os.PathLike[str]) -> Examination:
     doctor.replay(complete_rows(run))
     others = [finding_from_json(entry) for entry in run.diagnosis if entry.get("kind") not in CHECKS]
     state = run_state(run)
-    findings = [with_rollouts(finding, run.path) for finding in doctor.findings(others)]
+    findings = doctor.findings(others, run.path)
     step = max((int(row.get("step") or 0) for row in run.metrics), default=0)
     if state == "crashed":
         findings.append(_crashed(run, step))

@@ -28,6 +28,8 @@ _PREFER = (
     "rollout.temperature, or tasks that the model sometimes solves"
 )
 _FIX_PARSER = "Fix the parser given as rollout.tool_parser, or set a built-in one, such as hermes"
+_CALLS = ("calls", "failed_calls")
+"""In `step_info`: by tool, and by kind of failure."""
 ALL, ALL_TOOL_USERS = "All rollouts", "All rollouts that called a tool"
 
 
@@ -244,16 +246,19 @@ def explain_unchanged(
     if not any(s.trainable for s in scored):
         return _nothing_usable(config, scored)
     lr, grad_norm, update_norm = (metrics.get(f"actor/{name}", 0.0) for name in ("lr", "grad_norm", "update_norm"))
+    calls_failed, fix_calls = _failed_calls(scored)
+    prefer = f"{fix_calls}To get differences to learn from, {_PREFER}"
     reasons = (
         (
             not metrics.get("actor/updates"),
-            f"{dropped} dropped, because the rewards within each are equal or too few of its rollouts are usable",
-            f"To get differences to learn from, {_PREFER}",
+            f"{dropped} dropped, because the rewards within each are equal or too few of its rollouts are usable"
+            f"{calls_failed}",
+            prefer,
         ),
         (
             grad_norm == 0,
-            "the gradient is 0, because all advantages are 0 or the rollouts of a task are identical",
-            f"To get differences to learn from, {_PREFER}",
+            f"the gradient is 0, because all advantages are 0 or the rollouts of a task are identical{calls_failed}",
+            prefer,
         ),
         (
             lr == 0,
@@ -273,6 +278,19 @@ def explain_unchanged(
         ),
     )
     return next((cause, cure) for applies, cause, cure in reasons if applies)
+
+
+def _failed_calls(scored: Sequence[ScoredRollout]) -> tuple[str, str]:
+    """That nearly all calls of a step failed, which makes rollouts equal, and what to do first; else nothing."""
+    infos = [step.step_info for s in scored for step in s.rollout.steps]
+    tools, failed = (sum((Counter(info.get(name) or {}) for info in infos), Counter[str]()) for name in _CALLS)
+    calls = max(tools.total(), failed.total())  # a call of a tool that does not exist is not among those of tools
+    if not calls or failed.total() < NEARLY_ALL * calls:
+        return "", ""
+    kinds = ", ".join(f"{kind} ({times})" for kind, times in failed.most_common(3))
+    named = f" of {', '.join(sorted(tools)[:5])}" if tools else ""
+    says = f"; {failed.total()} of the {calls} calls{named} in the latest step failed: {kinds}"
+    return says, "First read in rollouts/ why the calls fail, and test the tools with `toolwise check tool`. "
 
 
 def _dtype(config: RunConfig) -> str:

@@ -62,7 +62,7 @@ class TensorBoardTracker(Dashboard):
     _last_step = 0
 
     def _write(self, step: int, **content: Any) -> None:
-        self._last_step = step
+        self._last_step = max(self._last_step, step)  # validations may come late
         self._writer.add_event(self._protos.events.Event(wall_time=time.time(), step=step, **content))
 
     def _write_text(self, tag: str, step: int, markdown: str) -> None:

@@ -41,7 +41,8 @@ function latest(values) {
   return values.findLast((value) => value !== null && value !== undefined);
 }
 
-// lines: {label, steps, values, colour, dash, fill, points, low, high}; low and high mark the edges of a band.
+// lines: {label, steps, values, colour, dash, fill, points, low, high, unnamed}; low and high mark the edges of a band,
+// which the legend leaves out if they are unnamed.
 // The legend shows the latest values until the pointer is on the chart.
 export function Chart({ title, lines, height = 190, unit = "", note = "", zero = false }) {
   const box = useRef(null);
@@ -62,7 +63,7 @@ export function Chart({ title, lines, height = 190, unit = "", note = "", zero =
       axes: [{ ...axis, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000] }, { ...axis, values: (_, ticks) => ticks.map((tick) => formatNumber(tick, 2)) }],
       bands,
       series: [{ label: "step", value: (_, value, __, index) => (index === null || index === undefined ? "latest" : value) }, ...shown.map((line) => ({
-        label: line.label, class: line.high || line.low ? "band" : null, stroke: line.colour, width: line.width ?? 1.8, dash: line.dash, fill: line.fill, spanGaps: true,
+        label: line.label, class: line.high || line.low ? (line.unnamed ? "unnamed" : "band") : null, stroke: line.colour, width: line.width ?? 1.8, dash: line.dash, fill: line.fill, spanGaps: true,
         points: { show: line.points ?? line.steps.length === 1, size: 5 }, value: (_, value, __, index) => formatNumber(index === null || index === undefined ? latest(line.values) : value), show: true,
       }))],
     }, alignSteps(shown), box.current);

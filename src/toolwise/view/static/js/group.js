@@ -45,7 +45,7 @@ export function AnchorsPage({ params }) {
   const chosen = params.state !== undefined ? data.states.filter((state) => String(state.anchor) === params.state) : data.states;
   return html`<${GroupHeader} page="anchors" params=${params} data=${data} />
     ${data.states.length === 0 ? html`<p class="empty">The estimator of this run compares whole rollouts, not the steps of a state; GiGPO and HGPO do.</p>` : html`
-      <p class="muted">${data.states.length} states in this group, ${data.alone} of them met once: their steps have nothing to be compared with. ${params.state !== undefined && html`<a href=${linkTo("anchors", { ...params, state: undefined })}>all states</a>`}</p>
+      <p class="muted">${data.states.length} states in this group, ${data.alone ? `${data.alone} of them met once: their steps have nothing to be compared with` : "each met more than once"}. ${params.state !== undefined && html`<a href=${linkTo("anchors", { ...params, state: undefined })}>all states</a>`}</p>
       ${chosen.map((state) => html`<${StateCard} state=${state} params=${params} />`)}`}`;
 }
 

@@ -104,7 +104,7 @@ function Curves({ chosen, lead, params }) {
     const spread = overviews[index]?.spreads, prefix = many ? `${runs[run].name} ` : "";
     if (!spread?.steps.length) return [];
     const base = many ? runColour(Number(run)) : colour("accent"), mark = `${run}-${column}`;
-    const hidden = { colour: "transparent", width: 0 };
+    const hidden = { colour: "transparent", width: 0, unnamed: many };
     return [{ label: `${prefix}90 %`, steps: spread.steps, values: spread[column].high, ...hidden, high: mark, bandFill: `${base}2e` }, { label: `${prefix}10 %`, steps: spread.steps, values: spread[column].low, ...hidden, low: mark }];
   });
   const held = { label: "held-out", suffix: " held-out", colour: colour("good"), dash: [5, 4], points: true };

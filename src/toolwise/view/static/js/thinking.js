@@ -7,6 +7,8 @@ import { RolloutTabs } from "./rollout.js";
 import { stepOfMessages } from "./conversation.js";
 import { plainText } from "./text.js";
 
+const LEVELS = [1, 2, 3, 4];
+
 export function ThinkingPage({ params }) {
   const run = params.run ?? "0";
   const where = { run, file: params.file ?? "", id: params.id ?? "" };
@@ -17,7 +19,14 @@ export function ThinkingPage({ params }) {
   return html`<nav class="crumbs"><a href=${linkTo("rollouts", { run })}>Rollouts</a> › <a href=${linkTo("rollout", where)}><${SafeText} text=${data.row.rollout_id} /></a></nav>
     <h1 class="question" dir="auto"><${SafeText} text=${data.row.question} /></h1><nav class="tabs" aria-label="Views of this rollout"><${RolloutTabs} page="thinking" run=${run} row=${data.row} /></nav>
     ${data.thinking.length === 0 && html`<p class="empty">No thinking levels were compared in this rollout: that is done in training steps, with <code>algorithm.rlvcr</code>, of the steps that it selects.</p>`}
-    ${data.thinking.map((step) => html`<section><h2>Step ${step.step}: level ${step.level} was used</h2><div class="levels">${step.levels.map((level) => html`<${LevelCard} level=${level} used=${level.level === step.level} message=${messages.get(step.step)} />`)}</div></section>`)}`;
+    ${data.thinking.map((step) => html`<section><h2>Step ${step.step}: level ${step.level} was used</h2><div class="levels">${LEVELS.map((number) => {
+      const level = step.levels.find((one) => one.level === number);
+      return level ? html`<${LevelCard} level=${level} used=${number === step.level} message=${messages.get(step.step)} />` : html`<${MissingLevel} number=${number} />`;
+    })}</div></section>`)}`;
+}
+
+function MissingLevel({ number }) {
+  return html`<article class="card level" data-missing=${number}><h3>Level ${number}</h3><p class="muted">Left out: what was written at this level could not be used. The metrics <code>thinking/failed/…</code> count why.</p></article>`;
 }
 
 function usedThought(message) {
@@ -26,7 +35,7 @@ function usedThought(message) {
 }
 
 function LevelCard({ level, used, message }) {
-  const thought = used ? usedThought(message) : level.thought;
+  const thought = level.tokens === 0 ? "" : used ? usedThought(message) : level.thought;
   return html`<article class=${`card level ${used ? "used" : ""}`} data-level=${level.level}><h3>Level ${level.level} ${used && html`<span class="pill">used</span>`}</h3>
     <div class="text thought-text" dir="auto">${thought ? html`<${SafeText} text=${String(thought)} />` : html`<span class="muted">no thought</span>`}</div>
     <table class="figures"><tbody><tr><td>thinking tokens</td><td class="number" data-value="tokens">${level.tokens}</td></tr><tr><td title="mean log-prob of the action after this thought">score (log-prob)</td><td class="number" data-value="score" title=${level.action_logprob}>${formatNumber(level.action_logprob)}</td></tr><tr><td title="mean entropy of the action after this thought">entropy</td><td class="number">${formatNumber(level.action_entropy)}</td></tr>

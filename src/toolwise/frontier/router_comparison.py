@@ -89,6 +89,9 @@ class Frontier:
     within: Mapping[str, list[float]]
     """Feasibility of the first router, and of one that serves budgets without thresholds of this evaluation: per
     budget, the share of episodes that cost no more than it."""
+    beyond_routes: Mapping[str, Sequence[str]]
+    """Per router that may choose columns that are no routes: which. The oracle may not, so such a router can close more
+    than the whole gap."""
 
     def to_json(self) -> dict[str, Any]:
         """Every estimate with its interval; null where a value is not finite."""
@@ -161,6 +164,11 @@ def compute_frontier(
         within={
             name: [_share_within(chosen, each.mixture, budget) for each, budget in zip(results, budgets, strict=True)]
             for name, results in ({first: at_budgets[first]} | without_thresholds).items()
+        },
+        beyond_routes={
+            name: more
+            for name, each in values.items()
+            if (more := [column for column in each.columns or () if column not in routes])
         },
     )
 

@@ -38,6 +38,16 @@ def test_states_are_those_of_the_learners_pass(name: str, max_tokens: int) -> No
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "prompts", [[[1], [1]], [[1]] * 5, [[2, 3], [1], [1]], [[1], [1], [1, 2], [2], [2]], [[1, 2]] * 3]
+)
+def test_equal_prompts_of_a_token_or_two(prompts: list[list[int]]) -> None:
+    model = tiny("builtin")
+    expected = prompt_features(model, prompts)
+    torch.testing.assert_close(last_states(model, prompts, max_tokens=1000), expected, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("limit", [0, 1 << 30])
 def test_both_kinds_of_products_give_them(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_features, "MIN_ONEDNN_TOKENS", limit)

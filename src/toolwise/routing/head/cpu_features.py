@@ -41,12 +41,15 @@ def cpu_features_problem(model: Any, longest: int) -> str | None:
 def last_states(model: Any, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> Tensor:
     """[prompts, width], with the weights that the model has now. Where a pass has more than `max_tokens`, prompts are
     read in halves."""
-    rows = [np.array(prompt, dtype=np.int64) for prompt in prompts]
+    # Equal prompts once: the last layer must not have more rows than there are tokens.
+    place = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    rows = [np.array(prompt, dtype=np.int64) for prompt in place]
     # In lexicographic order each row shares the most with the one before it; big-endian bytes compare in one call.
     order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">i8").tobytes())
     shared = [0, *(common_prefix_length(rows[a], rows[b]) for a, b in pairwise(order))]
     states = _in_halves(describe_decoder(model), [rows[i] for i in order], shared, max_tokens)
-    return states[torch.from_numpy(np.argsort(order))]
+    in_order = np.argsort(order)
+    return states[torch.from_numpy(in_order[[place[tuple(prompt)] for prompt in prompts]])]
 
 
 def _in_halves(decoder: Decoder, rows: Sequence[Array], shared: Sequence[int], max_tokens: int) -> Tensor:

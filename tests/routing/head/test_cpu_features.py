@@ -10,7 +10,7 @@ import torch
 from engine_cases import tiny
 
 from toolwise.routing.head import cpu_features
-from toolwise.routing.head.cpu_features import cpu_features_problem, last_states
+from toolwise.routing.head.cpu_features import CpuFeatures, cpu_features_problem, last_states
 from toolwise.routing.head.head import HeadSettings, RouterHead
 from toolwise.routing.head.predictor import HeadPredictor, feature_width, prompt_features
 
@@ -64,10 +64,12 @@ def test_the_same_prompts_give_the_same_bits_again() -> None:
 
 def test_changed_weights_are_used_at_once() -> None:
     model = tiny()
-    before = last_states(model, PROMPTS, max_tokens=1000)
+    features = CpuFeatures(model)
+    before = features.read(PROMPTS, max_tokens=1000)
     with torch.no_grad():
         model.get_decoder().layers[0].mlp.down_proj.weight.mul_(1.5)
-    after = last_states(model, PROMPTS, max_tokens=1000)
+    after = features.read(PROMPTS, max_tokens=1000)
+    assert torch.equal(after, last_states(model, PROMPTS, max_tokens=1000))
     assert not torch.allclose(before, after, atol=1e-3)
     with torch.no_grad():
         torch.testing.assert_close(after, prompt_features(model, PROMPTS), atol=2e-5, rtol=1e-4)
@@ -75,10 +77,10 @@ def test_changed_weights_are_used_at_once() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"pool": "mean"}, {"layers": (-1, 0)}])
 def test_a_predictor_uses_it_for_the_last_state_only(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, used = tiny(), []
+    model, used, read = tiny(), [], cpu_features._last_states
     monkeypatch.setattr(
-        "toolwise.routing.head.predictor.last_states",
-        lambda *args, **options: used.append(1) or last_states(*args, **options),
+        "toolwise.routing.head.cpu_features._last_states",
+        lambda *args: used.append(1) or read(*args),
     )
     width = feature_width(model, settings.get("layers", (-1,)))
     predictor = HeadPredictor(model, RouterHead(HeadSettings(width=width, routes=("A", "B"), **settings)))

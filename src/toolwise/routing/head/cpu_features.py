@@ -30,24 +30,45 @@ MIN_ONEDNN_TOKENS = 32
 
 def cpu_features_problem(model: Any, longest: int) -> str | None:
     """Why the learner's pass is needed for prompts of up to `longest` tokens, in a few words; None if it is not."""
-    if merged_copy(model) is not model:
-        return "it has adapters"
     if longest > max_context(model.get_decoder().config):
         return "its rope has other angles for longer texts"
+    if merged_copy(model) is not model:
+        return "it has adapters"
     return onednn_problem() or cpu_forward_problem(model)
 
 
-@torch.inference_mode()
+class CpuFeatures:
+    """The last states of one model's prompts. What the model consists of is looked up once; its weights may change."""
+
+    def __init__(self, model: Any) -> None:
+        self.problem = cpu_features_problem(model, 0)
+        self.longest = max_context(model.get_decoder().config)
+        self._decoder = None if self.problem is not None else describe_decoder(model)
+
+    def reads(self, prompts: Sequence[Sequence[int]]) -> bool:
+        """Whether it can read these prompts: otherwise they need the learner's pass."""
+        return self._decoder is not None and max(map(len, prompts)) <= self.longest
+
+    def read(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> Tensor:
+        assert self._decoder is not None, self.problem
+        return _last_states(self._decoder, prompts, max_tokens)
+
+
 def last_states(model: Any, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> Tensor:
     """[prompts, width], with the weights that the model has now. Where a pass has more than `max_tokens`, prompts are
     read in halves."""
+    return _last_states(describe_decoder(model), prompts, max_tokens)
+
+
+@torch.inference_mode()
+def _last_states(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> Tensor:
     # Equal prompts once: the last layer must not have more rows than there are tokens.
     place = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     rows = [np.array(prompt, dtype=np.int64) for prompt in place]
     # In lexicographic order each row shares the most with the one before it; big-endian bytes compare in one call.
     order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">i8").tobytes())
     shared = [0, *(common_prefix_length(rows[a], rows[b]) for a, b in pairwise(order))]
-    states = _in_halves(describe_decoder(model), [rows[i] for i in order], shared, max_tokens)
+    states = _in_halves(decoder, [rows[i] for i in order], shared, max_tokens)
     in_order = np.argsort(order)
     return states[torch.from_numpy(in_order[[place[tuple(prompt)] for prompt in prompts]])]
 

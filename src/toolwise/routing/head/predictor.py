@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from toolwise.learner.forward import can_share_prefixes, hidden_states
 from toolwise.learner.packing import micro_batches
 from toolwise.models.weight_sharing import shared_copy
 from toolwise.protocols import GenerationEngine, PrefixEngine
-from toolwise.routing.head.cpu_features import cpu_features_problem, last_states
+from toolwise.routing.head.cpu_features import CpuFeatures
 from toolwise.routing.head.head import RouterHead, load_head, predict_routes
 from toolwise.routing.samples import RoutePrediction
 
@@ -161,11 +161,15 @@ class HeadPredictor:
         self.average = HeadAverage()
         """Empty unless the head is trained."""
 
+    @cached_property
+    def _cpu_features(self) -> CpuFeatures:
+        return CpuFeatures(self.model)
+
     def _encode(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         s = self.head.settings
         plain = s.pool == "last" and s.layers == (-1,) and not self.trunk and not torch.is_grad_enabled()
-        if plain and cpu_features_problem(self.model, max(map(len, prompts))) is None:
-            return last_states(self.model, prompts, max_tokens=self.micro_batch_tokens)
+        if plain and self._cpu_features.reads(prompts):
+            return self._cpu_features.read(prompts, max_tokens=self.micro_batch_tokens)
         return prompt_features(self.model, prompts, pool=s.pool, layers=s.layers, max_tokens=self.micro_batch_tokens)
 
     @torch.no_grad()

@@ -26,7 +26,7 @@ import argparse
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -229,8 +229,7 @@ def choose(out: Path) -> dict[str, int]:
     return chosen
 
 
-def report(out: Path, seeds: Sequence[int]) -> None:
-    chosen = choose(out)
+def report(out: Path, seeds: Sequence[int], chosen: Mapping[str, int]) -> None:
     print(f"\nchosen: {', '.join(f'{arm} {number}' for arm, number in chosen.items())}\n")
     columns = ("seed", "every turn", "cost", "once per prompt", "cost", "best mixture at the cost of every turn")
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
@@ -261,11 +260,12 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="arms to run")
     parser.add_argument("--tune", action="store_true", help="run the candidates on the tuning seeds")
     parser.add_argument("--candidates", type=int, nargs="+", help="--tune: only these, by number")
+    parser.add_argument("--untuned", action="store_true", help="with the first candidate for both arms")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--report", action="store_true", help="only print the tables")
     args = parser.parse_args()
     if args.report:
-        return report(args.out, args.seeds)
+        return report(args.out, args.seeds, dict.fromkeys(ARMS, 0) if args.untuned else choose(args.out))
     if args.tune:
         runs = [
             run
@@ -277,7 +277,7 @@ def main() -> None:
             and (args.candidates is None or number in args.candidates)
         ]
     else:
-        chosen = choose(args.out)
+        chosen = dict.fromkeys(ARMS, 0) if args.untuned else choose(args.out)
         runs = [Run(arm, seed, args.out, chosen[arm]) for arm in args.arms for seed in args.seeds]
     # Fixed routes are measured once per seed.
     routes = tuple(route["name"] for route in ROUTES)

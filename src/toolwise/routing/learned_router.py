@@ -114,6 +114,14 @@ class LearnedRouter(InferenceRouter, RemembersPrompts):
             decisions += prompt_decisions
         return decisions
 
+    def plan_ahead(self) -> None:
+        """The tasks that were prepared are all that `decide` will be asked for next."""
+        self.model.plan_ahead([tokens for _, tokens in self._prepared.values()])
+
+    def read_ahead(self) -> None:
+        """The actor has been updated, and will not be again before `decide`."""
+        self.model.read_ahead()
+
     def pending_of(self, groups: Sequence[str]) -> dict[str, Any]:
         return {group: self._pending[group] for group in groups if group in self._pending}
 

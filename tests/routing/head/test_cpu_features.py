@@ -65,10 +65,11 @@ def test_the_same_prompts_give_the_same_bits_again() -> None:
 def test_changed_weights_are_used_at_once() -> None:
     model = tiny()
     features = CpuFeatures(model)
-    before = features.read(PROMPTS, max_tokens=1000)
+    plan = features.plan(PROMPTS, max_tokens=1000)
+    before = features.read(plan)
     with torch.no_grad():
         model.get_decoder().layers[0].mlp.down_proj.weight.mul_(1.5)
-    after = features.read(PROMPTS, max_tokens=1000)
+    after = features.read(plan)
     assert torch.equal(after, last_states(model, PROMPTS, max_tokens=1000))
     assert not torch.allclose(before, after, atol=1e-3)
     with torch.no_grad():
@@ -77,9 +78,9 @@ def test_changed_weights_are_used_at_once() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"pool": "mean"}, {"layers": (-1, 0)}])
 def test_a_predictor_uses_it_for_the_last_state_only(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, used, read = tiny(), [], cpu_features._last_states
+    model, used, read = tiny(), [], cpu_features._read
     monkeypatch.setattr(
-        "toolwise.routing.head.cpu_features._last_states",
+        "toolwise.routing.head.cpu_features._read",
         lambda *args: used.append(1) or read(*args),
     )
     width = feature_width(model, settings.get("layers", (-1,)))

@@ -165,12 +165,13 @@ def compute_frontier(
             name: [_share_within(chosen, each.mixture, budget) for each, budget in zip(results, budgets, strict=True)]
             for name, results in ({first: at_budgets[first]} | without_thresholds).items()
         },
-        beyond_routes={
-            name: more
-            for name, each in values.items()
-            if (more := [column for column in each.columns or () if column not in routes])
-        },
+        beyond_routes=_beyond(values, routes),
     )
+
+
+def _beyond(values: Mapping[str, RouteValues], routes: Sequence[str]) -> dict[str, list[str]]:
+    columns = {name: [column for column in each.columns or () if column not in routes] for name, each in values.items()}
+    return {name: more for name, more in columns.items() if more}
 
 
 def _check_inputs(routers: Mapping[str, RouteValues], budgets: Sequence[float]) -> None:

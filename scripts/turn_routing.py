@@ -1,21 +1,21 @@
 """Routing at every turn against routing once per prompt, at equal cost, on questions whose second call only the first
-one's result can settle (scripts/turn_actor.py): same actor, same routes, same questions, same settings.
+one's result can settle (scripts/turn_actor.py): same actor, same routes, same questions, both tuned alike.
 
     python scripts/turn_actor.py --out runs/turns/actor
-    python scripts/turn_routing.py --out runs/turns --seeds 0 1 2 3 4 --jobs 2
-    python scripts/turn_routing.py --out runs/turns --seeds 0 1 2 3 4 --report
+    python scripts/turn_routing.py --out runs/turns --tune --jobs 2
+    python scripts/turn_routing.py --out runs/turns --seeds 10 11 12 13 14 --jobs 2
+    python scripts/turn_routing.py --out runs/turns --seeds 10 11 12 13 14 --report
 
-Rules, fixed before seeds 0 to 4 were run:
+Rules, fixed before any of these seeds was run:
 
 1. Both arms have the four routes of `ROUTES`, and train a head on the same frozen actor: the same number of steps,
-   prompts and rollouts, the same λ and the same settings. `turn` chooses before every turn, `prompt` once. The settings
-   were chosen for `turn`, on stored rollouts of tuning seed 100. They cannot matter to `prompt`: it is also compared
-   with the best mixture of fixed routes, which no router that reads these prompts only can beat on average.
+   prompts and rollouts. `turn` chooses before every turn, `prompt` once. Each has the settings of `CANDIDATES` that did
+   best for it on the tuning seeds: those with the highest mean lead over the best mixture of fixed routes at its cost.
 2. Each is calibrated to the same budget on tasks of its own, as by default, and then answers 400 fresh questions, the
    same for both, as `toolwise run` does: greedily, with its calibrated routes.
 3. Reported for each seed: score and cost of both, and the score of the best mixture of fixed routes at the cost of
-   `turn` (on the same questions). `turn` wins if the 95 % intervals, over the seeds, of its lead over `prompt` and over
-   that mixture are above 0.
+   `turn` (on the same questions), which no router that reads these prompts only can beat on average. `turn` wins if the
+   95 % intervals, over the seeds, of its lead over `prompt` and over that mixture are above 0.
 
 What is done is not repeated.
 """
@@ -26,7 +26,7 @@ import argparse
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -53,6 +53,14 @@ ROUTES = [
 ]
 TRAIN, CALIBRATION, FRESH = 1200, 128, 400
 STEPS = 40
+TUNING_SEEDS = (100, 101)
+CANDIDATES: list[dict[str, float]] = [
+    {"lr": 3e-3, "entropy_coef": 0.2, "multiplier": 0.3},
+    {"lr": 1e-2, "entropy_coef": 0.2, "multiplier": 0.3},
+    {"lr": 3e-3, "entropy_coef": 0.05, "multiplier": 0.3},
+    {"lr": 3e-3, "entropy_coef": 0.2, "multiplier": 0.5},
+]
+"""Settings that are tried, the same for both arms. The multiplier is the λ of a call."""
 
 
 def rows(split: str, seed: int, count: int) -> list[dict[str, Any]]:
@@ -60,20 +68,21 @@ def rows(split: str, seed: int, count: int) -> list[dict[str, Any]]:
     return [make_task(rng, index, "train" if split == "train" else "heldout") for index in range(count)]
 
 
-def settings(arm: str, seed: int, actor: Path, scale_inputs: bool = True) -> dict[str, Any]:
+def settings(arm: str, seed: int, actor: Path, candidate: int) -> dict[str, Any]:
+    chosen = CANDIDATES[candidate]
     router: dict[str, Any] = {
         "enable": True,
         "train_actor": False,
         "cost": "calls",
         "wording": "silent",
         "routes": ROUTES,
-        "scale_inputs": scale_inputs,
-        "lr": 3e-3,
+        "scale_inputs": True,
+        "lr": chosen["lr"],
         "epochs": 4,
-        "entropy_coef": 0.2,
+        "entropy_coef": chosen["entropy_coef"],
         "entropy_final": 0.01,
         # λ stays: in so few steps it would only oscillate. The calibration delivers the budget.
-        "budgets": [{"limit": BUDGET, "initial": 0.3, "rate": 0.0, "proportional": 0.0}],
+        "budgets": [{"limit": BUDGET, "initial": chosen["multiplier"], "rate": 0.0, "proportional": 0.0}],
         "calibration": CALIBRATION / TRAIN,
         # 512 rollouts for four routes, and at most 512 in passes over 128 tasks.
         "calibration_rollouts": CALIBRATION,
@@ -106,12 +115,11 @@ class Run:
     arm: str
     seed: int
     out: Path
-    actor: Path
-    scale_inputs: bool = True
+    candidate: int
 
     @property
     def folder(self) -> Path:
-        return self.out / f"{self.arm}-{self.seed}{'' if self.scale_inputs else '-unscaled'}"
+        return self.out / f"{self.arm}-{self.seed}-{self.candidate}"
 
     def result(self, name: str) -> Path:
         """Outcomes on the fresh questions: of the arm, or of a fixed route."""
@@ -126,12 +134,12 @@ class Run:
         torch.set_num_threads(1)
         if not (self.folder / "summary.json").exists():
             toolwise.train(
-                settings(self.arm, self.seed, self.actor, self.scale_inputs),
+                settings(self.arm, self.seed, self.out / "actor", self.candidate),
                 tasks=rows("train", self.seed, TRAIN),
                 val=rows("validation", self.seed, 8),
                 out=self.folder,
             )
-        for name in ("auto", *routes):
+        for name in ("auto", *routes):  # what fixed routes give does not depend on the head
             if not self.result(name).exists():
                 self.result(name).write_text(json.dumps(asyncio.run(measure(self.folder, self.seed, name))))
             score, cost = means(json.loads(self.result(name).read_text()))
@@ -186,17 +194,50 @@ def interval(values: Sequence[float]) -> str:
     return f"{fmean(values):+.3f} [{fmean(values) - half:+.3f} {fmean(values) + half:+.3f}]"
 
 
-def report(out: Path, seeds: Sequence[int]) -> None:
-    def stored(arm: str, seed: int, name: str = "auto") -> list[dict[str, Any]]:
-        read: list[dict[str, Any]] = json.loads(Run(arm, seed, out, out).result(name).read_text())
-        return read
+def stored(run: Run, name: str = "auto") -> list[dict[str, Any]]:
+    measured: list[dict[str, Any]] = json.loads(run.result(name).read_text())
+    return measured
 
+
+def mixture_at(run: Run, cost: float) -> float:
+    """The score of the best mixture of fixed routes, measured in `run`, at a cost."""
+    return best_mixture([means(stored(run, route["name"])) for route in ROUTES], cost)
+
+
+def tuning_runs(out: Path) -> dict[str, list[list[Run]]]:
+    """arm -> the runs of each candidate, one per tuning seed"""
+    numbers = range(len(CANDIDATES))
+    return {arm: [[Run(arm, seed, out, number) for seed in TUNING_SEEDS] for number in numbers] for arm in ARMS}
+
+
+def choose(out: Path) -> dict[str, int]:
+    """The best candidate of each arm; prints what all of them gave."""
+    chosen = {}
+    print("| arm | settings | score at cost, by tuning seed | mean lead over the best mixture |\n|---|---|---|---|")
+    for arm, candidates in tuning_runs(out).items():
+        leads = []
+        for number, runs in enumerate(candidates):
+            points = [means(stored(run)) for run in runs]
+            fixed = [
+                mixture_at(Run("prompt", run.seed, out, 0), cost) for run, (_, cost) in zip(runs, points, strict=True)
+            ]
+            leads.append(fmean(score - best for (score, _), best in zip(points, fixed, strict=True)))
+            cells = ", ".join(f"{score:.3f} at {cost:.3f}" for score, cost in points)
+            named = ", ".join(f"{name} {value:g}" for name, value in CANDIDATES[number].items())
+            print(f"| {arm} | {named} | {cells} | {leads[-1]:+.3f} |")
+        chosen[arm] = max(range(len(leads)), key=leads.__getitem__)
+    return chosen
+
+
+def report(out: Path, seeds: Sequence[int], chosen: Mapping[str, int]) -> None:
+    print(f"\nchosen: {', '.join(f'{arm} {number}' for arm, number in chosen.items())}\n")
     columns = ("seed", "every turn", "cost", "once per prompt", "cost", "best mixture at the cost of every turn")
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     differences: dict[str, list[float]] = {"score": [], "cost": [], "score less the best mixture's": []}
     for seed in seeds:
-        turn, prompt = (means(stored(arm, seed)) for arm in ARMS)
-        mixture = best_mixture([means(stored("prompt", seed, route["name"])) for route in ROUTES], turn[1])
+        runs = {arm: Run(arm, seed, out, chosen[arm]) for arm in ARMS}
+        turn, prompt = (means(stored(run)) for run in runs.values())
+        mixture = mixture_at(runs["prompt"], turn[1])
         cells = [f"{turn[0]:.3f}", f"{turn[1]:.3f}", f"{prompt[0]:.3f}", f"{prompt[1]:.3f}", f"{mixture:.3f}"]
         print(f"| {seed} | {' | '.join(cells)} |")
         gaps = (turn[0] - prompt[0], turn[1] - prompt[1], turn[0] - mixture)
@@ -207,30 +248,41 @@ def report(out: Path, seeds: Sequence[int]) -> None:
     print("\n| | score, sum known | cost | score, sum not known | cost |\n|---|---|---|---|---|")
     pairs = [(arm, "auto") for arm in ARMS] + [("prompt", route["name"]) for route in ROUTES]
     for arm, name in pairs:
-        pooled = [row for seed in seeds for row in stored(arm, seed, name)]
+        pooled = [row for seed in seeds for row in stored(Run(arm, seed, out, chosen[arm]), name)]
         cells = [f"{value:.3f}" for easy in (True, False) for value in means([r for r in pooled if r["easy"] == easy])]
         print(f"| {arm if name == 'auto' else name} | {' | '.join(cells)} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--actor", type=Path, help="the actor; by default OUT/actor")
-    parser.add_argument("--seeds", type=int, nargs="+", required=True, help="seeds")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs, with the actor in it")
+    parser.add_argument("--seeds", type=int, nargs="+", default=(), help="seeds; with --tune, of the tuning seeds")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="arms to run")
-    parser.add_argument("--unscaled", action="store_true", help="without router.scale_inputs, as a control")
+    parser.add_argument("--tune", action="store_true", help="run the candidates on the tuning seeds")
+    parser.add_argument("--candidates", type=int, nargs="+", help="--tune: only these, by number")
+    parser.add_argument("--untuned", action="store_true", help="with the first candidate for both arms")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--report", action="store_true", help="only print the tables")
     args = parser.parse_args()
-    if not args.report:
-        args.out.mkdir(parents=True, exist_ok=True)
-        actor = args.actor or args.out / "actor"
-        fixed = {"turn": (), "prompt": tuple(route["name"] for route in ROUTES)}
-        scaled = not args.unscaled
-        runs = [(Run(arm, seed, args.out, actor, scaled), fixed[arm]) for arm in args.arms for seed in args.seeds]
-        make_all(runs, args.jobs)
     if args.report:
-        report(args.out, args.seeds)
+        return report(args.out, args.seeds, dict.fromkeys(ARMS, 0) if args.untuned else choose(args.out))
+    if args.tune:
+        runs = [
+            run
+            for arm, candidates in tuning_runs(args.out).items()
+            for number, each in enumerate(candidates)
+            for run in each
+            if arm in args.arms
+            and (not args.seeds or run.seed in args.seeds)
+            and (args.candidates is None or number in args.candidates)
+        ]
+    else:
+        chosen = dict.fromkeys(ARMS, 0) if args.untuned else choose(args.out)
+        runs = [Run(arm, seed, args.out, chosen[arm]) for arm in args.arms for seed in args.seeds]
+    # Fixed routes are measured once per seed.
+    routes = tuple(route["name"] for route in ROUTES)
+    measures = (run.arm == "prompt" and (not args.tune or run.candidate == 0) for run in runs)
+    return make_all([(run, routes if fixed else ()) for run, fixed in zip(runs, measures, strict=True)], args.jobs)
 
 
 if __name__ == "__main__":

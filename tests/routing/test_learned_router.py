@@ -20,6 +20,7 @@ from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.cost import CallsCost
 from toolwise.routing.families import ROUTES
 from toolwise.routing.learned_router import LearnedRouter, target_of
+from toolwise.routing.prompts import condition
 from toolwise.routing.samples import RoutePrediction, RouterExample
 from toolwise.tools.builtin.calculator import CalculatorTool
 from toolwise.tools.builtin.search.tool import SearchTool
@@ -430,6 +431,38 @@ def test_only_the_budgets_that_were_drawn_move_and_once_a_step() -> None:
     again.load_state_dict(made.state_dict())
     assert again.bins is not None
     assert again.bins.state_dict() == made.bins.state_dict()
+
+
+def test_rollouts_that_used_the_same_share_what_they_cost() -> None:
+    made = router()
+    scored = rolled_out(made.decide(tasks(4), 9, 0))
+    unstarted = replace(scored[-1], rollout=replace(scored[-1].rollout, steps=()))
+    spent = made._spent([*scored, unstarted])
+    for s, each in zip([*scored, unstarted], spent, strict=True):
+        assert each == made._spent_by(s.rollout, made.unit)
+        assert each.costs == made.costs_of(s.rollout)
+    assert len({id(each) for each in spent[:-1]}) == 3
+    assert spent[-1] is not spent[-2]
+
+
+def test_a_prompt_that_was_prepared_is_conditioned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    conditioned: list[str] = []
+    monkeypatch.setattr(
+        "toolwise.routing.conditioning.condition",
+        lambda messages, route, *args, **how: (
+            conditioned.append(route.name) or condition(messages, route, *args, **how)
+        ),
+    )
+    prepared, plain = router(), router()
+    (task,) = tasks(1)
+    prepared.prepare(task.model_copy())
+    assert conditioned == list(ROUTES)
+    decisions = prepared.decide([task], 6, 0)
+    assert conditioned == list(ROUTES)
+    assert decisions == plain.decide([task], 6, 0)
+    assert [d.task for d in decisions] == [task] * 3
+    prepared.decide([task.model_copy(update={"extra_info": {"tool_families": {"search": "OTHER"}}})], 6, 1)
+    assert len(conditioned) == 9
 
 
 def test_a_prompt_that_was_prepared_is_not_tokenized_again_unless_the_task_is_another() -> None:

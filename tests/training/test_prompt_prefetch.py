@@ -13,10 +13,11 @@ from toolwise.data import Batches
 from toolwise.errors import DataError, ModelError
 from toolwise.messages import Message
 from toolwise.policies.local import LocalPolicy
+from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.learned_router import LearnedRouter
 from toolwise.routing.routers import DirectRouter
 from toolwise.training import prompt_prefetch
-from toolwise.training.prompt_prefetch import prefetch_prompts
+from toolwise.training.prompt_prefetch import prefetch_prompts, read_next_prompts
 from toolwise.types import Task
 
 
@@ -68,12 +69,19 @@ def test_prompts_that_may_change_are_left_alone(monkeypatch: pytest.MonkeyPatch,
 def test_a_learned_router_prepares_them_itself_whatever_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     router = object.__new__(LearnedRouter)
     asked: list[str] = []
-    router._prepared = {}
+    planned: list[Any] = []
+    router._prepared, router.conditioning = {}, Conditioning()
+    router.model = SimpleNamespace(plan_ahead=planned.append, read_ahead=lambda: planned.append("read"))  # type: ignore[assignment]
     router.prompt_of = lambda task: asked.append(task.task_id) or [1, 2]  # type: ignore[func-returns-value]
     env = SimpleNamespace(make_env=print, lock_step=False, tools={})
     started, batch = prefetched(monkeypatch, router=router, scheduler=env)
     assert started == []
     assert asked == [task.task_id for task in batch] == list(router._prepared)
+    assert planned == [[[1, 2]] * 3]
+    read_next_prompts(SimpleNamespace(router=router, policy=object.__new__(LocalPolicy)))  # type: ignore[arg-type]
+    assert planned[1:] == ["read"]
+    read_next_prompts(SimpleNamespace(router=router, policy=object()))  # type: ignore[arg-type]
+    assert planned[2:] == []  # its weights may come from elsewhere
     assert router._tokens_of(batch) == [[1, 2]] * 3
     assert len(asked) == 3
 

@@ -89,6 +89,9 @@ class Frontier:
     within: Mapping[str, list[float]]
     """Feasibility of the first router, and of one that serves budgets without thresholds of this evaluation: per
     budget, the share of episodes that cost no more than it."""
+    beyond_routes: Mapping[str, Sequence[str]]
+    """Per router that may choose columns that are no routes: which. The oracle may not, so such a router can close more
+    than the whole gap."""
 
     def to_json(self) -> dict[str, Any]:
         """Every estimate with its interval; null where a value is not finite."""
@@ -162,7 +165,13 @@ def compute_frontier(
             name: [_share_within(chosen, each.mixture, budget) for each, budget in zip(results, budgets, strict=True)]
             for name, results in ({first: at_budgets[first]} | without_thresholds).items()
         },
+        beyond_routes=_beyond(values, routes),
     )
+
+
+def _beyond(values: Mapping[str, RouteValues], routes: Sequence[str]) -> dict[str, list[str]]:
+    columns = {name: [column for column in each.columns or () if column not in routes] for name, each in values.items()}
+    return {name: more for name, more in columns.items() if more}
 
 
 def _check_inputs(routers: Mapping[str, RouteValues], budgets: Sequence[float]) -> None:

@@ -172,7 +172,7 @@ class Optimizer:
         for (master, state), count in zip(stepped, counts, strict=True):
             limit = CHUNK[master.is_cuda]
             tensors = (local(x).reshape(-1) for x in (master, state["exp_avg"], state["exp_avg_sq"]))
-            flat = (torch.split(x, limit) for x in tensors)
+            flat = ((x,) if x.numel() <= limit else torch.split(x, limit) for x in tensors)
             for parts in zip(*flat, strict=True):
                 if chunks[0] and (size + parts[0].numel() > limit or count != before):
                     yield before, *chunks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -12,10 +12,19 @@ from toolwise.envs.tool_env import tool_spec
 from toolwise.protocols import AgentPolicy
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.routing.budget_prompt import BudgetPrompt, allowance_for, append_line
-from toolwise.routing.cost import Cost, PricesCost, RouteUsage, UsageSource, build_cost, price_of_offered, usage_of
+from toolwise.routing.cost import (
+    Cost,
+    PricesCost,
+    RouteUsage,
+    UsageSource,
+    build_cost,
+    counts_written_calls,
+    price_of_offered,
+    usage_of,
+)
 from toolwise.routing.families import families_of_task, offered_tools, parse_family
 from toolwise.routing.meters import CountThinking, read_meters
-from toolwise.routing.prompts import allowed_tools, condition, load_wording
+from toolwise.routing.prompts import ConditionedPrompt, allowed_tools, condition, load_wording
 from toolwise.routing.routes import RouteSet, build_routes
 from toolwise.routing.samples import RoutePrediction
 from toolwise.tools.base import BaseTool
@@ -31,8 +40,14 @@ class _TaskTools:
 
     task: Task
     families: dict[str, str]
+    counts_written: bool
+    """Whether calls are counted in the text of its rollouts."""
+    names: tuple[tuple[str, str], ...]
+    """The families, to compare with another task's."""
     offered: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """route -> the tools that may be called on it"""
+    conditioned: dict[str, ConditionedPrompt] = field(default_factory=dict)
+    """route -> its prompt"""
 
 
 class Conditioning:
@@ -72,10 +87,43 @@ class Conditioning:
         if known is None or known.task is not task:
             labels = task.extra_info.get("tool_families")
             families = families_of_task(task, self.tools, self.families, labels, any_name=self.routes.own)
-            if len(self._last_tools) >= PROMPT_BATCH_SIZE:
-                self._last_tools.clear()
-            known = self._last_tools[id(task)] = _TaskTools(task, families)
+            written = counts_written_calls(task, self.router.usage)
+            known = self._remember(_TaskTools(task, families, written, tuple(families.items())))
         return known
+
+    def _remember(self, tools: _TaskTools) -> _TaskTools:
+        if len(self._last_tools) >= PROMPT_BATCH_SIZE:
+            self._last_tools.clear()
+        self._last_tools[id(tools.task)] = tools
+        return tools
+
+    def carry_over(self, known: Task, task: Task) -> None:
+        """What is known about a task holds for one that equals it."""
+        if known is not task:
+            self._remember(replace(self._tools_of(known), task=task))
+
+    def conditioned(self, task: Task, route: str) -> ConditionedPrompt:
+        """The prompt of a task on a route."""
+        tools = self._tools_of(task)
+        conditioned = tools.conditioned.get(route)
+        if conditioned is None:
+            conditioned = tools.conditioned[route] = condition(
+                task.prompt,
+                self.routes.find(route),
+                tools.families,
+                style=self.router.style,
+                mode=self.router.conditioning,
+                hard=self.router.hard,
+                templates=self.wording,
+            )
+        return conditioned
+
+    def usage_key(self, cost: Cost, rollout: Rollout) -> Hashable:
+        """Equal for rollouts that used and cost the same; None if that is not known beforehand."""
+        tools = self._tools_of(rollout.task)
+        if tools.counts_written or (isinstance(cost, PricesCost) and cost.meters):
+            return None
+        return tools.names, rollout.route, bool(rollout.steps), tuple(rollout.usage.calls.items())
 
     def applicable(self, task: Task) -> tuple[bool, ...] | None:
         """Which routes a task can take; None: all."""
@@ -121,15 +169,7 @@ class Conditioning:
     ) -> RouteDecision:
         """`budget` and `max_cost` are what the agent is told and held to; None: those of the configuration."""
         chosen = self.routes.find(route)
-        conditioned = condition(
-            task.prompt,
-            chosen,
-            self.families_of(task),
-            style=self.router.style,
-            mode=self.router.conditioning,
-            hard=self.router.hard,
-            templates=self.wording,
-        )
+        conditioned = self.conditioned(task, chosen.name)
         allowance = allowance_for(self, task, chosen, budget, max_cost)
         return RouteDecision(
             # The task's token ids are those of the original prompt, not of the conditioned one.

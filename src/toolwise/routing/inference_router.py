@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from random import Random
 from statistics import fmean
@@ -23,7 +23,6 @@ from toolwise.routing.conditioning import PROMPT_BATCH_SIZE, Conditioning
 from toolwise.routing.cost import (
     CallsCost,
     Cost,
-    RouteUsage,
     counts_written_calls,
     written_usage,
 )
@@ -34,8 +33,22 @@ from toolwise.routing.samples import RoutePrediction, RoutePredictor
 from toolwise.types import CountUsage, Rollout, RouteDecision, RouterCredit, ScoredRollout, StepData, Task
 
 log = logging.getLogger("toolwise")
-UsageAndCosts = tuple[RouteUsage, dict[str, float]]
-"""What a rollout used, and what that costs by unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a rollout used. Rollouts that made the same calls on the same route share one."""
+
+    costs: Mapping[str, float]
+    """By unit."""
+    cost: float
+    """In the unit of the first budget."""
+    used: tuple[bool, bool, bool]
+    """Whether it used any tool, searched, calculated."""
+
+    def credit(self, reward: float | None = None, advantage: float | None = None) -> RouterCredit:
+        """With what the router learns from the rollout; None: nothing."""
+        return RouterCredit(*self.used, cost=self.cost, reward=reward, advantage=advantage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +122,24 @@ class InferenceRouter(Router):
         return prediction.argmax() if mode == "argmax" else prediction.sample(prompt.rng)
 
     def prepare(self, task: Task) -> None:
-        """Render and tokenize the prompt of a task that will be decided next, while there is time."""
+        """Render and tokenize the prompt of a task that will be decided next, and condition it on its routes, while
+        there is time."""
         self._prepared[task.task_id] = task, self.prompt_of(task)
+        for route in self.conditioning.routes_of(task):
+            self.conditioning.conditioned(task, route)
 
     def _tokens_of(self, tasks: Sequence[Task]) -> list[Sequence[int]]:
         """The tokens of the tasks' original prompts. Whatever was prepared for others is forgotten."""
         prepared, self._prepared = self._prepared, {}
-        known = [prepared.get(task.task_id, (None, ())) for task in tasks]
-        return [
-            tokens if other == task else self.prompt_of(task)
-            for task, (other, tokens) in zip(tasks, known, strict=True)
-        ]
+        found = []
+        for task in tasks:
+            other, tokens = prepared.get(task.task_id, (None, ()))
+            if other is not None and other == task:
+                self.conditioning.carry_over(other, task)
+                found.append(tokens)
+            else:
+                found.append(self.prompt_of(task))
+        return found
 
     def decide_all(self, tasks: Sequence[Task], step: int, bins: Sequence[int] | None = None) -> list[RouteDecision]:
         """Every task under every route that applies to it, once; nothing is learned from it. `bins` are the random
@@ -213,28 +233,26 @@ class InferenceRouter(Router):
 
     def annotate(self, scored: Sequence[ScoredRollout]) -> Sequence[ScoredRollout]:
         """The rollouts with what each used, for the records; a router that learns adds its rewards and advantages."""
-        return [replace(s, router=self._used(s.rollout)) for s in scored]
+        return [replace(s, router=spent.credit()) for s, spent in zip(scored, self._spent(scored), strict=True)]
 
-    def _used(self, rollout: Rollout) -> RouterCredit:
-        return self._credit_of(*self._usage_and_costs(rollout))
+    def _spent(self, scored: Sequence[ScoredRollout]) -> list[Spent]:
+        """What each rollout used and what it cost."""
+        unit, known = self.unit, dict[Hashable, Spent]()
+        spent = []
+        for s in scored:
+            key = self.conditioning.usage_key(self.cost, s.rollout)
+            found = None if key is None else known.get(key)
+            if found is None:
+                found = self._spent_by(s.rollout, unit)
+                if key is not None:
+                    known[key] = found
+            spent.append(found)
+        return spent
 
-    def _usage_and_costs(self, rollout: Rollout) -> UsageAndCosts:
+    def _spent_by(self, rollout: Rollout, unit: str) -> Spent:
         usage = self.conditioning.usage_of(rollout)
-        return usage, self.conditioning.costs_of(self.cost, rollout, usage=usage)
-
-    def _credit_of(
-        self,
-        usage: RouteUsage,
-        costs: Mapping[str, float],
-        *,
-        reward: float | None = None,
-        advantage: float | None = None,
-    ) -> RouterCredit:
-        calls = usage.calls
-        searched, calculated = calls[Family.SEARCH] > 0, calls[Family.CALCULATE] > 0
-        return RouterCredit(
-            usage.used_any_tool, searched, calculated, cost=costs[self.unit], reward=reward, advantage=advantage
-        )
+        costs, calls = self.conditioning.costs_of(self.cost, rollout, usage=usage), usage.calls
+        return Spent(costs, costs[unit], (usage.used_any_tool, calls[Family.SEARCH] > 0, calls[Family.CALCULATE] > 0))
 
     def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
         """How far rollouts routed by this router exceed its budgets; None without budgets or rollouts. If it is

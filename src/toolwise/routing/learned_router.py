@@ -21,7 +21,7 @@ from toolwise.routing.budget_bins import BINS_KEY
 from toolwise.routing.calibration import KEY
 from toolwise.routing.current_spending import current_costs, current_prediction
 from toolwise.routing.families import MIXED, Target
-from toolwise.routing.inference_router import InferenceRouter, PredictedPrompt, UsageAndCosts
+from toolwise.routing.inference_router import InferenceRouter, PredictedPrompt, Spent
 from toolwise.routing.pending import RemembersPrompts
 from toolwise.routing.route_advantages import (
     KindStandardizer,
@@ -54,6 +54,8 @@ class _StepCredit:
     outcomes: Sequence[RouteOutcome]
     standardized: Sequence[RouteOutcome]
     """With standardized rewards, if they are."""
+    probs: RouteProbs
+    """Of the prompts with an outcome."""
     lambdas: Sequence[Mapping[str, float]]
     """unit -> λ of each outcome."""
     credit: RouterAdvantages
@@ -112,6 +114,14 @@ class LearnedRouter(InferenceRouter, RemembersPrompts):
             decisions += prompt_decisions
         return decisions
 
+    def plan_ahead(self) -> None:
+        """The tasks that were prepared are all that `decide` will be asked for next."""
+        self.model.plan_ahead([tokens for _, tokens in self._prepared.values()])
+
+    def read_ahead(self) -> None:
+        """The actor has been updated, and will not be again before `decide`."""
+        self.model.read_ahead()
+
     def pending_of(self, groups: Sequence[str]) -> dict[str, Any]:
         return {group: self._pending[group] for group in groups if group in self._pending}
 
@@ -143,20 +153,20 @@ class LearnedRouter(InferenceRouter, RemembersPrompts):
         """With the router's reward and advantage for each rollout that it will learn from."""
         if not any(s.rollout.group_id in self._pending for s in scored):
             return super().annotate(scored)
-        usages = self._usages(scored)
-        step = self._step = self._credit(scored, usages)
+        spent = self._spent(scored)
+        step = self._step = self._credit(scored, spent)
         learned = dict(zip(step.rollout_ids, zip(step.net_rewards, step.advantages, strict=True), strict=True))
-        annotated = []
-        for s, usage in zip(scored, usages, strict=True):
-            reward, advantage = learned.get(s.rollout.rollout_id, (None, None))
-            annotated.append(replace(s, router=self._credit_of(*usage, reward=reward, advantage=advantage)))
-        return annotated
+        nothing = None, None
+        return [
+            replace(s, router=each.credit(*learned.get(s.rollout.rollout_id, nothing)))
+            for s, each in zip(scored, spent, strict=True)
+        ]
 
     def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
         """Learns from all finished rollouts, including groups of one, which the actor learns nothing from."""
         step, self._step = self._step, None
         if step is None or step.given != [s.rollout.rollout_id for s in scored]:
-            step = self._credit(scored, self._usages(scored))
+            step = self._credit(scored, self._spent(scored))
         finished = {s.rollout.group_id for s in scored}  # in asynchronous training others are under way
         self._pending = {group: prompt for group, prompt in self._pending.items() if group not in finished}
         examples, metrics = self._examples(step)
@@ -178,16 +188,13 @@ class LearnedRouter(InferenceRouter, RemembersPrompts):
         self.budgets.step(means, solved)
         return {f"router/{unit}/window_mean": mean for unit, mean in zip(limits, means, strict=False)}
 
-    def _usages(self, scored: Sequence[ScoredRollout]) -> list[UsageAndCosts]:
-        return [self._usage_and_costs(s.rollout) for s in scored]
-
-    def _credit(self, scored: Sequence[ScoredRollout], usages: Sequence[UsageAndCosts]) -> _StepCredit:
+    def _credit(self, scored: Sequence[ScoredRollout], spent: Sequence[Spent]) -> _StepCredit:
         """The advantages of a step's rollouts; updates the running means."""
         finished = {s.rollout.group_id for s in scored}
         groups = {group: prompt for group, prompt in self._pending.items() if group in finished}
         usable = [
-            (s, costs)
-            for s, (_, costs) in zip(scored, usages, strict=True)
+            (s, each.costs)
+            for s, each in zip(scored, spent, strict=True)
             if s.rollout.group_id in groups and s.result.has_valid_score and s.rollout.trainable
         ]
         outcomes = [
@@ -200,7 +207,9 @@ class LearnedRouter(InferenceRouter, RemembersPrompts):
             for s, costs in usable
         ]
         pending = {prompt.prompt_id: prompt for prompt in groups.values()}
-        probs = {c.prompt_id: pending[c.prompt_id].prediction.probs for c in outcomes}
+        prompt_ids = dict.fromkeys(c.prompt_id for c in outcomes)
+        probs = {prompt_id: pending[prompt_id].prediction.probs for prompt_id in prompt_ids}
+        lambdas = {prompt_id: self._lambdas(pending[prompt_id]) for prompt_id in prompt_ids}
         standardized = outcomes
         if self.config.standardize_by_kind:
             tasks = [pending[c.prompt_id].task for c in outcomes]
@@ -214,7 +223,8 @@ class LearnedRouter(InferenceRouter, RemembersPrompts):
             rollout_ids=[s.rollout.rollout_id for s, _ in usable],
             outcomes=outcomes,
             standardized=standardized,
-            lambdas=[self._lambdas(pending[c.prompt_id]) for c in outcomes],
+            probs=probs,
+            lambdas=[lambdas[c.prompt_id] for c in outcomes],
             credit=credit,
             spent_by_bin=spent_by_bin,
         )
@@ -247,8 +257,7 @@ class LearnedRouter(InferenceRouter, RemembersPrompts):
 
     def _examples(self, step: _StepCredit) -> tuple[list[RouterExample], Metrics]:
         """One example per prompt with a finished rollout; and the policy's mean reward and costs."""
-        pending, credit = step.pending, step.credit
-        probs = {c.prompt_id: pending[c.prompt_id].prediction.probs for c in step.outcomes}
+        pending, credit, probs, units = step.pending, step.credit, step.probs, tuple(self.budgets.lambdas)
         spent_now, spent_by_bin = credit.spent, step.spent_by_bin
         if self.stale:
             now = {p: current_prediction(self.model, pending[p].prediction, self.multipliers).probs for p in probs}
@@ -263,7 +272,7 @@ class LearnedRouter(InferenceRouter, RemembersPrompts):
         members: dict[str, list[RouteSample]] = {prompt_id: [] for prompt_id in probs}
         for c, advantage in zip(step.standardized, credit.rollout_advantages, strict=True):
             members[c.prompt_id].append(
-                RouteSample(c.route, c.reward, tuple(c.costs[unit] for unit in self.budgets.lambdas), advantage)
+                RouteSample(c.route, c.reward, tuple([c.costs[unit] for unit in units]), advantage)
             )
         examples = [
             RouterExample(

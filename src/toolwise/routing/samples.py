@@ -135,6 +135,12 @@ class RouterModel(RoutePredictor, Stateful, Protocol):
 
     def learn(self, examples: Sequence[RouterExample], multipliers: Sequence[float]) -> Metrics: ...
 
+    def plan_ahead(self, prompts: Sequence[Sequence[int]]) -> None:
+        """`predict` will be asked for these prompts next."""
+
+    def read_ahead(self) -> None:
+        """It may begin to read them: the trunk will not change before."""
+
     def dual_estimates(
         self, limits: Sequence[float], multipliers: Sequence[float]
     ) -> tuple[Sequence[float], Sequence[float | None]]:

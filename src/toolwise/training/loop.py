@@ -21,7 +21,7 @@ from toolwise.rollout.watchdog import Watchdog
 from toolwise.tools import isolation
 from toolwise.training.evaluate import score, with_router_credit
 from toolwise.training.metrics import mean, summarize
-from toolwise.training.prompt_prefetch import prefetch_prompts
+from toolwise.training.prompt_prefetch import prefetch_prompts, read_next_prompts
 from toolwise.training.run import Run
 from toolwise.types import CreditedRollout, RewardSettings, Rollout, RouteDecision, ScoredRollout, ThinkingByRollout
 
@@ -53,6 +53,7 @@ async def train_step(run: Run, before_update: Callable[[], None] = lambda: None)
     run.queue.advance()
     run.progress.step += 1  # before the router learns: if a user's fails, the updated weights count
     router_started = time.perf_counter()
+    read_next_prompts(run)
     router_metrics = run.router.learn(scored)
     run.policy.version = run.learner.version
     finished = time.perf_counter()

@@ -1,4 +1,5 @@
-"""Renders and tokenizes the prompts of the next step while the model generates and the event loop is idle."""
+"""Work on the prompts of the next step: they are rendered and tokenized while the model generates and the event loop is
+idle, and read by a router once the weights are those of the next step."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ FIRST_PAUSE_S, PAUSE_S = 0.1, 0.005
 
 
 async def prefetch_prompts(run: Run) -> None:
-    """Tokenize the prompts of the next batch, where they are known before the step."""
+    """Tokenize the prompts of the next batch where they are known before the step, and plan how a router reads them."""
     prepare = _preparation(run)
     if prepare is None or not isinstance(run.batches, Batches):
         return
@@ -33,6 +34,14 @@ async def prefetch_prompts(run: Run) -> None:
                 with suppress(ToolwiseError):  # the next step, or its rollouts, will say so
                     prepare(task)
             await asyncio.sleep(PAUSE_S)
+        if isinstance(run.router, LearnedRouter) and isinstance(run.policy, LocalPolicy):
+            run.router.plan_ahead()
+
+
+def read_next_prompts(run: Run) -> None:
+    """Once the actor has been updated: let the router begin to read the prompts that were planned."""
+    if isinstance(run.router, LearnedRouter) and isinstance(run.policy, LocalPolicy):
+        run.router.read_ahead()
 
 
 def _preparation(run: Run) -> Callable[[Task], object] | None:

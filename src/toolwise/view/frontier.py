@@ -38,6 +38,8 @@ _CURVE_STYLES = {
 }
 """Colour in the palette, line and marker."""
 _LEGEND_COLUMNS = 5
+COST_TOLERANCE = 0.05
+"""Costs that differ by a larger share are pointed out where scores are compared."""
 _SIGNED, _PERCENT = ("+.3f", "+.2f"), (".0%", ".0%")
 
 
@@ -79,7 +81,7 @@ def budget_rows(frontier: FrontierRecord, gap_forms: Sequence[str] = (".0%",)) -
 def fixed_rows(frontier: FrontierRecord) -> list[list[str]]:
     """Policies without a budget: name, cost, score."""
     return [
-        [clean_text(name), _format_estimate(point["cost"]), _format_estimate(point["score"])]
+        [clean_text(name), _format_estimate(point["cost"], ".3f"), _format_estimate(point["score"])]
         for name, point in frontier["fixed"].items()
     ]
 
@@ -100,24 +102,17 @@ def frontier_tables(frontier: FrontierRecord, title: str) -> list[Table]:
     for name in others:
         closed, ahead = frontier["gap_closed"][name], frontier["ahead"][name]
         rows = [
-            [*_point_cells(point), _format_estimate(closed[i], *_PERCENT), _format_estimate(ahead[i], *_SIGNED)]
+            [*_point_cells(point), _format_estimate(closed[i], *_PERCENT), _format_estimate(ahead[i], "+.2f", "+.2f")]
             for i, point in enumerate(frontier["curves"][name])
         ]
-        tables.append(_table(["budget", "cost", name, "gap closed", f"{router} ahead by"], rows))
+        headers = ["budget", "cost", name, "gap closed", f"{router} ahead by"]
+        tables.append(_table(headers, rows, caption=_comparison_caption(frontier, name, router)))
     for name, shares in (frontier.get("within") or {}).items():
         points = frontier["curves"][name]
         rows = [[*_point_cells(point), f"{share:.0%}"] for point, share in zip(points, shares, strict=True)]
         tables.append(_table(["budget", "cost", name, "episodes within"], rows))
-    if against := frontier.get("against_fixed"):
-        rows = [
-            [
-                clean_text(name),
-                *(_format_estimate(each[what], ".3f") for what in ("cost", "score")),
-                _format_estimate(each["ahead"], *_SIGNED),
-            ]
-            for name, each in against.items()
-        ]
-        tables.append(_table(["at the cost of", "cost", router, f"lead of {router}"], rows))
+    if frontier.get("against_fixed"):
+        tables.append(_against_fixed_table(frontier, router))
     caption = None
     if trained := frontier["as_trained"]:
         closes = f"{_format_estimate(trained['gap_closed'], *_PERCENT)} of the gap closed"
@@ -125,6 +120,44 @@ def frontier_tables(frontier: FrontierRecord, title: str) -> list[Table]:
         leads = (f"{_format_estimate(trained[f'ahead of {name}'], *_SIGNED)} ahead of {name}" for name in others)
         caption = "; ".join([gap, *leads])
     return [*tables, _table(["no budget", "cost", "score"], fixed_rows(frontier), caption=caption)]
+
+
+def _comparison_caption(frontier: FrontierRecord, name: str, router: str) -> str | None:
+    """What to mind in the comparison with a baseline router."""
+    notes = []
+    points = zip(frontier["curves"][router], frontier["curves"][name], strict=True)
+    if any(_cost_less(a, b) or _cost_less(b, a) for a, b in points):
+        notes.append(f"its costs are not {router}'s: compare the gaps closed")
+    most = [_number(closed[end]) for closed in frontier["gap_closed"][name] for end in ("value", "high")]
+    if (more := (frontier.get("beyond_routes") or {}).get(name)) and any(gap >= 1.005 for gap in most):
+        notes.append(f"above 100%: it may choose {', '.join(map(clean_text, more))}, the oracle only routes")
+    return "; ".join(notes) or None
+
+
+def _against_fixed_table(frontier: FrontierRecord, router: str) -> Table:
+    """The first router beside everything that is not routed, each with what it costs."""
+    rows, dearer = [], []
+    for name, each in frontier["against_fixed"].items():
+        fixed = frontier["fixed"][name]
+        figures = [fixed["cost"], fixed["score"], each["cost"], each["score"]]
+        rows.append(
+            [
+                clean_text(name),
+                *(_format_estimate(figure, ".3f") for figure in figures),
+                _format_estimate(each["ahead"], *_SIGNED),
+            ]
+        )
+        if _cost_less(each, fixed):
+            dearer.append(clean_text(name))
+    caption = f"{router} is held to the other's cost"
+    if dearer:
+        caption += f", and needs less than {', '.join(dearer)}"
+    headers = ["not routed", "cost", "score", f"{router}, cost", "score", f"lead of {router}"]
+    return _table(headers, rows, caption=caption)
+
+
+def _cost_less(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return bool(one["cost"]["value"] < (1.0 - COST_TOLERANCE) * other["cost"]["value"])
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], **options: Any) -> Table:

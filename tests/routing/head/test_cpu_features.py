@@ -10,7 +10,7 @@ import torch
 from engine_cases import tiny
 
 from toolwise.routing.head import cpu_features
-from toolwise.routing.head.cpu_features import cpu_features_problem, last_states
+from toolwise.routing.head.cpu_features import CpuFeatures, cpu_features_problem, last_states
 from toolwise.routing.head.head import HeadSettings, RouterHead
 from toolwise.routing.head.predictor import HeadPredictor, feature_width, prompt_features
 
@@ -38,6 +38,16 @@ def test_states_are_those_of_the_learners_pass(name: str, max_tokens: int) -> No
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "prompts", [[[1], [1]], [[1]] * 5, [[2, 3], [1], [1]], [[1], [1], [1, 2], [2], [2]], [[1, 2]] * 3]
+)
+def test_equal_prompts_of_a_token_or_two(prompts: list[list[int]]) -> None:
+    model = tiny("builtin")
+    expected = prompt_features(model, prompts)
+    torch.testing.assert_close(last_states(model, prompts, max_tokens=1000), expected, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("limit", [0, 1 << 30])
 def test_both_kinds_of_products_give_them(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_features, "MIN_ONEDNN_TOKENS", limit)
@@ -54,10 +64,13 @@ def test_the_same_prompts_give_the_same_bits_again() -> None:
 
 def test_changed_weights_are_used_at_once() -> None:
     model = tiny()
-    before = last_states(model, PROMPTS, max_tokens=1000)
+    features = CpuFeatures(model)
+    plan = features.plan(PROMPTS, max_tokens=1000)
+    before = features.read(plan)
     with torch.no_grad():
         model.get_decoder().layers[0].mlp.down_proj.weight.mul_(1.5)
-    after = last_states(model, PROMPTS, max_tokens=1000)
+    after = features.read(plan)
+    assert torch.equal(after, last_states(model, PROMPTS, max_tokens=1000))
     assert not torch.allclose(before, after, atol=1e-3)
     with torch.no_grad():
         torch.testing.assert_close(after, prompt_features(model, PROMPTS), atol=2e-5, rtol=1e-4)
@@ -65,10 +78,10 @@ def test_changed_weights_are_used_at_once() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"pool": "mean"}, {"layers": (-1, 0)}])
 def test_a_predictor_uses_it_for_the_last_state_only(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, used = tiny(), []
+    model, used, read = tiny(), [], cpu_features._read
     monkeypatch.setattr(
-        "toolwise.routing.head.predictor.last_states",
-        lambda *args, **options: used.append(1) or last_states(*args, **options),
+        "toolwise.routing.head.cpu_features._read",
+        lambda *args: used.append(1) or read(*args),
     )
     width = feature_width(model, settings.get("layers", (-1,)))
     predictor = HeadPredictor(model, RouterHead(HeadSettings(width=width, routes=("A", "B"), **settings)))

@@ -21,7 +21,6 @@ from toolwise.protocols import Metrics
 from toolwise.routing.head.budget_window import BudgetWindow
 from toolwise.routing.head.head import RouterHead, save_head
 from toolwise.routing.head.loss import (
-    NO_LABEL,
     RouterBatch,
     calibration_error,
     entropies,
@@ -156,9 +155,8 @@ class RouterLearner(HeadPredictor):
             return loss, {"loss": float(loss.detach()), "entropy": float(entropy) / prompts}
         logits = part.masked(self.head.logits(outputs, multipliers))
         entropy = entropies(logits).sum() / prompts
-        labelled = max(1, int((batch.labels != NO_LABEL).sum()))
-        supervised = label_loss(logits, part.labels) / labelled
         if only_labels:
+            supervised = label_loss(logits, part.labels) / max(1, batch.labelled)
             return supervised, {"label_loss": float(supervised.detach())}
         clip = config.clip_ratio if config.epochs > 1 or self.stale else None  # against the head that sampled
         if part.advantages is not None:
@@ -169,9 +167,11 @@ class RouterLearner(HeadPredictor):
                 sampled_loss(logits, part.prompt_index, part.actions, part.sampled_advantages, old, clip=clip)
                 / rollouts
             )
-        loss = policy - self.entropy_coef * entropy + config.label_coef * supervised
+        loss = policy - self.entropy_coef * entropy
         metrics = {"loss": float(policy.detach()), "entropy": float(entropy.detach())}
-        if bool((batch.labels != NO_LABEL).any()):
+        if batch.labelled:
+            supervised = label_loss(logits, part.labels) / batch.labelled
+            loss = loss + config.label_coef * supervised
             metrics["label_loss"] = float(supervised.detach())
         return loss, metrics
 

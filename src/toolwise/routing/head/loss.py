@@ -41,6 +41,7 @@ class RouterBatch:
         # [B, routes], and [B] for the labels; advantages only for stratified routes.
         self.old_logprobs = floats([example.prediction.logprobs for example in examples])
         self.labels = integers([NO_LABEL if example.label is None else example.label for example in examples])
+        self.labelled = sum(example.label is not None for example in examples)
         masks = [example.prediction.applicable for example in examples]
         self.mask = None
         """[B, routes] whether a route applies; None: all do."""

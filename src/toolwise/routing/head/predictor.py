@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +25,9 @@ from toolwise.learner.forward import can_share_prefixes, hidden_states
 from toolwise.learner.packing import micro_batches
 from toolwise.models.weight_sharing import shared_copy
 from toolwise.protocols import GenerationEngine, PrefixEngine
-from toolwise.routing.head.cpu_features import cpu_features_problem, last_states
+from toolwise.routing.head.cpu_features import CpuFeatures
 from toolwise.routing.head.head import RouterHead, load_head, predict_routes
+from toolwise.routing.head.read_ahead import ReadAhead, has_free_core
 from toolwise.routing.samples import RoutePrediction
 
 Pool = Literal["last", "mean"]
@@ -158,15 +159,23 @@ class HeadPredictor:
         self.head = head.to(model.device)
         self.micro_batch_tokens = micro_batch_tokens
         self.encode = encode or self._encode
+        self._ahead = ReadAhead()
         self.average = HeadAverage()
         """Empty unless the head is trained."""
 
+    @cached_property
+    def _cpu_features(self) -> CpuFeatures:
+        return CpuFeatures(self.model)
+
     def _encode(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         s = self.head.settings
-        plain = s.pool == "last" and s.layers == (-1,) and not self.trunk and not torch.is_grad_enabled()
-        if plain and cpu_features_problem(self.model, max(map(len, prompts))) is None:
-            return last_states(self.model, prompts, max_tokens=self.micro_batch_tokens)
+        if not torch.is_grad_enabled() and self._reads_on_cpu(prompts):
+            return self._cpu_features.read(self._cpu_features.plan(prompts, max_tokens=self.micro_batch_tokens))
         return prompt_features(self.model, prompts, pool=s.pool, layers=s.layers, max_tokens=self.micro_batch_tokens)
+
+    def _reads_on_cpu(self, prompts: Sequence[Sequence[int]]) -> bool:
+        s = self.head.settings
+        return s.pool == "last" and s.layers == (-1,) and not self.trunk and self._cpu_features.reads(prompts)
 
     @torch.no_grad()
     def predict(
@@ -174,7 +183,20 @@ class HeadPredictor:
     ) -> list[RoutePrediction]:
         if not prompts:
             return []
-        return self._predict_from(prompts, self.encode(prompts).detach(), multipliers, averaged)
+        features = None if averaged else self._ahead.take(prompts)
+        features = self.encode(prompts) if features is None else features
+        return self._predict_from(prompts, features.detach(), multipliers, averaged)
+
+    def plan_ahead(self, prompts: Sequence[Sequence[int]]) -> None:
+        """These are the prompts that `predict` will be asked for next, for the head that is trained."""
+        if prompts and self.encode == self._encode and self._reads_on_cpu(prompts) and has_free_core():
+            plan = self._cpu_features.plan(prompts, max_tokens=self.micro_batch_tokens)
+            self._ahead.plan(prompts, partial(self._cpu_features.read, plan))
+
+    def read_ahead(self) -> None:
+        """Begin to read the prompts that were planned, on a core that is free: the trunk will not change before they
+        are asked for."""
+        self._ahead.start()
 
     @torch.no_grad()
     def predict_encoded(

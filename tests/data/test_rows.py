@@ -420,11 +420,13 @@ def test_any_row_is_a_task_or_a_data_error(tmp_path_factory: pytest.TempPathFact
         assert task.prompt or task.prompt_ids
 
 
-def test_a_column_that_would_hide_the_training_step_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["step", "prompt_length"])
+def test_a_column_that_would_hide_an_argument_from_the_run_is_refused(tmp_path: Path, name: str) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text('{"prompt": "hi", "step": 3}\n')
-    with pytest.raises(DataError, match="step"):
-        load_tasks(file)
+    for row in ({name: 3}, {"evaluation_criteria": {name: 3}}, {"reward_model": {name: 3}}):
+        file.write_text(json.dumps({"prompt": "hi", **row}) + "\n")
+        with pytest.raises(DataError, match=f"rewards already have an argument `{name}`; rename it"):
+            load_tasks(file)
 
 
 def test_a_nan_is_a_null_and_an_infinity_an_error(tmp_path: Path) -> None:

@@ -175,10 +175,14 @@ def test_validation_metrics_flat() -> None:
 
 
 def test_a_reward_s_metric_never_takes_the_place_of_a_figure() -> None:
-    one = scored(1.0, cost=2.0)
-    one.result.metrics.update({name: MetricResult(score=7.0) for name in ("n", "score", "cost", "errors")})
+    names = ["n", "score", "cost", "tokens", "errors", "invalid", "prompt_too_long", "by_kind", "loss"]
+    names += ["route/ANSWER/share", "budget/cost/limit", "reward/cost"]
+    one = scored(1.0, cost=2.0, correct=1.0)
+    one.result.metrics.update({name: MetricResult(score=7.0) for name in names})
     figures = summarize_validation([one])
-    assert (figures["n"], figures["score"], figures["cost"], figures["errors"]) == (1, 1.0, 2.0, 0)
+    own = {"n": 1, "score": 1.0, "correct": 1.0, "cost": 2.0, "tokens": 0.0, "errors": 0, "by_kind": {}}
+    assert figures == own | {f"reward/{name}": 7.0 for name in names}
+    assert validation_metrics(figures)["eval/reward/prompt_too_long"] == 7.0
 
 
 def test_metrics_are_averaged_over_those_that_have_them_and_are_valid() -> None:

@@ -27,7 +27,7 @@ from toolwise.errors import DataError
 from toolwise.serialization.files import sync, write_atomic
 from toolwise.serialization.json_text import json_text
 
-FORMAT = 2
+FORMAT = 3
 """Version of the converted files; a copy in another version is not used."""
 CACHE_FOLDER = ".data-cache"
 _SOURCE = "source.json"

@@ -21,7 +21,7 @@ from toolwise.untrusted.patterns import PatternError, compile_pattern
 
 TOOL_PHASES = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 _RESERVED_ARGUMENTS = frozenset(
-    {"messages", "ground_truth", "rollouts_messages", "ground_truths", "group_messages", "step"}
+    {"messages", "ground_truth", "rollouts_messages", "ground_truths", "group_messages", "step", "prompt_length"}
 )
 _LABEL_COLUMNS = ("router_target_action", "tool_families", "router_labelled_by")
 """Columns added by `toolwise data label`; like the labels of a sidecar file, they go into `extra_info`."""

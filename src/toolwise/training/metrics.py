@@ -37,6 +37,13 @@ _FAULT_DESCRIPTIONS = {
 }
 
 
+_VALIDATION_FIGURES = frozenset(
+    {"n", "score", "cost", "tokens", "errors", "invalid", "prompt_too_long", "loss", "by_kind"}
+)
+_VALIDATION_PARTS = ("route/", "budget/", "thinking/", "reward/")
+"""A validation's own figures, and the beginnings of the names of others: no metric of a reward takes their place."""
+
+
 def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
     """Metrics of one training step's rollouts."""
     if not scored:
@@ -152,9 +159,15 @@ def _group_metrics(scored: Sequence[ScoredRollout]) -> dict[str, Any]:
     too_long = sum(s.rollout.stop_reason is StopReason.PROMPT_TOO_LONG for s in scored)
     totals |= {StopReason.PROMPT_TOO_LONG.value: too_long} if too_long else {}
     by_name = reported_metrics(counted)
-    reported = {name: mean(by_name[name]) for name in _most_common(by_name) if name not in ("n", "score", "by_kind")}
+    reported = {_name_in_validation(name): mean(by_name[name]) for name in _most_common(by_name)}
     score = {"score": mean([s.score for s in counted])} if counted else {}
     return {"n": len(scored)} | score | reported | totals
+
+
+def _name_in_validation(metric: str) -> str:
+    """The name of a reward's metric in a validation: `reward/cost` if the validation itself has a `cost`."""
+    is_own = metric in _VALIDATION_FIGURES or metric.startswith(_VALIDATION_PARTS)
+    return f"reward/{metric}" if is_own else metric
 
 
 def reported_metrics(counted: Sequence[ScoredRollout]) -> dict[str, list[float]]:

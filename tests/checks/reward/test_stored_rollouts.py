@@ -109,7 +109,8 @@ def test_what_rewards_may_name_of_a_task_comes_back(make_stored: MakeStored) -> 
 
 
 def test_further_columns_of_other_rows_are_arguments(make_stored: MakeStored) -> None:
-    (one,) = make_stored([{"messages": [ASKED, SAID], "ground_truth": "4", "rubric": "strict", "gold": "4"}])
+    given = {"messages": [ASKED, SAID], "ground_truth": "4", "rubric": "strict", "gold": "4"}
+    (one,) = make_stored([{**given, "step": 7, "prompt_length": 99}])  # the run gives these two
     assert one.rollout.task.reward_kwargs == {"rubric": "strict"}
     assert one.gold == "4"
 

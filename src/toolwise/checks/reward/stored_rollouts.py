@@ -31,6 +31,7 @@ from toolwise.types import EvaluateResult, Rollout, StepData, StopReason, Task, 
 _NON_ARGUMENT_COLUMNS = frozenset(
     {"messages", "ground_truth", "gold", "prompt", "task_id", "group_id", "rollout_id", "step", "steps", "score"}
     | {"metrics", "reason", "error", "reward_kwargs", "reward_model", "data_source", "ability", "extra_info"}
+    | {"prompt_length"}
 )
 """Columns of user files that are not keyword arguments of the reward."""
 _STEP_IN_NAME = re.compile(r"(?:step|eval)-(\d+)")

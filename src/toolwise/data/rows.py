@@ -36,9 +36,7 @@ def load_tasks(path: str | Path, *, limit: int | None = None, layout: RowLayout 
     return tasks_from_rows(Path(path), read_rows(path, limit=limit), layout=layout)
 
 
-def tasks_from_rows(
-    path: Path, rows: Iterable[Any], *, name: str = "", layout: RowLayout = PLAIN
-) -> list[Task]:
+def tasks_from_rows(path: Path, rows: Iterable[Any], *, name: str = "", layout: RowLayout = PLAIN) -> list[Task]:
     """`rows` are tasks, which have no columns, or dictionaries. `path` is for errors and, without a `name`, for ids."""
     tasks: list[Task] = []
     rows_by_id: dict[str, int] = {}

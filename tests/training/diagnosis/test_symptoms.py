@@ -84,3 +84,10 @@ def test_calls_are_not_blamed_if_they_went_well_or_something_else_is_the_cause(
 def test_calls_of_tools_that_do_not_exist_are_calls_that_failed() -> None:
     steps = [scored(0.0, calls={"search": 1}, failed={"unknown_tool": 3, "timeout": 1})]
     assert "; 4 of the 4 calls of search" in explain_unchanged(config(), steps, DROPPED, "the group was")[0]
+
+
+def test_a_tool_whose_calls_all_failed_is_named_though_another_works() -> None:
+    rollouts = [*with_calls({"calculator": 2}, {"exception": 2}), *with_calls({"search": 3}, {})]
+    cause, cure = explain_unchanged(config(), rollouts, DROPPED, "all 8 groups were")
+    assert cause.endswith("; nearly all calls of a tool failed in the latest step: calculator: exception")
+    assert cure.startswith("First read in rollouts/")

@@ -281,16 +281,18 @@ def explain_unchanged(
 
 
 def _failed_calls(scored: Sequence[ScoredRollout]) -> tuple[str, str]:
-    """That nearly all calls of a step failed, which makes rollouts equal, and what to do first; else nothing."""
+    """That nearly all calls of a step failed, or those of a tool, and what to do first; else nothing."""
     infos = [step.step_info for s in scored for step in s.rollout.steps]
     tools, failed = (sum((Counter(info.get(name) or {}) for info in infos), Counter[str]()) for name in _CALLS)
     calls = max(tools.total(), failed.total())  # a call of a tool that does not exist is not among those of tools
-    if not calls or failed.total() < NEARLY_ALL * calls:
-        return "", ""
-    kinds = ", ".join(f"{kind} ({times})" for kind, times in failed.most_common(3))
-    named = f" of {', '.join(sorted(tools)[:5])}" if tools else ""
-    says = f"; {failed.total()} of the {calls} calls{named} in the latest step failed: {kinds}"
-    return says, "First read in rollouts/ why the calls fail, and test the tools with `toolwise check tool`. "
+    cure = "First read in rollouts/ why the calls fail, and test the tools with `toolwise check tool`. "
+    if calls and failed.total() >= NEARLY_ALL * calls:
+        kinds = ", ".join(f"{kind} ({times})" for kind, times in failed.most_common(3))
+        named = f" of {', '.join(sorted(tools)[:5])}" if tools else ""
+        return f"; {failed.total()} of the {calls} calls{named} in the latest step failed: {kinds}", cure
+    broken = (_failing_tools(scored) or "").splitlines()
+    says = f"; nearly all calls of a tool failed in the latest step: {', '.join(broken)}" if broken else ""
+    return says, cure if broken else ""
 
 
 def _dtype(config: RunConfig) -> str:

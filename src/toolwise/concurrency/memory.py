@@ -41,7 +41,7 @@ def keep_freed_memory() -> bool:
         return False
     # One arena: those of other threads are small and shrink at once. Threshold for mmap: the largest allowed.
     values = {_ARENA_MAX: 1, _MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 512 << 20, _TOP_PAD: 64 << 20}
-    return sum(mallopt(name, value) for name, value in values.items()) == len(values)
+    return bool(sum(mallopt(name, value) for name, value in values.items()) == len(values))
 
 
 def _read_numbers(file: Path) -> dict[str, int]:

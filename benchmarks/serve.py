@@ -246,7 +246,8 @@ def free_port() -> int:
 
 def beside_vllm(options: argparse.Namespace, pool: ProcessPoolExecutor, report: Report, port: int) -> None:
     """Our server and vLLM's on the model folder: both run, and answer in turns, for each number of clients."""
-    threads = {"OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    # Idle threads sleep, since other work may need the cores, but not between two parallel regions of a layer.
+    threads = {"OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
     settings = ["model.dtype=float32", "model.device=cpu"]
     ports = {"toolwise": port}
     with ExitStack() as servers:

@@ -143,7 +143,7 @@ class RunFolder:
                 case ["eval", *middle, ("correct" | "cost") as metric] if middle:
                     kind = "/".join(middle)
                     by_kind.setdefault(kind, {"n": sum(r.kind == kind for r in rollouts) or None})[metric] = value
-        overall = {name: line.get(f"eval/{name}") for name in ("loss", "score", "correct", "cost", "tokens")}
+        overall = {name: line.get(f"eval/{name}") for name in ("loss", "score", "correct", "cost", "tokens", "invalid")}
         overall |= {name.removeprefix("eval/"): line[name] for name in line if name.startswith("eval/budget/")}
         return {**overall, "by_kind": by_kind, "n": len(rollouts) or None, "step": line.get("step")}
 

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from toolwise.data import load_tasks, open_tasks
 from toolwise.data.task_set import (
     TaskSet,
     change_tasks,
+    count_distinct,
     distinct_tasks,
     filter_tasks,
     find_tasks,
@@ -63,6 +65,13 @@ def test_an_index_out_of_range_is_an_index_error(both: tuple[TaskSet, list[Task]
 def test_one_task_of_each_profile_and_file_is_distinct(both: tuple[TaskSet, list[Task]]) -> None:
     assert [task.prompt[0].content for task in distinct_tasks(both[0])] == ["plain", "tools", "truth", "column"] * 2
     assert list(distinct_tasks(both[1])) == both[1]
+
+
+def test_each_distinct_task_stands_for_those_of_its_profile(both: tuple[TaskSet, list[Task]]) -> None:
+    counts = [(task.task_id, count) for task, count in count_distinct(both[0].select(np.arange(1, 20)))]
+    rows = ["a/row-1", "a/row-2", "a/row-3", "a/row-4", "b/row-0", "b/row-1", "b/row-2", "b/row-3"]
+    assert counts == list(zip(rows, [3, 2, 2, 2, 3, 3, 2, 2], strict=True))
+    assert [count for _, count in count_distinct(both[1])] == [1] * 20
 
 
 def test_a_function_of_profiles_is_called_once_for_each(both: tuple[TaskSet, list[Task]]) -> None:

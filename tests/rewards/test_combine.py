@@ -126,6 +126,11 @@ def test_a_part_that_is_not_valid_is_no_zero() -> None:
     invalid = EvaluateResult(score=0.0, is_score_valid=False, reason="cannot tell")
     (combined,) = combine([(part("a"), results(1)), (part("b"), [invalid])], ["g"], "sum")
     assert not combined.has_valid_score
+    assert (combined.score, combined.error, combined.reason) == (None, None, "b: cannot tell")
+    failed = fault_result("timeout", "too slow")
+    (combined,) = combine([(part("a"), [invalid]), (part("b"), [failed])], ["g"], "sum")
+    assert combined.error is not None  # an error stays one, whatever other parts say
+    assert (combined.error.kind, combined.error.message) == ("timeout", "b: too slow")
 
 
 def test_normalising_is_within_the_group() -> None:

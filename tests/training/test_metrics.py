@@ -142,6 +142,18 @@ def test_an_invalid_score_does_not_count() -> None:
     assert summarize([invalid, STEP[1]])["reward/error_rate"] == 0.0  # reward.max_error_rate does not count it either
 
 
+def test_a_validation_counts_invalid_scores_apart_from_errors() -> None:
+    unsure = scored(0.0, kind="lookup")
+    unsure = replace(unsure, result=EvaluateResult(score=0.0, is_score_valid=False))
+    figures = summarize_validation([unsure, scored(1.0, kind="lookup"), scored(None, error="exception")])
+    assert (figures["n"], figures["score"], figures["errors"], figures["invalid"]) == (3, 1.0, 1, 1)
+    assert (figures["by_kind"]["lookup"]["errors"], figures["by_kind"]["lookup"]["invalid"]) == (0, 1)
+    assert validation_metrics(figures)["eval/invalid"] == 1.0
+    failed = replace(unsure, rollout=replace(unsure.rollout, stop_reason=StopReason.POLICY_FAULT))
+    figures = summarize_validation([failed])
+    assert (figures["errors"], "invalid" in figures) == (1, False)
+
+
 def test_validation_metrics_overall_and_by_kind() -> None:
     figures = summarize_validation(
         [

@@ -119,6 +119,13 @@ def test_a_failed_reward_is_kept_with_its_reason() -> None:
     assert record.error == {"kind": "exception", "message": "KeyError: 'x'", "traceback": "…"}
 
 
+def test_a_score_that_is_not_valid_is_not_stored() -> None:
+    unsure = scored("g/0", 0.0, TURNS, is_score_valid=False)
+    record = RolloutRecord.of(unsure)
+    assert (record.score, record.metrics, record.correct, record.error) == (None, {}, None, None)
+    assert record.reason == "right"
+
+
 @pytest.mark.parametrize("said", ["two\nlines", "emoji 🙂", "half a pair \ud83d", "\u2028 \x00 \x85"])
 def test_any_text_stays_one_line_of_json(tmp_path: Path, said: str) -> None:
     write_records(tmp_path, "x", [scored("g/0", 1.0, (), said=said)], [])

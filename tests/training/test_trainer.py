@@ -278,6 +278,25 @@ def test_what_lies_in_the_folder_is_written_relative_to_it(tmp_path: Path, monke
 
 
 @pytest.mark.long
+def test_an_edited_reward_is_reported_and_used_when_the_run_is_resumed(
+    tmp_path: Path, cli: Cli, make_config: MakeConfig
+) -> None:
+    reward, run = tmp_path / "rw.py", tmp_path / "run"
+    reward.write_text("def score(messages, ground_truth):\n    return (1.0 + len(str(messages)) % 7)\n")
+    changes = {"reward": {"function": "rw.py:score"}, "trainer": {"total_steps": 1}}
+    assert cli("train", make_config(tmp_path, changes), "--out", run).status == 0
+    ended = cli("resume", run, "--set", "trainer.total_steps=2")
+    assert "source of the reward" not in ended.err
+    reward.write_text(reward.read_text().replace("return ", "return -"))
+    ended = cli("resume", run, "--set", "trainer.total_steps=3")
+    assert (
+        "resumed at step 2 with changed settings: trainer.total_steps: 2 → 3, source of the reward score: " in ended.err
+    )
+    assert [change["step"] for change in summary_of(run)["changes"] if "reward" in change["key"]] == [2]
+    assert summary_of(run)["before"]["score"] > 0 > summary_of(run)["after"]["score"]
+
+
+@pytest.mark.long
 def test_another_best_metric_is_not_compared_with_the_old_one(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)

@@ -42,6 +42,12 @@ def test_without_verdicts_scores_decide() -> None:
     assert [c.outcome for c in changed_tasks(before, after)] == ["better", "worse"]
 
 
+def test_a_task_without_a_valid_score_has_neither_won_nor_lost() -> None:
+    before = [rollout(i, None, score=s) for i, s in (("a", None), ("b", 1.0), ("c", None))]
+    after = [rollout(i, None, score=s) for i, s in (("a", 1.0), ("b", None), ("c", None))]
+    assert changed_tasks(before, after) == []
+
+
 def test_the_shown_tasks_are_spread_over_the_kinds() -> None:
     before = [rollout(f"{kind}{i}", 0, kind=kind) for kind in ("a", "b") for i in range(20)]
     after = [rollout(f"{kind}{i}", 1, kind=kind) for kind in ("a", "b") for i in range(20)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -125,16 +126,24 @@ class TaskSet(Sequence[Task]):
         return np.concatenate(numbers) if len(numbers) > 1 else numbers[0]
 
     @cached_property
+    def profile_counts(self) -> dict[int, int]:
+        """The number of tasks of each profile, by the index of its first task, ascending."""
+        if not self.keeps_profiles:
+            return dict.fromkeys(range(len(self)), 1)
+        first: dict[int, int] = {}
+        counts: Counter[int] = Counter()
+        for start in range(0, len(self), _CHUNK):  # at once, it would take several times the memory of the profiles
+            found = np.unique(self.profiles[start : start + _CHUNK], return_index=True, return_counts=True)
+            for number, place, count in zip(*(column.tolist() for column in found), strict=True):
+                counts[first.setdefault(number, start + place)] += count
+        return dict(sorted(counts.items()))
+
+    @cached_property
     def distinct(self) -> Indices:
         """The index of the first task of each profile, ascending."""
         if not self.keeps_profiles:
             return np.arange(len(self), dtype=np.int64)
-        found: dict[int, int] = {}
-        for start in range(0, len(self), _CHUNK):  # at once, it would take several times the memory of the profiles
-            numbers, places = np.unique(self.profiles[start : start + _CHUNK], return_index=True)
-            for number, place in zip(numbers.tolist(), places.tolist(), strict=True):
-                found.setdefault(number, start + place)
-        return np.array(sorted(found.values()), dtype=np.int64)
+        return np.array(list(self.profile_counts), dtype=np.int64)
 
 
 def _hashes(part: TaskTable | list[Task]) -> npt.NDArray[np.uint64]:
@@ -159,6 +168,13 @@ def task_id_lists(tasks: Sequence[Task]) -> Iterator[list[str]]:
 def distinct_tasks(tasks: Sequence[Task]) -> Iterator[Task]:
     """One task of each profile, the first, in order: enough for checks that read only what profiles have."""
     return (tasks[int(index)] for index in tasks.distinct) if isinstance(tasks, TaskSet) else iter(tasks)
+
+
+def count_distinct(tasks: Sequence[Task]) -> Iterator[tuple[Task, int]]:
+    """The tasks of `distinct_tasks`, each with the number of tasks that it stands for."""
+    if isinstance(tasks, TaskSet):
+        return ((tasks[index], count) for index, count in tasks.profile_counts.items())
+    return ((task, 1) for task in tasks)
 
 
 def map_distinct(tasks: Sequence[Task], function: Callable[[Task], Value]) -> list[Value]:

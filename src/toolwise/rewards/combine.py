@@ -100,18 +100,19 @@ def _combine_step_outputs(parts: Sequence[tuple[float, EvaluateResult]]) -> list
 
 
 def _combine_rollout(parts: Sequence[tuple[WeightedReward, EvaluateResult, float | None, float]]) -> EvaluateResult:
-    """Valid only if every part is valid: a missing part is not a zero."""
+    """Valid only if every part is valid: a missing part is not a zero. An error only if a part is one."""
+    if missing := [(weighted.label, result) for weighted, result, score, _ in parts if score is None]:
+        name, result = next((part for part in missing if part[1].error is not None), missing[0])
+        if (fault := result.error) is None:
+            return EvaluateResult(is_score_valid=False, reason=f"{name}: {result.reason or 'not valid'}")
+        return fault_result(fault.kind, f"{name}: {fault.message}", fault.traceback)
     total = 0.0
     metrics: dict[str, MetricResult] = {}
     reasons = []
     labels = {weighted.label for weighted, *_ in parts}
     for weighted, result, score, _ in parts:
         name = weighted.label
-        if score is None:
-            fault = result.error
-            kind, message = (fault.kind, fault.message) if fault else ("not_valid", result.reason or "not valid")
-            return fault_result(kind, f"{name}: {message}", fault.traceback if fault else "")
-        total += weighted.weight * score
+        total += weighted.weight * (score or 0.0)
         for key, value in result.metrics.items():
             metrics[f"{name}/{key}" if key in metrics or key in labels else key] = value
         metrics[name] = MetricResult(score=result.score or 0.0, reason=result.reason or "")

@@ -149,13 +149,16 @@ def validation_metrics(summary: Mapping[str, Any]) -> Metrics:
 
 
 def _group_metrics(scored: Sequence[ScoredRollout]) -> dict[str, Any]:
-    """Has no score if nothing could be scored: a 0 would suggest a bad model."""
+    """Has no score if nothing could be scored: a 0 would suggest a bad model. `invalid` counts the rollouts of which
+    the reward said that it cannot tell, if any; they are no errors."""
     counted = [s for s in scored if s.result.has_valid_score]
     totals = {
         "cost": mean([s.cost for s in scored]),
         "tokens": mean([float(s.rollout.usage.sampled_tokens) for s in scored]),
-        "errors": sum(not s.result.has_valid_score or is_faulty(s) for s in scored),
+        "errors": sum(is_faulty(s) or (s.rollout.unanswered and not s.result.has_valid_score) for s in scored),
     }
+    invalid = sum(not s.result.has_valid_score and not s.rollout.unanswered and not is_faulty(s) for s in scored)
+    totals |= {"invalid": invalid} if invalid else {}
     too_long = sum(s.rollout.stop_reason is StopReason.PROMPT_TOO_LONG for s in scored)
     totals |= {StopReason.PROMPT_TOO_LONG.value: too_long} if too_long else {}
     by_name = reported_metrics(counted)

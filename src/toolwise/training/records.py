@@ -14,7 +14,7 @@ from toolwise.messages import Message, as_messages
 from toolwise.routing.prompts import route_changes, undo_changes
 from toolwise.training.rollout_paths import compressed_path
 from toolwise.training.trackers.jsonl import read_metrics
-from toolwise.types import CreditedRollout, LevelScore, ScoredRollout, StepData
+from toolwise.types import CreditedRollout, EvaluateResult, LevelScore, ScoredRollout, StepData
 from toolwise.untrusted.bounds import MAX_WARNINGS
 
 T = TypeVar("T")
@@ -64,6 +64,7 @@ class RolloutRecord:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     data_source: str = ""
     score: float | None = None
+    """None if there is no valid one; the metrics of such a rollout are not stored either."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     reason: str | None = None
     error: Mapping[str, Any] | None = None
@@ -126,8 +127,8 @@ class RolloutRecord:
             reward_kwargs=rollout.task.reward_kwargs,
             extra_info=rollout.task.extra_info,
             data_source=rollout.task.data_source,
-            score=result.score,
-            metrics={name: metric.score for name, metric in result.metrics.items()},
+            score=result.score if result.has_valid_score else None,
+            metrics=_valid_metrics(result),
             reason=result.reason,
             error=result.error.model_dump() if result.error else None,
             warnings=_first_warnings(scored.warnings),
@@ -304,6 +305,11 @@ def _numbers(values: Any) -> list[Any] | None:
 
 def _number_or_numbers(value: Any) -> Any:
     return _numbers(value) if isinstance(value, list) else _number(value)
+
+
+def _valid_metrics(result: EvaluateResult) -> dict[str, float]:
+    metrics = result.metrics.items() if result.has_valid_score else ()
+    return {name: metric.score for name, metric in metrics if metric.is_score_valid}
 
 
 def _first_warnings(warnings: Sequence[str]) -> list[str]:

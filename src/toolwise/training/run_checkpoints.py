@@ -33,8 +33,10 @@ class SavedCheckpoint:
 class RunCheckpoints:
     """Saves a run's checkpoints, one at a time."""
 
-    def __init__(self, run: Run, out: Path) -> None:
+    def __init__(self, run: Run, out: Path, digests: Mapping[str, str] | None = None) -> None:
+        """`digests`: the `input_digests` of this process, which may have begun before a file was edited."""
         self.run, self.out = run, out
+        self._digests = dict(digests or {})
         self.folder = out / "checkpoints"
         self._agent = AgentFiles(run.config, out)
         self._saver = BackgroundSaver(background=run.config.trainer.async_checkpoints)
@@ -65,6 +67,7 @@ class RunCheckpoints:
             facts={
                 "policy_version": run.learner.version,
                 "settings": saved_settings(run.config, self.out),
+                "inputs": self._digests,
                 "toolwise": __version__,
             },
             figures=self._figures,

@@ -143,7 +143,7 @@ class RunFolder:
                 case ["eval", *middle, ("correct" | "cost") as metric] if middle:
                     kind = "/".join(middle)
                     by_kind.setdefault(kind, {"n": sum(r.kind == kind for r in rollouts) or None})[metric] = value
-        overall = {name: line.get(f"eval/{name}") for name in ("loss", "score", "correct", "cost", "tokens")}
+        overall = {name: line.get(f"eval/{name}") for name in ("loss", "score", "correct", "cost", "tokens", "invalid")}
         overall |= {name.removeprefix("eval/"): line[name] for name in line if name.startswith("eval/budget/")}
         return {**overall, "by_kind": by_kind, "n": len(rollouts) or None, "step": line.get("step")}
 
@@ -238,11 +238,14 @@ def open_folder(
     *,
     resume: bool,
     files: Mapping[str, bytes] | None = None,
+    changed: Callable[[object], list[Change]] | None = None,
 ) -> int:
     """Create the folder and lock it, or restore an existing one to its last valid checkpoint, discarding later steps.
 
     `restore` loads that checkpoint, given the settings that have changed since, which are logged and recorded. Writes
-    `files` and `config`. Returns the checkpoint's step, or -1 if there is none.
+    `files` and `config`. `changed` compares the inputs that the checkpoint knows with those of now.
+
+    Returns the checkpoint's step, or -1 if there is none.
     """
     check_folder(out, config, resume=resume)
     try:
@@ -254,6 +257,7 @@ def open_folder(
     newest = find_checkpoint(out / "checkpoints")
     if newest is not None:
         changes = changes_since(newest.facts.get("settings"), config, out)
+        changes += changed(newest.facts.get("inputs")) if changed is not None else []
         restore(newest, changes)
         record_changes(out, newest.step, changes)
         if changes:

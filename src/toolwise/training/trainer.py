@@ -24,6 +24,7 @@ from toolwise.training.calibration import begin_calibration, budget_metrics, cal
 from toolwise.training.changes import resume_command
 from toolwise.training.diagnosis import Finding, FindingChanges, History, RunDoctor, finding_to_json
 from toolwise.training.evaluate import validate
+from toolwise.training.input_digests import changed_inputs, input_digests
 from toolwise.training.loop import StepResult, train_step
 from toolwise.training.metrics import summarize_validation, validation_metrics
 from toolwise.training.rollout_files import RolloutFiles
@@ -69,12 +70,13 @@ class Training:
         self._beside: ValidationBeside | None = None
         self._lock = checkpoint.FolderLock(out)
         try:
-            restore = partial(restore_run, run, out)
-            self._saved_step = open_folder(out, run.config, self._lock, restore, resume=resume)
+            restore, digests = partial(restore_run, run, out), input_digests(run)
+            changed = partial(changed_inputs, now=digests)
+            self._saved_step = open_folder(out, run.config, self._lock, restore, resume=resume, changed=changed)
         except BaseException:
             self._lock.release()
             raise
-        self._checkpoints = RunCheckpoints(run, out)
+        self._checkpoints = RunCheckpoints(run, out, digests)
         self._async = None if run.tickets is None else AsyncLoop(run)
         run.scoring.set_print_callback(PrintLog(out / "logs" / "reward.log"))
         trainer, title = run.config.trainer, run.config.name

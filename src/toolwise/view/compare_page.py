@@ -58,7 +58,8 @@ def _outcome(before: dict[str, Any], after: dict[str, Any]) -> Outcome:
     was, now = before["correct"], after["correct"]
     if was is not None and now is not None and (was >= 0.5) != (now >= 0.5):
         return "learned" if now >= 0.5 else "lost"
-    change = (after["score"] or 0.0) - (before["score"] or 0.0)
+    scores = before["score"], after["score"]
+    change = 0.0 if None in scores else scores[1] - scores[0]  # without a score there is nothing to compare
     saved = (before["cost"] or 0.0) - (after["cost"] or 0.0)
     as_good = abs(change) <= TOLERANCE if was is None or now is None else was == now
     if abs(saved) > TOLERANCE and as_good:

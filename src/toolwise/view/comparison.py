@@ -176,7 +176,9 @@ def largest_advantage(records: Iterable[RolloutRecord]) -> float:
 def _outcome(before: RolloutRecord, after: RolloutRecord) -> Outcome:
     was, now = before.correct, after.correct
     if was is None or now is None:
-        change = _score(after) - _score(before)
+        if before.score is None or after.score is None:
+            return "unchanged"  # without a score there is nothing to compare
+        change = after.score - before.score
         return "better" if change > 0 else "worse" if change < 0 else "unchanged"
     if not was:
         return "learned" if now else "still wrong"

@@ -200,6 +200,9 @@ def _facts(run: RunFolder) -> list[str]:
     summary = run.summary
     steps, seconds, memory = (summary.get(name) for name in ("steps", "seconds", "peak_rss_mb"))
     faults, tasks = describe_totals(summary.get("faults") or {}), (summary.get("before") or {}).get("n")
+    unscored = [
+        f"{count} {side}" for side in ("before", "after") if (count := (summary.get(side) or {}).get("invalid"))
+    ]
     facts = [
         f"{steps} training step{'' if steps == 1 else 's'}" if steps is not None else "",
         format_duration(seconds) if isinstance(seconds, int | float) else "",
@@ -209,6 +212,7 @@ def _facts(run: RunFolder) -> list[str]:
         f"stopped: {summary['stopped']}" if summary.get("stopped") else "",
         *describe_observer_errors(summary.get("observers") or []),
         f"{tasks} held-out tasks" if tasks else "",
+        f"held-out tasks without a valid score: {', '.join(unscored)}" if unscored else "",
         *describe_budgets(summary),
     ]
     return [clean_text(fact) for fact in facts if fact]

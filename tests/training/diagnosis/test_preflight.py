@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from diagnosis_cases import config, scored, task, too_long
 
+from toolwise.data.task_set import TaskSet
 from toolwise.errors import ConfigError
 from toolwise.messages import Message
 from toolwise.rewards.combine import CompositeReward, WeightedReward
@@ -29,6 +30,10 @@ def ignores(messages: Any, _ground_truth: Any) -> float:
 
 def takes_answer(messages: Any, ground_truth: Any, answer: str) -> float:
     return float(messages[-1].content == answer)
+
+
+def takes_source(messages: Any, ground_truth: Any, data_source: str) -> float:
+    return 1.0
 
 
 def takes_any(messages: Any, ground_truth: Any, **kwargs: Any) -> float:
@@ -75,7 +80,9 @@ def test_an_answer_in_extra_info_is_found_too() -> None:
     ("tasks", "function"),
     [
         ([task(ground_truth="4", reward_kwargs={"answer": "4"})], compares),
-        ([*ANSWERS, task("c", ground_truth="6")], compares),  # some rows have one
+        ([task("a", data_source="chat"), task("b", data_source="math", ground_truth="6")], takes_source),
+        ([*ANSWERS, task("c", ground_truth="6")], ignores),
+        ([*ANSWERS, task("c", ground_truth="6")], takes_answer),
         (ANSWERS, ignores),
         (ANSWERS, takes_answer),
         (ANSWERS, episode_reward("env")),
@@ -86,6 +93,33 @@ def test_an_answer_in_extra_info_is_found_too() -> None:
 )
 def test_no_false_alarm_about_ground_truths(tasks: list[Task], function: Any) -> None:
     assert kinds(tasks, function) == []
+
+
+def test_rows_of_one_file_without_a_ground_truth_are_counted_and_named() -> None:
+    rows = [task(f"a/row-{i}", reward_kwargs={"answer": "4"}) for i in range(3)]
+    rows += [task(f"b/row-{i}", ground_truth="4") for i in range(2)]
+    for tasks in (rows, TaskSet(parts=(rows[:3], rows[3:]))):
+        (finding,) = startup_findings(config(), rewards(compares), {}, train=tasks, held_out=rows[2:])
+        assert finding.says == (
+            "ground_truth is None on 3 of 5 training rows (3 like a/row-0) and on 1 of 3 held-out rows (1 like a/row-2)"
+            ", but compares takes it; the columns are: prompt, answer"
+        )
+        assert finding.cure == 'Set data.columns = { ground_truth = "answer" }'
+
+
+def test_a_single_row_without_a_ground_truth_needs_no_other_column() -> None:
+    rows = [task("a", ground_truth="4"), task("b"), task("c", ground_truth="5")]
+    (finding,) = startup_findings(config(), rewards(compares), {}, train=rows)
+    assert "None on 1 of 3 training rows (1 like b)" in finding.says
+    assert finding.cure.startswith("Give these rows a ground_truth, or leave them out")
+    (finding,) = startup_findings(config(), rewards(compares), {}, train=[rows[0]], held_out=[rows[1]])
+    assert "None on all 1 held-out rows" in finding.says  # the training rows show that the reward needs it
+
+
+def test_only_the_first_kinds_of_rows_are_named() -> None:
+    rows = [task(f"{name}/0", reward_kwargs={"answer": "4"}) for name in "abcde"]
+    (finding,) = startup_findings(config(), rewards(compares), {}, train=[*rows, task("z", ground_truth="4")])
+    assert "5 of 6 training rows (1 like a/0, 1 like b/0, 1 like c/0, …)" in finding.says
 
 
 def test_held_out_rows_are_looked_at_as_well() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from difflib import SequenceMatcher
 
 from toolwise.config.imports import did_you_mean
 from toolwise.config.router import SECONDS_METER
 from toolwise.config.schema import RunConfig
-from toolwise.data.task_set import distinct_tasks, map_distinct
+from toolwise.data.profiles import profile_of
+from toolwise.data.task_set import count_distinct, distinct_tasks, map_distinct
 from toolwise.errors import ConfigError
 from toolwise.rewards.combine import CompositeReward
 from toolwise.rewards.executor import EPISODE_REWARDS
@@ -29,6 +30,8 @@ ANSWER_WORDS = frozenset(
     | {"solution", "solutions", "target", "targets", "truth"}
 )
 """Words in the names of columns that probably hold the ground truth."""
+MAX_NAMED_KINDS = 3
+"""Kinds of rows that a finding names."""
 MAX_NAMED_TOOLS = 8
 """Tools that an error message names."""
 
@@ -43,7 +46,7 @@ def startup_findings(
 ) -> list[Finding]:
     """Findings about an assembled run before its first step."""
     findings = [
-        _no_ground_truth(rewards, train, "training") or _no_ground_truth(rewards, held_out, "held-out"),
+        _no_ground_truth(rewards, {"training": train, "held-out": held_out}),
         _one_family(config, tools, train) if config.router.enable and not config.router.own_routes else None,
         ignored_settings(config, has_held_out=bool(held_out)),
     ]
@@ -54,7 +57,7 @@ def evaluation_findings(
     rewards: CompositeReward, tasks: Sequence[Task], scored: Sequence[ScoredRollout]
 ) -> list[Finding]:
     """Findings about an evaluation without training."""
-    findings = (_no_ground_truth(rewards, tasks, "evaluated"), prompt_too_long(scored, "this evaluation", 0))
+    findings = (_no_ground_truth(rewards, {"evaluated": tasks}), prompt_too_long(scored, "this evaluation", 0))
     return [finding for finding in findings if finding is not None]
 
 
@@ -186,17 +189,20 @@ def _one_family(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequenc
     return Finding("one_family", "warning", says, cure=fix)
 
 
-def _no_ground_truth(rewards: CompositeReward, tasks: Sequence[Task], which: str) -> Finding | None:
-    """Reported only if a column looks like the ground truth: a reward may not need one."""
+def _no_ground_truth(rewards: CompositeReward, tasks: Mapping[str, Sequence[Task]]) -> Finding | None:
+    """Rows without a ground truth. If no row has one, reported only if a column looks like it: a reward may not need
+    one."""
     # a parameter whose name starts with an underscore is unused by convention
     readers = [
         part.reward
         for part in rewards.parts
         if part.reward.reference not in EPISODE_REWARDS and not part.reward.signature.first[1].startswith("_")
     ]
-    if not tasks or not readers or any(task.ground_truth is not None for task in distinct_tasks(tasks)):
+    lacking = {which: _without_truth(rows) for which, rows in tasks.items()} if readers else {}
+    lacking = {which: groups for which, groups in lacking.items() if groups}
+    if not lacking:
         return None
-    distinct = list(distinct_tasks(tasks))
+    distinct = [task for groups in lacking.values() for task, _ in groups]
     columns = sorted({name for task in distinct for name, value in task.reward_kwargs.items() if value is not None})
     inner = sorted({name for task in distinct for name, value in task.extra_info.items() if value is not None})
     parameters = {name for part in rewards.parts for name in part.reward.signature.names}
@@ -207,19 +213,50 @@ def _no_ground_truth(rewards: CompositeReward, tasks: Sequence[Task], which: str
     if not likely and not takes_any and len(columns) == 1 and not parameters & set(columns):
         likely = columns
     likely += [f"extra_info.{name}" for name in inner if _looks_like_answer(name)]
-    if not likely:
+    known = {t.data_source for rows in tasks.values() for t in distinct_tasks(rows) if t.ground_truth is not None}
+    by_source = "data_source" in parameters and known.isdisjoint({task.data_source for task in distinct})
+    if not likely and (not known or by_source):
         return None
+    where = " and on ".join(_describe_missing(groups, len(tasks[which]), which) for which, groups in lacking.items())
     available = ", ".join(["prompt", *columns, *(f"extra_info.{name}" for name in inner)])
     return Finding(
         "no_ground_truth",
         "warning",
-        f"ground_truth is None on all {len(tasks)} {which} rows, but {readers[0].name} takes it; the columns are: "
-        f"{available}",
-        cure=f'Set data.columns = {{ ground_truth = "{likely[0]}" }}, or let the reward take it by name: '
-        f"def score(messages, ground_truth, {likely[0].removeprefix('extra_info.')})"
-        if not likely[0].startswith("extra_info.")
-        else f"Move {likely[0]} to a column ground_truth",
+        f"ground_truth is None on {where}, but {readers[0].name} takes it; the columns are: {available}",
+        cure=_cure_of_missing(likely, mixed=bool(known)),
     )
+
+
+def _without_truth(tasks: Sequence[Task]) -> list[tuple[Task, int]]:
+    """One task of each kind without a ground truth, with their number. Kinds are profiles, and files as far as ids
+    have the file's name."""
+    groups: dict[Hashable, tuple[Task, int]] = {}
+    for task, count in count_distinct(tasks):
+        if task.ground_truth is None:
+            kind = (profile_of(task), task.task_id.rpartition("/")[0])
+            first, others = groups.get(kind, (task, 0))
+            groups[kind] = (first, others + count)
+    return list(groups.values())
+
+
+def _describe_missing(groups: Sequence[tuple[Task, int]], total: int, which: str) -> str:
+    """`all 8 training rows`, or `4 of 8 training rows (4 like a/row-0)`."""
+    missing = sum(count for _, count in groups)
+    if missing == total:
+        return f"all {total} {which} rows"
+    examples = [f"{count} like {task.task_id}" for task, count in groups[:MAX_NAMED_KINDS]]
+    examples += ["…"] if len(groups) > MAX_NAMED_KINDS else []
+    return f"{missing} of {total} {which} rows ({', '.join(examples)})"
+
+
+def _cure_of_missing(likely: Sequence[str], *, mixed: bool) -> str:
+    if not likely:
+        return "Give these rows a ground_truth, or leave them out; if the reward needs none, name it _ground_truth"
+    column = likely[0].removeprefix("extra_info.")
+    if likely[0] != column:
+        return f"Move {likely[0]} to a column ground_truth"
+    by_name = f", or let the reward take it by name: def score(messages, ground_truth, {column})"
+    return f'Set data.columns = {{ ground_truth = "{column}" }}{"" if mixed else by_name}'
 
 
 def _looks_like_answer(column: str) -> bool:

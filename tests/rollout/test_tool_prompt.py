@@ -80,6 +80,29 @@ def test_a_template_that_ignores_them_gets_them_in_the_system_message(template: 
     assert "look_up_price" not in strip_guard_marks(chat.render(talk))
 
 
+TALK = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TALK += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("shown", "reason"),
+    [
+        ("{% if tools %}{{ tools[0] | tojson }}{% endif %}", "shows the first tool only"),
+        ("{% for t in tools or [] %}{{ t.function.name }}{% endfor %}", "leaves out the parameters of tools"),
+        ("{% if messages | length < 3 %}{{ tools | tojson }}{% endif %}", "ignores tools in longer conversations"),
+    ],
+)
+def test_a_template_that_hides_a_part_of_the_tools_gets_them_in_the_system_message(shown: str, reason: str) -> None:
+    tokenizer = made.tokenizer("chatml")
+    tokenizer.chat_template = f"{shown}{TALK}"
+    chat = ChatTokenizer(tokenizer)
+    chat.set_tool_prompt("auto", "hermes")
+    assert (chat.tool_prompt.where, chat.tool_prompt.reason) == ("system", reason)
+    text = strip_guard_marks(chat.render([USER], [TOOL]))
+    assert "# Tools" in text
+    assert '"article"' in text
+
+
 def test_a_template_without_a_system_role_gets_them_before_the_users_words() -> None:
     chat = chat_of("strict")
     assert chat.tool_prompt.where == "user"

@@ -204,18 +204,24 @@ def _verify(render: Render, prompt: ToolPrompt) -> ToolPrompt:
 
 
 def _why_tools_hidden(render: Render) -> str:
-    """Why the template does not write a tool's name, with and without a system message; "" if it does."""
-    name = f"tool{secrets.token_hex(8)}"
-    talks = [talk for talk in ([_QUESTION], [_SYSTEM, _QUESTION]) if _find_missing(render, talk, []) is None]
-    for talk in talks:  # a template may have no system role
-        why = _find_missing(render, talk, [name], [_spec(name)])
+    """Why the template does not write each tool and its parameters, whatever the conversation; "" if it does."""
+    first, second, parameter = (f"{kind}{secrets.token_hex(8)}" for kind in ("tool", "tool", "parameter"))
+    specs = [_spec(first), _spec(second, parameter)]
+    longer = [_QUESTION, Message(role="assistant", content="answer"), _QUESTION]
+    beginnings = ([_QUESTION], [_SYSTEM, _QUESTION], longer)  # a template may have no system role
+    talks = [talk for talk in beginnings if _find_missing(render, talk, []) is None]
+    for talk in talks:
+        why = _find_missing(render, talk, [first, second, parameter], specs)
+        if why == first:
+            return "ignores tools" if talk is not longer else "ignores tools in longer conversations"
         if why is not None:
-            return "ignores tools" if why == name else f"fails when given tools: {why}"
+            left_out = {second: "shows the first tool only", parameter: "leaves out the parameters of tools"}
+            return left_out.get(why, f"fails when given tools: {why}")
     return "" if talks else "ignores tools"
 
 
-def _spec(name: str) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "probe"}}}
+def _spec(name: str, parameter: str = "x") -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {parameter: {"type": "string", "description": "probe"}}}
     return {"type": "function", "function": {"name": name, "description": "probe", "parameters": parameters}}
 
 

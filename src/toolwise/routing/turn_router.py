@@ -19,7 +19,7 @@ from toolwise.protocols import Metrics, PrefixEngine
 from toolwise.routing.current_spending import current_prediction, weighted_costs
 from toolwise.routing.delivered_budget import DeliveredBudget
 from toolwise.routing.families import Family
-from toolwise.routing.inference_router import InferenceRouter
+from toolwise.routing.inference_router import InferenceRouter, Spent
 from toolwise.routing.pending import RemembersPrompts
 from toolwise.routing.prompts import unconditioned
 from toolwise.routing.samples import RoutePrediction, RouterExample, RouterModel, RouteSample
@@ -33,7 +33,7 @@ from toolwise.routing.turn_choice import (
     turn_usages,
 )
 from toolwise.routing.turn_credit import TurnAdvantages, TurnOutcome, credit_turns, sums_to_go
-from toolwise.types import Rollout, RouteDecision, RouterCredit, ScoredRollout, StepData, Task
+from toolwise.types import Rollout, RouteDecision, ScoredRollout, StepData, Task
 
 
 @dataclass(eq=False)
@@ -116,11 +116,13 @@ class TurnRouter(InferenceRouter):
     def costs_by_turn(self, rollout: Rollout) -> list[dict[str, float]]:
         return turn_costs(self.conditioning, self.cost, rollout)
 
-    def _used(self, rollout: Rollout) -> RouterCredit:
-        usages = turn_usages(self.conditioning, rollout)
+    def _spent(self, scored: Sequence[ScoredRollout]) -> list[Spent]:
+        return [self._spent_by(s.rollout, self.unit) for s in scored]  # the same calls may be of other turns
+
+    def _spent_by(self, rollout: Rollout, unit: str) -> Spent:
+        usages, costs = turn_usages(self.conditioning, rollout), self.costs_of(rollout)
         search, calculate = (any(u.calls[f] for u in usages) for f in (Family.SEARCH, Family.CALCULATE))
-        used, cost = any(usage.used_any_tool for usage in usages), self.costs_of(rollout)[self.unit]
-        return RouterCredit(used, search, calculate, cost=cost)
+        return Spent(costs, costs[unit], (any(usage.used_any_tool for usage in usages), search, calculate))
 
     def _delivered(self, scored: Sequence[ScoredRollout]) -> list[dict[str, float]]:
         return [self.costs_of(s.rollout) for s in scored if s.rollout.turn_routes and not s.rollout.unanswered]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from toolwise.training.input_digests import changed_inputs, input_digests
 from toolwise.types import Task
 
 
-def run_with(file: Path, truths: list[str]) -> Any:
+def run_with(file: Path, truths: Sequence[Any]) -> Any:
     parts = (WeightedReward(Reward.of(f"{file}:score"), name="score"), WeightedReward(episode_reward("env")))
     tasks = [
         Task(task_id=str(i), prompt=[{"role": "user", "content": "?"}], ground_truth=t) for i, t in enumerate(truths)
@@ -21,7 +22,7 @@ def run_with(file: Path, truths: list[str]) -> Any:
     return SimpleNamespace(scoring=SimpleNamespace(rewards=CompositeReward(parts)), validation_tasks=tasks)
 
 
-def changed(before: dict[str, str], file: Path, truths: list[str]) -> list[str]:
+def changed(before: dict[str, str], file: Path, truths: Sequence[Any]) -> list[str]:
     return [change.key for change in changed_inputs(before, input_digests(run_with(file, truths)))]
 
 
@@ -48,3 +49,14 @@ def test_a_moved_file_is_the_same_and_older_checkpoints_know_no_inputs(tmp_path:
     moved = (tmp_path / "a").rename(tmp_path / "b") / "rw.py"
     assert changed(before, moved, ["4"]) == []
     assert changed_inputs(None, before) == []
+
+
+def test_rows_of_python_with_any_values_have_the_same_digest_in_every_process(tmp_path: Path) -> None:
+    file = tmp_path / "rw.py"
+    file.write_text("def score(messages, ground_truth):\n    return 1.0\n")
+    mixed = [{1: "a", "b": {(1, 2): 3}}, {"a", "bb", "ccc"}, object()]
+    reordered = [{"b": {(1, 2): 3}, 1: "a"}, {"ccc", "bb", "a"}, object()]
+    before = input_digests(run_with(file, mixed))
+    assert changed(before, file, reordered) == []
+    assert changed(before, file, [{1: "a", "b": {(1, 2): 4}}, *mixed[1:]]) == ["contents of data.val"]
+    assert changed(before, file, [mixed[0], {"a", "bb"}, mixed[2]]) == ["contents of data.val"]

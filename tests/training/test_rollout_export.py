@@ -194,6 +194,15 @@ def test_a_wrong_suffix_and_a_folder_without_rollouts_are_refused(run: Path) -> 
         export_rollouts(run.parent, run / "x.jsonl", "sft")
 
 
+@pytest.mark.parametrize("name", ["rollouts/step-000001.jsonl", "metrics.jsonl"])
+def test_a_file_of_the_run_is_not_overwritten(run: Path, name: str) -> None:
+    (run / "metrics.jsonl").write_text("{}\n")
+    before = (run / name).read_bytes()
+    with pytest.raises(ConfigError, match="is a file of the run, which would be lost"):
+        export_rollouts(run, run / name, "sft")
+    assert (run / name).read_bytes() == before
+
+
 def test_an_export_of_a_real_run_has_its_tools_and_trains(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     out = tmp_path / "sft.jsonl"
     assert cli("rollouts", "export", tiny_run, "--format", "openai", "--out", tmp_path / "o.jsonl").status == 0

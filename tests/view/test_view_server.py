@@ -85,6 +85,12 @@ def test_text_is_found_in_values_and_not_in_names_of_fields(run: Path, pages: Pa
     assert get(pages, "rollouts", q=text)["total"] == expected
 
 
+def test_a_search_in_a_run_that_has_just_begun_finds_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "config.toml").touch()
+    assert get(Pages([tmp_path]), "rollouts", q="bridges")["total"] == 0
+
+
 def test_capitals_beyond_ascii_are_found_and_lines_that_are_left_out_are_not(tmp_path: Path) -> None:
     lines = ['{"rollout_id": "r", "reason": "Große ÄRGER"}', '["Ärgernis"]']
     (tmp_path / "step-000001.jsonl").write_text("".join(line + "\n" for line in lines), "utf-8")

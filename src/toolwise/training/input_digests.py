@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -56,5 +55,16 @@ def _digest_of_files(file: Path) -> str:
 def _digest_of_rows(tasks: Iterable[Task]) -> str:
     digest = hashlib.sha256()
     for task in tasks:
-        digest.update(json.dumps(task.model_dump(), sort_keys=True, default=str).encode() + b"\n")
+        digest.update(repr(_stable(task.model_dump())).encode("utf-8", "backslashreplace") + b"\n")
     return digest.hexdigest()[:12]
+
+
+def _stable(value: object) -> object:
+    """A value whose `repr` is the same in every process: sets are ordered, other objects are only named."""
+    if isinstance(value, Mapping):
+        return sorted((repr(_stable(key)), repr(_stable(item))) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return [_stable(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(repr(_stable(item)) for item in value)
+    return value if isinstance(value, str | bytes | int | float | None) else type(value).__name__

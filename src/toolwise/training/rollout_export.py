@@ -57,6 +57,8 @@ def export_rollouts(
     suffix = ".parquet" if form == "parquet" else ".jsonl"
     if out.suffix.lower() != suffix:
         raise ConfigError(f"--out {out}: {form} is written as {suffix}; give the file this suffix")
+    if out.exists() and out.resolve().is_relative_to(run.resolve()):
+        raise ConfigError(f"--out {out} is a file of the run, which would be lost: choose another one")
     steps = _read_steps(run, where, validation=validation)
     schemas = run_tools(run)
     result = ExportResult(has_tools=schemas is not None)

@@ -237,7 +237,9 @@ def search_text(store: RunStore, text: str, among: Mask) -> Mask:
     files = store.table["file"].to_numpy(zero_copy_only=False)
     offsets = store.table["offset"].to_numpy()
     ends = offsets + store.table["length"].to_numpy()
-    starts = np.flatnonzero(np.append(True, files[1:] != files[:-1])) if len(files) else np.zeros(0, int)
+    if not len(files):  # of a run that has just begun
+        return found
+    starts = np.flatnonzero(np.append(True, files[1:] != files[:-1]))
     for start, end in zip(starts, [*starts[1:], len(files)], strict=True):
         if not among[start:end].any():
             continue

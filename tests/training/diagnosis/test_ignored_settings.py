@@ -33,6 +33,11 @@ def test_each_is_named_with_its_reason(settings: dict[str, Any], names: str, rea
     assert reason in finding.says
 
 
+def test_a_router_is_calibrated_in_validations_without_held_out_tasks() -> None:
+    settings = {"router": {"enable": True}, "validation": {"do_sample": True, "every": 5}}
+    assert ignored_settings(RunConfig.model_validate(settings), has_held_out=False) is None
+
+
 def test_several_are_one_finding() -> None:
     settings = {"router": {"max_cost": 1.0}, "env": {"kwargs": {"size": 3}}}
     finding = ignored_settings(RunConfig.model_validate(settings), has_held_out=True)

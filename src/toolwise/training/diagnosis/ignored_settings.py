@@ -42,7 +42,7 @@ def _ignored(config: RunConfig, has_held_out: bool) -> Iterator[tuple[list[str],
         yield (["env.interaction_kwargs"] if config.env.interaction_kwargs else []), "env.interaction is empty"
     if model.path.startswith("builtin:"):
         yield [f"model.{name}" for name in ("revision", "base") if getattr(model, name)], f"the model is {model.path}"
-    if not has_held_out:
+    if not has_held_out and not router.enable:  # whose calibration is a validation too
         names = [name for name in _changed("validation", config.validation) if name != "validation.before"]
         yield names, "there are no held-out tasks: set data.val"
 

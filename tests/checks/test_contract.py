@@ -28,6 +28,21 @@ def test_a_short_block_is_told_with_its_place() -> None:
     assert "work" in says
 
 
+def test_a_loop_that_closes_slowly_is_not_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    close = asyncio.SelectorEventLoop.close
+
+    def close_slowly(loop: asyncio.SelectorEventLoop) -> None:
+        time.sleep(0.8)
+        close(loop)
+
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "close", close_slowly)
+
+    async def work() -> None:
+        await asyncio.sleep(0.05)
+
+    assert run_watched(work, limit_s=30, min_block_s=0.2, blocked="warning") == ("ok", "never blocked")
+
+
 def test_a_block_that_does_not_end_is_given_up() -> None:
     free = threading.Event()
 

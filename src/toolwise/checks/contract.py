@@ -98,7 +98,7 @@ def run_watched(
         site = watch.blocking_site() if blocked_s > min_block_s else None
         if site is not None and blocked_s > max(limit_s, min_block_s):
             return "wrong", f"{site} blocked the event loop, and so all rollouts, for over {limit_s:g} s{_HINT}"
-        if site is not None:
+        if site is not None and not watch.work_ended:  # afterwards the loop is being closed, which takes its time
             longest, where = max((longest, where), (blocked_s, site))
     if watch.fault is not None:
         raise watch.fault
@@ -111,6 +111,7 @@ class _WatchedLoop:
     def __init__(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self.last_beat = time.monotonic()
         self.fault: BaseException | None = None
+        self.work_ended = False
         self._work = work
         self.thread = threading.Thread(target=self._run, name="toolwise-watched", daemon=True)
         self.thread.start()
@@ -126,6 +127,7 @@ class _WatchedLoop:
         try:
             await self._work()
         finally:
+            self.work_ended = True
             beating.cancel()
 
     async def _beat(self) -> None:

@@ -24,7 +24,8 @@ from selection import quick_first
 
 from toolwise.engine import cpu_runner
 from toolwise.engine.blocks import Lease
-from toolwise.engine.cpu_runner import CpuRunner, KVWindows
+from toolwise.engine.cpu_runner import CpuRunner
+from toolwise.engine.kv_windows import KVWindows, bucket_width
 from toolwise.engine.request import Request
 from toolwise.protocols import Sampling
 
@@ -169,8 +170,8 @@ def test_whoever_has_a_window_keeps_it() -> None:
 
 
 def test_widths_grow_by_a_quarter() -> None:
-    widths = sorted({cpu_runner._bucket_width(tokens) for tokens in range(1, 5000)})
+    widths = sorted({bucket_width(tokens) for tokens in range(1, 5000)})
     assert widths[0] == 64
     assert all(width % 16 == 0 for width in widths)
     assert all(b <= 1.5 * a for a, b in pairwise(widths))
-    assert all(cpu_runner._bucket_width(tokens) >= tokens for tokens in range(1, 5000))
+    assert all(bucket_width(tokens) >= tokens for tokens in range(1, 5000))

@@ -145,3 +145,21 @@ def test_without_a_gpu_updates_are_plain_calls() -> None:
     thread = LearnerStream(torch.device("cpu")).run(threading.current_thread)
     assert thread is threading.current_thread()
     assert not CAPTURE.locked()
+
+
+def test_updates_always_run_in_the_same_thread() -> None:
+    """Each thread that computes would keep handles and workspaces of its own."""
+    stream = LearnerStream(torch.device("cpu"))
+
+    async def threads() -> list[threading.Thread]:
+        return [await stream.run_in_thread(threading.current_thread) for _ in range(4)]
+
+    async def two_at_once() -> list[threading.Thread]:
+        return await asyncio.gather(*(stream.run_in_thread(threading.current_thread) for _ in range(2)))
+
+    found = asyncio.run(threads()) + asyncio.run(two_at_once())
+    assert len(set(found)) == 1
+    assert found[0] is not threading.current_thread()
+    stream.close()
+    found[0].join(5.0)
+    assert not found[0].is_alive()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,10 @@ import torch
 from torch import Tensor
 
 from toolwise.concurrency.memory import free_memory
-from toolwise.engine.blocks import Lease
 from toolwise.engine.cpu_forward import AttentionFn, CpuForward, ropes_at, ropes_per_step
 from toolwise.engine.cpu_packed import PackedProjections, packing_problem
 from toolwise.engine.cpu_prefill import fits_prefill, read_tokens
+from toolwise.engine.kv_windows import KVWindows, WindowBatch, bucket_width
 from toolwise.engine.paged_attention import Formula, attend_in_groups
 from toolwise.engine.request import Request
 from toolwise.engine.runner import Inputs, Runner, SplitChunks
@@ -42,85 +41,6 @@ MAX_BRIEF_PRODUCTS = 1 << 27
 """Tokens times parameters of what a caller's thread computes itself: a few milliseconds."""
 DecodedSteps = tuple[list[list[int]], list[list[float]]]
 """Tokens and log-probs per request."""
-
-
-@dataclass(slots=True)
-class KVWindows:
-    """Windows of one width."""
-
-    width: int
-    windows: list[Tensor]
-    """Keys of each layer, then values: [rows, heads, width, size]."""
-    leases: list[Lease | None]
-    """The owner of each row."""
-    filled: list[int]
-    """Number of tokens in each row."""
-
-    @classmethod
-    def of(cls, width: int, windows: list[Tensor]) -> KVWindows:
-        rows = len(windows[0])
-        return cls(width, windows, [None] * rows, [0] * rows)
-
-    def assign_rows(self, requests: Sequence[Request]) -> list[Request]:
-        """Assign the first rows to `requests` and return these in row order; a request that has such a row keeps it."""
-        owners = {id(lease): row for row, lease in enumerate(self.leases[: len(requests)]) if lease is not None}
-        rows: dict[int, Request] = {}
-        unassigned = []
-        for request in requests:
-            row = owners.get(id(request.lease))
-            if row is None:
-                unassigned.append(request)
-            else:
-                rows[row] = request
-        free = (row for row in range(len(requests)) if row not in rows)
-        for request, row in zip(unassigned, free, strict=True):
-            rows[row] = request
-            self.leases[row], self.filled[row] = request.lease, 0
-        return [rows[row] for row in range(len(requests))]
-
-
-@dataclass(slots=True)
-class WindowBatch:
-    """The requests whose windows have one width, for some steps."""
-
-    kv_windows: KVWindows
-    requests: list[Request]
-    rows: slice
-    """Their rows in the batch."""
-    held: list[int]
-    write_offsets: Tensor = field(init=False)
-    """[rows * heads]: where each next token goes, in all windows of all heads laid end to end."""
-    mask_offsets: Tensor = field(init=False)
-    """[rows]: the same in the mask."""
-    mask: Tensor | None = field(init=False, default=None)
-    """[rows, width], 0 for visible keys and -inf for the rest; None if all rows have the same length."""
-
-    def __post_init__(self) -> None:
-        held, width = torch.tensor(self.held), self.kv_windows.width
-        heads = self.kv_windows.windows[0].shape[1]
-        self.mask_offsets = torch.arange(len(held)) * width + held
-        self.write_offsets = (torch.arange(len(held) * heads) * width).view(-1, heads).add_(held[:, None]).view(-1)
-        if min(self.held) != max(self.held):
-            hidden = torch.arange(width) >= held[:, None]
-            self.mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-
-    def visible(self, step: int, window: int | None, queries: int) -> VisibleKeys:
-        """The keys that each request's next token sees, `step` steps after the first."""
-        longest, shortest = max(self.held) + step + 1, min(self.held) + step + 1
-        if window is None or window >= longest:
-            mask = None if self.mask is None else self.mask[:, None, None, :longest].expand(-1, 1, queries, -1)
-            return 0, longest, mask
-        first = max(0, shortest - window)
-        if shortest == longest:
-            return first, longest, None
-        distance = torch.tensor(self.held)[:, None] + step - torch.arange(first, longest)
-        hidden = (distance < 0) | (distance >= window)
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-        return first, longest, mask[:, None, None].expand(-1, 1, queries, -1)
-
-
-VisibleKeys = tuple[int, int, Tensor | None]
-"""First and last key of a window that any row sees, and a mask if not all rows see all of them."""
 
 
 class CpuRunner(Runner):
@@ -204,7 +124,7 @@ class CpuRunner(Runner):
         """Whether windows for all requests fit into memory."""
         token_bytes = self.block_bytes // self.block_size
         window_tokens = sum(kv_windows.width * len(kv_windows.leases) for kv_windows in self._windows_by_width.values())
-        needed = sum(_bucket_width(request.held + SPARE_TOKENS) for request in requests)
+        needed = sum(bucket_width(request.held + SPARE_TOKENS) for request in requests)
         if needed <= window_tokens:
             return True  # there already
         return needed * token_bytes <= min(MAX_WINDOW_BYTES, free_memory() // 4 + window_tokens * token_bytes)
@@ -308,7 +228,7 @@ class CpuRunner(Runner):
         by_width: dict[int, list[Request]] = defaultdict(list)
         for request in requests:
             current = width_by_lease.get(id(request.lease), 0)
-            by_width[current if current > request.held else _bucket_width(request.held + SPARE_TOKENS)].append(request)
+            by_width[current if current > request.held else bucket_width(request.held + SPARE_TOKENS)].append(request)
         previous, self._windows_by_width = self._windows_by_width, {}
         batches, first = [], 0
         for width, members in by_width.items():
@@ -360,11 +280,3 @@ def _attend_few(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     if mask is not None:
         scores += mask
     return torch.matmul(torch.softmax(scores, -1), value)
-
-
-def _bucket_width(tokens: int) -> int:
-    """Round up to one of a few widths, each a quarter larger than the previous: this bounds the padding."""
-    width = 64
-    while width < tokens:
-        width = -(-width * 5 // 64) * 16
-    return width

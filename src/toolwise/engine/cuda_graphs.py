@@ -23,6 +23,7 @@ from toolwise.engine.shared_prefixes import PrefixGroup, prefix_groups
 from toolwise.kernels import kernel
 from toolwise.kernels.fused_decoder import FusedDecoder, PagedCache, PrefixGroups
 from toolwise.kernels.host_to_device import to_device
+from toolwise.kernels.streams import stream_for
 
 MAX_DECODE_STEPS = 512
 """Steps per load: loading the state and recording the results take the CPU as long as tens of steps take the device,
@@ -157,14 +158,15 @@ class MultiStepDecoder:
 
     def _captured(self, shape: Shape) -> Any:
         saved = {name: field.clone() for name, field in self._state.fields.items()}
-        stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream = stream_for("warm-up", self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):  # warm up: compile kernels and let libraries plan before the capture
             self._state.fields["active"].zero_()
             self._step(shape)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        target = stream_for("capture", self.device)
+        with torch.cuda.graph(graph, pool=self._pool, stream=target, capture_error_mode="thread_local"):
             self._step(shape)
         self._pool = self._pool or graph.pool()
         for name, field in self._state.fields.items():

@@ -8,13 +8,17 @@ during a capture nobody may wait for the whole device, which updates do when mem
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from toolwise.engine.cuda_graphs import CAPTURE
 from toolwise.engine.cuda_runner import CudaRunner
+from toolwise.kernels.streams import stream_for
 
 if TYPE_CHECKING:
     from toolwise.engine.engine import Engine
@@ -32,7 +36,7 @@ def use_own_stream(engine: Engine) -> None:
     if isinstance(engine.runner, CudaRunner):
         engine.runner.join_weights()  # here, because it frees memory that the default stream allocated
     torch.cuda.synchronize(device)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = stream_for("engine", device)
     engine._thread.submit(torch.cuda.set_stream, stream).result()  # the only thread, for as long as the engine lives
 
 
@@ -47,12 +51,18 @@ class LearnerStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self._stream = stream_for("update", device) if device.type == "cuda" else None
+        # Always the same thread: each one that computes has handles and workspaces of its own, on the GPU too.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="toolwise-learner")
 
     async def run_in_thread(self, work: Callable[[], Result]) -> Result:
-        """Without blocking the event loop."""
-        return await asyncio.to_thread(self.run, work)
+        """Without blocking the event loop, always in the same thread."""
+        call = partial(contextvars.copy_context().run, self.run, work)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    def close(self) -> None:
+        """Let the thread end, once it has nothing to do."""
+        self._thread.shutdown(wait=False)
 
     def run(self, work: Callable[[], Result]) -> Result:
         if self._stream is None:

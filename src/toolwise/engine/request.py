@@ -28,6 +28,14 @@ class SampledPiece:
     logprobs: Sequence[float]
     top_logprobs: Sequence[Sequence[tuple[int, float]]] = ()
 
+    def __add__(self, more: SampledPiece) -> SampledPiece:
+        """Both pieces as one."""
+        return SampledPiece(
+            [*self.token_ids, *more.token_ids],
+            [*self.logprobs, *more.logprobs],
+            [*self.top_logprobs, *more.top_logprobs],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ServingOptions:

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from toolwise.kernels.launch import jit
+
 LOG2_E = 1.4426950408889634
 
 
@@ -27,7 +29,7 @@ class Tiles:
     stages: int = 3
 
 
-@triton.jit
+@jit
 def scores_of(products, scale, CAP: tl.constexpr):
     """Base-2 scores of q · k; with a soft cap, `scale` and CAP are those of `score_constants`."""
     scores = products * scale
@@ -36,7 +38,7 @@ def scores_of(products, scale, CAP: tl.constexpr):
     return scores
 
 
-@triton.jit
+@jit
 def attend(
     q, acc, top, total, k_cache, v_cache, table, first, last, limits, kv_head, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
@@ -73,7 +75,7 @@ def attend(
     return acc, top, total
 
 
-@triton.jit
+@jit
 def apply_gain(x, inverse, gain, PLUS_ONE: tl.constexpr):
     """x · inverse · gain, rounded as in transformers: Llama's norms round before they apply the weight, Gemma's, whose
     factor is 1 + weight, after it."""
@@ -84,7 +86,7 @@ def apply_gain(x, inverse, gain, PLUS_ONE: tl.constexpr):
         return (gain.to(tl.float32) * normed.to(x.dtype).to(tl.float32)).to(x.dtype)
 
 
-@triton.jit
+@jit
 def load_rotated(
     rows, cos, sin, weight, mask, eps,
     DIM: tl.constexpr, WIDE: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
@@ -120,7 +122,7 @@ def load_rotated(
     return (straight.to(dtype).to(tl.float32) + turned.to(dtype).to(tl.float32)).to(dtype)
 
 
-@triton.jit
+@jit
 def store_output(acc, top, total, out, lse, rows, mask, DIM: tl.constexpr, WIDE: tl.constexpr, PARTIAL: tl.constexpr):
     """Write o = acc / l to the rows of `out`, and the base-2 log-sum-exp (−∞ where no key was seen) when partial."""
     d = tl.arange(0, WIDE)[None, :]

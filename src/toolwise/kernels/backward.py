@@ -12,11 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
+from toolwise.kernels.launch import jit
+
 PROGRAMS = 1056
 """Programs of a norm's backward pass, eight for each of an H200's multiprocessors; each sums ∂w over its own rows."""
 
 
-@triton.jit(do_not_specialize=["rows", "programs"])
+@jit(do_not_specialize=["rows", "programs"])
 def _rms_norm_backward(
     grad, x, weight, grad_total, grad_x, weight_parts, rows, programs, eps,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr,
@@ -44,7 +46,7 @@ def _rms_norm_backward(
     tl.store(weight_parts + part * WIDTH + at, weight_sum, mask=inside)
 
 
-@triton.jit
+@jit
 def _gated_silu_backward(gate_up, grad, out, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """Program (row, tile)."""
     row = tl.program_id(0).to(tl.int64)

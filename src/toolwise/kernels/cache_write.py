@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 
 from toolwise.kernels.attention_parts import contiguous_heads, load_rotated, padded_dim
+from toolwise.kernels.launch import jit
 
 
-@triton.jit
+@jit
 def _store(k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -27,7 +28,7 @@ def _store(k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexp
         tl.store(v_cache + slot * WIDTH + at, tl.load(v + token * v_stride + at, mask=inside), mask=inside)
 
 
-@triton.jit
+@jit
 def _rope_and_store(
     q, k, v, cos, sin, k_cache, v_cache, slots, q_weight, k_weight, q_stride, k_stride, v_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, KV_PADDED: tl.constexpr,

@@ -30,6 +30,7 @@ from toolwise.kernels.attention_parts import (
     store_output,
 )
 from toolwise.kernels.dependent_launch import dependent_launch, wait_for_inputs
+from toolwise.kernels.launch import jit
 from toolwise.kernels.new_tokens import NewTokens
 
 TARGET_PROGRAMS = 528
@@ -37,7 +38,7 @@ TARGET_PROGRAMS = 528
 MAX_SPLITS = 32
 
 
-@triton.jit
+@jit
 def decode_part(
     kv_head, split, request, q, k_cache, v_cache, tables, lengths, new_k, new_v, cos, sin, slots, q_weight, k_weight,
     q_stride, kv_stride, table_stride, scale, eps,
@@ -99,7 +100,7 @@ def decode_part(
     return acc, top, total
 
 
-@triton.jit
+@jit
 def decode_one(
     kv_head, split, request, q, k_cache, v_cache, tables, lengths, out, lse, new_k, new_v, cos, sin, slots, q_weight,
     k_weight, q_stride, kv_stride, table_stride, scale, eps, slot_at, slots_in_all,
@@ -118,7 +119,7 @@ def decode_one(
     store_output(acc, top, total, out, lse, rows, row < GROUP, DIM, WIDE, PARTIAL)
 
 
-@triton.jit(do_not_specialize=["slot_at", "slots_in_all"])
+@jit(do_not_specialize=["slot_at", "slots_in_all"])
 def _decode(
     q, k_cache, v_cache, tables, lengths, out, lse, new_k, new_v, cos, sin, slots, q_weight, k_weight,
     q_stride, kv_stride, table_stride, scale, eps, slot_at, slots_in_all,
@@ -137,7 +138,7 @@ def _decode(
     )  # fmt: skip
 
 
-@triton.jit
+@jit
 def _merge_splits(
     parts, lse, out, HEADS: tl.constexpr, SLOTS: tl.constexpr, SLOTS_PADDED: tl.constexpr,
     DIM: tl.constexpr, WIDE: tl.constexpr,

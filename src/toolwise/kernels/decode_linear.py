@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from toolwise.kernels.dependent_launch import dependent_launch, wait_for_inputs
+from toolwise.kernels.launch import jit
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class LinearTiles:
     stages: int = 4
 
 
-@triton.jit
+@jit
 def _linear(
     x, weight, bias, squares, gain, residual, out, gained, out_squares, rows, eps,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, BM: tl.constexpr,

@@ -11,10 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
+from toolwise.kernels.launch import jit
+
 ROWS = 128
 
 
-@triton.jit
+@jit
 def _begin(
     positions, prefix, active, tables, slots, lengths, rows, table_stride,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -29,7 +31,7 @@ def _begin(
     tl.store(lengths + row, tl.where(alive, offset + 1, 0).to(tl.int32), mask=inside)
 
 
-@triton.jit
+@jit
 def _end(
     tokens, logprobs, stops, ids, positions, sampled, limits, active, step, all_tokens, all_logprobs, rows, stride,
     STOPS: tl.constexpr, PADDED: tl.constexpr,

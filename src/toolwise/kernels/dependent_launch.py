@@ -11,9 +11,10 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from toolwise.kernels.launch import jit
 
 
 @cache
@@ -22,7 +23,7 @@ def dependent_launch(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-@triton.jit
+@jit
 def wait_for_inputs(PDL: tl.constexpr):
     """Wait for the kernel before, then allow the launch of the one after."""
     if PDL:

@@ -12,8 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from toolwise.kernels.launch import jit
 
-@triton.jit
+
+@jit
 def _rotate(
     x, cos, sin, out, token_stride, head_stride, out_token_stride, out_head_stride, angle_stride,
     HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, BACK: tl.constexpr,
@@ -41,7 +43,7 @@ def _rotate(
     tl.store(there + HALF, other.to(dtype), mask=inside)
 
 
-@triton.jit
+@jit
 def _merge(
     out, lse, new_out, new_lse, token_index, tokens, queries,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,

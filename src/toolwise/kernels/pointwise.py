@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 
 from toolwise.kernels.attention_parts import apply_gain
+from toolwise.kernels.launch import jit
 
 
-@triton.jit
+@jit
 def _rms_norm(
     x, residual, weight, after, out, new_residual, x_stride, eps, scale,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, IN_PLACE: tl.constexpr, ADD: tl.constexpr, AFTER: tl.constexpr,
@@ -48,7 +49,7 @@ def _rms_norm(
             tl.store(out + row * WIDTH + at, normed, mask=inside)
 
 
-@triton.jit
+@jit
 def _gated(gate, up, out, gate_stride, up_stride, WIDTH: tl.constexpr, TILE: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -63,7 +64,7 @@ def _gated(gate, up, out, gate_stride, up_stride, WIDTH: tl.constexpr, TILE: tl.
     tl.store(out + row * WIDTH + at, (active * u.to(tl.float32)).to(g.dtype), mask=inside)
 
 
-@triton.jit
+@jit
 def _silu_mul_backward(gate, up, grad, grad_gate, grad_up, count, TILE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < count

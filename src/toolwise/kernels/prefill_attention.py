@@ -24,9 +24,10 @@ from toolwise.kernels.attention_parts import (
     padded_dim,
     score_constants,
 )
+from toolwise.kernels.launch import jit
 
 
-@triton.jit
+@jit
 def _prefill(
     q, k_cache, v_cache, tables, starts, contexts, out, q_stride, table_stride, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,

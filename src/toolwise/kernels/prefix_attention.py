@@ -29,6 +29,7 @@ from toolwise.kernels.attention_parts import (
 )
 from toolwise.kernels.decode_attention import decode_one, decode_part, merge_splits, splits_for
 from toolwise.kernels.dependent_launch import dependent_launch, wait_for_inputs
+from toolwise.kernels.launch import jit
 from toolwise.kernels.new_tokens import NewTokens
 
 MAX_ROWS = 64
@@ -36,7 +37,7 @@ MANY_TAILS = 1024
 """Tails × key-value heads from which small programs fill the GPU best. Fewer must each have more loads in flight."""
 
 
-@triton.jit
+@jit
 def _prefix_one(
     kv_head, tile, split, group, q, k_cache, v_cache, tables, lengths, tail_lengths, starts, members, out, lse, cos,
     sin, q_weight, q_stride, table_stride, scale, eps, slots_in_all,
@@ -77,7 +78,7 @@ def _prefix_one(
         store_output(acc, top, total, out, lse, rows, real, DIM, WIDE, True)
 
 
-@triton.jit(do_not_specialize=["slots_in_all", "prefix_programs"])
+@jit(do_not_specialize=["slots_in_all", "prefix_programs"])
 def _prefixes_and_tails(
     q, k_cache, v_cache, prefix_tables, prefix_lengths, tail_tables, tail_lengths, starts, members, out, lse,
     new_k, new_v, cos, sin, slots, q_weight, k_weight,
@@ -110,7 +111,7 @@ def _prefixes_and_tails(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["slots_in_all"])
+@jit(do_not_specialize=["slots_in_all"])
 def _prefixes(
     q, k_cache, v_cache, tables, lengths, tail_lengths, starts, members, out, lse, cos, sin, q_weight,
     q_stride, table_stride, scale, eps, slots_in_all,
@@ -129,7 +130,7 @@ def _prefixes(
     )  # fmt: skip
 
 
-@triton.jit
+@jit
 def _tails(
     q, k_cache, v_cache, tables, lengths, parts, part_lse, out, new_k, new_v, cos, sin, slots, q_weight, k_weight,
     q_stride, kv_stride, table_stride, scale, eps,

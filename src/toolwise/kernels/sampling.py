@@ -15,10 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from toolwise.kernels.launch import jit
+
 TILE = 2048
 
 
-@triton.jit
+@jit
 def uniform(seed, position):
     """`toolwise.policies.transformers_generation.uniforms` on the device: splitmix64, applied twice."""
     state = seed.to(tl.uint64) + 0x9E3779B97F4A7C15
@@ -27,14 +29,14 @@ def uniform(seed, position):
     return (state >> 11).to(tl.float64) * 1.1102230246251565e-16
 
 
-@triton.jit
+@jit
 def mix64(x):
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
 
 
-@triton.jit
+@jit
 def _tile_stats(
     logits, temperatures, tops, argmaxes, sums, stride, VOCAB: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr
 ):
@@ -51,7 +53,7 @@ def _tile_stats(
     tl.store(sums + request * TILES + tile, total)
 
 
-@triton.jit
+@jit
 def _draw(
     logits, temperatures, seeds, positions, greedy, tops, argmaxes, sums, tokens, logprobs, stride,
     VOCAB: tl.constexpr, TILES: tl.constexpr, TILES_PADDED: tl.constexpr, TILE: tl.constexpr,

@@ -12,10 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
+from toolwise.kernels.launch import jit
+
 TILE = 4096
 
 
-@triton.jit
+@jit
 def _softmax_sums(logits, lse, entropy, stride, scale, VOCAB: tl.constexpr, TILE: tl.constexpr):
     """Program (row): online sums relative to the running maximum of x, rescaled when it changes."""
     row = tl.program_id(0).to(tl.int64)
@@ -38,7 +40,7 @@ def _softmax_sums(logits, lse, entropy, stride, scale, VOCAB: tl.constexpr, TILE
     tl.store(entropy + row, tl.log(total) - weighted / total)
 
 
-@triton.jit
+@jit
 def _softmax_sums_backward(
     logits, lse, entropy, row_grad_logprob, row_grad_entropy, starts, targets, weights, grad, stride, scale,
     VOCAB: tl.constexpr, TILE: tl.constexpr,

@@ -113,7 +113,7 @@ def test_forward_agrees_with_a_plain_pass_through_the_whole_model() -> None:
     model = tiny_model()
     [credited] = sample(model, [1.0])
     [row] = build_rows([credited])
-    logits = copy.deepcopy(model).double()(torch.tensor([row.ids])).logits[0].detach()
+    logits = copy.deepcopy(model).double()(torch.tensor(row.ids)[None]).logits[0].detach()
     plain = torch.log_softmax(logits / 0.5, -1)
     expected = [plain[at - 1, row.ids[at]].item() for at in range(1, len(row)) if row.sampled[at]]
     actor = Actor(model, RunConfig(rollout={"temperature": 0.5}))

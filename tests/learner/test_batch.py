@@ -33,7 +33,7 @@ def example() -> Batch:
 
 def test_columns_by_hand() -> None:
     batch = example()
-    assert [row.ids for row in batch.rows] == [[5, 6, 7, 8, 9, 10], [5, 6, 7], [2, 2, 11, 12, 13]]
+    assert [row.ids.tolist() for row in batch.rows] == [[5, 6, 7, 8, 9, 10], [5, 6, 7], [2, 2, 11, 12, 13]]
     assert batch.row.tolist() == [0, 0, 0, 1, 2, 2, 2]
     assert batch.step.tolist() == [0, 0, 1, 2, 3, 3, 3]
     assert batch.rollout.tolist() == [0, 0, 0, 1, 1, 1, 1]

@@ -237,7 +237,7 @@ def test_a_rollout_s_messages_give_the_rollout_s_tokens_and_mask(
         rows = build_rows(with_zero_advantages([one]))
         assert all(row.ids[-1] in run.chat.stop_ids for row in rows), "a reply was cut off"
         examples = tokenize_conversation(run.chat, rollout.messages, tools, context=rollout.prompt_length)
-        assert [e.ids.tolist() for e in examples] == [row.ids for row in rows]
-        assert [e.loss_mask.tolist() for e in examples] == [row.sampled for row in rows]
+        assert [e.ids.tolist() for e in examples] == [row.ids.tolist() for row in rows]
+        assert [e.loss_mask.tolist() for e in examples] == [row.sampled.tolist() for row in rows]
         turns.append(len(rollout.steps))
     assert max(turns) > 1

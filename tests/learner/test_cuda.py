@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from architectures import build
 from learner_cases import LR, changed, credit, pack, sample, tiny_model
 
@@ -19,6 +21,7 @@ from toolwise.learner.actor import Actor
 from toolwise.learner.critic import Critic
 from toolwise.learner.forward import hidden_states, token_logprobs
 from toolwise.learner.lora import Adapters
+from toolwise.learner.sharding import gathered
 from toolwise.models.merged_weights import plain_layer
 from toolwise.protocols import Generation, Sampling
 
@@ -147,3 +150,24 @@ def test_gradients_of_adapters_are_those_of_peft(dtype: torch.dtype) -> None:
     logits = model(input_ids=torch.tensor([row.ids for row in rows], device="cuda")).logits.float()
     expected = gradients(torch.log_softmax(logits, -1)[packed.row, packed.at - 1, packed.target])
     assert (found - expected).norm() / expected.norm() < (1e-4 if dtype is torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_sharded_weights_learn_what_whole_ones_do(offload: bool, tmp_path: Path) -> None:
+    """One rank: NCCL wants a GPU for each. Offloaded weights are in CPU memory before and after each update."""
+    config = changed(LR, lr=1e-3, activation_checkpointing=True)
+    whole = Actor(tiny_model(head_dim=16).to("cuda", torch.bfloat16), config)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        model = tiny_model(head_dim=16).to("cuda", torch.bfloat16)
+        sharded = Actor(model, config, shard=True, offload=offload)
+        for step in range(3):
+            credited = sample(whole.model, [1.0, -0.5, 2.0, -1.5], seed=step, groups_of=2)
+            norms = [actor.update(credited)["actor/grad_norm"] for actor in (whole, sharded)]
+            assert norms[1] == pytest.approx(norms[0], rel=0.02)
+            assert {weight.device.type for weight in model.parameters()} == {"cpu" if offload else "cuda"}
+        assert sharded.device.type == "cuda"
+        for mine, other in zip(sharded.model.parameters(), whole.model.parameters(), strict=True):
+            assert torch.allclose(gathered(mine).cuda().float(), other.float(), atol=5e-3)
+    finally:
+        dist.destroy_process_group()

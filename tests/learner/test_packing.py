@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -145,5 +146,5 @@ def test_what_follows_the_last_sampled_token_is_not_computed() -> None:
 
 
 def test_rows_of_the_learner_are_rows() -> None:
-    packed = pack([Row("a", [1, 2, 3], [False, True, True], [0.0, -1.0, -1.0], [0.0, 1.0, 1.0])], 10)[0]
+    packed = pack([Row("a", np.array([1, 2, 3]), np.array([False, True, True]))], 10)[0]
     assert packed.at.tolist() == [1, 2]

@@ -15,9 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from selection import quick_first
+from torch import Tensor
 
 from toolwise.errors import PolicyError, ToolwiseError
-from toolwise.learner.rows import Row, build_rows, require_tokens
+from toolwise.learner.batch import Batch, build_batch
+from toolwise.learner.rows import build_rows, require_tokens
 from toolwise.messages import Message, Prefix
 from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
@@ -64,55 +66,66 @@ def credited(turns: list[Turn | None], advantage: float = 1.0, name: str = "r") 
     return CreditedRollout(AnnotatedRollout(scored), tuple(steps), tuple(advantages))
 
 
-def row_of(length: int, name: str = "r") -> Row:
-    return Row(name, [1] * length, [True] * length, [0.0] * length, [0.0] * length)
+def placed(batch: Batch, column: Tensor) -> list[list[float]]:
+    """A column as the learner finds it at the positions of each row; 0 where nothing was sampled."""
+    assert len(column) == sum(int(row.sampled.sum()) for row in batch.rows)
+    return [
+        [float(column[batch.sampled_index[start + at]]) if sampled else 0.0 for at, sampled in enumerate(row.sampled)]
+        for start, row in zip(batch.row_starts.tolist(), batch.rows, strict=True)
+    ]
 
 
 def test_one_turn_is_one_row_with_a_mask_on_what_was_sampled() -> None:
-    [row] = build_rows([credited([([1, 2, 3], [4, 5])], advantage=0.5)])
+    given_ = [credited([([1, 2, 3], [4, 5])], advantage=0.5)]
+    [row], batch = build_rows(given_), build_batch(given_)
     assert row.rollout_id == "r"
-    assert row.ids == [1, 2, 3, 4, 5]
-    assert row.sampled == [False, False, False, True, True]
-    assert row.logprobs == [0.0, 0.0, 0.0, -0.1, -0.2]
-    assert row.advantages == [0.0, 0.0, 0.0, 0.5, 0.5]
+    assert row.ids.tolist() == [1, 2, 3, 4, 5]
+    assert row.sampled.tolist() == [False, False, False, True, True]
+    [logprobs], [advantages] = placed(batch, batch.rollout_logprobs), placed(batch, batch.advantages)
+    assert logprobs == pytest.approx([0.0, 0.0, 0.0, -0.1, -0.2])
+    assert advantages == [0.0, 0.0, 0.0, 0.5, 0.5]
     assert len(row) == 5
 
 
 def test_many_turns_that_extend_each_other_are_one_row() -> None:
-    [row] = build_rows([credited([([1, 2], [3]), ([1, 2, 3, 8, 9], [4, 5]), ([1, 2, 3, 8, 9, 4, 5, 7], [6])])])
-    assert row.ids == [1, 2, 3, 8, 9, 4, 5, 7, 6]
-    assert row.sampled == [False, False, True, False, False, True, True, False, True]
-    assert row.logprobs == [0, 0, -0.1, 0, 0, -0.2, -0.3, 0, -0.4]
-    assert row.advantages == [0, 0, 1, 0, 0, 1, 1, 0, 1]
+    given_ = [credited([([1, 2], [3]), ([1, 2, 3, 8, 9], [4, 5]), ([1, 2, 3, 8, 9, 4, 5, 7], [6])])]
+    [row], batch = build_rows(given_), build_batch(given_)
+    assert row.ids.tolist() == [1, 2, 3, 8, 9, 4, 5, 7, 6]
+    assert row.sampled.tolist() == [False, False, True, False, False, True, True, False, True]
+    [logprobs], [advantages] = placed(batch, batch.rollout_logprobs), placed(batch, batch.advantages)
+    assert logprobs == pytest.approx([0, 0, -0.1, 0, 0, -0.2, -0.3, 0, -0.4])
+    assert advantages == [0, 0, 1, 0, 0, 1, 1, 0, 1]
 
 
 def test_a_changed_prompt_starts_a_new_row() -> None:
     first, second = build_rows([credited([([1, 2], [3]), ([1, 9, 3, 8], [4])])])
-    assert (first.ids, second.ids) == ([1, 2, 3], [1, 9, 3, 8, 4])
-    assert second.sampled == [False, False, False, False, True]
+    assert (first.ids.tolist(), second.ids.tolist()) == ([1, 2, 3], [1, 9, 3, 8, 4])
+    assert second.sampled.tolist() == [False, False, False, False, True]
 
 
 def test_a_rewritten_reply_starts_a_new_row() -> None:
     """A template that drops a thought from an earlier turn: the prompt no longer contains what was sampled."""
     first, second = build_rows([credited([([1, 2], [3, 4]), ([1, 2, 4, 8], [5])])])
-    assert first.sampled == [False, False, True, True]
-    assert second.sampled == [False] * 4 + [True]
+    assert first.sampled.tolist() == [False, False, True, True]
+    assert second.sampled.tolist() == [False] * 4 + [True]
 
 
 def test_a_shorter_prompt_starts_a_new_row() -> None:
     first, second = build_rows([credited([([1, 2], [3]), ([1, 2], [3])])])
-    assert first.ids == second.ids == [1, 2, 3]
+    assert first.ids.tolist() == second.ids.tolist() == [1, 2, 3]
 
 
 def test_after_a_fork_later_turns_extend_the_new_row() -> None:
     rows = build_rows([credited([([1], [2]), ([5], [6]), ([5, 6, 7], [8])])])
-    assert [row.ids for row in rows] == [[1, 2], [5, 6, 7, 8]]
+    assert [row.ids.tolist() for row in rows] == [[1, 2], [5, 6, 7, 8]]
 
 
 def test_steps_without_tokens_are_skipped() -> None:
-    [row] = build_rows([credited([None, ([1], [2]), None, ([1, 2, 3], [4]), None])])
-    assert row.ids == [1, 2, 3, 4]
-    assert row.logprobs == [0, -0.1, 0, -0.2]
+    given_ = [credited([None, ([1], [2]), None, ([1, 2, 3], [4]), None])]
+    [row], batch = build_rows(given_), build_batch(given_)
+    assert row.ids.tolist() == [1, 2, 3, 4]
+    [logprobs] = placed(batch, batch.rollout_logprobs)
+    assert logprobs == pytest.approx([0, -0.1, 0, -0.2])
 
 
 def test_a_rollout_without_any_tokens_has_no_rows() -> None:
@@ -121,24 +134,32 @@ def test_a_rollout_without_any_tokens_has_no_rows() -> None:
 
 def test_rollouts_never_share_a_row() -> None:
     rows = build_rows([credited([([1], [2])], name="a"), credited([([1, 2, 3], [4])], name="b")])
-    assert [(row.rollout_id, row.ids) for row in rows] == [("a", [1, 2]), ("b", [1, 2, 3, 4])]
+    assert [(row.rollout_id, row.ids.tolist()) for row in rows] == [("a", [1, 2]), ("b", [1, 2, 3, 4])]
 
 
 def test_compact_array_forms_are_accepted() -> None:
     buffer = array("i", [1, 2, 3, 4])
     [row] = build_rows([credited([(Prefix(buffer, 2), array("i", [3]))])])  # type: ignore[list-item]
-    assert row.ids == [1, 2, 3]
-    assert type(row.ids) is list
+    assert row.ids.tolist() == [1, 2, 3]
+    assert (type(row.ids), row.ids.dtype) == (np.ndarray, np.int64)
+    assert (type(row.sampled), row.sampled.dtype) == (np.ndarray, np.bool_)
 
 
 def test_building_leaves_rollouts_alone() -> None:
-    given_ = credited([([1, 2], [3]), ([1, 2, 3, 8], [4])])
-    before = [step.model_dump() for step in given_.steps]
-    rows = build_rows([given_])
-    rows[0].ids.append(99)
-    rows[0].advantages[-1] = 99.0
-    assert [step.model_dump() for step in given_.steps] == before
-    assert [a.tolist() for a in given_.advantages] == [[1.0], [1.0]]
+    """Of ids as wide as a row's, too, which a row could share."""
+    lists: list[Turn | None] = [([1, 2], [3]), ([1, 2, 3, 8], [4])]
+    wide = [(array("q", prompt), array("q", reply)) for prompt, reply in filter(None, lists)]
+    for turns in (lists, lists[:1], wide, wide[:1]):
+        given_ = credited(turns)  # type: ignore[arg-type]
+        before = copy.deepcopy([step.model_dump() for step in given_.steps])
+        batch = build_batch([given_])
+        for row in (*build_rows([given_]), *batch.rows):
+            row.ids[:] = 99
+            row.sampled[:] = True
+        batch.advantages[-1] = 99.0
+        batch.rollout_logprobs[-1] = 99.0
+        assert [step.model_dump() for step in given_.steps] == before
+        assert [a.tolist() for a in given_.advantages] == [[1.0]] * len(turns)
 
 
 @st.composite
@@ -157,13 +178,16 @@ def episodes(draw: st.DrawFn) -> list[Turn]:
 
 @given(episodes())
 def test_every_sampled_token_is_in_exactly_one_row_after_its_exact_prompt(turns: list[Turn]) -> None:
+    batch = build_batch([credited(list(turns))])
     rows = build_rows([credited(list(turns))])
     places = [(row, at) for row in rows for at, sampled in enumerate(row.sampled) if sampled]
     expected = [(seen + sampled[:i], token) for seen, sampled in turns for i, token in enumerate(sampled)]
-    assert [(row.ids[:at], row.ids[at]) for row, at in places] == expected
-    assert [row.logprobs[at] for row, at in places] == pytest.approx([-(i + 1) / 10 for i in range(len(expected))])
-    assert all(len(row.ids) == len(row.sampled) == len(row.logprobs) == len(row.advantages) for row in rows)
-    assert all(row.advantages[at] == 0.0 for row in rows for at, s in enumerate(row.sampled) if not s)
+    assert [(row.ids[:at].tolist(), row.ids[at]) for row, at in places] == expected
+    assert all(len(row.ids) == len(row.sampled) for row in rows)
+    logprobs = iter(-(i + 1) / 10 for i in range(len(expected)))
+    for row, found in zip(rows, placed(batch, batch.rollout_logprobs), strict=True):
+        assert found == pytest.approx([next(logprobs) if sampled else 0.0 for sampled in row.sampled])
+    assert placed(batch, batch.advantages) == [row.sampled.astype(float).tolist() for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -252,14 +276,14 @@ def test_rows_hold_exactly_the_tokens_that_the_model_saw(
         rollout = credited([(list(s["prompt_ids"]), list(s["token_ids"])) for s in steps])
         for step, tokens in zip(rollout.steps, steps, strict=True):
             step.policy_logprobs = tokens
-        rows = build_rows([rollout])
+        rows, batch = build_rows([rollout]), build_batch([rollout])
         assert len(rows) == 1 + [s["alignment"] for s in steps].count("forked")
         assert len(rows) >= 3 if other_tools else on_change == "fork" or len(rows) == 1
         assert sum(sum(row.sampled) for row in rows) == sum(len(s["token_ids"]) for s in steps)
-        for row in rows:
-            ids = torch.tensor([row.ids])
+        for row, logprobs in zip(rows, placed(batch, batch.rollout_logprobs), strict=True):
+            ids = torch.tensor(row.ids)[None]
             with torch.no_grad():
                 scores = torch.log_softmax(model(input_ids=ids).logits[0, :-1] / temperature, -1)
             again = scores.gather(-1, ids[0, 1:, None])[:, 0]
             at = torch.tensor(row.sampled[1:])
-            assert (again[at] - torch.tensor(row.logprobs[1:])[at]).abs().max() <= 1e-4
+            assert (again[at] - torch.tensor(logprobs[1:])[at]).abs().max() <= 1e-4

@@ -169,3 +169,27 @@ def test_ranks_and_scales_of_single_layers_are_used(trained: tuple[Path, Any], t
     folder = changed(trained, tmp_path, alpha_pattern={"q_proj": 64}, use_rslora=True)
     model, _ = load_model(str(folder), device="cpu")
     assert (model(input_ids=IDS).logits - trained[1](input_ids=IDS).logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("r", "8"), ("r", 0), ("r", True), ("lora_alpha", [16]), ("lora_dropout", {}), ("use_rslora", 1),
+        ("target_modules", 5), ("target_modules", [5]), ("exclude_modules", {"q_proj": 1}),
+        ("layers_to_transform", "all"), ("rank_pattern", ["q_proj"]), ("rank_pattern", {"q_proj": "4"}),
+        ("alpha_pattern", 3), ("alpha_pattern", {"q_proj": None}),
+        ("lora_alpha", 10**400), ("alpha_pattern", {"q_proj": 10**400}), ("lora_dropout", float("nan")),
+    ],
+    ids=lambda value: str(value)[:30],
+)  # fmt: skip
+def test_a_field_of_another_type_is_named(trained: tuple[Path, Any], tmp_path: Path, field: str, value: Any) -> None:
+    folder = changed(trained, tmp_path, **{field: value})
+    with pytest.raises(ModelError, match=rf"adapter_config\.json: {field} must be "):
+        load_model(str(folder), device="cpu")
+
+
+def test_a_revision_that_is_no_text_is_named(trained: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = changed(trained, tmp_path, revision=3)
+    (folder / BASE_FILE).unlink()
+    with pytest.raises(ModelError, match="revision must be text, not 3"):
+        find_base(folder)

@@ -33,7 +33,7 @@ from toolwise.learner.optimizer import Optimizer
 from toolwise.learner.packing import Packed
 from toolwise.learner.reference import build_reference
 from toolwise.learner.rows import require_tokens
-from toolwise.learner.sharding import is_sharded, run_pass, shard_model
+from toolwise.learner.sharding import compute_device, is_sharded, run_pass, shard_model
 from toolwise.learner.token_statistics import TokenStatistics
 from toolwise.models.loader import load_weights
 from toolwise.protocols import Annotation, Metrics, PolicyLoss
@@ -66,9 +66,10 @@ class Actor:
         extra_parameters: Sequence[Tensor] = (),
         loss: PolicyLoss | None = None,
         shard: bool = False,
+        offload: bool = False,
     ) -> None:
         """`extra_parameters`: weights outside `model` that the actor's optimiser updates too. `loss`: that of the
-        configuration if None. `shard`: divide the weights among all processes."""
+        configuration if None. `shard`, `offload`: see `build_learner`."""
         actor, algorithm = config.actor, config.algorithm
         if algorithm.kl == "loss":
             check_kl_loss(algorithm.kl_estimator)
@@ -90,11 +91,11 @@ class Actor:
         }
         self.required_annotations = needs | {name for name, is_required in required.items() if is_required}
         if shard and self.adapters is not None:  # the reference shares the weights, divided as they are
-            shard_model(model)
+            shard_model(model, offload=offload)
         self.reference = build_reference(model, self.adapters) if "ref_logprobs" in self.required_annotations else None
         for sharded in (model, self.reference) if shard and self.adapters is None else ():
             if sharded is not None:
-                shard_model(sharded)
+                shard_model(sharded, offload=offload)
         self.optimizer = Optimizer(
             [*model.parameters(), *extra_parameters],
             actor,
@@ -120,8 +121,7 @@ class Actor:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = next(self.model.parameters()).device
-        return device
+        return compute_device(self.model)
 
     @property
     def precision(self) -> torch.dtype:
@@ -307,8 +307,9 @@ class Actor:
         tokens = all_tokens = batch.predicted_tokens(rows)
         stale_metrics: Metrics = {}
         if self.config.trainer.allowed_staleness:
-            stale_metrics = importance_metrics((logprobs - batch.rollout_logprobs)[all_tokens])
-            tokens = all_tokens[batch.version[all_tokens] == version]
+            fresh = batch.version[all_tokens] == version
+            stale_metrics = importance_metrics((logprobs - batch.rollout_logprobs)[all_tokens], fresh)
+            tokens = all_tokens[fresh]
             fresh_rows = set(batch.row[tokens].tolist())
             rows = [row for row in rows if row in fresh_rows]
         probe_rows = rows[:: max(1, len(rows) // MAX_PROBE_ROWS)]

@@ -69,7 +69,7 @@ class Batch:
 
     def trainable_rows(self) -> list[int]:
         """Rows with a token to learn from, i.e. a sampled token that has a predecessor."""
-        return [index for index, row in enumerate(self.rows) if any(row.sampled[1:])]
+        return [index for index, row in enumerate(self.rows) if row.sampled[1:].any()]
 
     def predicted_tokens(self, rows: Sequence[int]) -> Tensor:
         """Indices of the tokens predicted in these rows. A row's first token has no context and is left out."""
@@ -91,7 +91,7 @@ class Batch:
             yield part, None if is_filler else columns
 
     def _filler(self, model: Any, config: ActorConfig) -> tuple[Packed, Tensor]:
-        row = Row("", [0, 0], [False, True], [0.0, 0.0], [0.0, 0.0])
+        row = Row("", np.zeros(2, np.int64), np.array([False, True]))
         [part] = micro_batches([row], config.pass_tokens, device=self.device, nodes=prefers_node_layout(model))
         return part, torch.zeros(1, dtype=torch.long, device=self.device)
 
@@ -142,7 +142,7 @@ def build_batch(credited: Sequence[CreditedRollout], device: Any = "cpu") -> Bat
     rollout_of_token = np.repeat(
         [i for i, rollout in enumerate(credited) for _ in rollout.steps] or [0], counts if steps else 0
     )
-    sampled = np.concatenate([np.frombuffer(bytes(row.sampled), bool) for row in rows]) if rows else np.zeros(0, bool)
+    sampled = np.concatenate([row.sampled for row in rows]) if rows else np.zeros(0, bool)
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     row_starts = np.cumsum(lengths) - lengths
     positions = np.arange(lengths.sum()) - np.repeat(row_starts, lengths)

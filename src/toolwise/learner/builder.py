@@ -22,18 +22,27 @@ def build_learner(
     extra_parameters: Sequence[Any] = (),
     loss: PolicyLoss | None = None,
     shard: bool = False,
+    offload: bool = False,
 ) -> Actor:
     """Return the actor, with a critic and a reference if needed. `load_critic` loads the model at `critic.path`;
     `extra_parameters` are weights outside `model` that the actor's optimiser updates too; `loss` replaces that of
-    `actor.policy_loss`; `shard` divides the weights among all processes."""
+    `actor.policy_loss`; `shard` divides the weights among all processes, and `offload` keeps them in
+    CPU memory between their passes."""
     critic = None
     if "values" in estimator.needs:
         path = config.critic.path
         trunk = load_critic(path) if path else copy.deepcopy(model)
         _check_vocabulary(trunk, model, path)
-        critic = Critic(trunk, config, per=estimator.per, shard=shard)
+        critic = Critic(trunk, config, per=estimator.per, shard=shard, offload=offload)
     return Actor(
-        model, config, needs=estimator.needs, critic=critic, extra_parameters=extra_parameters, loss=loss, shard=shard
+        model,
+        config,
+        needs=estimator.needs,
+        critic=critic,
+        extra_parameters=extra_parameters,
+        loss=loss,
+        shard=shard,
+        offload=offload,
     )
 
 

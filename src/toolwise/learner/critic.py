@@ -22,26 +22,32 @@ from toolwise.learner.losses import clipped_value_loss
 from toolwise.learner.memory import MicroBatchLimit
 from toolwise.learner.mini_batches import mini_batches
 from toolwise.learner.optimizer import Optimizer
-from toolwise.learner.sharding import run_pass, shard_model
+from toolwise.learner.sharding import compute_device, run_pass, shard_model
 from toolwise.protocols import Metrics
 
 
 class Critic:
     def __init__(
-        self, model: Any, config: RunConfig, *, per: Literal["token", "turn"] = "token", shard: bool = False
+        self,
+        model: Any,
+        config: RunConfig,
+        *,
+        per: Literal["token", "turn"] = "token",
+        shard: bool = False,
+        offload: bool = False,
     ) -> None:
         """Takes ownership of `model`. The estimator decides whether it learns a value for every sampled token, or only
-        for the first of each turn. `shard`: divide the weights among all processes."""
+        for the first of each turn. `shard`, `offload`: see `build_learner`."""
         self.config = config
         self.memory = MicroBatchLimit(config.actor.pass_tokens)
         self.per = per
         self.model = model.eval().requires_grad_(False)
         self.trunk = model.get_decoder().requires_grad_(True)
         if shard:
-            shard_model(model)
+            shard_model(model, offload=offload)
         width = int(self.trunk.get_input_embeddings().weight.shape[1])
-        device = next(model.parameters()).device
-        self.head = torch.nn.Linear(int(getattr(self.trunk.config, "hidden_size", width)), 1, device=device)
+        width = int(getattr(self.trunk.config, "hidden_size", width))
+        self.head = torch.nn.Linear(width, 1, device=compute_device(model))
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
         self.optimizer = Optimizer(

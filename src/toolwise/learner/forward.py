@@ -111,9 +111,22 @@ class TrunkForward:
 
 
 def _layout(model: Any) -> tuple[Any, ...]:
-    """Changes when a module or the memory of a parameter is another, or when another parameter is trained."""
-    modules = tuple((id(module), getattr(module, "gradient_checkpointing", False)) for module in model.modules())
-    return modules, tuple((id(p), p.data_ptr(), p.requires_grad) for p in model.parameters())
+    """Changes when a module or the memory of a parameter is another, or when another parameter is trained. Read in
+    every update while a GPU waits, so it walks through the modules' own tables."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        found += (id(module), module.__dict__.get("gradient_checkpointing", False))
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found += (id(parameter), parameter.data_ptr(), parameter.requires_grad)
+        modules += [child for child in module._modules.values() if child is not None]
+    return tuple(found)
 
 
 def _recompute_layers(trunk: Any) -> bool:

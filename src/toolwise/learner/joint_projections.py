@@ -86,6 +86,8 @@ class AdaptedProjection:
         columns = accumulate((len(part.lora_a) for part in self._adapted), initial=0)
         self._spans = [(rows, slice(*span)) for (_, rows), span in zip(found, pairwise(columns), strict=True)]
         self._adapters = [tensor for part in self._adapted for tensor in (part.lora_a, part.lora_b)]
+        self._scales: list[float] = []
+        self._scaling: Tensor | None = None
         self._factors = self._read_factors()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -105,13 +107,15 @@ class AdaptedProjection:
     @torch.no_grad()
     def _read_factors(self) -> AdapterFactors:
         like = self._weight
-        a = torch.cat([part.lora_a.detach().to(like) for part in self._adapted])
+        a = torch.cat([part.lora_a.detach() for part in self._adapted]).to(like)
         b = torch.zeros(len(like), len(a), dtype=like.dtype, device=like.device)
-        scaling = torch.empty(len(a), dtype=self._adapters[0].dtype, device=like.device)
         for part, (rows, columns) in zip(self._adapted, self._spans, strict=True):
-            b[rows, columns] = part.lora_b.detach().to(like)
-            scaling[columns] = part.scaling
-        return AdapterFactors(a, b, scaling)
+            b[rows, columns] = part.lora_b.detach()
+        scales = [part.scaling for part in self._adapted for _ in range(len(part.lora_a))]
+        if self._scaling is None or self._scales != scales:  # rarely changes, and sending it takes as long as the rest
+            self._scales = scales
+            self._scaling = torch.tensor(scales, dtype=self._adapters[0].dtype, device=like.device)
+        return AdapterFactors(a, b, self._scaling)
 
 
 class JointMergedLinear(torch.autograd.Function):

@@ -29,6 +29,7 @@ from toolwise.config.schema import DEFAULT_PASS_TOKENS, ActorConfig
 from toolwise.config.sft import SftConfig
 from toolwise.learner.forward import CHUNK_BYTES, CHUNK_TOKENS
 from toolwise.learner.optimizer import Optimizer
+from toolwise.learner.sharding import compute_device
 
 MAX_DEFAULT_SHARE = 0.4
 """Share of a GPU's memory that an update may be estimated to take where its micro-batches are larger than usual."""
@@ -122,7 +123,7 @@ class UpdateMemory:
 def default_pass_tokens(model: Any, optimizer: Optimizer, config: ActorConfig | SftConfig) -> int:
     """Tokens of a micro-batch if the settings name none. A GPU computes a small model faster than the CPU launches its
     kernels, so passes should be large where memory allows it."""
-    device = model.get_input_embeddings().weight.device
+    device = compute_device(model)
     if device.type == "cuda":
         available = MAX_DEFAULT_SHARE * torch.cuda.get_device_properties(device).total_memory
         for tokens in (4 * DEFAULT_PASS_TOKENS, 2 * DEFAULT_PASS_TOKENS):

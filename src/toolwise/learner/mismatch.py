@@ -49,7 +49,8 @@ class Evidence:
 
 
 def check_logprobs(evidence: Evidence, dtype: torch.dtype, reaction: Reaction) -> dict[str, float]:
-    """Return the gap metrics. A gap above the limit for this precision raises an error or logs a warning."""
+    """Return the gap metrics, none if there was nothing to compare. A gap above the limit for this precision raises an
+    error or logs a warning."""
     gaps = evidence.gaps.abs()
     device = gaps.device
     total, count = distributed.sum_over_ranks([float(gaps.sum()), float(len(gaps))], device)
@@ -66,18 +67,20 @@ def check_logprobs(evidence: Evidence, dtype: torch.dtype, reaction: Reaction) -
         if reaction == "stop":
             raise MismatchError(f'{message} (set actor.mismatch_check = "warn" to continue anyway)', cause)
         log.warning("%s", message)
-    return {"canary/logprob_gap_mean": mean, "canary/logprob_gap_max": largest}
+    return {"canary/logprob_gap_mean": mean, "canary/logprob_gap_max": largest} if count else {}
 
 
-def importance_metrics(gaps: Tensor) -> dict[str, float]:
+def importance_metrics(gaps: Tensor, fresh: Tensor) -> dict[str, float]:
     """Of the weights π/μ of tokens that older weights sampled: the effective sample size (Σw)² / (n·Σw²), 1 if all are
-    fresh, and the mean absolute log-ratio."""
+    fresh, and the mean absolute log-ratio. Also the share of the tokens that are `fresh`: only those are compared."""
     weights = torch.exp(gaps.double().clamp(max=20.0))
-    square, squares, gap, count = distributed.sum_over_ranks(
-        [float(weights.sum()), float(weights.square().sum()), float(gaps.abs().sum()), float(len(gaps))], gaps.device
-    )
-    size = square * square / max(count * squares, 1e-300)
-    return {"staleness/ess": size, "staleness/logprob_gap": gap / max(count, 1.0)}
+    sums = [float(tensor.sum()) for tensor in (weights, weights.square(), gaps.abs(), fresh)]
+    square, squares, gap, compared, count = distributed.sum_over_ranks([*sums, float(len(gaps))], gaps.device)
+    return {
+        "staleness/ess": square * square / max(count * squares, 1e-300),
+        "staleness/logprob_gap": gap / max(count, 1.0),
+        "canary/compared": compared / max(count, 1.0),
+    }
 
 
 def diagnose(evidence: Evidence) -> tuple[Cause, str]:

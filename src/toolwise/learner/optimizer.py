@@ -155,7 +155,8 @@ class Optimizer:
             torch._foreach_mul_(deltas, scale * (1.0 + decay_ratio))
             if decay_ratio:
                 torch._foreach_add_(deltas, weights, alpha=decay_ratio)
-            squared_norm += torch.stack([torch.dot(delta, delta) for delta in deltas]).double().sum()
+            squares_of = torch.stack([torch.dot(delta, delta) for delta in deltas]).double().sum()
+            squared_norm += squares_of.to(squared_norm.device)
         if any(local(weight) is not weight for weight in self.weights):
             [total] = distributed.sum_over_ranks([float(squared_norm)], squared_norm.device)
             return math.sqrt(total)
@@ -166,7 +167,8 @@ class Optimizer:
         temporaries stay in the cache, on a GPU so that they stay small."""
         stepped = [(m, state) for m in self.masters if m.grad is not None and (state := self.adamw.state.get(m))]
         # One transfer for all of them: each would wait for the GPU.
-        counts = torch.stack([state["step"] for _, state in stepped]).tolist() if stepped else []
+        steps = [state["step"] for _, state in stepped]  # of sharded weights in CPU memory, and of a head on the GPU
+        counts = torch.stack([step.to(steps[0].device) for step in steps]).tolist() if steps else []
         chunks: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
         size, before = 0, 0.0
         for (master, state), count in zip(stepped, counts, strict=True):
@@ -174,7 +176,8 @@ class Optimizer:
             tensors = (local(x).reshape(-1) for x in (master, state["exp_avg"], state["exp_avg_sq"]))
             flat = ((x,) if x.numel() <= limit else torch.split(x, limit) for x in tensors)
             for parts in zip(*flat, strict=True):
-                if chunks[0] and (size + parts[0].numel() > limit or count != before):
+                elsewhere = chunks[0] and chunks[0][0].device != parts[0].device
+                if chunks[0] and (size + parts[0].numel() > limit or count != before or elsewhere):
                     yield before, *chunks
                     chunks, size = ([], [], []), 0
                 for chunk, part in zip(chunks, parts, strict=True):

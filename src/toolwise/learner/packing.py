@@ -153,7 +153,10 @@ def _packed(tree: FlatTree, rows: Sequence[tuple[int, Array, Array]], device: An
     row = np.concatenate([np.full(len(at), i) for i, _, at in rows])
     at = np.concatenate([at for _, _, at in rows])
     order = np.argsort(source, kind="stable")
-    predictors, predicted_by, predicted = np.unique(source[order], return_inverse=True, return_counts=True)
+    ordered = source[order]
+    first = np.flatnonzero(np.diff(ordered, prepend=-1))  # as np.unique, which would sort again
+    predictors, predicted = ordered[first], np.diff(first, append=len(ordered))
+    predicted_by = np.repeat(np.arange(len(first)), predicted)
 
     def tensor(values: Array) -> Tensor:
         return to_device(np.asarray(values, dtype=np.int64), device)
@@ -162,7 +165,7 @@ def _packed(tree: FlatTree, rows: Sequence[tuple[int, Array, Array]], device: An
         ids=tensor(tree.ids),
         positions=tensor(tree.positions),
         segments=tuple(tree.segments),
-        source=tensor(source[order]),
+        source=tensor(ordered),
         target=tensor(target[order]),
         row=tensor(row[order]),
         at=tensor(at[order]),

@@ -9,7 +9,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from toolwise.errors import PolicyError, ToolwiseError
 from toolwise.messages import Prefix
@@ -17,16 +19,14 @@ from toolwise.types import CreditedRollout, ScoredRollout, StepData
 from toolwise.types.tokens import SampledTokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One training sequence. All four lists have the same length."""
+    """One training sequence."""
 
     rollout_id: str
-    ids: list[int]
-    sampled: list[bool]
-    logprobs: list[float]
-    """The policy's log-prob of each sampled token; 0 elsewhere."""
-    advantages: list[float]
+    ids: NDArray[np.int64]
+    sampled: NDArray[np.bool_]
+    """Which of the tokens the policy sampled."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -45,41 +45,36 @@ def require_tokens(rollouts: Sequence[ScoredRollout]) -> None:
 
 
 def _rows_of(rollout: CreditedRollout) -> Iterator[Row]:
-    row: Row | None = None
+    ids: list[NDArray[np.int64]] = []
+    """Of the row so far, in parts: every other one was sampled."""
     for step, advantages in zip(rollout.steps, rollout.advantages, strict=True):
         if step.policy_logprobs is None:
             continue
-        prompt, sampled, logprobs = _tokens_of(step, rollout.rollout.rollout_id)
+        tokens = _require_ids(step, rollout.rollout.rollout_id)
+        prompt, sampled = _ids(tokens.prompt_ids), _ids(tokens.token_ids)
         if len(advantages) != len(sampled):
             raise ToolwiseError(
                 f"rollout {rollout.rollout.rollout_id}, step {step.system_step_index}: the estimator returned "
                 f"{len(advantages)} advantages for {len(sampled)} sampled tokens; it must return one per token"
             )
-        if row is None or prompt[: len(row)] != row.ids:
-            if row is not None:
-                yield row
-            row = Row(rollout.rollout.rollout_id, [], [], [], [])
-        new_ids = prompt[len(row) :]
-        row.ids.extend(new_ids)
-        row.sampled.extend([False] * len(new_ids))
-        row.logprobs.extend([0.0] * len(new_ids))
-        row.advantages.extend([0.0] * len(new_ids))
-        row.ids.extend(sampled)
-        row.sampled.extend([True] * len(sampled))
-        row.logprobs.extend(logprobs)
-        row.advantages.extend(advantages.tolist())
-    if row is not None:
-        yield row
+        held = sum(map(len, ids))
+        if ids and not (len(prompt) >= held and np.array_equal(prompt[:held], np.concatenate(ids))):
+            yield _row(rollout, ids)
+            ids, held = [], 0
+        ids += [prompt[held:], sampled]
+    if ids:
+        yield _row(rollout, ids)
 
 
-def _tokens_of(step: StepData, rollout_id: str) -> tuple[list[int], list[int], list[float]]:
-    """The step's prompt ids, sampled ids and log-probs; raises if the policy returned none."""
-    tokens = _require_ids(step, rollout_id)
-    return _as_list(tokens.prompt_ids), _as_list(tokens.token_ids), _as_list(tokens.logprobs)
+def _row(rollout: CreditedRollout, ids: Sequence[NDArray[np.int64]]) -> Row:
+    sampled = np.repeat(np.arange(len(ids)) % 2 == 1, [len(part) for part in ids])
+    return Row(rollout.rollout.rollout_id, np.concatenate(ids), sampled)
 
 
-def _as_list(values: Sequence[Any]) -> list[Any]:
-    return values.tolist() if isinstance(values, array | Prefix) else list(values)
+def _ids(values: Sequence[int]) -> NDArray[np.int64]:
+    if isinstance(values, Prefix):
+        values = values.tolist()
+    return np.array(values if isinstance(values, array) else list(values), dtype=np.int64)
 
 
 def _require_ids(step: StepData, rollout_id: str) -> SampledTokens:

@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from toolwise.errors import ConfigError
@@ -28,8 +35,9 @@ ENTRY = "toolwise_pass"
 pass."""
 
 
-def shard_model(model: Any) -> None:
-    """Divide the model's weights, in place. All processes must have the same."""
+def shard_model(model: Any, *, offload: bool = False) -> None:
+    """Divide the model's weights, in place. All processes must have the same. `offload`: each process keeps its part,
+    with gradients, in CPU memory, and has a layer on its device only while that layer runs."""
     report = attention_layers(model)  # runs the model, which needs whole weights
     if report.problem is not None:
         raise ConfigError(f'cluster.sharding = "fsdp" needs attention that can be packed, and {report.problem}')
@@ -38,10 +46,15 @@ def shard_model(model: Any) -> None:
     adapters = {weight for name, weight in model.named_parameters() if is_adapter_weight(name)}
     trunk, first = model.get_decoder(), next(model.parameters())
     mesh = init_device_mesh(first.device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(first.dtype, torch.float32))
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.promote_types(first.dtype, torch.float32)),
+        "offload_policy": CPUOffloadPolicy(pin_memory=first.is_cuda) if offload else OffloadPolicy(),
+        "ignored_params": adapters,
+    }
     for layer in trunk.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=adapters)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=adapters)
+        fully_shard(layer, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -58,6 +71,15 @@ def shard_model(model: Any) -> None:
 
 def is_sharded(model: Any) -> bool:
     return isinstance(model, FSDPModule)
+
+
+def compute_device(model: Any) -> torch.device:
+    """Where the model runs; its weights may be kept in CPU memory."""
+    first = next(model.parameters())
+    if isinstance(first, DTensor) and first.device.type != first.device_mesh.device_type:
+        return torch.device(first.device_mesh.device_type, torch.cuda.current_device())
+    device: torch.device = first.device
+    return device
 
 
 def run_pass(model: Any, work: Callable[[], T]) -> T:

@@ -4,7 +4,9 @@ that both together are."""
 from __future__ import annotations
 
 import logging
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,41 @@ PLAIN_FIELDS = frozenset(
     }
 )  # fmt: skip
 """What may be set: scales, where the adapters are, how they began and what was only of use in training."""
+
+
+def _is_list(value: Any, kinds: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kinds) and not isinstance(each, bool) for each in value)
+
+
+def _is_pattern(value: Any, kinds: Any) -> bool:
+    return isinstance(value, dict) and _is_list(list(value.values()), kinds)
+
+
+def _are_finite(values: Any) -> bool:
+    try:
+        return _is_list(values, int | float) and all(map(math.isfinite, values))
+    except OverflowError:  # a whole number that no float can hold
+        return False
+
+
+_FIELD_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "r": ("a whole number above 0", lambda value: _is_list([value], int) and value > 0),
+    "lora_alpha": ("a number", lambda value: _are_finite([value])),
+    "lora_dropout": ("a number", lambda value: _are_finite([value])),
+    "use_rslora": ("true or false", lambda value: isinstance(value, bool)),
+    "fan_in_fan_out": ("true or false", lambda value: isinstance(value, bool)),
+    "target_modules": ("a list of names", lambda value: value == "all-linear" or _is_list(value, str)),
+    "exclude_modules": ("a list of names", lambda value: _is_list(value, str)),
+    "layers_to_transform": ("a list of numbers", lambda value: _is_list(value, int) or _is_list([value], int)),
+    "layers_pattern": ("a list of names", lambda value: _is_list(value, str)),
+    "rank_pattern": ("a table of whole numbers", lambda value: _is_pattern(value, int)),
+    "alpha_pattern": (
+        "a table of numbers",
+        lambda value: _is_pattern(value, int | float) and _are_finite(list(value.values())),
+    ),
+    "revision": ("text", lambda value: isinstance(value, str)),
+}
+"""What peft takes; it reports another type with whatever error happens to come from it."""
 
 
 def write_base(folder: Path, name: str, revision: str, base: Path) -> None:
@@ -91,6 +128,11 @@ def add_adapters(model: Any, folder: Path) -> Any:
 def _check_config(file: Path) -> None:
     """Raises for what is not W + s·B·A, and for patterns: one of a stranger may take for ever to match."""
     config = read_json_object(file)
+    for name, (description, is_valid) in _FIELD_TYPES.items():
+        value = config.get(name)
+        is_text_pattern = isinstance(value, str) and name in NAME_FIELDS
+        if value is not None and not is_text_pattern and not is_valid(value):
+            raise ModelError(f"{file}: {name} must be {description}, not {value!r:.60}")
     for name, value in config.items():
         if name not in PLAIN_FIELDS and value not in (None, False, "none", [], {}):
             raise ModelError(
@@ -110,6 +152,8 @@ def _read_base(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         config = read_json_object(folder / ADAPTER_CONFIG)
         name, revision = config.get("base_model_name_or_path"), config.get("revision")
+        if not isinstance(revision, str | None):
+            raise ModelError(f"{folder / ADAPTER_CONFIG}: revision must be text, not {revision!r:.60}")
         return {"name": name if isinstance(name, str) else "", "revision": revision or "", "files": {}}
     record = read_json_object(file)
     texts = isinstance(record.get("name"), str) and isinstance(record.get("revision"), str)

@@ -3,6 +3,7 @@
 python benchmarks/cluster.py            # all parts, on a local Ray cluster
 python benchmarks/cluster.py --transfer 1.6B  # weights alone, without Ray
 python benchmarks/cluster.py --workers  # real rollout workers alone
+python benchmarks/cluster.py --device cuda --shapes 135m 1.6b  # learner and engine as two processes, without Ray
 
 For scaling, each worker gets the same number of groups, so that with perfect scaling the time does not depend on their
 number. First with processes that do nothing but wait for half a second a group, which shows the pool; then with real
@@ -38,34 +39,39 @@ SIZES = {"2M": 2_000_000, "135M": 135_000_000, "1.6B": 1_600_000_000}
 MAX_FLOAT32 = 500_000_000
 """Of weights in float32: more do not fit into 24 GiB three times over."""
 TOOL_S, GROUPS = 0.5, 12
+VERSIONS = 3
+"""The last one is shown: memory is used for the first time before."""
 LIMIT_S = 120.0
 
 
 def measure_transfer(sizes: Sequence[str]) -> None:
-    """Gather, difference, checksum and installation of weights, without the way between processes."""
+    """Gather, difference, checksum and installation of weights, without the way between processes, with a thread for
+    each core."""
     for name in sizes:
         count = SIZES[name]
         for dtype in (torch.float32, torch.bfloat16) if count <= MAX_FLOAT32 else (torch.bfloat16,):
             generator = torch.Generator().manual_seed(0)
-            parts = {f"w{i}": torch.randn(count // 10, generator=generator).mul_(0.02).to(dtype) for i in range(10)}
-            began = time.perf_counter()
-            old = bits_of(parts)
-            gathered = time.perf_counter() - began
-            new = {}
-            for n, w in parts.items():
-                moved = (torch.randn(w.shape, generator=generator).mul_(1e-6) + w).to(dtype)
-                new |= bits_of({n: moved})
-            began = time.perf_counter()
-            changes = difference(new, old, 2, 1, "x")
-            compared = time.perf_counter() - began
-            payload = whole_copy(new, 2, "x") if changes is None else changes
+            parts = {f"w{i}": torch.randn(count // 20, generator=generator).mul_(0.02).to(dtype) for i in range(20)}
+            target = {n: w.clone() for n, w in parts.items()}
+            old, memory = bits_of(parts), bits_of(parts)
+            for version in range(1, 1 + VERSIONS):
+                for w in parts.values():  # in place, as an optimizer does
+                    w.copy_(torch.randn(w.shape, generator=generator).mul_(1e-6).add_(w))
+                began = time.perf_counter()
+                new = bits_of(parts, memory)
+                gathered = time.perf_counter()
+                changes = difference(new, old, version, version - 1, "x")
+                compared = time.perf_counter()
+                payload = whole_copy(new, version, "x") if changes is None else changes
+                sealed = time.perf_counter()
+                install(target, payload, version - 1)
+                installed = time.perf_counter()
+                old, memory = new, old
             share = payload_bytes(payload) / sum(b.nbytes for b in new.values())
-            began = time.perf_counter()
-            install(parts, payload, 1)
-            installed = time.perf_counter() - began
             print(
-                f"{name:>6} {str(dtype).removeprefix('torch.'):>8}: gather {gathered:.3f} s, compare {compared:.3f} s, "
-                f"{payload_bytes(payload) / 1e6:.1f} MB ({share:.1%} of the whole), install {installed:.3f} s"
+                f"{name:>6} {str(dtype).removeprefix('torch.'):>8}: gather {gathered - began:.3f} s, "
+                f"compare {compared - gathered:.3f} s, seal {sealed - compared:.3f} s, "
+                f"{payload_bytes(payload) / 1e6:.1f} MB ({share:.1%} of the whole), install {installed - sealed:.3f} s"
             )
 
 
@@ -178,8 +184,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transfer", nargs="*", choices=SIZES, metavar="SIZE", help="weights alone, without Ray")
     parser.add_argument("--workers", action="store_true", help="real rollout workers alone")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="learner and engine as two processes, without Ray")
+    parser.add_argument("--shapes", nargs="*", default=["135m", "1.6b"], help="with --device: of shapes.py")
     chosen = parser.parse_args()
     print(f"load average: {os.getloadavg()}", flush=True)
+    if chosen.device is not None:
+        from two_processes import measure_two_processes
+
+        measure_two_processes(chosen.device, chosen.shapes)
+        return
     torch.set_num_threads(1)
     if not chosen.workers:
         measure_transfer(chosen.transfer or ("2M", "135M"))

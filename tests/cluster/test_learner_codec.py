@@ -34,14 +34,18 @@ def test_more_ranks_than_groups_learn_what_one_does(ranks: int, alone: dict[str,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_sharded_ranks_learn_what_one_does(ranks: int, alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    for found in run_ranks(ranks, tmp_path, "shard"):
+@pytest.mark.parametrize(("ranks", "job"), [(2, "shard"), (4, "shard"), (8, "shard"), (2, "offload-shard")])
+def test_sharded_ranks_learn_what_one_does(
+    ranks: int, job: str, alone: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    for found in run_ranks(ranks, tmp_path, job):
         assert largest_gap(found, alone) < 1e-10
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ranks", "job"), [(2, "lora"), (2, "lora-shard"), (4, "lora-shard")])
+@pytest.mark.parametrize(
+    ("ranks", "job"), [(2, "lora"), (2, "lora-shard"), (4, "lora-shard"), (2, "lora-offload-shard")]
+)
 def test_ranks_with_adapters_learn_what_one_does(ranks: int, job: str, tmp_path: Path) -> None:
     expected = learner_ranks.learn(0, 1, "lora")
     for found in run_ranks(ranks, tmp_path, job):

@@ -16,11 +16,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import async_cases
 import numpy as np
 import pytest
 from cluster_cases import build, cluster_config, train_alone, train_steps
 
 from toolwise import Callback
+from toolwise.cluster import learner_group
 from toolwise.cluster.interface import (
     CallTimeoutError,
     ClusterError,
@@ -29,6 +31,7 @@ from toolwise.cluster.interface import (
     RemoteCallError,
     Resources,
     Stored,
+    payload_bytes,
 )
 from toolwise.cluster.learner_codec import UPDATED
 from toolwise.cluster.learner_group import LearnerGroup, LearnersLostError
@@ -36,6 +39,7 @@ from toolwise.cluster.learner_state import LearnerState
 from toolwise.cluster.learner_worker import LearnerWorker
 from toolwise.cluster.node_files import pack_settings
 from toolwise.cluster.simulated import SimulatedCluster, Weather
+from toolwise.cluster.weight_transfer import install
 from toolwise.config.schema import RunConfig
 from toolwise.learner.actor import Actor
 
@@ -137,6 +141,37 @@ def test_a_group_learns_saves_and_goes_on_as_one_process(
     later.update(batches[1])
     assert later.weights_checksum() == expected[1]
     later.close()
+
+
+@pytest.mark.long
+def test_learners_send_what_changed_to_the_process_of_the_run(
+    learners: SimulatedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = cluster_config(
+        actor={"lr": 1e-10, "mismatch_check": "off"},  # changes the bits of a few weights, as larger steps do in bf16
+        cluster={"address": "local", "learners": 1},
+    )
+    run = build(config)
+    batches: list[Any] = []
+    update = run.learner.update
+    run.learner.update = lambda credited: batches.append(credited) or update(credited)  # type: ignore[method-assign]
+    asyncio.run(train_steps(run, 3))
+    run.close()
+    group, sent = new_group(learners, config), []
+
+    def record(weights: Any, payload: Payload, current: int) -> Any:
+        sent.append((payload["version"], payload["base"], payload_bytes(payload)))
+        return install(weights, payload, current)
+
+    monkeypatch.setattr(learner_group, "install", record)
+    for index, batch in enumerate(batches):
+        if index == 2:
+            group._install_weights()  # as if the router had changed them
+        group.update(batch)
+    assert group.weights_checksum() == run.learner.weights_checksum()
+    assert [(version, base) for version, base, _ in sent] == [(1, -1), (2, 1), (3, -1)]
+    assert sent[1][2] < 0.5 * sent[0][2]
+    group.close()
 
 
 def test_learning_goes_on_while_the_learners_write_their_state(
@@ -271,6 +306,31 @@ def test_a_run_goes_on_alike_with_any_number_of_learners(
     for name in ("score/mean", "actor/grad_norm", "actor/loss"):
         expected = found[1].get(name)
         assert [line.get(name) for line in found.values()] == [expected and pytest.approx(expected, rel=1e-3)] * 3
+
+
+@pytest.mark.long
+@RAY
+@pytest.mark.parametrize("backbone", ["frozen", "full"])
+def test_two_learners_and_a_router_have_the_gradients_of_one_process(
+    backbone: str, cli: Any, make_config: Any, tmp_path: Path
+) -> None:
+    """Of the head, which the process of the run trains on the weights of the learners, and of the actor, which learns
+    beside a router that may change its weights."""
+    router = {"enable": True, "backbone": backbone, "wording": "silent", "lr": 1e-3, "budgets": [{"limit": 0.5}]}
+    changes = settings() | {"router": router, "deterministic": True, "rollout": {"n": 4, "temperature": 2.0}}
+    changes["reward"] = {"function": f"{async_cases.__file__}:by_length", "sandbox": {"tier": "off"}}
+    config, found = make_config(tmp_path, changes), []
+    for cluster in ((), ("--cluster", "local")):
+        out = tmp_path / f"run-{len(found)}"
+        ended = cli("train", config, *cluster, "--out", out)
+        assert ended.status == 0, ended.err
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        found.append([line for line in lines if "router/grad_norm" in line])
+    for alone, together in zip(*found, strict=True):
+        assert alone["router/grad_norm"] > 0.0
+        for name in ("score/mean", "router/loss", "router/grad_norm", "actor/loss", "actor/grad_norm"):
+            assert together.get(name) == pytest.approx(alone.get(name), rel=1e-4, abs=1e-7), name
+    assert sum(line.get("actor/grad_norm", 0.0) > 0.0 for line in found[0]) > 1
 
 
 @pytest.mark.long

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -131,3 +135,50 @@ def test_a_run_on_a_local_cluster_survives_the_death_of_a_worker(
     events = [json.loads(line) for line in (tmp_path / "run" / "cluster.jsonl").read_text().splitlines()]
     assert sum(event["event"] == "death" for event in events) == 1
     assert {event["process"] for event in events if event["event"] == "group"} == {"worker-0", "worker-1"}
+
+
+def free_ports(count: int) -> list[int]:
+    """Below those that Ray gives to its workers."""
+    found: list[int] = []
+    for port in range(7300, 9900):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+        if len(found) == count:
+            break
+    return found
+
+
+@pytest.mark.long
+def test_a_run_reaches_a_cluster_through_rays_client(make_config: Any, tmp_path: Path) -> None:
+    """A head that was started by hand, with a token, and a driver that is no part of the cluster (ray://)."""
+    port, client = free_ports(2)
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **token, "PYTHONPATH": os.pathsep.join(sys.path)}
+    places = {"--port": port, "--ray-client-server-port": client, "--num-cpus": 4, "--object-store-memory": 200 << 20}
+    options = [f"{name}={value}" for name, value in places.items()]
+    changes = {"cluster": {"workers": 1, "worker_cpus": 0.5, "learners": 2, "learner_cpus": 0.5}}
+    config, address = make_config(tmp_path, changes), f"ray://127.0.0.1:{client}"
+    with TemporaryDirectory(prefix="ray-") as folder:  # of a short name, for sockets
+        start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
+        head = subprocess.Popen(
+            [*start, *options, f"--temp-dir={folder}", "--include-dashboard=false"], env=environment
+        )
+        try:
+            for command in (
+                ["doctor", "--cluster", address],
+                ["train", str(config), "--cluster", address, "--out", str(tmp_path / "run")],
+            ):
+                ended = subprocess.run(
+                    [sys.executable, "-m", "toolwise", *command],
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    timeout=300,
+                )
+                assert ended.returncode in (0, 3), ended.stdout + ended.stderr  # 3: the run has findings
+                assert "Traceback" not in ended.stderr
+        finally:
+            head.terminate()
+            head.wait(60)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,12 +11,33 @@ from typing import Any, cast
 import pytest
 
 from toolwise.cluster import ray_cluster
-from toolwise.cluster.interface import ClusterError, Process, ProcessDiedError, RemoteCallError, StoreFullError
+from toolwise.cluster.interface import (
+    CallTimeoutError,
+    ClusterError,
+    Process,
+    ProcessDiedError,
+    RemoteCallError,
+    StoreFullError,
+)
 from toolwise.cluster.ray_cluster import DEAD, RayCluster
 
 
 class RayError(Exception):
     pass
+
+
+class Reference:
+    """As Ray's references: `outcome` is the result or an error; None: it never comes."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.coming: Future[Any] = Future()
+        if isinstance(outcome, Exception):
+            self.coming.set_exception(outcome)
+        elif outcome is not None:
+            self.coming.set_result(outcome)
+
+    def future(self) -> Future[Any]:
+        return self.coming
 
 
 ERRORS = {name: type(name, (RayError,), {}) for name in (*DEAD, "RaySystemError")}
@@ -27,12 +49,20 @@ ERRORS = {name: type(name, (RayError,), {}) for name in (*DEAD, "RaySystemError"
 )
 def test_a_dead_node_is_a_dead_process(name: str, expected: type[Exception]) -> None:
     cluster = cast(Any, SimpleNamespace(ray=SimpleNamespace(exceptions=SimpleNamespace(RayError=RayError, **ERRORS))))
-
-    async def fail() -> None:
-        raise ERRORS[name]("gone")
-
+    reference = Reference(ERRORS[name]("gone"))
     with pytest.raises(expected, match="gone"):
-        asyncio.run(RayCluster._reply(cluster, Process(1, "learner-0"), fail(), "update", 1.0))
+        asyncio.run(RayCluster._reply(cluster, Process(1, "learner-0"), reference, "update", 1.0))
+
+
+def test_a_call_that_is_given_up_leaves_rays_future_alone() -> None:
+    """Ray's client sets its result later, in a thread of its own, which an error there would end."""
+    cancelled: list[Any] = []
+    ray = SimpleNamespace(cancel=cancelled.append, exceptions=SimpleNamespace(RayError=RayError, **ERRORS))
+    cluster, reference = cast(Any, SimpleNamespace(ray=ray)), Reference(None)
+    with pytest.raises(CallTimeoutError, match=r"worker-0 did not answer echo within 0\.01 s"):
+        asyncio.run(RayCluster._reply(cluster, Process(1, "worker-0"), reference, "echo", 0.01))
+    assert cancelled == [reference]
+    reference.coming.set_result({})
 
 
 class FullStore:
@@ -93,10 +123,10 @@ class EndingActor:
         self.hangs = hangs
         self.end = SimpleNamespace(remote=self._end)
 
-    async def _end(self) -> None:
-        if self.hangs:
-            await asyncio.sleep(3600.0)
-        self.log.append("ended")
+    def _end(self) -> Reference:
+        if not self.hangs:
+            self.log.append("ended")
+        return Reference(None if self.hangs else {})
 
     def kill(self, actor: Any, **options: Any) -> None:
         self.log.append("killed")

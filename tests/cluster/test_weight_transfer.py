@@ -46,6 +46,24 @@ def test_a_small_step_in_bf16_is_sent_as_its_difference() -> None:
     assert all(torch.equal(old[name], new[name]) for name in new)
 
 
+def test_who_keeps_something_made_of_the_weights_can_see_that_they_changed() -> None:
+    """Such as the products of merged adapters."""
+    old, new = weights(torch.bfloat16), updated(weights(torch.bfloat16), 1e-5)
+    changes = difference(bits_of(new), bits_of(old), 2, 1, "print")
+    assert changes is not None
+    for payload in (whole_copy(bits_of(old), 1, "print"), changes):
+        before = old["a"]._version
+        install(old, payload, 1)
+        assert old["a"]._version > before
+
+
+def test_weights_that_are_not_contiguous_are_written() -> None:
+    source = {"a": torch.randn(3, 4)}
+    target = {"a": torch.zeros(4, 3).t()}
+    install(target, whole_copy(bits_of(source), 1, "print"), 0)
+    assert torch.equal(target["a"], source["a"])
+
+
 def test_a_step_in_fp32_is_sent_as_a_whole() -> None:
     old = weights(torch.float32)
     assert difference(bits_of(updated(old, 1e-3)), bits_of(old), 2, 1, "print") is None

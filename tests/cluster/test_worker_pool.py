@@ -40,6 +40,23 @@ def test_every_ticket_is_answered_once_whatever_dies() -> None:
     assert sum(one.full for one in played) > 3
 
 
+def test_any_error_of_a_start_ends_the_run() -> None:
+    """Not only those that a cluster is known to raise: nobody else would notice that there is no worker."""
+
+    def broken(_: Payload) -> Answers:
+        raise ValueError("no such device")
+
+    async def work() -> None:
+        pool = WorkerPool(SimulatedCluster({"rollout": broken}, Weather()), ClusterConfig(workers=2), {})
+        try:
+            await pool.start()
+        finally:
+            await pool.close()
+
+    with pytest.raises(ClusterError, match="worker-0: no such device"):
+        simulate(work())
+
+
 def test_no_worker_is_ended_because_the_store_is_full() -> None:
     async def work() -> int:
         cluster = SimulatedCluster({"rollout": lambda _: Answers()}, Weather(full_store=1.0))

@@ -167,3 +167,10 @@ def test_an_old_name_of_a_setting_is_accepted_with_a_note(
     (tmp_path / "both.toml").write_text(f"[{section}]\n{name} = {value}\n{OLD_KEYS[old]} = {value}\n")
     with pytest.raises(ConfigError, match=f"unknown key `{old}`"):
         load_config(tmp_path / "both.toml")
+
+
+@pytest.mark.parametrize("name", ["icepop", "sequence"])
+def test_bounds_of_a_correction_that_leave_nothing_are_refused(name: str) -> None:
+    bounds = {f"{name}_low": 1.02, f"{name}_high": 1.01}
+    with pytest.raises(ValueError, match=rf"{name}_low is 1.02 and {name}_high is 1.01: everything would be left"):
+        RunConfig.model_validate({"actor": {"correction": bounds}})

@@ -86,7 +86,7 @@ def learn(rank: int, ranks: int, job: str = "plain") -> dict[str, torch.Tensor]:
     """The gradient, its norm and the weights of each update; rollouts divided as a group divides them."""
     whole, words = rollouts(), job.split("-")
     dtype = next((DTYPES[word] for word in words if word in DTYPES), torch.float64)
-    lora, shard = "lora" in words, "shard" in words
+    lora, shard, offload = "lora" in words, "shard" in words, "offload" in words
     config = changed(
         WIDE,
         share_prefixes="trees" in words,
@@ -96,9 +96,9 @@ def learn(rank: int, ranks: int, job: str = "plain") -> dict[str, torch.Tensor]:
     sizes = [token_count(c.steps) for c in whole]
     parts = divide(whole, sizes, [c.rollout.group_id for c in whole], ranks)
     mine = credited_from_payload(credited_to_payload([whole[index] for index in parts[rank]]))
-    critic = Critic(tiny_model().to(dtype), config, shard=shard)
+    critic = Critic(tiny_model().to(dtype), config, shard=shard, offload=offload)
     critic.head.to(torch.promote_types(dtype, torch.float32))
-    actor = Actor(tiny_model().to(dtype), config, critic=critic, shard=shard)
+    actor = Actor(tiny_model().to(dtype), config, critic=critic, shard=shard, offload=offload)
     for part in (actor, critic):
         part.optimizer.__class__ = Sgd
     found: dict[str, torch.Tensor] = {}

@@ -12,13 +12,17 @@ def check_cluster(config: RunConfig) -> None:
     records: workers load by name what was given in Python."""
     if not config.cluster.enabled:
         return
-    router, cluster = config.router, config.cluster
+    router, cluster, rollout = config.router, config.cluster, config.rollout
     several = cluster.learners > 1
     for refused, problem in (
         (several and not router.train_actor, "cluster.learners above 1 without training the actor: set it to 1"),
         (
             several and router.enable and router.optimizer == "actor",
             'cluster.learners above 1 and router.optimizer = "actor": set it to "own"',
+        ),
+        (
+            rollout.engine == "vllm" and bool(rollout.vllm.base_url) and cluster.workers > 1,
+            "rollout.vllm.base_url and cluster.workers above 1: without it each worker starts a server",
         ),
     ):
         if refused:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.concurrency.deadlines import run_async
+from toolwise.config.schema import RunConfig
 from toolwise.protocols import Callback
 from toolwise.rollout.agents.agent_pool import AgentPool
 from toolwise.training.inputs import RunInputs
@@ -42,7 +43,7 @@ def launch_training(
         if agent is not None:  # also when the run starts again after its processes have ended
             agent = replace(agent, pool=AgentPool(agent.pool.config))
         with show_startup(enabled=trainer.console):
-            run = assemble(inputs.config, **{**parts, "agent": agent})
+            run = assemble(driver_config(inputs.config), **{**parts, "agent": agent})
         return replace(run, config=inputs.recorded)
 
     def start(run: Run, resume: bool) -> Training:
@@ -61,3 +62,10 @@ def launch_training(
             return run_async(train_on_cluster(build, start, inputs.recorded, folder, resume=resume))
         training = start(build(), resume)
     return run_async(training.run_training())
+
+
+def driver_config(config: RunConfig) -> RunConfig:
+    """For the process of the run: on a cluster the workers have the vLLM servers."""
+    if not config.cluster.enabled or config.rollout.engine != "vllm":
+        return config
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "toolwise"})})

@@ -67,6 +67,8 @@ class LearnerGroup(Learner):
         self.updated: Mapping[str, UpdatedTokens] = {}
         self.shared = config.router.enable and config.router.backbone != "frozen"
         """Whether the router in this process trains the weights, too."""
+        self._version_here = 0
+        """The version of the learners' weights that this process has."""
         self._taken = ""
         """Checksum of the weights that the ranks have, if they may become others here."""
         self.log: NodeLog | None = None
@@ -136,9 +138,11 @@ class LearnerGroup(Learner):
     def _take_weights(self) -> None:
         """Copy the first rank's weights here. All ranks take part: of a sharded model each has a piece."""
         first = self._call("weights", [{}] * len(self._ranks))[0]
-        _, expected = install(transferred_weights(self.model), first, 0)
+        current, self._version_here = self._version_here, -1  # unless all of it goes well
+        version, expected = install(transferred_weights(self.model), first, current)
         if fingerprint(self.model) != expected:
             raise ClusterError("the learners' weights arrived changed: this is a bug, please report it")
+        self._version_here = version
         self._taken = self.weights_checksum() if self.shared else ""
 
     def _give_weights(self) -> None:

@@ -26,7 +26,7 @@ from toolwise.cluster.node_files import unpack_settings
 from toolwise.cluster.node_log import LogLines
 from toolwise.cluster.plain_data import from_payload
 from toolwise.cluster.rendezvous import join_group, listen
-from toolwise.cluster.weight_transfer import Bits, bits_of, install, transferred_weights, whole_copy
+from toolwise.cluster.weight_transfer import Bits, bits_of, difference, install, transferred_weights, whole_copy
 from toolwise.config.schema import RunConfig
 from toolwise.learner.actor import Actor
 from toolwise.learner.builder import build_learner
@@ -49,6 +49,11 @@ class LearnerWorker:
             torch.use_deterministic_algorithms(True)
         self.rank, self.ranks = 0, 1
         self._listener: socket.socket | None = None
+        self._sent: Bits | None = None
+        """The weights that the process of the run has, as of `_sent_version`; None if it has others."""
+        self._sent_version = 0
+        self._spare: Bits | None = None
+        """Memory for the next ones."""
         self._samples: dict[str, torch.Tensor] = {}
         """Of each weight, for the fingerprint."""
         self.actor: Actor
@@ -79,8 +84,9 @@ class LearnerWorker:
 
     def _connect(self, payload: Payload) -> Payload:
         self.rank, self.ranks = int(payload["rank"]), int(payload["ranks"])
+        gpus = self.config.cluster.learner_gpus > 0
         join_group(
-            "nccl" if self.config.cluster.learner_gpus > 0 else "gloo",
+            "cpu:gloo,cuda:nccl" if gpus else "gloo",  # by gloo also weights that are kept in CPU memory
             (_text(payload["store"]), int(payload["port"])),
             _text(payload["host"]),
             self.rank,
@@ -97,6 +103,7 @@ class LearnerWorker:
             load_critic=partial(_load_critic, self.config),
             loss=load_loss(self.config),
             shard=self.config.cluster.sharding == "fsdp",
+            offload=self.config.cluster.offload,
         )
         self.state = LearnerState(self.actor, self.rank, self.ranks)
         self._samples = {name: sample_of(gathered(weight)).clone() for name, weight in model.named_parameters()}
@@ -117,15 +124,20 @@ class LearnerWorker:
         }
 
     def _weights(self, payload: Payload) -> Payload:
-        """The whole weights, from the first rank; with adapters those alone. Gathered one by one, so that no process
-        has more than one of them whole."""
+        """The weights, from the first rank: what changed since they were last asked for, if that is less. With adapters
+        those alone. Gathered one by one, so that no other process has more than one of them whole."""
         bits: Bits = {}
         for name, weight in transferred_weights(self.actor.model).items():
             whole = gathered(weight)
             if self.rank == 0:
-                bits |= bits_of({name: whole})
+                bits |= bits_of({name: whole}, self._spare)
                 self._samples[name] = sample_of(whole).clone()
-        return {} if self.rank else whole_copy(bits, self.actor.version, fingerprint_of(self._samples))
+        if self.rank:
+            return {}
+        version, found = self.actor.version, fingerprint_of(self._samples)
+        changes = None if self._sent is None else difference(bits, self._sent, version, self._sent_version, found)
+        self._spare, self._sent, self._sent_version = self._sent, bits, version
+        return whole_copy(bits, version, found) if changes is None else changes
 
     def _install(self, payload: Payload) -> Payload:
         """Weights of a checkpoint, in place of those of the model's folder."""
@@ -135,6 +147,7 @@ class LearnerWorker:
         write_whole(self.actor.model, weights)
         self.actor.optimizer.sync_masters()
         self.actor.version = version
+        self._sent = self._spare = None
         return {}
 
     def _snapshot(self, payload: Payload) -> Payload:

@@ -33,7 +33,7 @@ SENT_FOLDERS = (
     "tools.search.wordnet",
 )
 """Settings whose folders travel: models, and the documents of the search tool. Any other folder may hold anything."""
-PROGRAMS = ("agent.python", "agent.command.0", "tools.*.command", "tools.*.command.0")
+PROGRAMS = ("agent.python", "agent.command.0", "rollout.vllm.command.0", "tools.*.command", "tools.*.command.0")
 """Settings that name a program, which needs more than its file."""
 FILE = "file:"
 

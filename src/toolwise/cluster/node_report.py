@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from toolwise.cluster.interface import Cluster, ClusterError, Payload, Resources
+from toolwise.concurrency.threads import core_count
 from toolwise.config.cluster import ClusterConfig
 
 PACKAGES = ("toolwise", "torch", "transformers", "numpy", "safetensors", "peft", "ray")
@@ -38,7 +39,7 @@ def node_facts(paths: Sequence[str] = ()) -> dict[str, Any]:
         "python": platform.python_version(),
         **versions,
         "code": code_hash(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": core_count(),
         "gpus": _gpus(),
         "free_disk_gib": round(shutil.disk_usage(tempfile.gettempdir()).free / 2**30, 1),
         **{path: path_hash(Path(path)) for path in paths},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import os
 import re
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from toolwise.cluster.interface import (
@@ -181,7 +183,7 @@ class RayCluster:
         dead = tuple(getattr(errors, name) for name in DEAD)
         try:
             async with asyncio.timeout(deadline_s):
-                reply: dict[str, Any] = await reference
+                reply: dict[str, Any] = await _result(reference)
         except TimeoutError:
             self.ray.cancel(reference)
             raise CallTimeoutError(f"{process.name} did not answer {what} within {deadline_s:g} s") from None
@@ -207,7 +209,7 @@ class RayCluster:
             return
         try:
             async with asyncio.timeout(END_S):
-                await actor.end.remote()
+                await _result(actor.end.remote())
         except (TimeoutError, self.ray.exceptions.RayError):
             log.info("%s did not end by itself", process.name)
         finally:
@@ -215,7 +217,7 @@ class RayCluster:
 
     async def _watch(self, process: Process, actor: Any) -> None:
         try:
-            await actor.wait.remote()
+            await _result(actor.wait.remote())
         except self.ray.exceptions.RayError as fault:
             exited = ProcessExit(process, _first_line(fault))
             for loop, queue in self._listeners:
@@ -285,6 +287,25 @@ def require_token(address: str) -> None:
             f"cluster.address = {address!r}: anyone who reaches a Ray cluster without authentication runs code on it; "
             "set RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN on every node, before Ray is imported: docs/cluster.md"
         )
+
+
+async def _result(reference: Any) -> Any:
+    """As `await reference`, which would cancel Ray's future if the caller is cancelled: Ray's client (ray://) sets its
+    result all the same, and fails."""
+    loop = asyncio.get_running_loop()
+    waited: asyncio.Future[Any] = loop.create_future()
+
+    def take(source: concurrent.futures.Future[Any]) -> None:
+        if not waited.done():
+            fault = source.exception()
+            waited.set_result(source.result()) if fault is None else waited.set_exception(fault)
+
+    def tell(source: concurrent.futures.Future[Any]) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(take, source)
+
+    reference.future().add_done_callback(tell)
+    return await waited
 
 
 def _first_line(fault: BaseException) -> str:

@@ -43,7 +43,7 @@ def join_group(
     limit_s: float,
 ) -> None:
     """Join the process group whose store is at `store`; the first rank, which has the `listener`, serves it."""
-    if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if "gloo" in backend and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(host)
     limit = timedelta(seconds=limit_s)
     served = dist.TCPStore(  # type: ignore[attr-defined]

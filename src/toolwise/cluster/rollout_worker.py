@@ -3,6 +3,7 @@ groups and installs weights between the steps of its engine."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from dataclasses import replace
@@ -20,6 +21,7 @@ from toolwise.config.imports import load_reference
 from toolwise.config.schema import RunConfig
 from toolwise.engine import Engine
 from toolwise.engine.weight_swap import replace_weights
+from toolwise.errors import PolicyError
 from toolwise.learner.fingerprint import fingerprint
 from toolwise.learner.lora import Adapters
 from toolwise.rewards.combine import CompositeReward
@@ -109,8 +111,15 @@ class RolloutWorker:
             await replace_weights(policy.engine, write, version, keep_cache=self.setup.config.trainer.keep_cache)
         else:
             write()
-            policy.version = version
+            await self._reload_server(version)
         return {"version": self.version}
+
+    async def _reload_server(self, version: int) -> None:
+        try:
+            await asyncio.to_thread(self.setup.policy.engine.weights_changed, version)
+        except PolicyError as fault:  # another worker starts another server
+            self.version = DAMAGED
+            raise RefusedError(f"its server did not take version {version}: {fault}") from fault
 
     def _figures(self) -> dict[str, Any]:
         """What the driver adds to the run folder: the engine's seconds and counters, and new lines of the log."""

@@ -66,6 +66,9 @@ async def train_on_cluster(
 async def running_on(cluster: Cluster, run: Run, config: RunConfig, out: Path) -> AsyncIterator[Run]:
     """The run with its workers, which end with the block."""
     settings, files = pack_settings(config)
+    if config.rollout.engine == "vllm":  # whose server starts with the worker
+        start_s = config.cluster.start_s + config.rollout.vllm.start_s
+        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"start_s": start_s})})
     stored = await cluster.store(files, deadline_s=config.cluster.transfer_s)
     node_log = NodeLog(out, cluster.show)
     pool = WorkerPool(
@@ -79,7 +82,7 @@ async def running_on(cluster: Cluster, run: Run, config: RunConfig, out: Path) -
     )
     workers = RolloutWorkers(
         pool,
-        WeightPublisher(cluster, config.cluster, cast("Actor", run.learner).model),
+        WeightPublisher(cluster, config.cluster, cast("Actor", run.learner).model, node_log.event),
         run.policy,
         run.progress,
         node_log,

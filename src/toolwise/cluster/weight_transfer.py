@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from toolwise.cluster.interface import Payload, RefusedError
+from toolwise.concurrency.threads import core_count
 from toolwise.models.merged_weights import is_adapter_weight
 
 SMALL = 0.5
 """A difference is sent if it takes less than this share of the whole."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+MAX_THREADS = 8
+"""Copies, comparisons and checksums of tensors are divided among so many threads, at most one for each core."""
 Bits = dict[str, "np.ndarray[Any, Any]"]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def transferred_weights(model: Any) -> dict[str, Tensor]:
@@ -33,12 +40,23 @@ def transferred_weights(model: Any) -> dict[str, Tensor]:
     return adapters or parameters
 
 
-def bits_of(weights: Mapping[str, Tensor]) -> Bits:
-    """A copy of the weights as integers in CPU memory."""
-    return {
-        name: weight.detach().contiguous().view(BITS[weight.element_size()]).flatten().cpu().numpy().copy()
-        for name, weight in weights.items()
-    }
+def bits_of(weights: Mapping[str, Tensor], buffers: Bits | None = None) -> Bits:
+    """A copy of the weights as integers in CPU memory: in `buffers`, those of an earlier copy, or in new memory, whose
+    first use costs more than the copy."""
+
+    def copy(name: str) -> np.ndarray[Any, Any]:
+        source = weights[name].detach().contiguous().view(BITS[weights[name].element_size()]).flatten()
+        target = np.empty(len(source), DTYPES[source.element_size()]) if buffers is None else buffers[name]
+        torch.from_numpy(target).copy_(source)
+        return target
+
+    return dict(zip(weights, in_threads(copy, weights), strict=True))
+
+
+def in_threads(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """The results of `work`, in order."""
+    with ThreadPoolExecutor(min(MAX_THREADS, core_count())) as threads:
+        return list(threads.map(work, items))
 
 
 def whole_copy(bits: Bits, version: int, fingerprint: str) -> dict[str, Any]:
@@ -47,17 +65,27 @@ def whole_copy(bits: Bits, version: int, fingerprint: str) -> dict[str, Any]:
 
 def difference(new: Bits, old: Bits, version: int, base: int, fingerprint: str) -> dict[str, Any] | None:
     """None if it is not much smaller than the whole."""
-    budget = SMALL * sum(values.nbytes for values in new.values())
-    parts: dict[str, Any] = {}
-    for name, values in new.items():
+    left = SMALL * sum(values.nbytes for values in new.values())
+    lock = threading.Lock()
+
+    def compare(name: str) -> dict[str, Any]:
+        nonlocal left
+        if left < 0:
+            return {}
+        values = new[name]
         places = np.flatnonzero(values != old[name])
-        if len(places):
-            places = places.astype(np.int32 if len(values) < 2**31 else np.int64)
-            parts |= {f"at:{name}": places, f"to:{name}": values[places]}
-            budget -= places.nbytes + parts[f"to:{name}"].nbytes
-            if budget < 0:
-                return None
-    return _sealed(parts, version, base, fingerprint)
+        if not len(places):
+            return {}
+        places = places.astype(np.int32 if len(values) < 2**31 else np.int64)
+        parts = {f"at:{name}": places, f"to:{name}": values[places]}
+        with lock:
+            left -= sum(part.nbytes for part in parts.values())
+        return parts
+
+    found = in_threads(compare, new)
+    if left < 0:
+        return None
+    return _sealed({key: value for parts in found for key, value in parts.items()}, version, base, fingerprint)
 
 
 def _sealed(parts: dict[str, Any], version: int, base: int, fingerprint: str) -> dict[str, Any]:
@@ -67,12 +95,14 @@ def _sealed(parts: dict[str, Any], version: int, base: int, fingerprint: str) ->
 
 
 def _checksum(parts: Mapping[str, Any]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(parts):
+    def digest(name: str) -> bytes:
         value = parts[name]
-        digest.update(name.encode())
-        digest.update(value if isinstance(value, bytes) else np.ascontiguousarray(value).data)
-    return digest.digest()
+        data = value if isinstance(value, bytes) else np.ascontiguousarray(value).data
+        return hashlib.blake2b(data, digest_size=16).digest()
+
+    names = sorted(parts)
+    lines = [[name, found.hex()] for name, found in zip(names, in_threads(digest, names), strict=True)]
+    return hashlib.blake2b(json.dumps(lines).encode(), digest_size=16).digest()
 
 
 @torch.no_grad()
@@ -92,17 +122,25 @@ def install(weights: Mapping[str, Tensor], payload: Payload, current: int) -> tu
         raise RefusedError("the weights are those of another model")
     for name in names:
         _check_part(name, weights[name], parts, whole=base == -1)
-    for name in names:
-        flat = torch.empty_like(weights[name], device="cpu", memory_format=torch.contiguous_format)
-        bits = flat.view(BITS[flat.element_size()]).view(-1)
-        if base == -1:
-            bits.copy_(torch.from_numpy(np.array(parts[f"all:{name}"])))
-        else:
-            flat.copy_(weights[name])
-            places = torch.from_numpy(np.array(parts[f"at:{name}"], dtype=np.int64))
-            bits[places] = torch.from_numpy(np.array(parts[f"to:{name}"]))
-        weights[name].copy_(flat)
+    in_threads(lambda name: _write(weights[name], name, parts, whole=base == -1), names)
     return version, str(header["fingerprint"])
+
+
+@torch.no_grad()
+def _write(weight: Tensor, name: str, parts: Mapping[str, Any], *, whole: bool) -> None:
+    target = weight.detach().contiguous()
+    bits = target.view(BITS[target.element_size()]).view(-1)
+    if bits.device.type == "cpu":
+        where: Any = slice(None) if whole else parts[f"at:{name}"]
+        bits.numpy()[where] = parts[f"all:{name}" if whole else f"to:{name}"]
+    elif whole:
+        bits.copy_(torch.from_numpy(np.array(parts[f"all:{name}"])))
+    else:
+        places = torch.from_numpy(parts[f"at:{name}"].astype(np.int64)).to(bits.device)
+        bits[places] = torch.from_numpy(np.array(parts[f"to:{name}"])).to(bits.device)
+    if target.data_ptr() != weight.data_ptr():
+        weight.copy_(target)
+    torch.autograd.graph.increment_version(weight)  # numpy writes unseen; merged adapters depend on it
 
 
 def _check_part(name: str, weight: Tensor, parts: Mapping[str, Any], *, whole: bool) -> None:

@@ -198,8 +198,8 @@ class WorkerPool:
                     return None
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-            except ClusterError as fault:  # its code or its settings: another one would fail too
-                return self._fail(fault)
+            except Exception as fault:  # its code or its settings: another one would fail too
+                return self._fail(fault if isinstance(fault, ClusterError) else ClusterError(f"{name}: {fault}"))
         return None
 
     async def _kill(self, process: Process) -> None:

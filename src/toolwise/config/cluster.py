@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from toolwise.config.imports import did_you_mean
 from toolwise.config.loader import Section
@@ -20,6 +28,9 @@ class ClusterConfig(Section):
     """Learner processes, which divide each batch; 1: the learner is in the process of the run."""
     sharding: Literal["replicated", "fsdp"] = "replicated"
     """"replicated": each learner has all weights. "fsdp": each has a part of weights, gradients and optimizer state."""
+    offload: bool = False
+    """With sharding = "fsdp": weights, gradients and optimizer state are in CPU memory; a GPU has a layer while it
+    computes it."""
     groups_per_worker: PositiveInt | None = None
     """Groups that a worker rolls out at once; by default the batches under way divided among the workers, within
     rollout.max_concurrent."""
@@ -56,6 +67,14 @@ class ClusterConfig(Section):
             hint = did_you_mean(address, ("local", "auto"))
             raise ValueError(f"{address!r} is no address{hint}; use local, auto, HOST:PORT or ray://HOST:PORT")
         return address
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> ClusterConfig:
+        if self.offload and self.sharding != "fsdp":
+            raise ValueError('offload needs sharding = "fsdp"')
+        if self.offload and self.learners < 2:
+            raise ValueError("offload needs several learners, which divide the model: set learners to 2 or more")
+        return self
 
     @property
     def enabled(self) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, model_validator
 
 from toolwise.config.loader import Section
 
@@ -33,3 +33,13 @@ class CorrectionConfig(Section):
     """"gspo": ratios of sequences below 1 minus this are clipped."""
     gspo_high: PositiveFloat = 4e-4
     """"gspo": ratios of sequences above 1 plus this are clipped."""
+
+    @model_validator(mode="after")
+    def _bounds_leave_something(self) -> Self:
+        for low, high in (("icepop_low", "icepop_high"), ("sequence_low", "sequence_high")):
+            if getattr(self, low) >= getattr(self, high):
+                raise ValueError(
+                    f"{low} is {getattr(self, low):g} and {high} is {getattr(self, high):g}: everything would be left "
+                    f"out; set {low} below {high}"
+                )
+        return self

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import to_jsonable_python
 
@@ -329,6 +328,8 @@ def to_toml(model: BaseModel, *, changed_only: bool = False) -> str:
         raise ConfigError(
             f"`{_dotted(location)}` is null, which TOML cannot represent: leave it out or give it a value"
         )
+    import tomli_w  # only what writes configurations needs it
+
     return tomli_w.dumps(_to_toml_value(model.model_dump(exclude_defaults=changed_only)))
 
 

@@ -153,7 +153,8 @@ class RouterConfig(Section):
     """Options of the cost: price; c_search, c_calc, c_other; prices = { usd = { search = 0.01 } }"""
     prices: dict[str, dict[str, float]] = Field(default_factory=dict)
     """[router.prices.UNIT] tables, instead of `cost`: tool, family or "*" = price of a call; tokens, thinking_tokens,
-    prompt_tokens (per 1,000 with _1k) = price of one; seconds = price of a measured second of tools."""
+    prompt_tokens (per 1,000 with _1k) = price of one; seconds = price of a measured second of tools and of other
+    models."""
     usage: Literal["auto", "executed", "text"] = "auto"
     """Which calls count: those executed, or those written in the text, for runs without tool execution."""
     budgets: list[BudgetConfig] = Field(default_factory=list)
@@ -222,6 +223,14 @@ class RouterConfig(Section):
     def trains_weights(self) -> bool:
         """Whether a step changes the model's weights: for the actor, or for the router alone."""
         return self.train_actor or (self.enable and self.backbone != "frozen")
+
+    @property
+    def lowest_limits(self) -> dict[str, float]:
+        """unit -> the lowest budget that has to be met"""
+        limits = {budget.unit: budget.limit for budget in self.budgets}
+        if self.random_budgets is not None:
+            limits[self.budgets[0].unit] = self.random_budgets.low
+        return limits
 
     @property
     def own_routes(self) -> bool:

@@ -229,6 +229,8 @@ class Usage:
     """The longest wait of a single call."""
     tool_s: Mapping[str, float] = field(default_factory=dict)
     """tool name -> measured seconds of its calls, without the waiting"""
+    reply_s: float = 0.0
+    """Measured seconds of the model's replies, without the waiting for a slot."""
 
 
 @dataclass(frozen=True, slots=True)

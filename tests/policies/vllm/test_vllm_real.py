@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import os
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
+from cluster_cases import Workers
+from vllm_runs import check_learned, config_for, train
 
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ContextFullError
@@ -143,3 +146,21 @@ def test_two_steps_of_training_pass_the_canary(
     gaps = [step["canary/logprob_gap_max"] for step in figures if "canary/logprob_gap_max" in step]
     assert len(gaps) == 2
     assert 0 < max(gaps) < 1e-3
+
+
+def test_servers_of_two_workers_get_each_version(tmp_path: Path) -> None:
+    """In this process the workers start one after the other."""
+    cluster, servers = Workers(), list[VllmEngine]()
+
+    def look(workers: Workers, method: str) -> None:
+        engines = (worker.setup.policy.engine for worker in workers.built)
+        servers.extend(engine for engine in engines if isinstance(engine, VllmEngine) and engine not in servers)
+
+    cluster.on_call = look
+    check_learned(train(config_for({"workers": 2}, command=COMMAND), tmp_path, cluster))
+    assert len({server.control.root for server in servers}) == 2
+    assert all(server.version == 1 for server in servers)
+    for server in servers:
+        assert server.server is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(server.server._process.pid, 0)

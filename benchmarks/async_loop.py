@@ -7,7 +7,9 @@
 Episodes have three turns. Each calls a tool whose time is log-normal, 0.2 s in the median, and 5 s in one call of a
 hundred, which is the longest. On a CPU the model that ships plays, on a GPU a random one of `--shape` in bf16. All
 modes train as many steps from the same weights on the same tasks, with the same tool times, one after the other, after
-steps that are not counted (the first in any mode waits for the first episodes; on a GPU graphs are captured). Both
+steps that are not counted: `--warm-up`, and two more for each version of staleness, until the batches that began
+together at the start are through (on a GPU graphs are captured meanwhile). The runs would go on for longer than is
+measured, so that rollouts are made at the end, too: "decoded" are the tokens that the engine wrote during a step. Both
 sides share the machine's cores, so run it on an idle one: the load average is printed beside the figures.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import math
 import os
@@ -22,6 +25,7 @@ import random
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -57,6 +61,21 @@ class SlowWorld(BaseEnv):
         return "Go on.", float(len(set(str(action).split()))), self.turn == TURNS, {}
 
 
+class WholeReplies:
+    """Takes a reply that is cut off for a whole one: a random model ends none, and a cut-off one would end the episode
+    before its first tool."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+
+    def session(self, *, seed: int, do_sample: bool, prompt_ids: Any = None) -> WholeReplies:
+        return WholeReplies(self.policy.session(seed=seed, do_sample=do_sample, prompt_ids=prompt_ids))
+
+    async def get_action(self, observation: Any, available_tools_specs: Any = None) -> Any:
+        action, text, tokens, value = await self.policy.get_action(observation, available_tools_specs)
+        return action, text, {**tokens, "finish_reason": "stop"}, value
+
+
 def overrides(texts: list[str]) -> dict[str, dict[str, Any]]:
     """Sections of the configuration, from settings such as `rollout.max_batch=8`."""
     sections: dict[str, dict[str, Any]] = {}
@@ -70,6 +89,12 @@ def overrides(texts: list[str]) -> dict[str, dict[str, Any]]:
     return sections
 
 
+def warm_up(mode: dict[str, Any], args: argparse.Namespace) -> int:
+    """Steps that are not counted."""
+    steps: int = args.warm_up + 2 * mode.get("max_staleness", 0)
+    return steps
+
+
 def build(mode: dict[str, Any], args: argparse.Namespace, model: str, varied: list[str]) -> Run:
     settings: dict[str, Any] = {
         "model": {"path": model, "device": args.device, **({} if args.device == "cpu" else {"dtype": "bfloat16"})},
@@ -79,13 +104,14 @@ def build(mode: dict[str, Any], args: argparse.Namespace, model: str, varied: li
         "actor": {"lr": 1e-4 if args.device == "cpu" else 1e-6},
         "algorithm": {"zero_std_groups": "keep"},
         "multi_turn": {"max_turns": TURNS},
-        "trainer": {"total_steps": args.warm_up + args.steps, **mode},
+        "trainer": {"total_steps": warm_up(mode, args) + args.steps + 1 + mode.get("max_staleness", 0), **mode},
     }
     for section, values in overrides([*args.set, *varied]).items():
         settings[section] = {**settings.get(section, {}), **values}
     config = RunConfig.model_validate(settings)
     tasks = [Task(task_id=str(i), prompt=[Message(role="user", content=f"Question {i}?")]) for i in range(256)]
-    return assemble(config, tasks=tasks, validation_tasks=[], env=SlowWorld)
+    run = assemble(config, tasks=tasks, validation_tasks=[], env=SlowWorld)
+    return replace(run, scheduler=replace(run.scheduler, policy=WholeReplies(run.policy)))
 
 
 async def measure(run: Run, warm_up: int, steps: int) -> tuple[float, list[dict[str, float]]]:
@@ -108,9 +134,10 @@ def figures(mode: dict[str, Any], args: argparse.Namespace, model: str, varied: 
     SlowWorld.episodes.clear()
     run = build(mode, args, model, varied)
     try:
-        seconds, steps = asyncio.run(measure(run, args.warm_up, args.steps))
+        seconds, steps = asyncio.run(measure(run, warm_up(mode, args), args.steps))
     finally:
         run.close()
+        gc.collect()  # frees the engine's cache on a GPU
 
     def mean(name: str) -> float:
         values = [metrics[name] for metrics in steps if name in metrics]
@@ -131,8 +158,10 @@ def figures(mode: dict[str, Any], args: argparse.Namespace, model: str, varied: 
         "publish_s": mean("async/publish_s"),
         "in_progress": mean("async/in_progress"),
         "logprob_gap": mean("staleness/logprob_gap"),
+        "update_s": update,
         "prefilled": mean("engine/prefilled_tokens"),
         "decoded": mean("engine/decoded_tokens"),
+        "turns": mean("turns/mean"),
         "limit": mean("rollout/limit"),
         "load": os.getloadavg()[0],
     }
@@ -164,7 +193,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=sorted(SIZES))
     parser.add_argument("--shape", default="135m", help="on a GPU: a name in benchmarks/shapes.py")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--warm-up", type=int, default=2, help="steps of each mode that are not counted")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps that are not counted, and two per version")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--n", type=int)
     parser.add_argument("--tokens", type=int)
@@ -181,8 +210,8 @@ def main() -> None:
         setattr(args, name, getattr(args, name) or size)
     print(f"{args.device}: {args.steps} steps of {args.batch} x {args.n} episodes, load {os.getloadavg()[0]:.1f}")
     print(
-        "mode         s/step  rollouts/s  speed-up  learner waits  engine waits  age (mean, worst)    ess  publish"
-        "  prefilled  |log π/μ|"
+        "mode         s/step  update  rollouts/s  speed-up  learner waits  engine waits  age (mean, worst)    ess"
+        "  publish  prefilled  decoded  turns  |log π/μ|"
     )
     bounds: list[dict[str, Any]] = [{"mode": "async", "max_staleness": bound} for bound in args.staleness]
     modes = [(mode, [setting]) for setting in args.vary for mode in bounds]
@@ -197,18 +226,20 @@ def main() -> None:
             make_model(Path(folder), args.shape, args.device)
         for mode, varied in modes * args.rounds:
             found.append(row := figures(mode, args, model, varied))
+            if args.json is not None:  # now, since a later mode may fail
+                described = {"arguments": {k: str(v) for k, v in vars(args).items()}, "modes": found}
+                args.json.write_text(json.dumps(described))
             name = "sync" if row["staleness"] is None else f"async, {row['staleness']}"
             age = f"{row['mean_age']:.2f}, {row['worst_age']:.0f}"
             print(
-                f"{name:10} {row['step_s']:8.2f} {row['rollouts_per_s']:11.1f}"
+                f"{name:10} {row['step_s']:8.2f} {row['update_s']:7.2f} {row['rollouts_per_s']:11.1f}"
                 f" {found[0]['step_s'] / row['step_s']:9.2f}"
                 f" {row['learner_waits']:14.0%} {row['engine_waits']:13.0%} {age:>18} {row['ess']:6.3f}"
-                f" {row['publish_s'] * 1e3:5.0f} ms {row['prefilled']:9.0f} {row['logprob_gap']:10.4f}"
+                f" {row['publish_s'] * 1e3:5.0f} ms {row['prefilled']:9.0f} {row['decoded']:8.0f} {row['turns']:6.2f}"
+                f" {row['logprob_gap']:10.4f}"
                 f"  {' '.join(varied)}",
                 flush=True,
             )
-    if args.json is not None:
-        args.json.write_text(json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()}, "modes": found}))
     if args.picture is not None:
         draw(found, args.picture)
 

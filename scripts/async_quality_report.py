@@ -140,7 +140,7 @@ def mean_curve(own: dict[int, Record]) -> list[tuple[int, float]]:
 
 
 def draw(cells: Cells, path: Path) -> None:
-    """Mean score over rollouts, one panel for each world and bound."""
+    """Mean score over rollouts, one panel for each world and bound, of the seeds that all of its lines have."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -150,10 +150,12 @@ def draw(cells: Cells, path: Path) -> None:
     for row, world in zip(grid, ("grid", "demo"), strict=True):
         for axes, staleness in zip(row, STALENESS, strict=True):
             shown = [(0, "none", "staleness 0"), *((staleness, loss, loss) for loss in LOSSES)]
+            lines = [cells[key] for bound, loss, _ in shown if (key := (world, "grpo", bound, loss)) in cells]
+            seeds = set.intersection(*map(set, lines)) if lines else set[int]()
             for bound, loss, label in shown:
                 own = cells.get((world, "grpo", bound, loss), {})
-                if own:
-                    curve = mean_curve(own)
+                if own and seeds:
+                    curve = mean_curve({seed: own[seed] for seed in seeds})
                     style = {"color": "black", "linestyle": "--"} if bound == 0 else {}
                     axes.plot(*zip(*curve, strict=True), label=label, linewidth=1.6, **style)
             axes.set_title(f"{world} world, staleness {staleness}")

@@ -17,6 +17,36 @@ from toolwise.types import Task
 
 torch.set_num_threads(1)
 
+ROUTED: Any = {"rollout": {"n": 6, "max_new_tokens": 12}}
+PROMPT_ROUTER: Any = {"enable": True, "hidden": 16, "budgets": [{"limit": 0.5}], "calibration": 0.0, "cost": "calls"}
+TURN_ROUTER: Any = {**PROMPT_ROUTER, "every": "turn"}
+THOUGHTS: Any = {"enable": True, "max_thought_tokens": 8}
+GATED: Any = {"gate": "signed", "success_score": 4.0}
+PRICED: Any = {"subtract_thinking_cost": True, "budget": {"limit": 2.0}}
+FEATURES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "gigpo": {"algorithm": {"adv_estimator": "gigpo"}},
+    "hgpo": {"algorithm": {"adv_estimator": "hgpo"}},
+    "hdpo": {"algorithm": {"adv_estimator": "hdpo"}},
+    "critic": {"algorithm": {"adv_estimator": "gae"}},
+    "refills": {"algorithm": {"zero_std_groups": "refill", "max_refills": 1}},
+    "short batches": {"data": {"batch_size": 3, "drop_last": False}},
+    "adapters": {"actor": {"lr": 1e-2, "lora": {"rank": 4}}},
+    "thoughts": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": THOUGHTS}},
+    "thoughts, signed gate": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {**THOUGHTS, **GATED}}},
+    "thoughts, reweighted": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {**THOUGHTS, "combine": "reweight"}}},
+    "thoughts, gigpo": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {**THOUGHTS, "base": "gigpo"}}},
+    "thoughts, entropy": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {**THOUGHTS, "score": "neg_entropy"}}},
+    "thoughts, priced": {"algorithm": {"adv_estimator": "grpo", "rlvcr": {**THOUGHTS, **PRICED}}},
+    "router": {**ROUTED, "router": PROMPT_ROUTER},
+    "router, sampled": {**ROUTED, "router": {**PROMPT_ROUTER, "sampling": "independent"}},
+    "router of turns": {**ROUTED, "router": TURN_ROUTER},
+    "router, whole model": {**ROUTED, "router": {**PROMPT_ROUTER, "backbone": "full"}},
+    "router, one optimizer": {**ROUTED, "router": {**PROMPT_ROUTER, "optimizer": "actor"}},
+    "router alone": {**ROUTED, "router": {**PROMPT_ROUTER, "train_actor": False}},
+}
+"""What runs with each of the asynchronous loop's modes."""
+
 
 @reward_function
 def by_place(rollouts_messages: list[Any], ground_truths: list[Any]) -> list[float]:

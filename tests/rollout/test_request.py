@@ -124,7 +124,7 @@ def test_the_deadline_covers_everything_to_the_second() -> None:
     assert run(request) == 10.5
     assert request.stop_reason is StopReason.DEADLINE
     assert len(request.steps) == 5
-    assert request.usage.seconds == 10.5
+    assert (request.usage.seconds, request.usage.reply_s) == (10.5, 5.5)
     assert request.state is RequestState.COMPLETED
 
 

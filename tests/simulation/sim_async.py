@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -15,9 +15,10 @@ from toolwise.advantages import Grpo
 from toolwise.concurrency.tasks import all_tasks
 from toolwise.config.schema import RunConfig
 from toolwise.data import Batches
+from toolwise.data.sampled_batches import SampledBatches
 from toolwise.envs.base import BaseEnv
 from toolwise.messages import Message
-from toolwise.protocols import Metrics
+from toolwise.protocols import Metrics, Sampler
 from toolwise.rollout.adaptive_gate import AdaptiveGate
 from toolwise.rollout.queue import RolloutQueue
 from toolwise.rollout.scheduler import RolloutScheduler
@@ -65,6 +66,8 @@ class AsyncPlan:
     """How long a validation takes, which runs after every second step; None: there is none."""
     cancels: tuple[float, ...]
     """When whatever an episode waits for is cancelled, in seconds since the process started."""
+    curriculum: bool
+    """Whether a sampler chooses the tasks, the same ones again and again, by what it hears of them."""
 
     @classmethod
     def of(cls, seed: int) -> AsyncPlan:
@@ -93,6 +96,7 @@ class AsyncPlan:
             slots=chance.choice((None, None, 1, 4)),
             validate_s=chance.choice((None, 0.0, 10.0, 1000.0)),
             cancels=tuple(chance.uniform(0, lasts_s) for _ in range(chance.choice((0, 0, 2, 10)))),
+            curriculum=chance.random() < 0.25,
         )
 
 
@@ -104,6 +108,12 @@ class Played:
     violations: list[str] = field(default_factory=list)
     learned: list[tuple[int, str]] = field(default_factory=list)
     """(step, rollout) on the timeline that survived."""
+    told: list[tuple[int, int]] = field(default_factory=list)
+    """(step, scores that a sampler should have heard of it), likewise."""
+    heard: int | None = None
+    """Scores that it says it has heard, in the end."""
+    repeats: int = 0
+    """Batches with a task more than once."""
     worst: int = 0
     spans: int = 0
     reissued: int = 0
@@ -169,6 +179,27 @@ class World(BaseEnv):
             self.played.waits.remove(waits)
         if self.chance.random() < self.plan.faults:
             raise RuntimeError("the world fell apart")
+
+
+class Curriculum(Sampler):
+    """Draws from the first few tasks, with repetitions, and goes on the more it hears."""
+
+    def __init__(self, plan: AsyncPlan) -> None:
+        self.plan, self.draws, self.heard = plan, 0, 0
+
+    def draw(self, count: int) -> list[int]:
+        self.draws += 1
+        chance = random.Random(f"{self.plan.seed}/draw/{self.draws}")
+        return [chance.randrange(1 + self.heard % self.plan.tasks) for _ in range(count)]
+
+    def observe(self, scores: Mapping[int, Sequence[float]]) -> None:
+        self.heard += sum(map(len, scores.values()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"draws": self.draws, "heard": self.heard}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.draws, self.heard = state["draws"], state["heard"]
 
 
 class Weights:
@@ -288,12 +319,15 @@ def build(plan: AsyncPlan, played: Played) -> Run:
         make_env=lambda decision: World(played, random.Random(worlds.random())),
         gate=None if plan.slots is None else _gate(plan),
     )
+    batches: Any = Batches(tasks, plan.batch, seed=plan.seed, drop_last=not plan.short)
+    if plan.curriculum:
+        batches = SampledBatches(tasks, plan.batch, Curriculum(plan))
     order: Any = "finished" if plan.staleness and not plan.fixed else "admitted"
     return cast(
         "Run",
         SimpleNamespace(
             config=config,
-            batches=Batches(tasks, plan.batch, seed=plan.seed, drop_last=not plan.short),
+            batches=batches,
             router=router,
             scheduler=scheduler,
             policy=policy,
@@ -313,7 +347,14 @@ def build(plan: AsyncPlan, played: Played) -> Run:
 def _gate(plan: AsyncPlan) -> AdaptiveGate:
     assert plan.slots is not None
     clock = asyncio.get_running_loop()
-    return AdaptiveGate(slots=plan.slots, cache_tokens=lambda: 24, generating_s=lambda: clock.time() / 3, n=plan.n)
+    busy = random.Random(f"{plan.seed}/busy").random()
+    return AdaptiveGate(
+        slots=plan.slots,
+        cache_tokens=lambda: 24,
+        generating_s=lambda: clock.time() / 3,
+        busy_s=lambda: clock.time() * busy,
+        n=plan.n,
+    )
 
 
 def play_async(plan: AsyncPlan) -> Played:
@@ -342,6 +383,7 @@ async def _live(plan: AsyncPlan, played: Played, saved: dict[str, Any], crash: f
         played.stored += sum(len(batch["finished"]) for batch in saved["tickets"]["open"])
         run.progress.step = run.learner.version = cast(Any, run.weights).version = saved["step"]
     played.learned = [entry for entry in played.learned if entry[0] < run.progress.step]
+    played.told = [entry for entry in played.told if entry[0] < run.progress.step]
     work = asyncio.ensure_future(_train(plan, played, run, checkpoints))
     await asyncio.wait({work}, timeout=crash)
     died = not work.done()
@@ -391,6 +433,8 @@ async def _train(plan: AsyncPlan, played: Played, run: Run, checkpoints: list[di
         played.fault = str(fault)
     finally:
         played.steps = run.progress.step
+        if isinstance(run.batches, SampledBatches):
+            played.heard = cast(Curriculum, run.batches.sampler).heard
         canceller.cancel()
         await loop.close()
         await asyncio.wait({canceller})
@@ -419,6 +463,8 @@ async def _validate(plan: AsyncPlan, played: Played, weights: Weights) -> None:
 
 def _check_step(played: Played, scored: Sequence[Any], version: int, seconds: float) -> None:
     plan = played.plan
+    played.told.append((version, sum(s.result.has_valid_score and s.rollout.trainable for s in scored)))
+    played.repeats += len({s.rollout.task.task_id for s in scored}) < len({s.rollout.group_id for s in scored})
     for s in scored:
         played.learned.append((version, s.rollout.rollout_id))
         versions = [v for step in s.steps for v in step.tokens.token_versions or ()]
@@ -456,7 +502,11 @@ def _settle(played: Played) -> None:
         played.violations.append(f"{played.steps} of {plan.steps} steps, and nobody said why")
     if played.fault and plan.breaks_at is None:
         played.violations.append("a fault that nobody had")
-    if not played.fault and not plan.refills and not plan.short:
+    if plan.curriculum and played.heard != sum(count for _, count in played.told) and not played.fault:
+        played.violations.append(f"the sampler heard {played.heard} scores instead of {played.told}")
+    if plan.curriculum and not played.fault and not plan.refills and len(ids) != plan.steps * plan.batch * plan.n:
+        played.violations.append(f"{len(ids)} rollouts were learned from")
+    if not played.fault and not plan.refills and not plan.short and not plan.curriculum:
         expected = _expected(plan)
         if sorted(ids) != sorted(expected):
             missing, extra = set(expected) - set(ids), set(ids) - set(expected)

@@ -12,7 +12,7 @@ from sim_stage import DEAF_MOODS, GOOD, Episode, Mood, Visit
 from sim_world import Play
 
 from toolwise.concurrency.deadlines import GRACE_S
-from toolwise.learner.rows import build_rows
+from toolwise.learner.batch import build_batch
 from toolwise.types import AnnotatedRollout, CreditedRollout, EvaluateResult, Rollout, ScoredRollout, StopReason
 
 LEGAL = {
@@ -178,15 +178,20 @@ def tokens_extend(run: Play) -> Words:
 
 
 def _rows(episode: Episode, rollout: Rollout, sampled: int) -> Words:
-    """As the learner gets them: ids, mask, log-probs and advantages of one length, in one row."""
+    """As the learner gets them: ids and mask of one length, in one row, and a log-prob and advantage for each token
+    of the mask."""
     advantages = tuple(np.ones(len(s.tokens.token_ids), dtype=np.float32) for s in rollout.steps)
     annotated = AnnotatedRollout(ScoredRollout(rollout, EvaluateResult(), rollout.steps))
-    rows = build_rows([CreditedRollout(annotated, rollout.steps, advantages)])
+    batch = build_batch([CreditedRollout(annotated, rollout.steps, advantages)])
+    rows, marked = batch.rows, sum(int(row.sampled.sum()) for row in batch.rows)
     for row in rows:
-        if len({len(row.ids), len(row.sampled), len(row.logprobs), len(row.advantages)}) != 1:
-            yield f"{episode}: a row of {len(row.ids)} ids, {len(row.sampled)} marks, {len(row.logprobs)} log-probs"
-    if sum(sum(row.sampled) for row in rows) != sampled or len(rows) > 1:
-        yield f"{episode}: {len(rows)} rows with {sum(sum(row.sampled) for row in rows)} of {sampled} sampled tokens"
+        if len(row.ids) != len(row.sampled):
+            yield f"{episode}: a row of {len(row.ids)} ids, {len(row.sampled)} marks"
+    if not len(batch.rollout_logprobs) == len(batch.advantages) == marked:
+        columns = f"{len(batch.rollout_logprobs)} log-probs and {len(batch.advantages)} advantages"
+        yield f"{episode}: {columns} for {marked} marked tokens"
+    if marked != sampled or len(rows) > 1:
+        yield f"{episode}: {len(rows)} rows with {marked} of {sampled} sampled tokens"
 
 
 def usage_is_what_the_tools_saw(run: Play) -> Words:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from sim_async import AsyncPlan, play_async
 
+from toolwise.data.sampled_batches import SampledBatches
 from toolwise.rollout.queue import RolloutQueue
 from toolwise.training.async_loop import AsyncLoop
 from toolwise.training.ticket_book import TicketBook
@@ -45,6 +46,7 @@ def test_one_seed() -> None:
 SLOW = replace(
     AsyncPlan.of(0), staleness=2, batch=2, n=2, steps=6, tasks=6, tool_s=1.0, learn_s=1.0, swap_s=0.1, faults=0.0,
     equal=0.0, refills=0, crashes=(), save_every=1, breaks_at=None, fixed=False, short=False, slots=None, cancels=(),
+    curriculum=False,
 )  # fmt: skip
 
 
@@ -74,6 +76,7 @@ def test_the_seeds_reach_the_bounds() -> None:
     assert any(p.fault for p in played)
     assert sum(p.beside for p in played) > 10
     assert sum(p.cancelled for p in played) > 10
+    assert sum(p.repeats for p in played) > 10
     full = [p for p in played if p.most_groups >= p.plan.batch * (1 + p.plan.staleness) > 1]
     assert len(full) > 5
     assert any(p.lives > 2 for p in played)
@@ -97,6 +100,7 @@ MUTATIONS: list[tuple[Any, str, Any]] = [
     (TicketBook, "reissue", _forget_one),
     (RolloutQueue, "advance", _admit_by_updates),  # as if held-back weights were published
     (AsyncLoop, "hold_weights", lambda loop, work: asyncio.ensure_future(work())),  # weights change during a validation
+    (SampledBatches, "observe", lambda batches, scored: None),  # a curriculum hears nothing
     (TicketBook, "close", lambda book, tickets: None),  # what was learned from is rolled out again
     (TicketBook, "state_dict", lambda book: {"next_step": 0, "refills": 0, "open": [], "per_update": None}),
 ]

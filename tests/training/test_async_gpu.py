@@ -19,11 +19,6 @@ BF16 = {"model": {"device": "cuda", "dtype": "bfloat16"}}
 FP32 = {"model": {"device": "cuda", "dtype": "float32"}}
 
 
-@pytest.fixture(autouse=True)
-def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolwise.training.async_setup.REFUSES_GPU", False)
-
-
 def engine_of(run: Run) -> Engine:
     assert isinstance(run.policy.engine, Engine)
     return run.policy.engine
@@ -82,3 +77,13 @@ def test_a_router_reads_prompts_beside_the_update() -> None:
     results = train(run, 4)
     assert run.progress.step == 4
     assert max(result.metrics["staleness/max"] for result in results) <= 1
+
+
+@pytest.mark.parametrize("options", [{"deterministic": True}, {"trainer": {"keep_cache": True}}])
+def test_other_schedules_and_caches(options: dict[str, Any]) -> None:
+    """A fixed schedule pads every batch; a kept cache goes on across versions."""
+    trainer = {"mode": "async", "max_staleness": 2, "total_steps": 6, **options.pop("trainer", {})}
+    run = async_run(2, **KEEP, **FP32, trainer=trainer, rollout={"n": 4, "max_new_tokens": 40}, **options)
+    results = train(run, 6)
+    assert run.policy.version == run.learner.version == 6
+    assert max(result.metrics["staleness/max"] for result in results) <= 2

@@ -3,47 +3,22 @@ with it, and what is refused."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from async_cases import all_the_same, async_run, by_length, by_place, tiny_run, train
+from async_cases import FEATURES, all_the_same, async_run, by_length, by_place, tiny_run, train
 
 from toolwise.config.schema import RunConfig
+from toolwise.envs.base import BaseEnv
 from toolwise.errors import ConfigError
 from toolwise.training.async_check import check_async
+from toolwise.training.async_loop import AsyncLoop
 
 long = pytest.mark.long
-ROUTED: Any = {"rollout": {"n": 6, "max_new_tokens": 12}}
-PROMPT_ROUTER: Any = {"enable": True, "hidden": 16, "budgets": [{"limit": 0.5}], "calibration": 0.0, "cost": "calls"}
-TURN_ROUTER: Any = {**PROMPT_ROUTER, "every": "turn"}
-THOUGHTS: Any = {"enable": True, "max_thought_tokens": 8}
-GATED: Any = {"gate": "signed", "success_score": 4.0}
-PRICED: Any = {"subtract_thinking_cost": True, "budget": {"limit": 2.0}}
-FEATURES: dict[str, dict[str, Any]] = {
-    "grpo": {},
-    "gigpo": {"algorithm": {"adv_estimator": "gigpo"}},
-    "hgpo": {"algorithm": {"adv_estimator": "hgpo"}},
-    "hdpo": {"algorithm": {"adv_estimator": "hdpo"}},
-    "critic": {"algorithm": {"adv_estimator": "gae"}},
-    "refills": {"algorithm": {"zero_std_groups": "refill", "max_refills": 1}},
-    "short batches": {"data": {"batch_size": 3, "drop_last": False}},
-    "adapters": {"actor": {"lr": 1e-2, "lora": {"rank": 4}}},
-    "thoughts": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": THOUGHTS}},
-    "thoughts, signed gate": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {**THOUGHTS, **GATED}}},
-    "thoughts, reweighted": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {**THOUGHTS, "combine": "reweight"}}},
-    "thoughts, gigpo": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {**THOUGHTS, "base": "gigpo"}}},
-    "thoughts, entropy": {"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {**THOUGHTS, "score": "neg_entropy"}}},
-    "thoughts, priced": {"algorithm": {"adv_estimator": "grpo", "rlvcr": {**THOUGHTS, **PRICED}}},
-    "router": {**ROUTED, "router": PROMPT_ROUTER},
-    "router, sampled": {**ROUTED, "router": {**PROMPT_ROUTER, "sampling": "independent"}},
-    "router of turns": {**ROUTED, "router": TURN_ROUTER},
-    "router, whole model": {**ROUTED, "router": {**PROMPT_ROUTER, "backbone": "full"}},
-    "router, one optimizer": {**ROUTED, "router": {**PROMPT_ROUTER, "optimizer": "actor"}},
-    "router alone": {**ROUTED, "router": {**PROMPT_ROUTER, "train_actor": False}},
-}
 QUICK = ("grpo", "short batches")
 CASES = [pytest.param(name, id=name, marks=() if name in QUICK else (long,)) for name in FEATURES]
 
@@ -145,6 +120,45 @@ def test_the_mismatch_check_is_right_whatever_replies_keep(keep: bool) -> None:
     assert max(r.metrics["staleness/max"] for r in results) <= 2.0
     spanning = sum(r.metrics["staleness/spanning"] for r in results)
     assert spanning > 0 or keep  # a reply that keeps its cache counts as old to its end; its next turn is new
+
+
+class PatientWorld(BaseEnv):
+    """One turn, which takes for ever in all but the first episodes."""
+
+    episodes: ClassVar[int] = 0
+    quick: ClassVar[int] = 4
+
+    async def reset(self) -> str:
+        PatientWorld.episodes += 1
+        self.number = PatientWorld.episodes
+        return "Begin."
+
+    async def step(self, action: Any) -> tuple[str, float | None, bool, dict[str, Any]]:
+        await asyncio.sleep(0.0 if self.number <= self.quick else 1e6)
+        return "", None, True, {}
+
+
+def test_a_loop_goes_on_with_what_a_closed_one_left_under_way() -> None:
+    run = async_run(1, steps=2, world=PatientWorld, algorithm={"zero_std_groups": "keep"})
+
+    async def one_step() -> list[str]:
+        loop = AsyncLoop(run)
+        try:
+            return [s.rollout.rollout_id for s in (await loop.train_step(run)).scored]
+        finally:
+            await loop.close()
+
+    async def both() -> list[str]:
+        first = await one_step()
+        assert run.queue.in_progress == 2
+        PatientWorld.quick = 100
+        return first + await asyncio.wait_for(one_step(), 60.0)
+
+    try:
+        ids = asyncio.run(both())
+    finally:
+        run.close()
+    assert len(ids) == len(set(ids)) == 2 * 2 * 2
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -3,21 +3,25 @@ once."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections import Counter
+import shutil
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from async_cases import async_run, train
+from async_cases import FEATURES, async_run, train
+from safetensors.torch import load_file
 
 from toolwise.errors import CheckpointError
 from toolwise.messages import Message
 from toolwise.rollout.queue import RolloutQueue, Ticket
 from toolwise.training.stored_groups import FinishedPrompt
 from toolwise.training.ticket_book import TicketBook, packed_state
+from toolwise.training.trainer import Training
 from toolwise.types import Task
 
 
@@ -74,6 +78,8 @@ def test_with_a_fixed_schedule_a_resumed_run_ends_like_one_that_was_never_interr
     expected = train(whole, 4)
     assert [result.metrics["staleness/max"] for result in expected] == [min(s, staleness) for s in range(4)]
     assert [result.metrics["staleness/mean"] for result in expected] == [min(s, staleness) for s in range(4)]
+    assert [result.metrics["canary/compared"] for result in expected] == [1.0, 0.0, 0.0, 0.0]
+    assert ["canary/logprob_gap_max" in result.metrics for result in expected] == [True, False, False, False]
     first = async_run(staleness, **sections)
     train(first, 2)
     state = first.registry().state_dict()
@@ -92,6 +98,60 @@ def test_with_a_fixed_schedule_a_resumed_run_ends_like_one_that_was_never_interr
         assert [s.rollout.rollout_id for s in left.scored] == [s.rollout.rollout_id for s in right.scored]
         assert [s.score for s in left.scored] == [s.score for s in right.scored]
         assert left.metrics["actor/loss"] == right.metrics["actor/loss"]
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "curriculum": {"data": {"sampler": "difficulty", "sampler_kwargs": {"highest": 6.0}}},
+    "validations": {"validation": {"every": 2, "before": False}},
+    "kept cache": {"trainer": {"keep_cache": True}},
+    "recomputed": {"actor": {"lr": 1e-3, "policy_loss": "decoupled"}},
+    "interpolated": {"actor": {"lr": 1e-3, "policy_loss": "interpolated"}},
+    "measured concurrency": {"rollout": {"n": 2, "max_new_tokens": 12, "max_concurrent": "auto"}},
+}
+CLOCKS = ("time/", "async/", "engine/", "checkpoint/", "rollout/", "memory/")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("feature", [*FEATURES, *MORE])
+def test_every_feature_resumes_from_any_checkpoint_as_if_nothing_had_happened(
+    feature: str, staleness: int, tmp_path: Path
+) -> None:
+    """Bit for bit with a fixed schedule, whole runs: the weights at the end, and the metrics of each step."""
+    whole = trained_to_the_end(tmp_path / "whole", feature, staleness)
+    for step in (1, 3):
+        part = tmp_path / f"from {step}"
+        shutil.copytree(tmp_path / "whole", part)
+        for later in (part / "checkpoints").glob("step-??????"):
+            if int(later.name.partition("-")[2]) > step:
+                shutil.rmtree(later)
+        assert trained_to_the_end(part, feature, staleness) == whole
+
+
+def trained_to_the_end(out: Path, feature: str, staleness: int) -> tuple[dict[str, bytes], dict[int, str]]:
+    sections: dict[str, Any] = {"validation": {"before": False}, **{**FEATURES, **MORE}[feature]}
+    trainer = {
+        "mode": "async",
+        "max_staleness": staleness,
+        "total_steps": 5,
+        "save_every": 1,
+        "keep_best": False,
+        "keep_checkpoints": 9,
+        "console": False,
+        **sections.pop("trainer", {}),
+    }
+    held_out = 2 * ("every" in sections["validation"])
+    run = async_run(staleness, held_out=held_out, deterministic=True, trainer=trainer, **sections)
+    asyncio.run(Training(run, out, resume=out.exists()).run_training())
+    weights = load_file(out / "checkpoints" / "step-000005" / "model" / "model.safetensors")
+    metrics: dict[int, dict[str, Any]] = defaultdict(dict)
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        found = json.loads(line)
+        metrics[found["step"]] |= {name: value for name, value in found.items() if not name.startswith(CLOCKS)}
+    return (
+        {name: tensor.numpy().tobytes() for name, tensor in weights.items()},
+        {step: json.dumps(values, sort_keys=True) for step, values in metrics.items()},
+    )
 
 
 def test_a_finished_group_is_not_rolled_out_again() -> None:

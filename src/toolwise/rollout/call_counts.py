@@ -1,4 +1,4 @@
-"""Totals of an episode's tool calls: calls and failures per tool, cost, and time spent waiting for a worker."""
+"""Totals of an episode: calls and failures per tool, cost, and the time that calls and replies took."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class CallCounts:
     cost: float = 0.0
     queue_s: list[float] = field(default_factory=list)
     tool_s: dict[str, float] = field(default_factory=dict)
+    reply_s: float = 0.0
     price: float = 0.0
     """Cost of the episode besides its calls, if the agent acted."""
     price_calls: PriceCalls | None = None
@@ -70,6 +71,7 @@ class CallCounts:
             queue_s=sum(self.queue_s),
             longest_queue_s=max(self.queue_s, default=0.0),
             tool_s=dict(self.tool_s),
+            reply_s=self.reply_s,
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from toolwise.concurrency.deadlines import run_with_deadline
 from toolwise.concurrency.limits import Limits, Slot
-from toolwise.concurrency.tasks import spawn, wait_all
+from toolwise.concurrency.tasks import raise_if_cancelled, spawn, wait_all
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.tool_env import validate_reward
 from toolwise.errors import ContextFullError
@@ -192,10 +192,13 @@ class AsyncRolloutRequest:
                 self._session = self._open_session()
             if self.limits.model.limit is not None:  # checked here to save a coroutine per turn
                 await self._slot.acquire(self.limits.model)
+            started = self._now()
             try:
                 answer = await self._session.get_action(Prefix(self.messages), specs)
             finally:
                 self._slot.release()
+                if self._finish_task is None:  # else the rollout has been handed over
+                    self._counts.reply_s += self._now() - started
             if self._finish_task is None:
                 self._decision = PolicyDecision.from_answer(answer)
         except BaseException as fault:
@@ -391,9 +394,3 @@ class AsyncRolloutRequest:
         if info.get("infrastructure_fault"):
             self.infrastructure_fault = True
             self.fault = self.fault or str(info["infrastructure_fault"])
-
-
-def raise_if_cancelled() -> None:
-    """The awaited work may have swallowed a cancellation of this task."""
-    if (task := asyncio.current_task()) is not None and task.cancelling():
-        raise asyncio.CancelledError

@@ -11,10 +11,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from toolwise.concurrency.tasks import raise_if_cancelled
 from toolwise.concurrency.text_threads import run_if_long
 from toolwise.errors import ToolwiseError
 from toolwise.messages import Message, Prefix, text_chars
-from toolwise.rollout.request import AsyncRolloutRequest, raise_if_cancelled
+from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.types import Rollout, StopReason, TurnRoute
 
 

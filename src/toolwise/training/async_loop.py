@@ -61,7 +61,11 @@ class AsyncLoop:
         if run.tickets is None or run.weights is None:
             raise ToolwiseError('the run was not built for trainer.mode = "async"')
         self.run, self.book, self.weights = run, run.tickets, run.weights
-        self._work = run.weights.learner_stream().run_in_thread if work is None else work
+        self._end_thread: Callable[[], None] = lambda: None
+        if work is None:
+            stream = run.weights.learner_stream()
+            work, self._end_thread = stream.run_in_thread, stream.close
+        self._work = work
         self._weights_in_use = asyncio.Lock()
         """Held while the router reads the engine's weights, and while they are replaced."""
         self._updating = asyncio.Lock()
@@ -150,6 +154,7 @@ class AsyncLoop:
             for task in self._tasks:
                 task.cancel()
             await wait_all(list(self._tasks))
+        self._end_thread()
 
     # --- learner
 
@@ -209,6 +214,7 @@ class AsyncLoop:
         self._started = True
         for batch in self.book.reissue(self.run.queue, self.run.batches.tasks):
             self._restore_pending(batch)
+        for batch in self.book.open:  # of a checkpoint, or of a loop on this run that was closed
             if batch.unfinished:
                 self._spawn(self._produce, batch)
         self._spawn(self._feed)

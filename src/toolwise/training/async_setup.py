@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("toolwise.training")
 
-REFUSES_GPU = True
-"""On an H200 such runs ended with an illegal memory access. The tests that look for its cause set this to False."""
-
 
 def copy_weights(config: RunConfig, policy: ModelPolicy) -> WeightCopies | None:
     """The two copies of the weights; None in synchronous training, which needs one. Raises if the engine or the machine
@@ -34,7 +31,6 @@ def copy_weights(config: RunConfig, policy: ModelPolicy) -> WeightCopies | None:
             f"{type(policy.model).__name__}, which the engine cannot run: use a model that it supports",
         ),
         (distributed.is_distributed(), "several processes: start one"),
-        (REFUSES_GPU and policy.model.device.type == "cuda", 'a GPU yet: set model.device = "cpu"'),
     ):
         if refused:
             raise ConfigError(f"{MODE} does not go with {problem}")

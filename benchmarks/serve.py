@@ -8,7 +8,8 @@ With FOLDER, a model folder such as the SmolLM2 of scripts/make_smollm2.py, both
 number of threads, each in its own process. Both are started once and answer the same prompts in turns, so that other
 work on the machine disturbs both alike; `idle_cpu_s` is what the one that waits uses meanwhile. With --shape, the model
 has random weights, in bf16 on a GPU, and the server is compared with its engine without HTTP ("offline"): once for each
-of --intervals, the milliseconds for which chunks of a stream are collected (0: an event for each token).
+of --intervals, the milliseconds for which chunks of a stream are collected (0: an event for each token). A table at the
+end has the median round of each kind.
 
 Clients run in processes of their own and read from plain sockets. Each streams one reply after the other, past the end
 of the turn, to a prompt of its own that shares no beginning with others. Tokens are those that the server's `usage`
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -148,17 +150,20 @@ def run_clients(port: int, texts: Sequence[Sequence[str]], new_tokens: int) -> F
     return {"start": start, "end": time.monotonic(), "results": results}
 
 
-def measure(pool: ProcessPoolExecutor, port: int, texts: list[str], options: argparse.Namespace) -> Figures:
+def measure(
+    pool: ProcessPoolExecutor, port: int, texts: list[str], new_tokens: int, options: argparse.Namespace
+) -> Figures:
     processes, clients = options.client_processes, options.clients
     own = [texts[number::clients] for number in range(clients)]
     shares = [own[number::processes] for number in range(processes)]
-    work = [pool.submit(run_clients, port, share, options.new_tokens) for share in shares if share]
+    work = [pool.submit(run_clients, port, share, new_tokens) for share in shares if share]
     parts = [task.result() for task in work]
     seconds = max(part["end"] for part in parts) - min(part["start"] for part in parts)
     results = [result for part in parts for result in part["results"]]
     firsts = sorted(first for first, _, _ in results)
     tokens = sum(count for _, count, _ in results)
     return {
+        "new_tokens": new_tokens,
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
@@ -168,7 +173,11 @@ def measure(pool: ProcessPoolExecutor, port: int, texts: list[str], options: arg
     }
 
 
-def measure_offline(folder: Path, settings: list[str], rounds: list[list[str]], new_tokens: int) -> list[Figures]:
+Round = tuple[int, list[str]]
+"""New tokens per reply, and the prompts."""
+
+
+def measure_offline(folder: Path, settings: list[str], rounds: list[Round]) -> list[Figures]:
     """The engine alone: all requests of a round at once, without HTTP."""
     from toolwise.agent.agent import Agent
     from toolwise.concurrency.garbage import relaxed_gc
@@ -178,19 +187,21 @@ def measure_offline(folder: Path, settings: list[str], rounds: list[list[str]], 
     policy = Agent.load(folder, tools=[], overrides=settings).policy
     figures = []
 
-    async def generate(prompts: list[list[int]]) -> int:
+    async def generate(prompts: list[list[int]], new_tokens: int) -> int:
         work = (
             policy.generate(ids, Sampling(max_new_tokens=new_tokens, seed=number)) for number, ids in enumerate(prompts)
         )
         return sum(len(result.token_ids) for result in await asyncio.gather(*work))
 
-    for texts in rounds:
+    for new_tokens, texts in rounds:
         prompts = [policy.chat.start([Message(role="user", content=text)]) for text in texts]
         with relaxed_gc():
             start = time.perf_counter()
-            tokens = asyncio.run(generate(prompts))
+            tokens = asyncio.run(generate(prompts, new_tokens))
             seconds = time.perf_counter() - start
-        figures.append({"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds})
+        figures.append(
+            {"new_tokens": new_tokens, "tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
+        )
     policy.close()
     return figures
 
@@ -210,14 +221,28 @@ class Report:
         self._write()
 
     def compare(self) -> None:
-        """The best round of each kind as a share of the best offline round."""
-        best: dict[str, float] = {}
+        """A table of each kind's rounds: medians, and the rate as a share of the engine's without HTTP."""
+        rows: dict[tuple[int, str], list[Figures]] = {}
         for row in self.content["rows"]:
             if row["name"] != "warm-up":
-                best[row["name"]] = max(best.get(row["name"], 0.0), row["tokens_per_s"])
-        shares = {name: rate / best["offline"] for name, rate in best.items() if "offline" in best}
-        self.content["share_of_offline"] = shares
-        print("share of offline: " + "  ".join(f"{name} {share:.2f}" for name, share in shares.items()), flush=True)
+                rows.setdefault((row["new_tokens"], row["name"]), []).append(row)
+        print(
+            "| new tokens | events | tokens/s (each round) | share | tokens per event | first token, median and p95 |"
+        )
+        print("|---|---|---|---|---|---|")
+        self.content["share_of_offline"] = shares = {}
+        for (new, name), rounds in sorted(rows.items(), key=lambda item: item[0][0]):
+            rates = [row["tokens_per_s"] for row in rounds]
+            offline = [row["tokens_per_s"] for row in rows.get((new, "offline"), [])]
+            share = statistics.median(rates) / statistics.median(offline) if offline else math.nan
+            shares[f"{name}, {new} tokens"] = share
+            size, first, p95 = (
+                statistics.median(row.get(key, math.nan) for row in rounds)
+                for key in ("tokens_per_event", "first_median_s", "first_p95_s")
+            )
+            each = " ".join(f"{rate:,.0f}" for rate in rates)
+            print(f"| {new} | {name} | {statistics.median(rates):,.0f} ({each}) | {share:.2f} ", end="")
+            print("| | |" if name == "offline" else f"| {size:.1f} | {first:.2f} and {p95:.2f} s |", flush=True)
         self._write()
 
     def _write(self) -> None:
@@ -268,7 +293,7 @@ def beside_vllm(options: argparse.Namespace, pool: ProcessPoolExecutor, report: 
                 for name in sorted(sessions, reverse=number % 2 == 1):
                     pool.submit(run_clients, ports[name], [["Hello"]], 4).result()  # warm
                     before = {each: cpu_seconds(session) for each, session in sessions.items()}
-                    figures = measure(pool, ports[name], texts, options)
+                    figures = measure(pool, ports[name], texts, options.new_tokens[0], options)
                     used = {each: cpu_seconds(session) - before[each] for each, session in sessions.items()}
                     idle = sum(used.values()) - used[name]
                     report.add(
@@ -289,17 +314,19 @@ def beside_engine(options: argparse.Namespace, pool: ProcessPoolExecutor, report
         with ProcessPoolExecutor(**fresh) as one:  # a process of its own: it leaves no memory on the GPU
             one.submit(make_folder, folder, options.shape, options.device, dtype).result()
         count, size = options.clients * options.replies, options.prompt_tokens
-        rounds = [make_prompts(folder, count, size, seed) for seed in range(options.warm_rounds + options.rounds)]
+        warm = [options.new_tokens[0]] * options.warm_rounds
+        lengths = warm + options.new_tokens * options.rounds
+        rounds = [(new, make_prompts(folder, count, size, seed)) for seed, new in enumerate(lengths)]
         with ProcessPoolExecutor(**fresh) as one:
-            offline = one.submit(measure_offline, folder, settings, rounds, options.new_tokens).result()
+            offline = one.submit(measure_offline, folder, settings, rounds).result()
         for number, figures in enumerate(offline):
-            report.add("offline" if number >= options.warm_rounds else "warm-up", options.clients, figures)
+            report.add("offline" if number >= len(warm) else "warm-up", options.clients, figures)
         for interval in options.intervals:
             name = f"every {interval:g} ms" if interval else "every token"
             with served(our_command(folder, port, settings, interval), {}, port):
-                for number, texts in enumerate(rounds):
-                    figures = measure(pool, port, texts, options)
-                    report.add(name if number >= options.warm_rounds else "warm-up", options.clients, figures)
+                for number, (new_tokens, texts) in enumerate(rounds):
+                    figures = measure(pool, port, texts, new_tokens, options)
+                    report.add(name if number >= len(warm) else "warm-up", options.clients, figures)
     report.compare()
 
 
@@ -314,7 +341,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--warm-rounds", type=int, help="rounds that are not timed; 1 on a GPU")
     parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, nargs="+", default=[64], help="several with --shape only")
     parser.add_argument("--replies", type=int, default=1, help="replies per client, one after the other (--shape)")
     parser.add_argument("--intervals", type=float, nargs="+", default=[20.0, 0.0], help="milliseconds (--shape)")
     parser.add_argument("--client-processes", type=int, help="4 on a GPU, else 1")
@@ -325,6 +352,8 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     if (options.folder is None) == (options.shape is None):
         parser.error("give a model folder, or --shape")
+    if options.folder is not None and len(options.new_tokens) > 1:
+        parser.error("give one number of --new-tokens")
     options.concurrent = options.concurrent or ([256] if options.shape else [32, 64])
     on_gpu = options.device == "cuda"
     options.warm_rounds = int(on_gpu) if options.warm_rounds is None else options.warm_rounds

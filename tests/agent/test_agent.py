@@ -64,6 +64,7 @@ def test_a_cap_refuses_the_call_with_an_error_for_the_model(agent: RoutedAgent) 
     assert (answered.cost, dict(answered.calls)) == (0.0, {})
     assert BUDGET_SPENT_MESSAGE in [message.content for message in answered.rollout.messages]
     assert agent.ask(SUM, cap=1).text == "Answer: 3087"
+    assert agent.ask(SUM, cap=float("inf")).text == "Answer: 3087"  # no cap
     assert answered.problem == ""
     with pytest.raises(ConfigError, match="cap"):
         agent.ask(SUM, cap=-1)
@@ -261,3 +262,31 @@ def test_an_episode_can_still_answer_after_a_refusal(cap: float, served: int) ->
     assert rollout.usage.failed_calls.get(OVER_BUDGET, 0) == 2 - served
     assert rollout.usage.cost == served
     assert isinstance(rollout.messages[-1], Message)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"cap": "a"}, "cap is 'a': give a number of at least 0"),
+        ({"cap": True}, "cap is True"),
+        ({"cap": float("nan")}, "cap is nan"),
+        ({"budget": "0.5"}, "budget is '0.5'"),
+        ({"budget": -1}, "budget is -1"),
+        ({"route": 3}, "route is 3: give the name of a route"),
+        ({"cap": 10**400}, "cap is 1000.*: give a number of at least 0"),
+        ({"seed": "x"}, "seed is 'x': give a whole number"),
+        ({"do_sample": 1}, "do_sample is 1: give True or False"),
+        ({"sampling": 0.5}, "sampling is 0.5: give a dictionary"),
+        ({"sampling": {"top_p": 0.5}}, "sampling has no 'top_p'"),
+        ({"sampling": {"temperature": "hot"}}, "temperature is 'hot': give a number of at least 0.001"),
+        ({"sampling": {"temperature": 0}}, "temperature is 0.*do_sample=False"),
+        ({"sampling": {"max_new_tokens": 1.5}}, "max_new_tokens is 1.5: give a whole number"),
+        ({"sampling": {"options": {"top_p": 0.5}}}, "options is .*: give ServingOptions"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_an_option_of_a_wrong_type_is_one_line(agent: RoutedAgent, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(QuestionError, match=problem):
+        agent.ask(SUM, **options)
+    with pytest.raises(QuestionError, match=problem):
+        list(agent.stream(SUM, **options))

@@ -24,10 +24,12 @@ from toolwise.agent.loader import load_router
 from toolwise.config.router import RouterConfig
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.frontier.evaluation import route_values
+from toolwise.routing.calibration import BudgetCalibration
 from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.cost import CallsCost
 from toolwise.routing.families import RouteAction
 from toolwise.routing.head import ROUTER_METADATA_FILE
+from toolwise.routing.joint_threshold import JointThreshold
 from toolwise.routing.routes import check_prices
 from toolwise.routing.samples import RoutePrediction
 from toolwise.routing.threshold import Threshold, find_threshold
@@ -219,3 +221,25 @@ def test_a_damaged_calibration_is_reported(told: dict[str, Any]) -> None:
 def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"router\.json"):
         store_calibration(tmp_path, KNOWN)
+
+
+def test_the_trained_budget_keeps_those_in_other_units_too(make_routed: Any) -> None:
+    """Thresholds of `toolwise eval --budgets` know the first one only."""
+    routing = load_router(make_routed(bias=[0.0, 0.0, 9.0]), tools=["calculator", "search"])
+    joint = BudgetCalibration(
+        units=("cost", "calculate"),
+        limits=(0.4, 0.1),
+        threshold=JointThreshold(((0.0, 99.0),), ((0.0, 0.0),), (1.0,)),
+        route_costs=((0.0, 0.0), (1.0, 0.0), (1.0, 1.0)),
+        rows=10,
+        rolled_out=10,
+        costs=(0.4, 0.1),
+        standard_errors=(0.01, 0.01),
+        score=0.5,
+    )
+    assert choose(replace(routing, calibration=KNOWN), 0.4).route == "CALCULATE-FAMILY"
+    for known in (None, KNOWN):
+        both = replace(routing, trained=joint, calibration=known)
+        assert choose(both, 0.4).route == choose(both).route != "CALCULATE-FAMILY"
+    with pytest.raises(ConfigError, match=r"other than the trained one \(0\.4\)"):
+        choose(replace(routing, trained=joint), 0.3)

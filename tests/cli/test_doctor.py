@@ -19,6 +19,17 @@ app = typer.Typer()
 app.command()(doctor.doctor)
 
 
+def test_nodes_of_a_cluster_are_counted_by_what_they_have() -> None:
+    here = {"host": "a", "torch": "2.11", "cpus": 2}
+    nodes: dict[str, dict[str, Any]] = {f"10.0.0.{i}": {"host": f"h{i}", "torch": "2.11", "cpus": 8} for i in range(5)}
+    nodes["10.0.0.2"]["cpus"] = 4
+    nodes["10.0.0.9"] = {"problem": "does not answer"}
+    rows = {name: (mine, others) for name, mine, others in doctor.node_rows(here, nodes)}
+    assert rows["torch"] == ("2.11", "the same")
+    assert rows["cpus"] == ("2", "8 (4), 4 (1)")
+    assert rows["host"] == ("a", "h0 (1), h1 (1), h2 (1), …")
+
+
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120"})
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from toolwise.cli import app
 from toolwise.demo.tasks import write_rows
-from toolwise.errors import CheckpointError, ConfigError
+from toolwise.errors import CheckpointError, ConfigError, QuestionError
 from toolwise.models import locate
 from toolwise.routing.head.head import HeadSettings, RouterHead, save_head
 from toolwise.training import checkpoint
@@ -93,7 +93,7 @@ def test_documents_are_searched(run_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_frontier_is_shown_written_and_stored_and_then_budgets_can_be_kept(run_folder: Path) -> None:
     before = call("run", run_folder, SUM, "--budget", "0.3")
-    assert isinstance(before.exception, CheckpointError)
+    assert isinstance(before.exception, QuestionError)
     result = call("eval", run_folder, "--budgets", "0,0.5,…,1", "--draws", "2")
     assert result.exit_code == 0, result.output
     folder = run_folder / "frontier" / "step-000002"

@@ -97,3 +97,24 @@ def test_other_folders_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
     with pytest.raises(ConfigError, match="not empty"):
         write_bundle([], tmp_path)
+
+
+def test_a_bundle_that_fails_leaves_nothing_and_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample_run(tmp_path / "run", steps=1)
+    out = tmp_path / "pages"
+
+    def fails(*_: object) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(static_bundle, "_comparisons", fails)
+        with pytest.raises(OSError, match="no space"):
+            write_bundle([tmp_path / "run"], out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    out.mkdir()
+    write_bundle([tmp_path / "run"], out)
+    assert (out / "index.html").is_file()
+    assert (out / "data" / "0" / "overview.js").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pages", "run"]

@@ -283,6 +283,19 @@ def test_values_that_no_run_writes_are_an_answer_of_one_line(tmp_path: Path) -> 
     (tmp_path / "metrics.jsonl").write_text('{"step": [1], "score/mean": 0.5}\n')
     pages = Pages([tmp_path])
     status, value = pages.answer("overview", {})
+    assert (status, "\n" in value["error"]) == (400, False)
+    assert "line 1: step is [1], not a number" in value["error"]
+
+
+def test_a_page_that_fails_is_an_answer_of_one_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    pages = Pages([tmp_path])
+
+    def fails(parameters: Any) -> Any:
+        raise ValueError("two\nlines")
+
+    pages.endpoints["overview"] = fails
+    status, value = pages.answer("overview", {})
     assert (status, "\n" in value["error"]) == (500, False)
     with Server(build_view_app(pages)) as server:
         answer = httpx.get(f"http://127.0.0.1:{server.port}/api/overview")
@@ -372,8 +385,9 @@ def test_an_address_that_may_be_listened_on_may_be_asked(pages: Pages, host: str
     scope = {"http_version": "1.1", "method": "GET", "path": "/", "headers": [(b"host", name.encode())]}
     assert is_loopback(host)
     guard.check(scope)
-    with pytest.raises(BadRequestError, match="not allowed"):
+    with pytest.raises(BadRequestError, match="not allowed: open the address") as refused:
         guard.check(scope | {"headers": [(b"host", b"127.0.0.3")]})
+    assert "--allow-host" not in str(refused.value)  # toolwise view has no such option
 
 
 def test_a_public_address_is_refused() -> None:

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from toolwise.agent.events import AgentAnswer, AgentEvent, Emit, MessageEvents, RouteChosen, TextDelta
 from toolwise.agent.inference import RouteChoice, TrainedRouter
 from toolwise.agent.loader import AgentParts, load_parts
+from toolwise.agent.question_options import check_question_options
 from toolwise.agent.turn_inference import ROUTE_SEPARATOR, turn_probs
 from toolwise.concurrency.deadlines import run_async
 from toolwise.concurrency.tasks import spawn, wait_all
@@ -116,8 +117,7 @@ class Agent:
         start = time.perf_counter()
         task = self._task(question)
         check_task_tools(task, dict(self.tools), env=self.config.env.name)
-        if cap is not None and not cap >= 0:
-            raise QuestionError(f"cap is {cap}: give a number of at least 0", "max_cost")
+        check_question_options(budget=budget, route=route, cap=cap, seed=seed, do_sample=do_sample, sampling=sampling)
         choice = await self._choose(task, budget, route, cap, seed)
         request = self._request(task, choice, cap, do_sample)
         if sampling is not None:

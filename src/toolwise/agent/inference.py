@@ -211,7 +211,7 @@ class TrainedRouter:
             # With a given route the conditioned prompt may be shorter and still fit.
             fallback = route or self.routes.direct or names[0]
             route_probs, chosen, too_long = {}, fallback, None if route else full
-        decision = self.decide(task, chosen, seed=seed, budget=budget, max_cost=cap)
+        decision = self.decide(task, chosen, seed=seed, budget=self.told_budget(task, budget), max_cost=cap)
         return RouteChoice(decision, str(chosen), route_probs, None if too_long is None else str(too_long))
 
     def at_budget(self, prediction: RoutePrediction, task: Task, budget: float | None) -> RoutePrediction:
@@ -221,6 +221,12 @@ class TrainedRouter:
             return prediction
         return prediction.at(self.bins.pick(budget if self.bins.calibrations else None, task.prompt))
 
+    def told_budget(self, task: Task, budget: float | None) -> float | None:
+        """What the agent is told: of random budgets the one that it was trained for and that the prompt drew."""
+        if budget is None or self.bins is None or not self.bins.calibrations:
+            return budget
+        return self.bins.values[self.bins.pick(budget, task.prompt)]
+
     def choose(self, prediction: RoutePrediction, task: Task, *, budget: float | None, seed: int) -> str:
         """The route by the threshold for `budget`, by default the trained one. The lottery of a threshold depends on
         the prompt alone; routes sampled without one depend on the prompt and the seed."""
@@ -229,14 +235,12 @@ class TrainedRouter:
         if budget is None:
             return self.routes.names[self._choose_by_default(prediction, task, seed)]
         trained = self.trained
-        if (
-            self.calibration is None
-            and trained is not None
-            and (trained.units, trained.limits) == ((self.unit,), (budget,))
-        ):
+        limits = {} if trained is None else dict(zip(trained.units, trained.limits, strict=True))
+        # Thresholds of `toolwise eval --budgets` know one budget only.
+        if trained is not None and limits.get(self.unit) == budget and (self.calibration is None or len(limits) > 1):
             return self.routes.names[trained.route(prediction, task.prompt)]
         if self.calibration is None:
-            known = "" if trained is None else f" other than the trained one ({trained.limits[0]:g})"
+            known = f" other than the trained one ({limits[self.unit]:g})" if self.unit in limits else ""
             if self.bins is not None:
                 self.bins.weights(budget)  # raises if it is outside of the trained ones
             raise QuestionError(

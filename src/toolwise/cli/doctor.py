@@ -13,7 +13,8 @@ import subprocess
 import sys
 import timeit
 import tomllib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,6 +32,8 @@ _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*([^;]*)(?:;.*extra
 _OPENMP = ("omp_num_threads", "omp_wait_policy")
 _PROBE_TIMEOUT_S = 10
 _TORCH_TIMEOUT_S = 120
+MAX_VALUES = 3
+"""Of a fact that differs among the nodes of a cluster, in the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +108,23 @@ def _compare_nodes(address: str, config: Path | None, as_json: bool) -> None:
     if as_json:
         print_json({"here": here, "nodes": reports, "problems": problems})
     else:
-        columns = ("node", *here)
-        rows = [(name, *(str(facts.get(key, "")) for key in here)) for name, facts in reports.items()]
-        print_table(columns, [("here", *map(str, here.values())), *rows], title="nodes", title_justify="left")
+        title = f"{len(reports)} nodes: {', '.join(reports)}"
+        print_table(("", "here", "nodes"), node_rows(here, reports), title=title, title_justify="left")
         for problem in problems:
             print_error(problem)
     if problems:
         raise typer.Exit(1)
+
+
+def node_rows(here: Mapping[str, Any], reports: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Each fact: here, and its most common values on the nodes, with the number of nodes that have them."""
+    rows = []
+    for key, value in here.items():
+        counts = Counter(str(facts[key]) for facts in reports.values() if key in facts)
+        shown = ", ".join(f"{other} ({count})" for other, count in counts.most_common(MAX_VALUES))
+        others = ", …" if len(counts) > MAX_VALUES else ""
+        rows.append((key, str(value), "the same" if list(counts) == [str(value)] else shown + others))
+    return rows
 
 
 def inspect_packages(requirements: Sequence[str] | None = None) -> list[Package]:

@@ -37,13 +37,14 @@ def export(
     validation: Annotated[
         bool, typer.Option("--validation", help="Export the rollouts of validations, not those of training steps.")
     ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
 ) -> None:
     """Write a run's rollouts to a file in a format that other programs read."""
     from toolwise.training.record_filter import parse_condition
     from toolwise.training.rollout_export import describe_skipped, export_rollouts
 
     conditions = [parse_condition(text) for text in where or ()]
-    result = export_rollouts(run, out, form, where=conditions, validation=validation)
+    result = export_rollouts(run, out, form, where=conditions, validation=validation, overwrite=overwrite)
     print_line(f"wrote {result.rows:,} rows to {out}")
     if result.skipped:
         print_line(f"left out: {describe_skipped(result)}", err=True)

@@ -52,3 +52,9 @@ def unregister_task(task: asyncio.Task[Any]) -> None:
     """Remove a task from our registry and from asyncio's."""
     _hidden.discard(task)
     asyncio.tasks._unregister_task(task)  # documented in "Extending asyncio"
+
+
+def raise_if_cancelled() -> None:
+    """The awaited work may have swallowed a cancellation of this task."""
+    if (task := asyncio.current_task()) is not None and task.cancelling():
+        raise asyncio.CancelledError

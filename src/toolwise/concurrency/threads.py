@@ -38,6 +38,12 @@ def set_thread_count(config: RunConfig | SftConfig, model: Any) -> None:
     torch.set_num_threads(threads)
 
 
+def core_count() -> int:
+    """Cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return os.cpu_count() or 1 if affinity is None else len(affinity(0))
+
+
 @cache
 def _initial_thread_count() -> int:
     """The count at process start: an earlier run may have lowered it."""

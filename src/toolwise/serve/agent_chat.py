@@ -193,7 +193,7 @@ def _refusals(request: ChatRequest) -> Iterator[None]:
     try:
         yield
     except QuestionError as fault:
-        if getattr(request, fault.option) is None:
+        if getattr(request, fault.option, None) is None:
             raise
         raise BadRequestError(str(fault), param=fault.option) from fault
     except PolicyError as fault:

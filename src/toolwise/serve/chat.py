@@ -29,6 +29,7 @@ from toolwise.serve.limits import (
     check_model,
     check_new_tokens,
 )
+from toolwise.serve.piece_queue import Event, Events, next_event
 from toolwise.serve.request import BadRequestError, ChatRequest, error_body, read_request, unsupported
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class ServedModel:
         and no choices."""
         prompt = await self._prepare(request)
         completion = Completion(AnswerHead(self.name), request, prompt.ids)
-        events: asyncio.Queue[tuple[int, SampledPiece | asyncio.Task[Generation]]] = asyncio.Queue()
+        events, held = Events(), list[Event]()
         streams = [self._choice_stream(request, prompt) for _ in range(request.n)]
         tasks = [
             spawn(self._generate(request, prompt, s, lambda piece, index=index: events.put_nowait((index, piece))))  # type: ignore[misc]
@@ -127,7 +128,7 @@ class ServedModel:
             task.add_done_callback(lambda task, index=index: events.put_nowait((index, task)))  # type: ignore[misc]
         try:
             while not completion.ended:
-                index, event = await events.get()
+                index, event = await next_event(events, held, merge=self._merges_pieces)
                 if isinstance(event, asyncio.Task):
                     result = event.result()
                     if self._constraints is None and (chunk := self._piece(completion, streams[index], index, result)):
@@ -150,6 +151,11 @@ class ServedModel:
                 task.cancel()
             await wait_all(tasks)
         yield completion.last()
+
+    @property
+    def _merges_pieces(self) -> bool:
+        """Whether a chunk may have tokens of several steps."""
+        return self._constraints is not None and self._constraints.stream_interval_s > 0
 
     def _piece(
         self, completion: Completion, stream: ChoiceStream, index: int, piece: SampledPiece | Generation
@@ -286,7 +292,8 @@ def opens_thought(prompt: str) -> bool:
 
 
 def _context_full(full: ContextFullError) -> BadRequestError:
-    return BadRequestError(str(full), param="messages", code="context_length_exceeded")
+    message = str(full).replace("rollout.max_new_tokens", "max_tokens")  # as clients call it
+    return BadRequestError(message, param="messages", code="context_length_exceeded")
 
 
 def error_response(fault: Exception) -> tuple[int, dict[str, Any]]:

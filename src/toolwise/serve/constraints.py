@@ -34,6 +34,14 @@ class ReplyConstraints:
     call_format: CallFormat
     _vocabulary: Vocabulary | None = field(default=None, init=False)
 
+    @property
+    def stream_interval_s(self) -> float:
+        """How long the engine collects the tokens of a stream."""
+        from toolwise.engine import Engine
+
+        engine = self.policy.engine
+        return engine.streams.interval_s if isinstance(engine, Engine) else 0.0
+
     async def of(self, request: ChatRequest) -> Constraint | None:
         """The constraint on the reply to a request, if any; compiled in a thread of its own, as it may take seconds.
         One that was compiled before does not wait for it."""

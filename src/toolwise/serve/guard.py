@@ -68,6 +68,8 @@ class RequestGuard:
     hosts: frozenset[str]
     limits: ServerLimits
     keys: ApiKeys = field(default_factory=ApiKeys)
+    hint: str = "add it with --allow-host, or build_app(…, hosts=[…])"
+    """How to get access under another name."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         app = self.app
@@ -110,7 +112,7 @@ class RequestGuard:
         bound = server is not None and name.strip("[]") == server[0]
         if not bound and self.hosts.isdisjoint({"*", name}):
             raise BadRequestError(
-                f"host {name!r:.80} is not allowed: add it with --allow-host, or build_app(…, hosts=[…])",
+                f"host {name!r:.80} is not allowed: {self.hint}",
                 status=403,
             )
 

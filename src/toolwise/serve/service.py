@@ -11,6 +11,7 @@ import ipaddress
 import logging
 import resource
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,6 +39,9 @@ log = logging.getLogger("toolwise.serve")
 Mode = Literal["agent", "model"]
 LoadAgent = Callable[[Sequence[Any] | None], "Agent"]
 """Loads the agent, with the given tools in place of its own."""
+SWITCH_INTERVAL_S = 0.0005
+"""The engine's thread needs the interpreter for a moment after each step on the device; by default, it may have to wait
+for 5 ms each time while events are being written."""
 _SPARE_FILES = 128
 _WARM_UP = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "temperature": 0.0}
 
@@ -89,6 +93,8 @@ def serve(
     """Serve until a signal ends it. `load` loads the agent, with the tools of the one before if it is loaded again;
     `on_start` gets the URL."""
     keep_freed_memory()
+    switch_interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     metrics, admission = ServerMetrics(), Admission(config.limits, warm=False)
     weights = ReloadableWeights(_Loader(config, load), metrics)
     app = build_app(
@@ -98,6 +104,7 @@ def serve(
     try:
         asyncio.run(_run(config, app, weights, admission, on_start))
     finally:
+        sys.setswitchinterval(switch_interval)
         weights.close()
 
 

@@ -7,9 +7,11 @@ the data is written as scripts that the page loads when it needs them.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,31 @@ _IMPORT = re.compile(r'^import \{[^}]*\} from "\./([a-z_]+\.js)";\n', re.MULTILI
 
 
 def write_bundle(runs: Sequence[Path], out: Path, *, max_rollouts: int = 5000) -> Path:
-    """Write the folder; return the path of its page. Of more rollouts, validations and the latest steps are kept."""
+    """Write the folder; return the path of its page. Of more rollouts, validations and the latest steps are kept.
+    Into a new folder it is moved when it is complete; one that exists is written over."""
     _check_folder(out)
+    if (out / "index.html").exists():
+        _write_bundle(runs, out, max_rollouts)
+        return out / "index.html"
+    existed = out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    temporary = out / f".{os.getpid()}.tmp"  # inside: a mounted folder is a file system of its own
+    try:
+        _write_bundle(runs, temporary, max_rollouts)
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name == "index.html"):
+            path.rename(out / path.name)
+    except BaseException:
+        for path in out.iterdir():  # it was empty
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        if not existed:
+            with suppress(OSError):
+                out.rmdir()
+        raise
+    temporary.rmdir()
+    return out / "index.html"
+
+
+def _write_bundle(runs: Sequence[Path], out: Path, max_rollouts: int) -> None:
     pages = Pages([BundledRun(path) for path in runs])
     for name in ("app.css", "icon.svg", "vendor"):
         source = STATIC / name
@@ -55,14 +80,14 @@ def write_bundle(runs: Sequence[Path], out: Path, *, max_rollouts: int = 5000) -
     write_atomic(out / "app.js", joined_modules().encode())
     write_atomic(out / "runs.js", f"window.TOOLWISE_BUNDLE = {json_text({'runs': listed})};\n".encode())
     write_atomic(out / "index.html", _page().encode())
-    return out / "index.html"
 
 
 def _check_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--bundle: {out} is a file; choose a folder")
     page = out / "index.html"
-    if out.is_dir() and any(out.iterdir()) and not (page.exists() and MARK in page.read_text("utf-8", "replace")):
+    others = [path for path in out.glob("*") if not re.fullmatch(r"\.\d+\.tmp", path.name)]  # of one that was killed
+    if others and not (page.exists() and MARK in page.read_text("utf-8", "replace")):
         raise ConfigError(f"--bundle: {out} is not empty; choose another folder")
 
 

@@ -158,7 +158,9 @@ def build_view_app(pages: Pages, host: str = "127.0.0.1") -> Any:
         Route("/", file, methods=["GET"]),
         Route("/{path:path}", file, methods=["GET"]),
     ]
-    return RequestGuard(Starlette(routes=routes), refuse, frozenset({*LOOPBACK, _in_url(host)}), ServerLimits())
+    hosts = frozenset({*LOOPBACK, _in_url(host)})
+    hint = "open the address that toolwise view printed; from another machine, through ssh -L"
+    return RequestGuard(Starlette(routes=routes), refuse, hosts, ServerLimits(), hint=hint)
 
 
 def load_arrow() -> None:

@@ -110,6 +110,13 @@ def test_a_routed_agent_keeps_its_router_with_other_settings(tmp_path: Path) -> 
     assert loaded.ask(SUM).route == "CALCULATE-FAMILY"
 
 
+@pytest.mark.parametrize("change", ["router.max_cost=3", "router = {max_cost = 3}"])
+def test_settings_of_a_router_that_is_not_there_are_refused(agent: Path, tmp_path: Path, change: str) -> None:
+    with pytest.raises(ConfigError, match="this agent has no router, so the setting has no effect"):
+        export_model(agent, tmp_path / "copy", overrides=[change])
+    assert not (tmp_path / "copy").exists()
+
+
 def test_what_was_given_in_python_stays_missing(agent: Path, tmp_path: Path) -> None:
     settings = read_settings(agent) | {OWN_AGENT: True}
     settings["tools"] = ["calculator", "given in Python: look_up"]

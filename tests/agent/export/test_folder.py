@@ -279,3 +279,9 @@ def test_an_export_into_what_it_comes_from_is_refused(trained: Path, tmp_path: P
         with pytest.raises(ConfigError, match="which must stay as it is: choose another --out"):
             export_model(source, out)
         assert not out.exists()
+
+
+def test_settings_of_a_router_that_the_run_does_not_have_are_refused(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"router\.max_cost=3: this agent has no router"):
+        export_model(trained, tmp_path / "out", overrides=["router.max_cost=3"])
+    assert not (tmp_path / "out").exists()

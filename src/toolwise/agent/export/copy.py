@@ -9,7 +9,7 @@ from pathlib import Path
 from toolwise import __version__
 from toolwise.agent.export.card import public_name
 from toolwise.agent.export.dtype import convert, saved_dtype
-from toolwise.agent.export.folder import changes_tools, load_export
+from toolwise.agent.export.folder import changes_tools, check_router_settings, load_export
 from toolwise.agent.sources import find_agent, is_agent_folder, local_source
 from toolwise.models import locate
 from toolwise.models.hub import FILES
@@ -32,6 +32,7 @@ def write_copy(
     copied = {"only_copied": True} if not other_tools else {"trust_code": trust_code}
     config, model = find_agent(found, overrides, use_reward=True, **copied)
     origin = Path(locate(model, config.model.revision if model == config.model.path else ""))
+    check_router_settings(overrides, origin)
     for path in _model_files(origin):
         target = folder / path.relative_to(origin)
         target.parent.mkdir(parents=True, exist_ok=True)

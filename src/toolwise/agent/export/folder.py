@@ -85,6 +85,7 @@ def export_model(
         return Export(out, step, dtype or saved_in)
     run = find_run(source, "has no config.toml: give a run, RUN/checkpoints/step-…, an agent folder, or a model")
     source_checkpoint = find_checkpoint(source, best=best, command="toolwise export")
+    check_router_settings(overrides, source_checkpoint.path / "model")
     config = load_config(run / "config.toml", overrides)
     if adapters and not config.actor.lora.rank:
         raise ConfigError(f"{run} has no adapters, since actor.lora.rank is 0: export its model without --adapters")
@@ -114,6 +115,15 @@ def check_agent_settings(overrides: Sequence[str]) -> None:
     fields = AGENT_FIELDS | {"router": True, "model": AGENT_FIELDS["model"] | {"base", "revision"}}
     for name in unknown_settings(apply_overrides({}, overrides), fields):
         raise ConfigError(f"--set {name}: an agent has no such setting, so an export cannot store it")
+
+
+def check_router_settings(overrides: Sequence[str], model: Path) -> None:
+    """Raise if an override is of the router, but the model has none: nothing would ever read it."""
+    if (model / ROUTER_METADATA_FILE).is_file():
+        return
+    for override in overrides:
+        if override.partition("=")[0].strip().partition(".")[0] == "router":
+            raise ConfigError(f"--set {override}: this agent has no router, so the setting has no effect; leave it out")
 
 
 @contextmanager

@@ -4,6 +4,8 @@
     python scripts/rivals.py --out runs/rivals                # seeds 0 to 4: the chosen settings, and the table
     python scripts/rivals.py --out runs/rivals --report
 
+`--jobs 16` trains as many at a time, for a machine with as many cores.
+
 Rules, fixed before the test seeds were run:
 
 - World, model, tasks, batch size, steps, learning rate and price of invalid actions are the demo's. A rival sees all
@@ -28,6 +30,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -83,7 +86,15 @@ def rival_of(out: Path, router: Path, rival: str, setting: str, seed: int) -> Pa
     return run
 
 
-def compare(out: Path, seed: int, settings: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def train_all(out: Path, seeds: Sequence[int], settings: Mapping[str, Sequence[str]], jobs: int) -> None:
+    """Train what is missing, `jobs` runs at a time: the routers first, since the rivals read their tasks."""
+    cases = [(rival, setting, seed) for seed in seeds for rival, each in settings.items() for setting in each]
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda seed: router_of(out, seed), seeds))
+        list(pool.map(lambda case: rival_of(out, out / f"router-{case[2]}", *case), cases))
+
+
+def compare(out: Path, seed: int, settings: Mapping[str, Sequence[str]], jobs: int = 1) -> dict[str, Any]:
     """Train what is missing for one seed and evaluate it; rival-setting -> its point, and the router at its cost."""
     from toolwise.demo.recipe import ROUTABLE_KINDS
     from toolwise.demo.tasks import write_rows
@@ -98,7 +109,7 @@ def compare(out: Path, seed: int, settings: Mapping[str, Sequence[str]]) -> dict
     folder.mkdir(parents=True, exist_ok=True)
     fresh = write_rows(folder / "fresh.jsonl", ROWS, seed=20_000 + seed, split="heldout", kinds=ROUTABLE_KINDS)
     words = ["eval", str(router), "--data", str(fresh), "--budgets", "0.5", "--draws", str(DRAWS), "--no-store"]
-    words += ["--tuning-rows", "0", "--out", str(folder / "frontier")]
+    words += ["--tuning-rows", "0", "--jobs", str(jobs), "--out", str(folder / "frontier")]
     words += [word for name, run in runs.items() for word in ("--baseline", f"{name}={run}")]
     toolwise(*words)
     frontier = json.loads((folder / "frontier" / "frontier.json").read_text())
@@ -107,10 +118,11 @@ def compare(out: Path, seed: int, settings: Mapping[str, Sequence[str]]) -> dict
     return compared
 
 
-def choose(out: Path) -> dict[str, str]:
+def choose(out: Path, tuning: Sequence[int] = TUNING_SEEDS, jobs: int = 1) -> dict[str, str]:
     """The setting of each rival with the smallest mean lead of the router on the tuning seeds."""
     every = {rival: tuple(settings) for rival, settings in RIVALS.items()}
-    seeds = [compare(out, seed, every) for seed in TUNING_SEEDS]
+    train_all(out, tuning, every, jobs)
+    seeds = [compare(out, seed, every, jobs) for seed in tuning]
     chosen = {}
     print("| rival | setting | score | cost | router ahead by |\n|---|---|---|---|---|")
     for rival, settings in every.items():
@@ -144,18 +156,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--tune", action="store_true", help="only choose the settings, on the tuning seeds")
+    parser.add_argument("--tuning-seeds", type=int, nargs="+", default=TUNING_SEEDS, help="tuning seeds")
+    parser.add_argument("--jobs", type=int, default=1, help="runs trained at a time")
     parser.add_argument("--seeds", type=int, nargs="+", default=TEST_SEEDS, help="test seeds")
     parser.add_argument("--report", action="store_true", help="only print the table of the test seeds done so far")
     args = parser.parse_args()
     chosen = json.loads((args.out / "chosen.json").read_text()) if (args.out / "chosen.json").exists() else None
     if chosen is None or args.tune:
-        chosen = choose(args.out)
+        chosen = choose(args.out, args.tuning_seeds, args.jobs)
     if args.tune:
         return
     settings, compared = {rival: (setting,) for rival, setting in chosen.items()}, {}
+    if not args.report:
+        train_all(args.out, args.seeds, settings, args.jobs)
     for seed in args.seeds:
         if not args.report or (args.out / "test" / f"seed-{seed}" / "compared.json").exists():
-            compared[seed] = compare(args.out, seed, settings)
+            compared[seed] = compare(args.out, seed, settings, args.jobs)
     report(compared, chosen)
 
 

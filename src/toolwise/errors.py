@@ -32,8 +32,8 @@ class CheckpointError(ToolwiseError):
 
 
 class QuestionError(ConfigError):
-    """An agent cannot answer a question as it was asked; `option` names what asks too much: route, budget, max_cost or
-    messages."""
+    """An agent cannot answer a question as it was asked; `option` names what asks too much, by its name in a
+    request: route, budget, max_cost, messages, …"""
 
     def __init__(self, message: str, option: str) -> None:
         super().__init__(message)

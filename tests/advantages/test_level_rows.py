@@ -8,6 +8,7 @@ from rlvcr_cases import level_score, thinking_step, thoughtful
 
 from toolwise.advantages import Grpo, Rlvcr
 from toolwise.advantages.level_values import alternative_rows
+from toolwise.learner.batch import build_batch
 from toolwise.learner.rows import build_rows
 from toolwise.types import AnnotatedRollout, CreditedRollout, ThinkingGroup, ThinkingStep
 
@@ -36,16 +37,18 @@ def test_one_row_for_each_level_that_was_not_used() -> None:
 def test_a_row_is_history_level_thought_tag_and_action_and_only_what_was_drawn_is_learned() -> None:
     level_1, level_2, _ = (build_rows([r])[0] for r in rows())
     # history 1 2, forced level 102, thought 202 202, the action's tag 9, the action 7 8
-    assert level_2.ids == [1, 2, 102, 202, 202, 9, 7, 8]
-    assert level_2.sampled == [False] * 3 + [True] * 2 + [False] + [True] * 2
-    assert level_1.ids == [1, 2, 101, 9, 7, 8]
-    assert level_1.sampled == [False] * 4 + [True] * 2
+    assert level_2.ids.tolist() == [1, 2, 102, 202, 202, 9, 7, 8]
+    assert level_2.sampled.tolist() == [False] * 3 + [True] * 2 + [False] + [True] * 2
+    assert level_1.ids.tolist() == [1, 2, 101, 9, 7, 8]
+    assert level_1.sampled.tolist() == [False] * 4 + [True] * 2
 
 
 def test_tokens_carry_the_log_probs_of_their_own_context() -> None:
-    [row] = build_rows([rows()[1]])
-    assert row.logprobs[3:5] == [-0.5, -0.5]  # as the thought was sampled
-    assert row.logprobs[6:] == [-1.75, -2.25]  # as the action was scored after that thought
+    batch = build_batch([rows()[1]])
+    [row], logprobs = batch.rows, batch.rollout_logprobs
+    assert np.flatnonzero(row.sampled).tolist() == [3, 4, 6, 7]
+    assert logprobs[:2].tolist() == [-0.5, -0.5]  # as the thought was sampled
+    assert logprobs[2:].tolist() == [-1.75, -2.25]  # as the action was scored after that thought
 
 
 def test_an_action_is_weighed_by_how_much_likelier_it_is_here_than_where_it_was_drawn() -> None:

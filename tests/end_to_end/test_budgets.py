@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from toolwise.errors import CheckpointError, ConfigError
 from toolwise.routing.budget_bins import BINS_KEY
 from toolwise.routing.head.head import load_head
 from toolwise.training import checkpoint
+from toolwise.training.records import read_records
+from toolwise.types import Task
 
 torch.set_num_threads(1)
 
@@ -79,12 +82,23 @@ def test_one_policy_serves_all_budgets_from_training_to_asking(finished: Path) -
     assert [c.limits for c in routing.bins.calibrations] == [(0.1,), (0.5,), (0.9,)]
     assert routing.trained == routing.bins.calibrations[1]
     agent = toolwise.load(finished / "run")
-    for budget in (None, 0.1, 0.7):
+    for budget, told in ((None, "0.5"), (0.1, "0.1"), (0.7, "(0.5|0.9)")):  # 0.7 was never trained for
         answer = agent.ask("What is 12 * 34?", budget=budget)
         shown = answer.rollout.messages[0].content or ""
-        assert shown.endswith(f"Budget: {budget or 0.5:g} calls on average, at most 1.")
+        assert re.search(rf"Budget: {told} calls on average, at most 1\.$", shown)
+    questions = [Task(task_id=str(i), prompt=[{"role": "user", "content": f"{i}?"}]) for i in range(20)]
+    assert {routing.told_budget(question, 0.7) for question in questions} == {0.5, 0.9}
+    assert {routing.told_budget(question, 0.9) for question in questions} == {0.9}
     with pytest.raises(ConfigError, match=r"budget 0\.95 is outside 0\.1 to 0\.9"):
         agent.ask("What is 12 * 34?", budget=0.95)
+
+
+def test_lines_about_the_budget_are_undone_in_stored_prompts(finished: Path) -> None:
+    records = list(read_records(finished / "run/rollouts/step-000001.jsonl"))
+    assert records
+    for record in records:
+        assert "Budget: " in str(record.messages[0])
+        assert "Budget" not in str(record.original_messages[0])
 
 
 def test_a_stored_head_with_other_budgets_is_refused(finished: Path) -> None:

@@ -12,9 +12,10 @@ import torch
 
 from toolwise.agent.inference import TrainedRouter
 from toolwise.agent.loader import load_router
+from toolwise.config.router import RouterConfig
 from toolwise.data import load_tasks
 from toolwise.demo.tasks import write_rows
-from toolwise.frontier.evaluation import route_values
+from toolwise.frontier.evaluation import other_budgets, route_values
 from toolwise.models import locate
 from toolwise.routing.families import ROUTES
 from toolwise.routing.head.head import HeadSettings, RouterHead, save_head
@@ -55,3 +56,10 @@ def test_a_value_head_gives_rewards_and_costs(tmp_path: Path) -> None:
     assert found.costs is not None
     assert found.values.shape == found.costs.shape == (4, 3)
     assert not found.samples
+
+
+def test_budgets_that_thresholds_do_not_know_are_noted() -> None:
+    budgets = [{"limit": 0.4, "unit": "search"}, {"limit": 0.2, "unit": "calculate"}]
+    both = RouterConfig.model_validate({"cost": "calls", "budgets": budgets})
+    assert other_budgets(both) == ["these budgets are in 'search'; those in 'calculate' are not kept"]
+    assert other_budgets(RouterConfig()) == other_budgets(both.model_copy(update={"budgets": both.budgets[:1]})) == []

@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from toolwise.frontier.reference_curves import estimate, fixed_mixture_curve, oracle_curve, random_curve, row_weights
+from toolwise.frontier.reference_curves import (
+    describe_unmet,
+    estimate,
+    fixed_mixture_curve,
+    oracle_curve,
+    random_curve,
+    row_weights,
+)
 
 # Routes: answer, search, calculate. Four rows; the means of their draws.
 SCORES = np.array([[0.9, 1.0, 0.9], [0.0, 0.8, 0.1], [0.1, 0.0, 0.9], [0.0, 0.0, 0.0]])
@@ -131,3 +138,12 @@ def test_nan_is_left_out_of_the_interval() -> None:
     assert 0.4 <= found.low < 0.42
     assert 0.58 < found.high <= 0.6
     assert np.isnan(estimate(np.array([np.nan, np.nan])).low)
+
+
+def test_budgets_below_the_cheapest_routes_that_apply_are_noted() -> None:
+    costs = np.array([[0.0, 1.0], [0.0, 1.0]])
+    either, second_only = np.ones((2, 2), dtype=bool), np.array([[True, True], [False, True]])
+    assert describe_unmet([0.0, 0.4], costs, either) == []
+    assert describe_unmet([0.0, 0.4, 0.5, 1.0], costs, second_only) == [
+        "budgets that no routes meet here: 0, 0.4; the cheapest routes cost 0.5"
+    ]

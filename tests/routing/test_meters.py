@@ -46,6 +46,12 @@ def test_amounts_by_hand(name: str, amount: float) -> None:
     assert read_meters(ROLLOUT, [name], lambda _: 12) == {name: pytest.approx(amount)}
 
 
+def test_seconds_are_those_of_tools_and_of_other_models() -> None:
+    rollout = used(tool_s={"search": 0.25}, reply_s=2.0)
+    assert read_meters(rollout, ["seconds"], None) == {"seconds": 0.25}
+    assert read_meters(replace(rollout, answered_by="expert"), ["seconds"], None) == {"seconds": 2.25}
+
+
 def test_every_meter_is_worked_out_above() -> None:
     assert set(METERS) == {"seconds"} | {
         f"{name}{k}" for name in ("tokens", "thinking_tokens", "prompt_tokens") for k in ("", "_1k")

@@ -12,6 +12,7 @@ import pytest
 
 from toolwise.config.schema import RunConfig
 from toolwise.demo.tasks import write_rows
+from toolwise.errors import ConfigError
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.training.budget_probe import describe_unmet, probe_budgets
 from toolwise.training.run import Run, assemble
@@ -103,3 +104,15 @@ def test_a_budget_of_calls_needs_no_rollouts(tmp_path: Path, monkeypatch: pytest
     run = a_run(tmp_path, budgets=[{"limit": 0.0}])
     monkeypatch.setattr(RolloutScheduler, "roll_out", None)
     assert probe(run) == ""
+
+
+def test_the_lowest_random_budget_has_to_be_met(tmp_path: Path) -> None:
+    routes = [{"name": "plain", "price": 0.7}, {"name": "look-up", "tools": ["search"], "price": 0.9}]
+    drawn = {"low": 0.2, "high": 0.9, "bins": 3}
+    with pytest.raises(ConfigError, match=r"the budget of 0\.2 in 'cost' cannot be met: .* cost 0\.7 "):
+        a_run(tmp_path, routes=routes, budgets=[{"limit": 0.8}], random_budgets=drawn)
+    a_run(tmp_path, routes=routes, budgets=[{"limit": 0.8}], random_budgets=drawn | {"low": 0.7})
+    prices = {"cost": {"calculator": 1.0, "search": 1.0, "tokens": 1.0}}
+    drawn = {"low": 0.5, "high": 500.0, "bins": 3}
+    run = a_run(tmp_path, prices=prices, budgets=[{"unit": "cost", "limit": 400.0}], random_budgets=drawn)
+    assert probe(run).startswith("the budget of 0.5 in 'cost' cannot be met: the cheapest routes cost ")

@@ -30,6 +30,7 @@ from toolwise.training.calibration import (
     MIN_ROWS,
     budget_metrics,
     calibrate,
+    calibrate_run,
     expected_errors,
     recorded_split,
     split_tasks,
@@ -247,6 +248,17 @@ def test_a_budget_that_nothing_meets_is_said_with_the_least_cost(
     with caplog.at_level("WARNING"):
         asyncio.run(Training(run, tmp_path / "run", resume=False).run_training())
     assert "the budget of 0.2 in 'cost' cannot be met: the cheapest routes cost 0.750; raise the limit" in caplog.text
+
+
+def test_a_random_budget_that_nothing_meets_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default budget, 0.8, is met."""
+    real = LearnedRouter.costs_of
+    monkeypatch.setattr(LearnedRouter, "costs_of", lambda self, rollout: {"cost": 0.5 + real(self, rollout)["cost"]})
+    run = assemble(config(tmp_path, budgets=[{"limit": 0.8}], random_budgets={"low": 0.2, "high": 0.8, "bins": 2}))
+    _, said = asyncio.run(calibrate_run(run, run.calibration.calibration, step=1))
+    assert said == "the budget of 0.2 in 'cost' cannot be met: the cheapest routes cost 0.500; raise the limit"
+    _, again = asyncio.run(calibrate_run(run, run.calibration.calibration, step=2))
+    assert again == ""
 
 
 @pytest.mark.parametrize("mode", ["policy", "value"])

@@ -99,7 +99,8 @@ def run(tmp_path: Path) -> Path:
 
 def export(run: Path, form: Any, *where: str, **options: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
     out = run.parent / f"{form}.{'parquet' if form == 'parquet' else 'jsonl'}"
-    result = export_rollouts(run, out, form, where=[parse_condition(text) for text in where], **options)
+    conditions = [parse_condition(text) for text in where]
+    result = export_rollouts(run, out, form, where=conditions, overwrite=True, **options)
     rows = read_rows(out)
     assert len(rows) == result.rows
     return rows, dict(result.skipped)
@@ -201,6 +202,17 @@ def test_a_file_of_the_run_is_not_overwritten(run: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="is a file of the run, which would be lost"):
         export_rollouts(run, run / name, "sft")
     assert (run / name).read_bytes() == before
+
+
+def test_another_file_is_overwritten_only_if_asked_for(run: Path, tmp_path: Path, cli: Cli) -> None:
+    out = tmp_path / "notes.jsonl"
+    out.write_text("mine\n")
+    refused = cli("rollouts", "export", run, "--format", "openai", "--out", out)
+    assert refused.status != 0
+    assert "replace it with --overwrite" in " ".join(refused.err.split())
+    assert out.read_text() == "mine\n"
+    assert cli("rollouts", "export", run, "--format", "openai", "--out", out, "--overwrite").status == 0
+    assert read_rows(out)
 
 
 def test_an_export_of_a_real_run_has_its_tools_and_trains(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:

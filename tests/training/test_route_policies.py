@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from toolwise.config.schema import RunConfig
-from toolwise.errors import ConfigError
+from toolwise.errors import ConfigError, ModelError
 from toolwise.models import load_model
 from toolwise.policies.local import LimitedPolicy, LocalPolicy
 from toolwise.policies.openai.policy import OpenAIAgentPolicy
@@ -57,3 +57,9 @@ def test_a_stored_heads_routes_per_tool_come_back_in_its_order(local: LocalPolic
     given = RunConfig.model_validate({"router": {"per_tool": True}})
     made = build_conditioning(given, {}, local, names=("ANSWER", "search", "calculator"))
     assert made.routes.names == ("ANSWER", "search", "calculator")
+
+
+def test_a_model_that_is_not_there_is_named_by_its_table(local: LocalPolicy) -> None:
+    given = config({"name": "expert", "policy": "big", "price": 1.0}, policies={"big": {"path": "/no/such/model"}})
+    with pytest.raises(ModelError, match=r"^router\.policies\.big\.path: there is no folder '/no/such/model'"):
+        build_conditioning(given, {}, local)

@@ -251,3 +251,10 @@ def test_early_stopping_without_validations_is_refused() -> None:
     config = RunConfig.model_validate({"trainer": {"early_stopping": 2}, "validation": {"every": 0}})
     with pytest.raises(ConfigError, match=r"set validation\.every"):
         check_learnable(config)
+
+
+def test_held_out_rows_that_no_route_applies_to_are_refused_at_once() -> None:
+    routes = [{"name": "look-up", "tools": ["search"]}, {"name": "add", "tools": ["calculator"]}]
+    given = config(tools=["search", "calculator"], rollout={"n": 4}, router={"enable": True, "routes": routes})
+    with pytest.raises(ConfigError, match="no route applies to a task with the tools none: add a route without tools"):
+        assemble(given, tasks=TASKS, validation_tasks=[TASKS[0].model_copy(update={"tools": []})], reward=judge)

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from toolwise.agent.agent import Agent
 from toolwise.agent.inference import Calibration, TrainedRouter, values_of
 from toolwise.agent.time_saved import TimeSaved, time_saved
+from toolwise.config.router import RouterConfig
 from toolwise.config.schema import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.frontier.baselines import training_rows
+from toolwise.frontier.reference_curves import describe_unmet
 from toolwise.frontier.rollout_pool import ALL_TOOLS, OutcomeTable, PoolPlan, fill_pool, read_cells
 from toolwise.frontier.router_comparison import Frontier, RouteValues, calibrate, compute_frontier
 from toolwise.frontier.shards import count_cells, merge_shards, run_in_processes, shard_path, shard_paths
@@ -88,7 +91,7 @@ async def evaluate_frontier(
     baselines, baseline_notes = await baseline_routers(
         routing, train, tasks, tuning, pools.get("tuning"), levels, seed=seed
     )
-    notes += baseline_notes
+    notes += baseline_notes + other_budgets(routing.config.router)
     if not request.actors:
         notes.append("no other trained actor: give one with --baseline NAME=RUN")
     frontier = compute_frontier(
@@ -107,6 +110,7 @@ async def evaluate_frontier(
     routed = outcomes.select_routes(routes)
     spent, scores = routed.mean_over_draws("costs"), routed.mean_over_draws("scores")
     complete = np.flatnonzero(np.isfinite(scores).all(axis=1))
+    notes += describe_unmet(levels, spent[complete], _applicable(routing, tasks)[complete])
     thresholds, means = calibrate(router_values.select_rows(complete), spent[complete], scores[complete], levels)
     calibration = Calibration(
         budgets=tuple(levels),
@@ -118,6 +122,18 @@ async def evaluate_frontier(
         with_tools_s=None if saved is None else saved.with_tools_s,
     )
     return FrontierEvaluation(frontier, calibration, saved, tuple(notes))
+
+
+def other_budgets(router: RouterConfig) -> list[str]:
+    """A note about budgets that the thresholds of an evaluation do not know: they are in the unit of the first one."""
+    first, *others = [repr(budget.unit) for budget in router.budgets] or [""]
+    return [f"these budgets are in {first}; those in {', '.join(others)} are not kept"] if others else []
+
+
+def _applicable(routing: TrainedRouter, tasks: Sequence[Task]) -> NDArray[np.bool_]:
+    """[tasks, routes] which routes the tasks can take."""
+    every = (True,) * len(routing.routes)
+    return np.array([routing.conditioning.applicable(task) or every for task in tasks])
 
 
 def route_values(routing: TrainedRouter, tasks: Sequence[Task]) -> RouteValues:

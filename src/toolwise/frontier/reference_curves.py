@@ -5,9 +5,11 @@ All curves of a frontier are resampled with the same weights, so differences are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolwise.routing.threshold import Floats, hull_moves
 
@@ -95,3 +97,11 @@ def fixed_mixture_curve(scores: Floats, costs: Floats, weights: Floats) -> Curve
     longest = max(map(len, corners))
     routes = np.array([line + line[-1:] * (longest - len(line)) for line in corners])
     return Curve(np.take_along_axis(mean_costs, routes, 1), np.take_along_axis(mean_scores, routes, 1))
+
+
+def describe_unmet(levels: Sequence[float], costs: Floats, applies: NDArray[np.bool_]) -> list[str]:
+    """A note about budgets below what the cheapest routes cost. `costs` are [rows, routes]; `applies` says which of
+    the routes the rows can take."""
+    least = float(np.where(applies, costs, np.inf).min(axis=1).mean())
+    unmet = ", ".join(f"{level:g}" for level in levels if level < least - 1e-9)
+    return [f"budgets that no routes meet here: {unmet}; the cheapest routes cost {least:.3g}"] if unmet else []

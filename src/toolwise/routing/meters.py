@@ -1,9 +1,10 @@
-"""What a rollout used besides calls, as amounts that a price list can price: tokens, thinking tokens, seconds of tools.
+"""What a rollout used besides calls, as amounts that a price list can price: tokens, thinking tokens, seconds.
 
     tokens            sampled by the policy, thoughts included
     thinking_tokens   those inside thoughts
     prompt_tokens     read by the policy, summed over turns, as servers charge for them
-    seconds           measured time of the calls, without waiting for a worker; noisy
+    seconds           measured time of the calls, without waiting for a worker, and of the replies where another model
+                      than the trained one answers; noisy
 
 With `_1k` after its name, an amount of tokens is in thousands, as prices in money are.
 """
@@ -41,7 +42,8 @@ def _amount(measured: str, rollout: Rollout, count_thinking: CountThinking | Non
     if measured == "prompt_tokens":
         return float(usage.prompt_tokens)
     if measured == SECONDS_METER:
-        return sum(usage.tool_s.values())
+        # The trained model's own replies are generated in large batches, which says nothing about a single question.
+        return sum(usage.tool_s.values()) + (usage.reply_s if rollout.answered_by else 0.0)
     return float(estimate_thinking(rollout) if count_thinking is None else count_thinking(rollout))
 
 

@@ -48,7 +48,7 @@ async def probe_budgets(setup: RolloutSetup, tasks: Sequence[Task]) -> str:
         if not rollout.trainable:
             failed.add(decision.prompt_id)
     whole = [np.array(rows) for prompt, rows in costs.items() if prompt not in failed]
-    return describe_unmet(whole, router.budgets.limits)
+    return describe_unmet(whole, router.config.lowest_limits)
 
 
 def _is_plain(router: InferenceRouter, tasks: Sequence[Task]) -> bool:

@@ -127,7 +127,7 @@ async def calibrate_run(setup: RolloutSetup, tasks: Sequence[Task], *, step: int
     if not isinstance(router, InferenceRouter) or not tasks or not step:
         return {}, ""
     rollouts, last = setup.config.router.calibration_rollouts, step >= setup.config.trainer.total_steps
-    met_before = router.calibration is None or router.calibration.feasible
+    met_before = not any(map(infeasible, _calibrations(router)))
     count = rollouts if last else math.ceil(rollouts / 3)
     latest: DeliveredBudget | None
     if isinstance(router, TurnRouter):
@@ -139,7 +139,15 @@ async def calibrate_run(setup: RolloutSetup, tasks: Sequence[Task], *, step: int
     metrics = {"calibration/score": latest.score}
     for unit, cost, error in zip(latest.units, latest.costs, latest.standard_errors, strict=True):
         metrics |= {f"calibration/{unit}/cost": cost, f"calibration/{unit}/stderr": error}
-    return metrics, infeasible(latest) if met_before else ""
+    unmet = (text for text in map(infeasible, _calibrations(router)) if text)
+    return metrics, next(unmet, "") if met_before else ""
+
+
+def _calibrations(router: InferenceRouter) -> Sequence[DeliveredBudget]:
+    """That of the budgets, or of each random budget, the lowest first."""
+    if router.bins is not None and router.bins.calibrations:
+        return router.bins.calibrations
+    return () if router.calibration is None else (router.calibration,)
 
 
 async def calibrate(

@@ -52,13 +52,17 @@ def export_rollouts(
     *,
     where: Sequence[Condition] = (),
     validation: bool = False,
+    overwrite: bool = False,
 ) -> ExportResult:
-    """Writes the rollouts in the run's folder that satisfy all conditions to `out`, atomically."""
+    """Writes the rollouts in the run's folder that satisfy all conditions to `out`, atomically; to a file that exists
+    only with `overwrite`, and never to one of the run."""
     suffix = ".parquet" if form == "parquet" else ".jsonl"
     if out.suffix.lower() != suffix:
         raise ConfigError(f"--out {out}: {form} is written as {suffix}; give the file this suffix")
     if out.exists() and out.resolve().is_relative_to(run.resolve()):
         raise ConfigError(f"--out {out} is a file of the run, which would be lost: choose another one")
+    if out.exists() and not overwrite:
+        raise ConfigError(f"--out {out} exists: choose another file, or replace it with --overwrite")
     steps = _read_steps(run, where, validation=validation)
     schemas = run_tools(run)
     result = ExportResult(has_tools=schemas is not None)

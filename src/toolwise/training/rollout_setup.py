@@ -85,7 +85,7 @@ def setup_evaluation(
     with tools_and_scoring(config, tools, reward, agent) as (tool_objects, scoring):
         tasks = attach_labels(config, tasks)
         tasks = check_tasks(config, tasks, tool_objects)
-        check_routable(config, tool_objects, tasks)
+        check_routable(config, tool_objects, tasks, learns=False)
         scoring.check(list(distinct_tasks(tasks)))
         check_held_out_tools(tool_objects, config.multi_turn.held_out_tools)
         return setup_rollouts(config, tasks, tool_objects, scoring, env=env, router=router, parser=parser, agent=agent)
@@ -328,6 +328,7 @@ def _adaptive_gate(config: RunConfig, policy: AgentPolicy) -> AdaptiveGate:
         slots=config.rollout.max_batch,
         cache_tokens=lambda: engine.blocks.count * engine.blocks.size,
         generating_s=lambda: policy.generating_s,
+        busy_s=lambda: engine.busy_s,
         n=config.rollout.n,
     )
 

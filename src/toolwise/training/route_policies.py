@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from toolwise.config.rollout import GrammarConfig
 from toolwise.config.routes import RoutePolicyConfig
 from toolwise.config.schema import RunConfig
+from toolwise.errors import ModelError
 from toolwise.protocols import AgentPolicy, Sampling
 from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.routes import Route, RouteSet, build_routes
@@ -69,7 +70,7 @@ def _policies(config: RunConfig, routes: RouteSet, policy: LocalPolicy) -> dict[
         local = policy
         if options is not None:
             if name not in loaded:
-                loaded[name] = _other_model(config, options.path)
+                loaded[name] = _other_model(config, name, options.path)
             local = loaded[name]
         if options is not None or limit is not None:
             policies[route.name] = local if limit is None else local.limited(limit)
@@ -98,10 +99,13 @@ def _server_policy(config: RunConfig, options: RoutePolicyConfig, limit: int | N
     )
 
 
-def _other_model(config: RunConfig, path: str) -> LocalPolicy:
+def _other_model(config: RunConfig, name: str, path: str) -> LocalPolicy:
     """Another model in this process, generating as the run's does."""
     from toolwise.training.rollout_setup import local_policy
 
     changes = {"engine": "toolwise", "tool_parser": "auto", "grammar": GrammarConfig()}
     rollout = config.rollout.model_copy(update=changes)
-    return local_policy(config.model_copy(update={"rollout": rollout}), path)
+    try:
+        return local_policy(config.model_copy(update={"rollout": rollout}), path)
+    except ModelError as fault:
+        raise ModelError(f"router.policies.{name}.path: {str(fault).removeprefix('model.path: ')}") from None

@@ -177,6 +177,7 @@ def assemble(
         train, held_out = (check_tasks(config, tasks, tool_objects) for tasks in (train, held_out))
         check_family_names(config, tool_objects, train)
         check_routable(config, tool_objects, train)
+        check_routable(config, tool_objects, held_out, learns=False)
         scoring.check([*distinct_tasks(train), *distinct_tasks(held_out)])
         split = split_tasks(config, without_held_out_tools(train, tool_objects, config.multi_turn.held_out_tools))
         batches = build_batches(config, split.train, sampler)

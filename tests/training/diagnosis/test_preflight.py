@@ -200,6 +200,20 @@ def test_a_router_with_tools_is_not() -> None:
     check_routable(config(), {}, [task()])
 
 
+def test_rows_that_are_only_evaluated_may_lack_the_tools_of_a_route() -> None:
+    look_up = {"name": "look-up", "tools": ["search"]}
+    routes = [{"name": "plain", "price": 0.7}, look_up]
+    settings = config(router={"enable": True, "routes": routes, "budgets": [{"limit": 0.5}]})
+    tools, rows = build_tools(["search", "calculator"]), [task(tools=["calculator"])]
+    with pytest.raises(ConfigError, match="names the tool 'search', but the tools of the tasks are: calculator"):
+        check_routable(settings, tools, rows)
+    check_routable(settings, tools, rows, learns=False)
+    check_routable(config(router={"enable": True}), tools, [task(tools=[])], learns=False)
+    none = config(router={"enable": True, "routes": [look_up, {"name": "dates", "families": ["CLOCK"]}]})
+    with pytest.raises(ConfigError, match="no route applies to a task with the tools calculator"):
+        check_routable(none, tools, rows, learns=False)
+
+
 @pytest.mark.parametrize(
     ("prices", "said"),
     [

@@ -137,3 +137,22 @@ def test_a_validation_that_will_be_repeated_is_dropped(tmp_path: Path) -> None:
         (1, True),
         (2, False),
     ]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"step": "six"}', "step is 'six', not a number"),
+        ('{"step": [1]}', r"step is \[1\], not a number"),
+        ('{"step": null}', "step is None, not a number"),
+        ('{"step": Infinity}', "step is inf, not a number"),
+        (f'{{"step": {"9" * 400}}}', "step is 999.*, not a number"),
+        (f'{{"step": 2, "loss": -{"9" * 400}}}', "'loss' is a number of more than 1000 bits"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_a_line_that_no_tracker_writes_is_named(tmp_path: Path, line: str, problem: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(CheckpointError, match=f"line 2: {problem}.*; remove that line"):
+        read_metrics(path)

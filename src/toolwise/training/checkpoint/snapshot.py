@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolwise.kernels.streams import stream_for
+
 SLAB_BYTES = 1 << 29
 """Memory is allocated in pieces of this size, or of one tensor: page-locked memory is rounded up to a power of two."""
 ALIGNMENT = 512
@@ -70,7 +72,6 @@ class TensorCopies:
     def __init__(self) -> None:
         self._layout: list[tuple[Any, ...]] = []
         self._copies: list[Tensor] = []
-        self._streams: dict[torch.device, Any] = {}
 
     def missing_bytes(self, frozen: FrozenState) -> int:
         """Memory that `copy` would have to allocate."""
@@ -82,22 +83,18 @@ class TensorCopies:
         if _layout(frozen) != self._layout:
             self._layout, self._copies = [], []  # free the old ones first
             self._layout, self._copies = _layout(frozen), _allocate(frozen.tensors)
+        streams = {device: stream_for("checkpoint", device) for device, _ in frozen.ready}
         for device, event in frozen.ready:
-            self._stream(device).wait_event(event)
+            streams[device].wait_event(event)
         for source, target in zip(frozen.tensors, self._copies, strict=True):
             if source.is_cuda:
-                with torch.cuda.stream(self._stream(source.device)):
+                with torch.cuda.stream(streams[source.device]):
                     target.copy_(source, non_blocking=True)
             else:
                 target.copy_(source)
-        for stream in self._streams.values():
+        for stream in streams.values():
             stream.synchronize()
         return _restore(frozen.tree, self._copies)
-
-    def _stream(self, device: torch.device) -> Any:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
 
 
 def _layout(frozen: FrozenState) -> list[tuple[Any, ...]]:

@@ -77,10 +77,16 @@ def check_family_names(config: RunConfig, tools: Mapping[str, BaseTool], tasks: 
             )
 
 
-def check_routable(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> None:
+def check_routable(
+    config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task], *, learns: bool = True
+) -> None:
     """Reject a router if no task has a tool, neither one of the run nor one that its prompt describes; and routes of a
-    user that name tools or families that no task has, or that cost more than a budget allows whatever is learned."""
+    user that name tools or families that no task has, or that cost more than a budget allows whatever is learned.
+    Rows that are only evaluated may lack all that; some route has to apply to each of them."""
     if not config.router.enable or not tasks:
+        return
+    if not learns:
+        map_distinct(tasks, Conditioning(config.router, tools if config.multi_turn.enable else {}).applicable)
         return
     _check_price_list(config, tools, tasks)
     if config.router.routes:
@@ -135,10 +141,10 @@ def _check_own_routes(config: RunConfig, tools: Mapping[str, BaseTool], tasks: S
     cost = build_cost(config.router, tools)
     first = next((budget.unit for budget in config.router.budgets), cost.units[0])
     check_prices(routes, cost.units, max_cost=config.router.max_cost, unit=first)
-    for budget in config.router.budgets:
-        if budget.unit in cost.units and (least := least_cost(routes, families, budget.unit)) > budget.limit + 1e-9:
+    for unit, limit in config.router.lowest_limits.items():
+        if unit in cost.units and (least := least_cost(routes, families, unit)) > limit + 1e-9:
             raise ConfigError(
-                f"the budget of {budget.limit:g} in {budget.unit!r} cannot be met: the cheapest routes cost "
+                f"the budget of {limit:g} in {unit!r} cannot be met: the cheapest routes cost "
                 f"{least:.3g} on average even without a call; raise the limit, or add a cheaper route"
             )
 

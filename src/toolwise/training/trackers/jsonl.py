@@ -14,6 +14,10 @@ from toolwise.protocols import Tracker
 from toolwise.serialization.files import write_atomic
 from toolwise.serialization.gzip_blocks import DAMAGES, read_text
 from toolwise.serialization.json_text import json_line
+from toolwise.untrusted.bounds import truncate_text
+
+_MAX_BITS = 1000
+"""Of an integer that still is a finite float."""
 
 
 class JsonlTracker(Tracker):
@@ -86,7 +90,21 @@ def _complete_lines(path: Path, *, missing_ok: bool = True) -> list[tuple[dict[s
         except (ValueError, RecursionError):
             parsed = None
         if isinstance(parsed, dict):
+            if (problem := _problem(parsed)) is not None:
+                raise CheckpointError(f"{path}, line {number}: {problem}; remove that line and try again")
             lines.append((parsed, raw))
         elif number != numbered[-1][0]:
             raise CheckpointError(f"{path}, line {number}: not a JSON object; remove that line and try again")
     return lines
+
+
+def _problem(line: Mapping[str, Any]) -> str | None:
+    """What no tracker writes, and no reader of metrics can compute with; None if there is nothing such."""
+    step = line.get("step", 0)
+    is_huge = isinstance(step, int) and step.bit_length() > _MAX_BITS
+    if isinstance(step, bool) or not isinstance(step, int | float) or is_huge or not math.isfinite(step):
+        return f"step is {truncate_text(repr(step), 60)}, not a number"
+    for name, value in line.items():
+        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+            return f"{truncate_text(repr(name), 60)} is a number of more than {_MAX_BITS} bits"
+    return None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from process_state import is_running
 
 from toolwise.concurrency import deadlines
 from toolwise.config.imports import load_reference
@@ -78,10 +79,7 @@ def is_gone(pid: int, limit_s: float = 20.0) -> bool:
     """Whether the process ends, or becomes a zombie, within the time limit."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
-        try:
-            if " Z " in Path(f"/proc/{pid}/stat").read_text():
-                return True
-        except (FileNotFoundError, ProcessLookupError):
+        if not is_running(pid):
             return True
         time.sleep(0.01)
     return False

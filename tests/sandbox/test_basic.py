@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from process_state import is_running
 
 from toolwise.sandbox import Sandbox
 
@@ -83,10 +84,7 @@ def test_the_environment_is_clean(sandbox: Sandbox, tmp_path: Path, monkeypatch:
 def _gone(pid: int) -> bool:
     end = time.monotonic() + 2
     while time.monotonic() < end:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
-                return True
-        except OSError:
+        if not is_running(pid):
             return True
         time.sleep(0.02)
     return False

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from process_state import is_running
 
 from toolwise.errors import RewardError, ToolwiseError
 from toolwise.messages import Message
@@ -419,17 +420,10 @@ def _program(body: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def _gone(pids: list[int], within_s: float = 3.0) -> bool:
     end = time.monotonic() + within_s
     while time.monotonic() < end:
-        if not any(map(_alive, pids)):
+        if not any(map(is_running, pids)):
             return True
         time.sleep(0.02)
     return False
@@ -461,7 +455,7 @@ def test_no_orphan_is_left_when_the_trainer_is_killed(tmp_path: Path, order: str
     assert program.stdout is not None
     pids = [int(word) for word in program.stdout.readline().split()]
     assert len(pids) == 2
-    assert all(map(_alive, pids))
+    assert all(map(is_running, pids))
     program.kill()
     program.wait()
     assert _gone(pids)

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from process_state import is_running
 
 from toolwise.errors import ConfigError, PolicyError
 from toolwise.policies.vllm.server import VllmServer
@@ -49,19 +50,11 @@ def told_by(server: VllmServer) -> dict[str, Any]:
     return found
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
 def wait_until_gone(pids: list[int]) -> None:
     ends = time.monotonic() + 20
-    while any(alive(pid) for pid in pids) and time.monotonic() < ends:
+    while any(is_running(pid) for pid in pids) and time.monotonic() < ends:
         time.sleep(0.05)
-    assert not any(alive(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)
 
 
 def test_it_is_started_with_what_training_needs_and_ended_whole(tmp_path: Path) -> None:
@@ -73,7 +66,7 @@ def test_it_is_started_with_what_training_needs_and_ended_whole(tmp_path: Path) 
     assert (options["--model"], options["--tokenizer"], options["--dtype"]) == ("/models/w", "/models/t", "float32")
     assert (options["--logprobs-mode"], options["--host"]) == ("processed_logprobs", "127.0.0.1")
     assert told["mode"] == "1"
-    assert all(alive(pid) for pid in told["pids"])
+    assert all(is_running(pid) for pid in told["pids"])
     server.close()
     wait_until_gone(told["pids"])
     server.close()  # closing twice is harmless

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from process_state import is_running
 
 from toolwise.sandbox.layers.supervisor import KEEP_SUPERVISORS_SIGNAL
 
@@ -51,12 +52,6 @@ class Supervisor:
         return code, said
 
 
-def _alive(pid: str) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
 @pytest.mark.parametrize(
     ("text", "code"),
     [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", -9), ("kill -TERM $$", -15), ("kill -ABRT $$", -6)],
@@ -80,7 +75,7 @@ def test_descendants_end_before_the_supervisor(end: Callable[[Supervisor], None]
     pid = supervisor.line()
     end(supervisor)
     code, said = supervisor.end()
-    assert not _alive(pid)
+    assert not is_running(pid)
     assert (code, said) == (5, b"ended 1") if by_itself else (code == -9 and said.startswith(b"ended "))
 
 
@@ -102,9 +97,9 @@ def test_its_child_ends_with_it() -> None:
     os.kill(supervisor.popen.pid, signal.SIGKILL)
     assert supervisor.end() == (-9, b"")
     until = time.monotonic() + 5
-    while _alive(pid) and time.monotonic() < until:
+    while is_running(pid) and time.monotonic() < until:
         time.sleep(0.01)
-    assert not _alive(pid)
+    assert not is_running(pid)
 
 
 def test_it_closes_the_descriptors_of_its_child() -> None:
@@ -158,7 +153,7 @@ def test_nested_supervisors_are_spared_on_request(told: bool, end: str, spared: 
         elif end == "trainer gone":
             os.close(supervisor.life)
         supervisor.end()
-        assert _alive(pid) == spared
+        assert is_running(pid) == spared
     finally:
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)

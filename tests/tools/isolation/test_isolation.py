@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from process_state import is_running
 
 from toolwise.concurrency.deadlines import run_with_deadline
 from toolwise.config.imports import load_reference
@@ -62,7 +63,7 @@ def call(name: str, **parameters: Any) -> tuple[str, float | None, dict[str, Any
 
 
 def is_gone(pid: int) -> bool:
-    return waits_for(lambda: not Path(f"/proc/{pid}/stat").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text())
+    return waits_for(lambda: not is_running(pid))
 
 
 def waits_for(condition: Callable[[], bool], limit_s: float = 20.0) -> bool:

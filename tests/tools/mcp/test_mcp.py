@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_state import is_running
 
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import ConfigError, MissingExtraError
@@ -103,13 +104,6 @@ def failure(tool: McpTool, **arguments: Any) -> ToolCallError:
     with pytest.raises(ToolCallError) as caught:
         call(tool, **arguments)
     return caught.value
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
 
 
 # --- a published server

@@ -162,3 +162,11 @@ def test_several_budgets_hold_with_routes_that_do_not_apply() -> None:
     )
     assert calibration.costs == pytest.approx((0.1, 0.15), abs=1e-9)
     assert (policy(calibration, values)[~applies] == 0).all()
+
+
+def test_rounding_of_a_large_budget_is_no_excess() -> None:
+    table, _ = world(300, 300)
+    unit = 1e9
+    scaled = CalibrationTable(table.values, None, table.rolled_out, table.spent * unit / 3, table.scores)
+    for share in (0.2, 0.3, 0.4, 0.5):
+        assert calibrate_budgets(scaled, {"cost": share * unit / 3}).feasible

@@ -31,10 +31,15 @@ class DeliveredBudget:
 
     @property
     def feasible(self) -> bool:
-        return all(cost <= limit + 1e-9 for cost, limit in zip(self.costs, self.limits, strict=True))
+        return all(map(is_within, self.costs, self.limits))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def is_within(cost: float, limit: float) -> bool:
+    """Up to rounding, which is relative: limits may be in any unit."""
+    return cost <= limit + 1e-9 * max(1.0, limit)
 
 
 def uncalibrated(other_budgets: bool, *, by_turn: bool = False) -> str:

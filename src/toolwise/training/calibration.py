@@ -22,7 +22,7 @@ from toolwise.errors import ConfigError
 from toolwise.protocols import Metrics, Router
 from toolwise.routing.calibration import BudgetCalibration, CalibrationTable, calibrate_budgets, values_and_costs
 from toolwise.routing.cost import PricesCost, RouteUsage
-from toolwise.routing.delivered_budget import DeliveredBudget
+from toolwise.routing.delivered_budget import DeliveredBudget, is_within
 from toolwise.routing.inference_router import InferenceRouter
 from toolwise.routing.samples import RoutePrediction
 from toolwise.routing.threshold import Floats
@@ -246,7 +246,7 @@ def infeasible(calibration: DeliveredBudget) -> str:
     over = [
         f"the budget of {limit:g} in {unit!r} cannot be met: the cheapest routes cost {least:.3f}; raise the limit"
         for unit, limit, cost, least in entries
-        if cost > limit + 1e-9
+        if not is_within(cost, limit)
     ]
     return "; ".join(over)
 

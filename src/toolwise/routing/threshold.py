@@ -111,6 +111,10 @@ class Threshold:
     share: float
     """Share of the prompts that use `looser`."""
 
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.offset) and math.isfinite(self.looser) and 0.0 <= self.share <= 1.0):
+            raise ValueError("a threshold is not a finite number, or its share is not between 0 and 1")
+
     def probabilities(self, values: Floats, costs: Floats) -> Floats:
         """The probability of every route, [rows, routes]."""
         one_hot = np.eye(values.shape[1])

@@ -242,7 +242,9 @@ def budget_metrics(router: Router, scored: Sequence[ScoredRollout]) -> Metrics:
 
 def infeasible(calibration: DeliveredBudget) -> str:
     """Names the budgets that no routes meet, and what the cheapest ones cost; empty if there are none."""
-    entries = zip(calibration.units, calibration.limits, calibration.costs, calibration.least, strict=True)
+    entries = zip(
+        calibration.units, calibration.limits, calibration.costs, calibration.least or calibration.costs, strict=True
+    )
     over = [
         f"the budget of {limit:g} in {unit!r} cannot be met: the cheapest routes cost {least:.3f}; raise the limit"
         for unit, limit, cost, least in entries

@@ -28,7 +28,10 @@ _JSON = {"Content-Type": "application/json", "Accept": "application/json"}
 
 class Endpoint:
     """POSTs to `url`. `timeout_s` limits one attempt, from the first byte sent to the last byte read; `deadline_s`
-    limits everything: waiting for a free slot, all attempts, and the delays between them."""
+    limits everything: waiting for a free slot, all attempts, and the delays between them.
+
+    `retries_when_down`: whether requests are still retried after one has used up its retries and none has succeeded
+    since (too many requests at a time do not count). False spares those who can do without the server the wait."""
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Endpoint:
         max_concurrent: int = 256,
         max_reply_bytes: int = 64_000_000,
         seed: int = 0,
+        retries_when_down: bool = True,
         client: httpx.AsyncClient | None = None,
     ) -> None:
         self.url = _validate_url(url)
@@ -55,6 +59,9 @@ class Endpoint:
         self.max_reply_bytes = max_reply_bytes
         self._headers = _JSON | _authorization(api_key)
         self._api_key = api_key
+        self.retries_when_down = retries_when_down
+        self._down = False
+        """Whether a request has used up its retries, and none has succeeded since."""
         self._rng = random.Random(seed)
         self._external_client = client
         self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore] | None = None
@@ -72,13 +79,19 @@ class Endpoint:
             self._counts["requests"] += 1
             try:
                 raw, headers = await self._send_once(content, deadline)
-                return read(_parse_json(raw, headers), headers)
+                reply = read(_parse_json(raw, headers), headers)
+                self._down = False
+                return reply
             except ContextFullError as full:
                 self._counts["context_full"] += 1
                 raise ContextFullError(self._error_message(str(full), attempts)) from None
             except ServerError as fault:
                 pause_s = self._retry_delay_s(attempts, fault.wait_s)
-                if not fault.retryable or attempts > self.max_retries or clock() + pause_s >= deadline:
+                busy = fault.kind == "rate_limited"
+                hopeless = self._down and not self.retries_when_down and not busy
+                exhausted = attempts > self.max_retries or clock() + pause_s >= deadline
+                if not fault.retryable or exhausted or hopeless:
+                    self._down |= fault.retryable and not busy
                     self._counts[f"failures/{fault.kind}"] += 1
                     message = self._error_message(str(fault), attempts)
                     raise ServerError(fault.kind, message, denied=fault.denied) from fault

@@ -96,6 +96,8 @@ def _server_policy(config: RunConfig, options: RoutePolicyConfig, limit: int | N
         # Nothing is learned from its tokens, and not every server can send them.
         logprobs=False,
         return_token_ids=False,
+        # The other routes go on without it, and should not wait for it at every step.
+        retries_when_down=False,
     )
 
 

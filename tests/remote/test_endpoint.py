@@ -239,6 +239,14 @@ def test_the_key_is_sent_and_never_told() -> None:
     assert "secret" not in str(fault)
 
 
+def test_a_login_in_the_url_is_never_told() -> None:
+    client = httpx.AsyncClient(transport=httpx.MockTransport(status(403)))
+    endpoint = Endpoint("http://bob:hunter2@server.test/v1", client=client)
+    with pytest.raises(ServerError, match="server at http://server.test/v1: HTTP 403") as told:
+        simulate(endpoint.ask({}, lambda value, headers: value))
+    assert "hunter2" not in str(told.value)
+
+
 @pytest.mark.parametrize("url", ["", "localhost:8000/v1", "ftp://host/v1", "http:///v1", "http://host:port/v1"])
 def test_a_url_that_is_none_is_refused_at_once(url: str) -> None:
     with pytest.raises(PolicyError, match="base_url"):

@@ -160,7 +160,7 @@ class Endpoint:
     def _error_message(self, problem: str, attempts: int) -> str:
         if self._api_key:
             problem = problem.replace(self._api_key, "…")  # some servers echo the key they reject
-        return f"server at {self.url}: {problem}" + (f" ({attempts} attempts)" if attempts > 1 else "")
+        return f"server at {_without_login(self.url)}: {problem}" + (f" ({attempts} attempts)" if attempts > 1 else "")
 
     def metrics(self) -> Metrics:
         """Total counts: requests (attempts), retries and failures, also by kind, and full contexts."""
@@ -195,6 +195,13 @@ def _validate_url(url: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise PolicyError(f"base_url {url!r} is not an http URL; give one like http://localhost:8000/v1")
     return url
+
+
+def _without_login(url: str) -> str:
+    """For messages, which are stored and shown: without a name and a password."""
+    import httpx
+
+    return str(httpx.URL(url).copy_with(userinfo=b""))
 
 
 def read_api_key(variable: str, option: str) -> str | None:

@@ -242,7 +242,7 @@ def test_the_key_is_sent_and_never_told() -> None:
 def test_a_login_in_the_url_is_never_told() -> None:
     client = httpx.AsyncClient(transport=httpx.MockTransport(status(403)))
     endpoint = Endpoint("http://bob:hunter2@server.test/v1", client=client)
-    with pytest.raises(ServerError, match="server at http://server.test/v1: HTTP 403") as told:
+    with pytest.raises(ServerError, match=r"server at http://server\.test/v1: HTTP 403") as told:
         simulate(endpoint.ask({}, lambda value, headers: value))
     assert "hunter2" not in str(told.value)
 

@@ -192,3 +192,11 @@ def test_numbers_that_do_not_belong_together_are_refused(damage: dict[str, Any],
     stored = calibrate_budgets(world(64, 64)[0], LIMITS).to_json() | damage
     with pytest.raises(CheckpointError, match=f"cannot be read .*{reason}"):
         read_budget_calibration({KEY: stored}, LIMITS)
+
+
+def test_one_task_without_a_lottery_has_no_error() -> None:
+    cost = 0.1 + 0.2  # its square is rounded
+    table = CalibrationTable(np.log([[0.5, 0.5]]), None, np.array([0]), np.full((1, 2, 1), cost), np.zeros((1, 2)))
+    for share in (0.1, 0.3, 0.7):
+        mixture = np.array([[share, 1.0 - share]])
+        assert table.standard_errors(mixture).tolist() == [pytest.approx(0.0, abs=1e-9)]

@@ -181,7 +181,8 @@ class CalibrationTable:
         chosen = mixture[self.rolled_out][:, :, None]
         spent = (chosen * self.spent).sum(axis=1)
         surplus = spent - (chosen * self.imputed[self.rolled_out]).sum(axis=1)
-        lottery = (chosen * self.spent**2).sum(axis=1) - spent**2
+        # At least 0: without a lottery the difference is a rounding error.
+        lottery = np.maximum((chosen * self.spent**2).sum(axis=1) - spent**2, 0.0)
         ddof = min(self.values.shape[1], count - 1)
         variance = (spent.var(axis=0, ddof=min(1, ddof)) + lottery.mean(axis=0)) / rows
         return np.asarray(np.sqrt(variance + (1 / count - 1 / rows) * surplus.var(axis=0, ddof=ddof)))

@@ -106,6 +106,8 @@ def begin_calibration(setup: RolloutSetup, split: TaskSplit, out: Path) -> str:
     how = "under every route"
     if isinstance(router, TurnRouter):
         how = f"up to {router.config.calibration_passes} times"
+    if router.bins is not None and router.config.budget_prompt:  # as in `_calibrated_bins`
+        how += f" ({rollouts // len(router.bins)} for each of the {len(router.bins)} budgets that agents are told)"
     return (
         f"calibration: {len(tasks)} of {len(split.train) + len(tasks)} training tasks are set aside, {rollouts} of "
         f"them rolled out {how} at the end, a third before{expected}"

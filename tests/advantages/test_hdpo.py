@@ -120,3 +120,9 @@ def test_a_cheaper_correct_rollout_is_never_worse(rows: list[tuple[float, bool, 
         for j, b in enumerate(rows):
             if a[1] and b[1] and a[2] == b[2] and a[0] < b[0]:
                 assert found[i] > found[j]
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-3, 1e-6, 1e-9])
+def test_the_unit_of_cost_does_not_matter(unit: float) -> None:
+    found = efficiency_advantages(np.array([0.0, 1.0, 2.0]) * unit, [True] * 3, [0] * 3)
+    assert found.tolist() == pytest.approx([1.0, 0.0, -1.0], abs=1e-5)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolwise.advantages import Grpo, Pareto
+from toolwise.advantages import Grpo, Hdpo, Pareto
 from toolwise.advantages.arrays import CreditError
 from toolwise.advantages.pareto import pareto_ranks
 from toolwise.types import AnnotatedRollout, StepData
@@ -109,3 +109,11 @@ def test_a_reward_that_is_not_finite_is_refused(step: Step, rollout: Make) -> No
     object.__setattr__(broken, "kl_coef", 0.1)
     with pytest.raises(CreditError, match="score 1 is not a finite number"):
         Pareto()([rollout(1.0, steps=[step()]), broken])
+
+
+@pytest.mark.parametrize("cost", [math.nan, math.inf])
+def test_a_cost_that_is_not_finite_is_refused(step: Step, rollout: Make, cost: float) -> None:
+    batch = [rollout(1.0, steps=[step()], cost=each) for each in (0.0, cost)]
+    for estimator in (Pareto(), Hdpo()):
+        with pytest.raises(CreditError, match="cost 1 is not a finite number"):
+            estimator(batch)

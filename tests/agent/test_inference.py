@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,22 @@ def test_in_a_checkpoint_the_manifest_is_updated(tmp_path: Path) -> None:
 def test_a_damaged_calibration_is_reported(told: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="calibrate again"):
         calibration_of(told)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"budgets": [], "thresholds": []},
+        {"thresholds": []},
+        {"budgets": [0.5] * len(KNOWN.budgets)},
+        {"route_costs": [0.0, float("nan"), 1.0]},
+        {"thresholds": [{"offset": float("nan"), "looser": 0.0, "share": 0.0}] * len(KNOWN.budgets)},
+        {"thresholds": [{"offset": 1.0, "looser": 0.0, "share": 7.0}] * len(KNOWN.budgets)},
+    ],
+)
+def test_thresholds_that_cannot_route_are_reported(damage: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="calibrate again"):
+        calibration_of({"calibration": asdict(KNOWN) | damage})
 
 
 def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:

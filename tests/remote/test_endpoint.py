@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -238,6 +239,14 @@ def test_the_key_is_sent_and_never_told() -> None:
     assert "secret" not in str(fault)
 
 
+def test_a_login_in_the_url_is_never_told() -> None:
+    client = httpx.AsyncClient(transport=httpx.MockTransport(status(403)))
+    endpoint = Endpoint("http://bob:hunter2@server.test/v1", client=client)
+    with pytest.raises(ServerError, match=r"server at http://server\.test/v1: HTTP 403") as told:
+        simulate(endpoint.ask({}, lambda value, headers: value))
+    assert "hunter2" not in str(told.value)
+
+
 @pytest.mark.parametrize("url", ["", "localhost:8000/v1", "ftp://host/v1", "http:///v1", "http://host:port/v1"])
 def test_a_url_that_is_none_is_refused_at_once(url: str) -> None:
     with pytest.raises(PolicyError, match="base_url"):
@@ -298,3 +307,36 @@ def test_every_question_ends_once_in_time_and_every_request_is_counted(
         first = next((i for i, answer in enumerate(script) if answer is fine), len(script))
         if isinstance(outcome, dict):
             assert first <= max_retries
+
+
+@pytest.mark.parametrize("trouble", [raising(httpx.ConnectError), status(503), broken, stall])
+def test_after_a_request_in_vain_others_need_not_wait_for_retries(trouble: Answer) -> None:
+    times: list[float] = []
+    answers = [trouble]
+
+    async def asked() -> None:
+        async def answer(request: httpx.Request) -> httpx.Response:
+            return await answers[-1](request)
+
+        client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+        endpoint = Endpoint(URL, timeout_s=5.0, retries_when_down=False, client=client)
+        clock = asyncio.get_running_loop().time
+
+        async def ask() -> None:
+            began = clock()
+            with suppress(ServerError):
+                await endpoint.ask({}, lambda value, headers: value)
+            times.append(clock() - began)
+
+        await ask()  # in vain, with all its retries
+        await ask()  # fails at once
+        answers.append(status(200))
+        await ask()  # the server is back
+        answers.append(trouble)
+        await ask()  # retries again
+
+    simulate(asked())
+    alone = 5.0 if trouble is stall else 0.0
+    assert times[0] > 5.0
+    assert times[1:3] == [alone, 0.0]
+    assert times[3] > 5.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -162,3 +164,39 @@ def test_several_budgets_hold_with_routes_that_do_not_apply() -> None:
     )
     assert calibration.costs == pytest.approx((0.1, 0.15), abs=1e-9)
     assert (policy(calibration, values)[~applies] == 0).all()
+
+
+def test_rounding_of_a_large_budget_is_no_excess() -> None:
+    table, _ = world(300, 300)
+    unit = 1e9
+    scaled = CalibrationTable(table.values, None, table.rolled_out, table.spent * unit / 3, table.scores)
+    for share in (0.2, 0.3, 0.4, 0.5):
+        assert calibrate_budgets(scaled, {"cost": share * unit / 3}).feasible
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ({"limits": [0.5, 0.6]}, "its limits and costs are not one per unit"),
+        ({"units": ["cost", "cost"]}, "its units are missing or repeat"),
+        ({"costs": [math.nan]}, "its limits, costs and scores are not all finite"),
+        ({"route_costs": [[0.0], [1.0, 2.0], [1.0]]}, "its charges and route costs are not one per unit"),
+        ({"threshold": {"charges": [], "bonuses": [], "shares": []}}, "its shares do not add up to 1"),
+        ({"threshold": {"charges": [[0.0]], "bonuses": [], "shares": [1.0]}}, "are not one per policy"),
+        ({"threshold": {"charges": [[math.nan]], "bonuses": [[0.0]], "shares": [1.0]}}, "are not all finite"),
+        ({"threshold": {"charges": [[0.0, 1.0]], "bonuses": [[0.0, 1.0]], "shares": [1.0]}}, "are not one per unit"),
+        ({"threshold": {"charges": [[0.0]], "bonuses": [[0.0]], "shares": [-1.0]}}, "its shares do not add up to 1"),
+    ],
+)
+def test_numbers_that_do_not_belong_together_are_refused(damage: dict[str, Any], reason: str) -> None:
+    stored = calibrate_budgets(world(64, 64)[0], LIMITS).to_json() | damage
+    with pytest.raises(CheckpointError, match=f"cannot be read .*{reason}"):
+        read_budget_calibration({KEY: stored}, LIMITS)
+
+
+def test_one_task_without_a_lottery_has_no_error() -> None:
+    cost = 0.1 + 0.2  # its square is rounded
+    table = CalibrationTable(np.log([[0.5, 0.5]]), None, np.array([0]), np.full((1, 2, 1), cost), np.zeros((1, 2)))
+    for share in (0.1, 0.3, 0.7):
+        mixture = np.array([[share, 1.0 - share]])
+        assert table.standard_errors(mixture).tolist() == [pytest.approx(0.0, abs=1e-9)]

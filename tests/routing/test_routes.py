@@ -166,3 +166,8 @@ def test_a_budget_window_with_a_route_per_tool_says_how_to_sample() -> None:
     with pytest.raises(ValueError, match="budget_window needs the outcome of every route"):
         RouterConfig(budget_window=100, per_tool=True)
     RouterConfig(budget_window=100, per_tool=True, sampling="stratified")
+
+
+def test_the_same_tools_in_another_order_are_the_same_route() -> None:
+    with pytest.raises(ValueError, match="the routes 'a' and 'b' do the same"):
+        RouterConfig(routes=[{"name": "a", "tools": ["x", "y"]}, {"name": "b", "tools": ["y", "x", "x"]}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -122,3 +123,15 @@ def test_with_scores_a_budget_is_an_upper_limit() -> None:
         threshold = find_threshold(VALUES, COSTS, COSTS, budget, scores)
         assert choose_routes(VALUES, COSTS, threshold.offset).tolist() == [1, 0, 0], budget
         assert threshold.share < 1e-9
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1e-6, 1e6, 1e9, 1e12])
+def test_the_unit_of_cost_does_not_matter(unit: float) -> None:
+    rng = np.random.default_rng(0)
+    values = np.log(rng.dirichlet(np.ones(3), size=200))
+    costs = np.tile([0.0, 1.0, 2.0], (200, 1))
+    spent = costs * rng.uniform(0.5, 1.5, costs.shape)
+    for budget in (0.1, 0.5, 1.2):
+        usual = find_threshold(values, costs, spent, budget).probabilities(values, costs)
+        other = find_threshold(values, costs * unit, spent * unit, budget * unit).probabilities(values, costs * unit)
+        assert np.allclose(other, usual, atol=1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -158,3 +159,23 @@ def test_a_calibration_is_read_back_for_its_own_budget() -> None:
 def test_a_damaged_calibration_is_an_error_of_one_line() -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_turn_calibration({KEY: {"shifts": "no"}}, {"cost": 0.5})
+
+
+@pytest.mark.parametrize("damage", [{"shifts": [math.nan, math.nan]}, {"share": 7.0}, {"limits": []}])
+def test_numbers_that_do_not_belong_together_are_refused(damage: dict[str, Any]) -> None:
+    stored = calibrated(0.2)[0].to_json() | damage
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_turn_calibration({KEY: stored}, {"cost": 0.2})
+
+
+def test_passes_without_a_task_in_common_are_not_mixed() -> None:
+    even = np.arange(TASKS) % 2 == 0
+    costs = {0.0: 1.0, 1.0: 0.0}
+    passes = [
+        CalibrationPass(shift, np.full(TASKS, cost), np.where(even == (shift > 0), 1.0, np.nan))
+        for shift, cost in costs.items()
+    ]
+    found = calibrate_turns(passes, "cost", 0.5, rows=TASKS)
+    assert found.shifts == (1.0, 1.0)
+    assert found.costs == (0.0,)
+    assert found.feasible

@@ -28,6 +28,7 @@ from toolwise.training import checkpoint
 from toolwise.training.calibration import (
     MAX_ROWS,
     MIN_ROWS,
+    begin_calibration,
     budget_metrics,
     calibrate,
     calibrate_run,
@@ -259,6 +260,13 @@ def test_a_random_budget_that_nothing_meets_is_said(tmp_path: Path, monkeypatch:
     assert said == "the budget of 0.2 in 'cost' cannot be met: the cheapest routes cost 0.500; raise the limit"
     _, again = asyncio.run(calibrate_run(run, run.calibration.calibration, step=2))
     assert again == ""
+
+
+def test_how_few_tasks_each_told_budget_is_calibrated_on_is_said(tmp_path: Path) -> None:
+    bins = {"low": 0.2, "high": 0.8, "bins": 2}
+    run = assemble(config(tmp_path, budgets=[{"limit": 0.8}], random_budgets=bins, budget_prompt=True))
+    said = begin_calibration(run, run.calibration, tmp_path)
+    assert "8 of them rolled out under every route (4 for each of the 2 budgets that agents are told) at" in said
 
 
 @pytest.mark.parametrize("mode", ["policy", "value"])

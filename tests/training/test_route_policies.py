@@ -63,3 +63,12 @@ def test_a_model_that_is_not_there_is_named_by_its_table(local: LocalPolicy) -> 
     given = config({"name": "expert", "policy": "big", "price": 1.0}, policies={"big": {"path": "/no/such/model"}})
     with pytest.raises(ModelError, match=r"^router\.policies\.big\.path: there is no folder '/no/such/model'"):
         build_conditioning(given, {}, local)
+
+
+def test_a_long_timeout_of_a_reply_is_not_cut_short(local: LocalPolicy) -> None:
+    server = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "timeout_s": 1800.0}
+    expert = {"name": "expert", "policy": "big", "price": 1.0}
+    policy = build_conditioning(config(expert, policies={"big": server}), {}, local).policies["expert"]
+    assert isinstance(policy, OpenAIAgentPolicy)
+    assert policy.endpoint.deadline_s >= 1800.0
+    assert not policy.endpoint.retries_when_down

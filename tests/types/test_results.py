@@ -76,3 +76,9 @@ def test_neither_numpy_nor_torch_is_imported_for_it() -> None:
         "assert not {'numpy', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_invalid_metric_says_nothing_about_correctness() -> None:
+    assert EvaluateResult(score=0.0, metrics={"correct": 1.0}).correctness == 1.0
+    invalid = {"score": 1.0, "is_score_valid": False}
+    assert EvaluateResult(score=0.0, metrics={"correct": invalid}).correctness == 0.0

@@ -45,10 +45,10 @@ def check_fraction(name: str, value: float) -> None:
         raise CreditError(f"{name} is {value}; it must lie between 0 and 1")
 
 
-def check_finite(scores: Doubles) -> None:
-    if not np.isfinite(scores).all():
-        first = int(np.flatnonzero(~np.isfinite(scores))[0])
-        raise CreditError(f"score {first} is not a finite number; leave it out")
+def check_finite(values: Doubles, what: str = "score") -> None:
+    if not np.isfinite(values).all():
+        first = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise CreditError(f"{what} {first} is not a finite number; leave it out")
 
 
 def integer_codes(keys: Any) -> Ints:

@@ -10,8 +10,9 @@ drown the cost, and saving is only worth something once the task is solved: a wr
 
 c is the rollout's cost (`ScoredRollout.cost`, by `[router]` if it has prices, else by the tools' own). The paper
 rewards 1 / (calls + 1) instead, which ranks correct rollouts alike if all calls cost the same; −c also works for
-prices. It adds two losses, each with its own ratio clipping; the sum of advantages used here has the same gradient
-where nothing is clipped. w is its w_tool, 0.15.
+prices. If all of a group are below 1, as in money, they are divided by the highest, so that ε stays negligible. The
+paper adds two losses, each with its own ratio clipping; the sum of advantages used here has the same gradient where
+nothing is clipped. w is its w_tool, 0.15.
 
 Assumptions: rollouts of one group differ in cost, so use HDPO without a router (with one, the rollouts of a group share
 their route). A rollout is correct if the reward's "correct" metric, or else its score, reaches `correct_threshold`.
@@ -40,8 +41,12 @@ from toolwise.types import AnnotatedRollout, CreditedBatch
 def efficiency_advantages(costs: Doubles, correct: Any, groups: Sequence[Any] | Ints) -> Doubles:
     """A_eff of each rollout."""
     chosen = np.flatnonzero(np.asarray(correct, dtype=bool))
+    paid, group = np.asarray(costs, dtype=np.float64)[chosen], integer_codes(groups)[chosen]
+    highest = np.zeros(int(group.max(initial=-1)) + 1)
+    np.maximum.at(highest, group, paid)
+    unit = np.where((highest > 0.0) & (highest < 1.0), highest, 1.0)
     advantages = np.zeros(len(costs))
-    advantages[chosen] = normalize(-np.asarray(costs, dtype=np.float64)[chosen], integer_codes(groups)[chosen])
+    advantages[chosen] = normalize(-paid / unit[group], group)
     return advantages
 
 

@@ -31,7 +31,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, integer_codes
+from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, check_finite, integer_codes
 from toolwise.advantages.assign import sampled_tokens
 from toolwise.protocols import AdvantageEstimator, Metrics
 from toolwise.types import AnnotatedRollout, RewardSettings, ScoredRollout, StepData, TerminalScore
@@ -259,7 +259,9 @@ def kl_cost(rollout: AnnotatedRollout) -> float:
 
 def call_costs(rollouts: Sequence[AnnotatedRollout]) -> Doubles:
     """What each rollout cost: in the unit of the router's first budget or, without a router, by the tools' prices."""
-    return np.array([r.scored.cost for r in rollouts], dtype=np.float64)
+    costs = np.array([r.scored.cost for r in rollouts], dtype=np.float64)
+    check_finite(costs, "cost")
+    return costs
 
 
 def cost_metrics(rollouts: Sequence[AnnotatedRollout]) -> Metrics:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from toolwise.routing.budget_bins import BudgetBins
 from toolwise.routing.calibration import BudgetCalibration, prompt_uniform, values_and_costs
 from toolwise.routing.conditioning import PROMPT_BATCH_SIZE, Conditioning
 from toolwise.routing.cost import Cost, PricesCost, price_of_calls, refused_by_route
-from toolwise.routing.delivered_budget import uncalibrated
+from toolwise.routing.delivered_budget import check_numbers, reason_of, uncalibrated
 from toolwise.routing.head import ROUTER_METADATA_FILE
 from toolwise.routing.routes import RouteSet
 from toolwise.routing.samples import RoutePrediction
@@ -68,6 +69,14 @@ class Calibration:
     with_tools_s: float | None = None
     """Mean seconds for the same prompts with all their tools."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for numbers that do not belong together: those of a damaged file."""
+        if not self.budgets or len(self.thresholds) != len(self.budgets):
+            raise ValueError("its thresholds are not one per budget")
+        if any(not low < high for low, high in pairwise(self.budgets)):
+            raise ValueError("its budgets do not increase")
+        check_numbers("its budgets and route costs", *self.budgets, *self.route_costs)
+
     def threshold_for(self, budget: float, chance: float) -> Threshold:
         """`chance`, uniform in [0, 1), picks one of the two neighbouring thresholds for a budget between them."""
         if not self.budgets[0] <= budget <= self.budgets[-1]:
@@ -96,7 +105,7 @@ def calibration_of(metadata: Mapping[str, Any]) -> Calibration | None:
         return TypeAdapter(Calibration).validate_python(metadata[_KEY])
     except ValidationError as fault:
         raise CheckpointError(
-            f"{ROUTER_METADATA_FILE} holds a calibration that cannot be read ({fault.errors()[0]['msg']}): calibrate "
+            f"{ROUTER_METADATA_FILE} holds a calibration that cannot be read ({reason_of(fault)}): calibrate "
             "again with toolwise eval --budgets"
         ) from None
 

@@ -78,8 +78,8 @@ class RouteConfig(Section):
     @property
     def effect(self) -> tuple[object, ...]:
         """What distinguishes a route from others, apart from its name."""
-        tools, families = sorted(self.tools or ()), sorted(family.upper() for family in self.families or ())
-        return (tuple(tools), tuple(families), self.note, self.thinking, self.max_new_tokens, self.policy)
+        tools, families = set(self.tools or ()), {family.upper() for family in self.families or ()}
+        return (frozenset(tools), frozenset(families), self.note, self.thinking, self.max_new_tokens, self.policy)
 
 
 def check_routes(routes: Sequence[RouteConfig], policies: Mapping[str, RoutePolicyConfig]) -> None:

@@ -28,7 +28,10 @@ _JSON = {"Content-Type": "application/json", "Accept": "application/json"}
 
 class Endpoint:
     """POSTs to `url`. `timeout_s` limits one attempt, from the first byte sent to the last byte read; `deadline_s`
-    limits everything: waiting for a free slot, all attempts, and the delays between them."""
+    limits everything: waiting for a free slot, all attempts, and the delays between them.
+
+    `retries_when_down`: whether requests are still retried after one has used up its retries and none has succeeded
+    since (too many requests at a time do not count). False spares those who can do without the server the wait."""
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Endpoint:
         max_concurrent: int = 256,
         max_reply_bytes: int = 64_000_000,
         seed: int = 0,
+        retries_when_down: bool = True,
         client: httpx.AsyncClient | None = None,
     ) -> None:
         self.url = _validate_url(url)
@@ -55,6 +59,9 @@ class Endpoint:
         self.max_reply_bytes = max_reply_bytes
         self._headers = _JSON | _authorization(api_key)
         self._api_key = api_key
+        self.retries_when_down = retries_when_down
+        self._down = False
+        """Whether a request has used up its retries, and none has succeeded since."""
         self._rng = random.Random(seed)
         self._external_client = client
         self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore] | None = None
@@ -72,13 +79,19 @@ class Endpoint:
             self._counts["requests"] += 1
             try:
                 raw, headers = await self._send_once(content, deadline)
-                return read(_parse_json(raw, headers), headers)
+                reply = read(_parse_json(raw, headers), headers)
+                self._down = False
+                return reply
             except ContextFullError as full:
                 self._counts["context_full"] += 1
                 raise ContextFullError(self._error_message(str(full), attempts)) from None
             except ServerError as fault:
                 pause_s = self._retry_delay_s(attempts, fault.wait_s)
-                if not fault.retryable or attempts > self.max_retries or clock() + pause_s >= deadline:
+                busy = fault.kind == "rate_limited"
+                hopeless = self._down and not self.retries_when_down and not busy
+                exhausted = attempts > self.max_retries or clock() + pause_s >= deadline
+                if not fault.retryable or exhausted or hopeless:
+                    self._down |= fault.retryable and not busy
                     self._counts[f"failures/{fault.kind}"] += 1
                     message = self._error_message(str(fault), attempts)
                     raise ServerError(fault.kind, message, denied=fault.denied) from fault
@@ -147,7 +160,7 @@ class Endpoint:
     def _error_message(self, problem: str, attempts: int) -> str:
         if self._api_key:
             problem = problem.replace(self._api_key, "…")  # some servers echo the key they reject
-        return f"server at {self.url}: {problem}" + (f" ({attempts} attempts)" if attempts > 1 else "")
+        return f"server at {_without_login(self.url)}: {problem}" + (f" ({attempts} attempts)" if attempts > 1 else "")
 
     def metrics(self) -> Metrics:
         """Total counts: requests (attempts), retries and failures, also by kind, and full contexts."""
@@ -182,6 +195,13 @@ def _validate_url(url: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise PolicyError(f"base_url {url!r} is not an http URL; give one like http://localhost:8000/v1")
     return url
+
+
+def _without_login(url: str) -> str:
+    """For messages, which are stored and shown: without a name and a password."""
+    import httpx
+
+    return str(httpx.URL(url).copy_with(userinfo=b""))
 
 
 def read_api_key(variable: str, option: str) -> str | None:

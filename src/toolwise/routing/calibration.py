@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from toolwise.errors import CheckpointError
 from toolwise.messages import Message
-from toolwise.routing.delivered_budget import DeliveredBudget
+from toolwise.routing.delivered_budget import DeliveredBudget, check_numbers, reason_of
 from toolwise.routing.head import ROUTER_METADATA_FILE
 from toolwise.routing.joint_threshold import JointThreshold, fit_joint_threshold
 from toolwise.routing.samples import RoutePrediction
@@ -43,6 +44,13 @@ class BudgetCalibration(DeliveredBudget):
     threshold: JointThreshold
     route_costs: tuple[tuple[float, ...], ...]
     """Mean costs of each route, by unit; used if the head does not predict costs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for values in (*self.threshold.charges, *self.threshold.bonuses, *self.route_costs):
+            if len(values) != len(self.units):
+                raise ValueError("its charges and route costs are not one per unit")
+        check_numbers("its route costs", *chain(*self.route_costs))
 
     def route(self, prediction: RoutePrediction, prompt: Sequence[Message]) -> int:
         """The route of one prompt: always the same for the same prompt."""
@@ -72,7 +80,7 @@ def read_calibration(stored: Any) -> BudgetCalibration:
         return TypeAdapter(BudgetCalibration).validate_python(stored)
     except ValidationError as fault:
         raise CheckpointError(
-            f"{ROUTER_METADATA_FILE} holds a budget calibration that cannot be read ({fault.errors()[0]['msg']}): use "
+            f"{ROUTER_METADATA_FILE} holds a budget calibration that cannot be read ({reason_of(fault)}): use "
             "another checkpoint"
         ) from None
 
@@ -173,7 +181,8 @@ class CalibrationTable:
         chosen = mixture[self.rolled_out][:, :, None]
         spent = (chosen * self.spent).sum(axis=1)
         surplus = spent - (chosen * self.imputed[self.rolled_out]).sum(axis=1)
-        lottery = (chosen * self.spent**2).sum(axis=1) - spent**2
+        # At least 0: without a lottery the difference is a rounding error.
+        lottery = np.maximum((chosen * self.spent**2).sum(axis=1) - spent**2, 0.0)
         ddof = min(self.values.shape[1], count - 1)
         variance = (spent.var(axis=0, ddof=min(1, ddof)) + lottery.mean(axis=0)) / rows
         return np.asarray(np.sqrt(variance + (1 / count - 1 / rows) * surplus.var(axis=0, ddof=ddof)))

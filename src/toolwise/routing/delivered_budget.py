@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
+
+from pydantic import ValidationError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +34,41 @@ class DeliveredBudget:
     step: int = 0
     """The training step whose weights it was fitted to."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for numbers that do not belong together: those of a damaged file."""
+        by_unit = (self.limits, self.costs, self.standard_errors, self.least or self.costs)
+        if not self.units or len({*self.units}) != len(self.units):
+            raise ValueError("its units are missing or repeat")
+        if any(len(values) != len(self.units) for values in by_unit):
+            raise ValueError("its limits and costs are not one per unit")
+        check_numbers("its limits, costs and scores", self.score, self.slope, *chain(*by_unit))
+
     @property
     def feasible(self) -> bool:
-        return all(cost <= limit + 1e-9 for cost, limit in zip(self.costs, self.limits, strict=True))
+        return all(map(is_within, self.costs, self.limits))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def reason_of(fault: ValidationError) -> str:
+    """Why a stored calibration cannot be read."""
+    return fault.errors()[0]["msg"].removeprefix("Value error, ")
+
+
+def check_numbers(what: str, *values: float) -> None:
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"{what} are not all finite numbers")
+
+
+def check_shares(shares: Sequence[float]) -> None:
+    if not all(share >= 0.0 for share in shares) or not math.isclose(math.fsum(shares), 1.0, abs_tol=1e-6):
+        raise ValueError("its shares do not add up to 1")
+
+
+def is_within(cost: float, limit: float) -> bool:
+    """Up to rounding, which is relative: limits may be in any unit."""
+    return cost <= limit + 1e-9 * max(1.0, limit)
 
 
 def uncalibrated(other_budgets: bool, *, by_turn: bool = False) -> str:

@@ -16,9 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
+from toolwise.routing.delivered_budget import check_numbers, check_shares
 from toolwise.routing.threshold import OFFSET_MARGIN, Floats, Ints, find_threshold, mask_costs
 
 ROUNDS = 120
@@ -38,6 +40,12 @@ class JointThreshold:
     """β of each policy."""
     shares: tuple[float, ...]
     """Share of the prompts that each policy routes."""
+
+    def __post_init__(self) -> None:
+        if not len(self.shares) == len(self.charges) == len(self.bonuses):
+            raise ValueError("its charges, bonuses and shares are not one per policy")
+        check_numbers("its charges and bonuses", *chain(*self.charges, *self.bonuses))
+        check_shares(self.shares)
 
     def probabilities(self, values: Floats, costs: Floats) -> Floats:
         """The probability of every route, [rows, routes]; `costs` are [rows, routes, units]."""

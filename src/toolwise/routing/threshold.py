@@ -11,6 +11,7 @@ So one sort gives the exact mean cost at every λ'.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,6 +111,10 @@ class Threshold:
     share: float
     """Share of the prompts that use `looser`."""
 
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.offset) and math.isfinite(self.looser) and 0.0 <= self.share <= 1.0):
+            raise ValueError("a threshold is not a finite number, or its share is not between 0 and 1")
+
     def probabilities(self, values: Floats, costs: Floats) -> Floats:
         """The probability of every route, [rows, routes]."""
         one_hot = np.eye(values.shape[1])
@@ -131,6 +136,8 @@ def find_threshold(
     the cheapest routes exceed the budget, they are used. With `scores`, the actual scores, the budget is an upper
     limit: of all offsets within it, the one with the highest mean score is used.
     """
+    unit = _unit_of(costs)
+    costs, spent, budget = costs / unit, spent / unit, budget / unit
     moves, rows = _all_moves(values, costs), len(values)
     # Moves with the same slope, up to rounding, are grouped: no offset separates them.
     order = np.argsort(-moves.slope, kind="stable")
@@ -153,15 +160,27 @@ def find_threshold(
         best = int(np.argmax(means[: taken + 1]))
         mixes = mixes and best == taken and bool(means[taken + 1] > means[taken])
         taken = best
-    tight = _offset_after(slopes, max(taken, 0))
+    tight = _offset_after(slopes, max(taken, 0), unit)
     if not mixes:
         return Threshold(tight, tight, 0.0)
     share = (budget - spending[taken]) / (spending[taken + 1] - spending[taken])
-    return Threshold(tight, _offset_after(slopes, taken + 1), float(np.clip(share, 0.0, 1.0)))
+    return Threshold(tight, _offset_after(slopes, taken + 1, unit), float(np.clip(share, 0.0, 1.0)))
 
 
-def _offset_after(slopes: Floats, taken: int) -> float:
-    """An offset after `taken` groups of moves and before the next."""
+def _unit_of(costs: Floats) -> float:
+    """A power of two near the highest cost: in this unit costs are about 1, so tolerances fit any currency, and no
+    number is rounded."""
+    highest = float(np.abs(costs).max(initial=0.0))
+    return 2.0 ** (math.frexp(highest)[1] - 1) if highest > 0 else 1.0
+
+
+def _offset_after(slopes: Floats, taken: int, unit: float) -> float:
+    """An offset after `taken` groups of moves and before the next; `slopes` are per `unit` of cost."""
+    offset = _between(slopes, taken)
+    return offset / unit if offset > 0 else offset
+
+
+def _between(slopes: Floats, taken: int) -> float:
     if not len(slopes):
         return 0.0
     if taken == 0:

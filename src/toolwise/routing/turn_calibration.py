@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from toolwise.errors import CheckpointError
 from toolwise.messages import Message
 from toolwise.routing.calibration import prompt_uniform
-from toolwise.routing.delivered_budget import DeliveredBudget
+from toolwise.routing.delivered_budget import DeliveredBudget, check_numbers, check_shares, reason_of
 from toolwise.routing.head import ROUTER_METADATA_FILE
 from toolwise.routing.samples import RoutePrediction
 from toolwise.routing.threshold import Floats
@@ -40,6 +40,11 @@ class TurnCalibration(DeliveredBudget):
     """θ that spends more than the budget, and θ that does not."""
     share: float
     """Share of the prompts that use the first one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers("its shifts", *self.shifts)
+        check_shares((self.share, 1.0 - self.share))
 
     def route(self, prediction: RoutePrediction, weights: Sequence[float], prompt: Sequence[Message], turn: int) -> int:
         """The route of one turn: always the same for the same conversation."""
@@ -65,7 +70,7 @@ def read_turn_calibration(metadata: Mapping[str, Any], limits: Mapping[str, floa
         calibration = TypeAdapter(TurnCalibration).validate_python(metadata[KEY])
     except ValidationError as fault:
         raise CheckpointError(
-            f"{ROUTER_METADATA_FILE} holds a calibration of turns that cannot be read ({fault.errors()[0]['msg']}): "
+            f"{ROUTER_METADATA_FILE} holds a calibration of turns that cannot be read ({reason_of(fault)}): "
             "use another checkpoint"
         ) from None
     same = dict(zip(calibration.units, calibration.limits, strict=True)) == dict(limits)
@@ -177,6 +182,8 @@ def _mixture(passes: Sequence[CalibrationPass], limit: float) -> tuple[Calibrati
         return None if most is None else (most, most, 0.0)
     over, under = bounds
     usable = over.usable & under.usable
+    if not usable.any():  # nothing to compare them by: the one that is within the budget
+        return under, under, 0.0
     high, low = float(over.costs[usable].mean()), float(under.costs[usable].mean())
     share = (limit - low) / (high - low) if high > low else 0.0
     return over, under, min(max(share, 0.0), 1.0)

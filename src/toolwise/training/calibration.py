@@ -22,7 +22,7 @@ from toolwise.errors import ConfigError
 from toolwise.protocols import Metrics, Router
 from toolwise.routing.calibration import BudgetCalibration, CalibrationTable, calibrate_budgets, values_and_costs
 from toolwise.routing.cost import PricesCost, RouteUsage
-from toolwise.routing.delivered_budget import DeliveredBudget
+from toolwise.routing.delivered_budget import DeliveredBudget, is_within
 from toolwise.routing.inference_router import InferenceRouter
 from toolwise.routing.samples import RoutePrediction
 from toolwise.routing.threshold import Floats
@@ -106,6 +106,8 @@ def begin_calibration(setup: RolloutSetup, split: TaskSplit, out: Path) -> str:
     how = "under every route"
     if isinstance(router, TurnRouter):
         how = f"up to {router.config.calibration_passes} times"
+    if router.bins is not None and router.config.budget_prompt:  # as in `_calibrated_bins`
+        how += f" ({rollouts // len(router.bins)} for each of the {len(router.bins)} budgets that agents are told)"
     return (
         f"calibration: {len(tasks)} of {len(split.train) + len(tasks)} training tasks are set aside, {rollouts} of "
         f"them rolled out {how} at the end, a third before{expected}"
@@ -242,11 +244,13 @@ def budget_metrics(router: Router, scored: Sequence[ScoredRollout]) -> Metrics:
 
 def infeasible(calibration: DeliveredBudget) -> str:
     """Names the budgets that no routes meet, and what the cheapest ones cost; empty if there are none."""
-    entries = zip(calibration.units, calibration.limits, calibration.costs, calibration.least, strict=True)
+    entries = zip(
+        calibration.units, calibration.limits, calibration.costs, calibration.least or calibration.costs, strict=True
+    )
     over = [
         f"the budget of {limit:g} in {unit!r} cannot be met: the cheapest routes cost {least:.3f}; raise the limit"
         for unit, limit, cost, least in entries
-        if cost > limit + 1e-9
+        if not is_within(cost, limit)
     ]
     return "; ".join(over)
 

@@ -92,10 +92,13 @@ def _server_policy(config: RunConfig, options: RoutePolicyConfig, limit: int | N
             stop_strings=tuple(rollout.stop),
         ),
         timeout_s=options.timeout_s,
+        deadline_s=max(600.0, options.timeout_s),
         max_concurrent=options.max_concurrent,
         # Nothing is learned from its tokens, and not every server can send them.
         logprobs=False,
         return_token_ids=False,
+        # The other routes go on without it, and should not wait for it at every step.
+        retries_when_down=False,
     )
 
 

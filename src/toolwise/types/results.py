@@ -102,9 +102,9 @@ class EvaluateResult(BaseModel):
 
     @property
     def correctness(self) -> float:
-        """The "correct" metric if there is one, else the score; 0 without either."""
+        """The "correct" metric if there is a valid one, else the score; 0 without either."""
         metric = self.metrics.get("correct")
-        return metric.score if metric is not None else self.score or 0.0
+        return metric.score if metric is not None and metric.is_score_valid else self.score or 0.0
 
     @property
     def is_sum_of_steps(self) -> bool:

@@ -235,6 +235,20 @@ def test_a_price_list_names_what_the_tasks_have(prices: dict[str, Any], said: st
     assert said.replace("router.prices", "router.cost_kwargs.prices") in str(caught.value)
 
 
+def test_prices_are_checked_for_estimators_that_compare_costs() -> None:
+    tools, router = build_tools(["search", "calculator"]), {"prices": {"usd": {"serch": 1.0, "*": 1.0}}}
+    check_routable(config(router=router), tools, [task()])
+    with pytest.raises(ConfigError, match="has a price for 'serch'"):
+        check_routable(config(router=router, algorithm={"adv_estimator": "hdpo"}), tools, [task()])
+
+
+def test_a_tool_that_is_named_like_a_meter_is_refused() -> None:
+    search, described = build_tools(["search"])["search"], [task(tools=["seconds"])]
+    settings = config(router={"enable": True, "prices": {"s": {"seconds": 1.0}}})
+    with pytest.raises(ConfigError, match=r"router\.prices\.s\.seconds is the price of what .* rename the tool"):
+        check_routable(settings, {"seconds": search}, described)
+
+
 @pytest.mark.parametrize(
     "prices",
     [

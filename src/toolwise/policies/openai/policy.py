@@ -52,6 +52,7 @@ class OpenAIAgentPolicy:
         return_token_ids: bool = True,
         extra_body: Mapping[str, Any] | None = None,
         seed: int = 0,
+        retries_when_down: bool = True,
         client: httpx.AsyncClient | None = None,
     ) -> None:
         if parser != _SERVER_PARSER and parser not in PARSERS:
@@ -73,6 +74,7 @@ class OpenAIAgentPolicy:
             backoff_s=backoff_s,
             max_concurrent=max_concurrent,
             seed=seed,
+            retries_when_down=retries_when_down,
             client=client,
         )
         self._without_ids = 0

@@ -6,6 +6,7 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from difflib import SequenceMatcher
 
+from toolwise.advantages import COMPARE_COSTS
 from toolwise.config.imports import did_you_mean
 from toolwise.config.router import SECONDS_METER
 from toolwise.config.schema import RunConfig
@@ -82,13 +83,17 @@ def check_routable(
 ) -> None:
     """Reject a router if no task has a tool, neither one of the run nor one that its prompt describes; and routes of a
     user that name tools or families that no task has, or that cost more than a budget allows whatever is learned.
-    Rows that are only evaluated may lack all that; some route has to apply to each of them."""
-    if not config.router.enable or not tasks:
+    Without a router, prices are checked if the estimator compares costs. Rows that are only evaluated may lack all
+    that; some route has to apply to each of them."""
+    if not tasks:
+        return
+    if learns and (config.router.enable or config.algorithm.adv_estimator in COMPARE_COSTS):
+        _check_price_list(config, tools, tasks)
+    if not config.router.enable:
         return
     if not learns:
         map_distinct(tasks, Conditioning(config.router, tools if config.multi_turn.enable else {}).applicable)
         return
-    _check_price_list(config, tools, tasks)
     if config.router.routes:
         _check_own_routes(config, tools, tasks)
         return
@@ -109,23 +114,27 @@ def check_routable(
 def _check_price_list(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> None:
     """Raise if a price list names something that no task has, or leaves out one of its tools."""
     router = config.router
-    prices = cost.prices if isinstance(cost := build_cost(router, tools), PricesCost) and router.price_list else {}
-    if not prices:
+    if not router.price_list or not isinstance(cost := build_cost(router, tools), PricesCost):
         return
     conditioning = Conditioning(router, tools if config.multi_turn.enable else {})
     known = {tool: family for task in distinct_tasks(tasks) for tool, family in conditioning.families_of(task).items()}
     families = {name for family in (*known.values(), *Family) for name in (str(family), family.lower())}
     valid = {*known, *tools, *families, *METERS, UNREADABLE, "*"}
     where = f"router.{router.price_list_name}"
-    for unit, table in prices.items():
+    for unit, table in cost.prices.items():
         for name in table:
+            if name in METERS and name in known:
+                raise ConfigError(
+                    f"{where}.{unit}.{name} is the price of what a rollout uses, but a tool has that name: rename the "
+                    "tool"
+                )
             if name not in valid:
                 hint = did_you_mean(name, {*known, *tools}) or did_you_mean(name, valid)
                 raise ConfigError(
                     f"{where}.{unit} has a price for {name!r}, which is neither a tool of the tasks "
                     f"({', '.join(known)}), a family, nor one of {', '.join(METERS)}{hint}"
                 )
-    priced = {key for table in prices.values() for key in table}
+    priced = {key for table in cost.prices.values() for key in table}
     for tool, family in known.items():
         if priced.isdisjoint({tool, str(family), family.lower(), "*", SECONDS_METER}):
             raise ConfigError(f"the tool {tool!r} has no price: add it to a table of {where} (0 if it is free)")

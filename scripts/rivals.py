@@ -1,4 +1,5 @@
-"""The router of the demo against actors that are trained to spend less without a router: OTC, HDPO and ParetoPO.
+"""The router of the demo against actors that are trained to spend less without a router: OTC, HDPO and ranks by Pareto
+dominance, the second stage of ParetoPO.
 
     python scripts/rivals.py --out runs/rivals --tune         # seeds 100 and 101: every setting of every rival
     python scripts/rivals.py --out runs/rivals                # seeds 0 to 4: the chosen settings, and the table
@@ -94,13 +95,13 @@ def train_all(out: Path, seeds: Sequence[int], settings: Mapping[str, Sequence[s
         list(pool.map(lambda case: rival_of(out, out / f"router-{case[2]}", *case), cases))
 
 
-def compare(out: Path, seed: int, settings: Mapping[str, Sequence[str]], jobs: int = 1) -> dict[str, Any]:
+def compare(out: Path, part: str, seed: int, settings: Mapping[str, Sequence[str]], jobs: int = 1) -> dict[str, Any]:
     """Train what is missing for one seed and evaluate it; rival-setting -> its point, and the router at its cost."""
     from toolwise.demo.recipe import ROUTABLE_KINDS
     from toolwise.demo.tasks import write_rows
 
     names = "+".join(f"{rival}-{s}" for rival, each in settings.items() for s in each)
-    folder = out / ("tuning" if seed in TUNING_SEEDS else "test") / f"seed-{seed}"
+    folder = out / part / f"seed-{seed}"
     stored = folder / "compared.json"
     if stored.exists() and (known := json.loads(stored.read_text()))["names"] == names:
         return dict(known["compared"])
@@ -122,7 +123,7 @@ def choose(out: Path, tuning: Sequence[int] = TUNING_SEEDS, jobs: int = 1) -> di
     """The setting of each rival with the smallest mean lead of the router on the tuning seeds."""
     every = {rival: tuple(settings) for rival, settings in RIVALS.items()}
     train_all(out, tuning, every, jobs)
-    seeds = [compare(out, seed, every, jobs) for seed in tuning]
+    seeds = [compare(out, "tuning", seed, every, jobs) for seed in tuning]
     chosen = {}
     print("| rival | setting | score | cost | router ahead by |\n|---|---|---|---|---|")
     for rival, settings in every.items():
@@ -161,6 +162,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=TEST_SEEDS, help="test seeds")
     parser.add_argument("--report", action="store_true", help="only print the table of the test seeds done so far")
     args = parser.parse_args()
+    if both := {*args.tuning_seeds} & {*args.seeds}:
+        parser.error(f"seeds {both} are to be tuned on and tested on")
     chosen = json.loads((args.out / "chosen.json").read_text()) if (args.out / "chosen.json").exists() else None
     if chosen is None or args.tune:
         chosen = choose(args.out, args.tuning_seeds, args.jobs)
@@ -171,7 +174,7 @@ def main() -> None:
         train_all(args.out, args.seeds, settings, args.jobs)
     for seed in args.seeds:
         if not args.report or (args.out / "test" / f"seed-{seed}" / "compared.json").exists():
-            compared[seed] = compare(args.out, seed, settings, args.jobs)
+            compared[seed] = compare(args.out, "test", seed, settings, args.jobs)
     report(compared, chosen)
 
 

@@ -17,6 +17,7 @@ from toolwise.routing.calibration import (
     prompt_uniform,
     read_budget_calibration,
 )
+from toolwise.routing.delivered_budget import format_cost
 from toolwise.routing.samples import RoutePrediction
 
 LIMITS = {"cost": 0.5}
@@ -162,3 +163,20 @@ def test_several_budgets_hold_with_routes_that_do_not_apply() -> None:
     )
     assert calibration.costs == pytest.approx((0.1, 0.15), abs=1e-9)
     assert (policy(calibration, values)[~applies] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "scale", "shown"),
+    [
+        (0.487, 0.5, "0.487"),
+        (12.0, None, "12.000"),
+        (0.0, None, "0.000"),
+        (0.000412, 0.0004, "0.000412"),
+        (0.000007, 0.0004, "0.000007"),
+        (0.000412, None, "0.000412"),
+        (0.0, 0.008, "0.00000"),
+        (0.3, 0.0, "0.300"),
+    ],
+)
+def test_small_costs_keep_three_digits(value: float, scale: float | None, shown: str) -> None:
+    assert format_cost(value, scale) == shown

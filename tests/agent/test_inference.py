@@ -239,6 +239,24 @@ def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:
         store_calibration(tmp_path, KNOWN)
 
 
+def test_the_trained_budget_means_the_default_routes_whatever_was_evaluated_later(make_routed: Any) -> None:
+    routing = load_router(make_routed(bias=[0.0, 0.0, 9.0]), tools=["calculator", "search"])
+    trained = BudgetCalibration(
+        units=("cost",),
+        limits=(0.4,),
+        threshold=JointThreshold(((99.0,),), ((0.0,),), (1.0,)),
+        route_costs=((0.0,), (1.0,), (1.0,)),
+        rows=10,
+        rolled_out=10,
+        costs=(0.0,),
+        standard_errors=(0.01,),
+        score=0.5,
+    )
+    assert choose(replace(routing, calibration=KNOWN), 0.4).route == "CALCULATE-FAMILY"
+    both = replace(routing, trained=trained, calibration=KNOWN)
+    assert choose(both, 0.4).route == choose(both).route == "ANSWER"
+
+
 def test_the_trained_budget_keeps_those_in_other_units_too(make_routed: Any) -> None:
     """Thresholds of `toolwise eval --budgets` know the first one only."""
     routing = load_router(make_routed(bias=[0.0, 0.0, 9.0]), tools=["calculator", "search"])

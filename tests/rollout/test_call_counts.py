@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 import pytest
+from thinking_cases import step_data
 
 from toolwise.rollout.call_counts import OTHER_NAMES, CallCounts
+from toolwise.types import SampledTokens
 from toolwise.untrusted.bounds import MAX_DISTINCT_NAMES
 
 
@@ -21,6 +23,13 @@ def test_steps_add_up_and_the_time_in_the_queue_leaves_the_step() -> None:
     usage = counts.usage([], 2.0)
     assert (usage.calls, usage.failed_calls, usage.cost) == ({"search": 3, "add": 1}, {"search": 1}, 0.75)
     assert (usage.queue_s, usage.longest_queue_s, usage.seconds) == (0.4, 0.3, 2.0)
+
+
+def test_tokens_of_a_server_that_returns_no_ids_are_those_it_counted() -> None:
+    told = SampledTokens((), (), (), has_ids=False, extra={"prompt_tokens": 40, "completion_tokens": 3})
+    replies = [step_data().model_copy(update={"policy_logprobs": tokens}) for tokens in (told, told, None)]
+    usage = CallCounts().usage(replies, 0.0)
+    assert (usage.prompt_tokens, usage.sampled_tokens) == (80, 6)
 
 
 def test_nothing_adds_up_to_nothing() -> None:

@@ -19,6 +19,7 @@ from toolwise.routing.calibration import (
     prompt_uniform,
     read_budget_calibration,
 )
+from toolwise.routing.delivered_budget import format_cost
 from toolwise.routing.samples import RoutePrediction
 
 LIMITS = {"cost": 0.5}
@@ -200,3 +201,20 @@ def test_one_task_without_a_lottery_has_no_error() -> None:
     for share in (0.1, 0.3, 0.7):
         mixture = np.array([[share, 1.0 - share]])
         assert table.standard_errors(mixture).tolist() == [pytest.approx(0.0, abs=1e-9)]
+
+
+@pytest.mark.parametrize(
+    ("value", "scale", "shown"),
+    [
+        (0.487, 0.5, "0.487"),
+        (12.0, None, "12.000"),
+        (0.0, None, "0.000"),
+        (0.000412, 0.0004, "0.000412"),
+        (0.000007, 0.0004, "0.000007"),
+        (0.000412, None, "0.000412"),
+        (0.0, 0.008, "0.00000"),
+        (0.3, 0.0, "0.300"),
+    ],
+)
+def test_small_costs_keep_three_digits(value: float, scale: float | None, shown: str) -> None:
+    assert format_cost(value, scale) == shown

@@ -141,6 +141,14 @@ def test_names_close_to_a_limit_on_cost_are_refused_and_others_ignored() -> None
     read_request(json.dumps(HELLO | dict.fromkeys(harmless, "x")).encode())
 
 
+@pytest.mark.parametrize("name", ["extra_body", "toolwise"])
+def test_limits_on_cost_in_a_wrapper_are_refused(name: str) -> None:
+    with pytest.raises(BadRequestError, match=f"{name}.budget is not an option: give budget as a field of the request"):
+        read_request(json.dumps(HELLO | {name: {"seed": 1, "budget": 0.2}}).encode())
+    for harmless in ({"trace": 1}, "x", ["budget"], None):
+        read_request(json.dumps(HELLO | {name: harmless}).encode())
+
+
 def test_the_length_of_a_conversation_counts_everything_that_a_template_may_show() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": [7] * 1_000})}}
     said = {"role": "assistant", "content": None, "reasoning_content": "x" * 50, "tool_calls": [call]}

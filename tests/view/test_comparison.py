@@ -95,6 +95,20 @@ def test_what_was_delivered_is_shown_with_its_interval_and_its_calibration() -> 
     assert describe_budgets({"after": None, "calibration": {"tasks": 64}}) == ["64 calibration tasks, not used yet"]
 
 
+def test_money_is_shown_with_the_digits_of_its_budget() -> None:
+    after = {"budget/usd/limit": 0.0004, "budget/usd/delivered": 0.000412, "budget/usd/stderr": 0.00001}
+    units = {"usd": {"limit": 0.0004, "cost": 0.0004, "standard_error": 0.00001}}
+    lines = describe_budgets(
+        {"after": after, "calibration": {"tasks": 64, "rolled_out": 64, "step": 4, "units": units}}
+    )
+    assert lines == [
+        "delivered usd 0.000412 [0.000392 0.000432] against a budget of 0.0004",
+        "calibrated at step 4: usd 0.000400 ± 0.000010 (standard error) on 64 calibration tasks, 64 rolled out",
+    ]
+    [change] = headline({"before": {"cost": 0.00051}, "after": {"cost": 0.00041}})
+    assert (change.before_text, change.after_text, change.difference_text) == ("0.000510", "0.000410", "-0.000100")
+
+
 def test_kinds_without_verdicts_are_compared_by_score() -> None:
     side = {"score": 0.5, "cost": 1.0, "by_kind": {"sums": {"n": 3, "score": 0.5, "cost": 1.0}}}
     rows = rows_by_kind({"before": side, "after": side})

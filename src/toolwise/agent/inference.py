@@ -245,8 +245,8 @@ class TrainedRouter:
             return self.routes.names[self._choose_by_default(prediction, task, seed)]
         trained = self.trained
         limits = {} if trained is None else dict(zip(trained.units, trained.limits, strict=True))
-        # Thresholds of `toolwise eval --budgets` know one budget only.
-        if trained is not None and limits.get(self.unit) == budget and (self.calibration is None or len(limits) > 1):
+        # As by default: thresholds of `toolwise eval --budgets` are for others, and know one unit only.
+        if trained is not None and limits.get(self.unit) == budget:
             return self.routes.names[trained.route(prediction, task.prompt)]
         if self.calibration is None:
             known = f" other than the trained one ({limits[self.unit]:g})" if self.unit in limits else ""

@@ -137,9 +137,11 @@ def resolve_model(
 
 
 def _show(metrics: dict[str, Any], model: str) -> None:
+    from toolwise.routing.delivered_budget import format_cost
+
     parts = {"all": metrics, **metrics["by_kind"]}
     rows = [  # metrics are rows: a router reports more than fit as columns
-        [name, *(f"{v:.3f}" if isinstance(v, float) else str(v) for v in (p.get(name, "") for p in parts.values()))]
+        [name, *(format_cost(v) if isinstance(v, float) else str(v) for v in (p.get(name, "") for p in parts.values()))]
         for name in metrics
         if name != "by_kind"
     ]

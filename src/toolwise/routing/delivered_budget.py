@@ -78,3 +78,11 @@ def uncalibrated(other_budgets: bool, *, by_turn: bool = False) -> str:
         f"this router {why}: routes are sampled from its head, so its budgets may be exceeded; train with "
         f"router.calibration{' and at least 256 tasks' if by_turn else ', or give budgets to toolwise eval --budgets'}"
     )
+
+
+def format_cost(value: float, scale: float | None = None) -> str:
+    """With three decimals, or more where costs are small, as money for calls is: three digits of `scale`, by default of
+    the value itself."""
+    size = abs(scale or value)
+    decimals = 2 - math.floor(math.log10(size)) if 0 < size < math.inf else 3
+    return f"{value:.{min(max(3, decimals), 12)}f}"

@@ -25,6 +25,8 @@ MAX_NEW_TOKENS = 1 << 31
 MIN_TEMPERATURE = 1e-3
 """Smaller ones decode greedily in all but name, and the smallest let the logits overflow."""
 _OWN_OPTIONS = ("budget", "route", "max_cost")
+_WRAPPERS = ("extra_body", "toolwise")
+"""Fields that clients put options into by mistake: the name of a client's argument, and that of the reply's field."""
 _MAX_CHECKED_NAMES, _MAX_OPTION_CHARS = 100, 16
 
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -235,6 +237,11 @@ def _check_names(body: Mapping[str, Any]) -> None:
     for name in unknown[:_MAX_CHECKED_NAMES]:
         if hint := did_you_mean(name, _OWN_OPTIONS):
             raise BadRequestError(f"there is no option {name}{hint}", param=name, code="unsupported_parameter")
+    for name in _WRAPPERS:
+        inside = body.get(name)
+        if own := [option for option in _OWN_OPTIONS if isinstance(inside, dict) and option in inside]:
+            told = f"{name}.{own[0]} is not an option: give {own[0]} as a field of the request itself"
+            raise BadRequestError(told, param=name, code="unsupported_parameter")
 
 
 def read_request(raw: bytes) -> ChatRequest:

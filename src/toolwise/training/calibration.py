@@ -22,7 +22,7 @@ from toolwise.errors import ConfigError
 from toolwise.protocols import Metrics, Router
 from toolwise.routing.calibration import BudgetCalibration, CalibrationTable, calibrate_budgets, values_and_costs
 from toolwise.routing.cost import PricesCost, RouteUsage
-from toolwise.routing.delivered_budget import DeliveredBudget, is_within
+from toolwise.routing.delivered_budget import DeliveredBudget, format_cost, is_within
 from toolwise.routing.inference_router import InferenceRouter
 from toolwise.routing.samples import RoutePrediction
 from toolwise.routing.threshold import Floats
@@ -97,9 +97,9 @@ def begin_calibration(setup: RolloutSetup, split: TaskSplit, out: Path) -> str:
     if not isinstance(router, InferenceRouter) or not tasks:
         return split.note
     write_atomic(out / CALIBRATION_FILE, json_text({"task_ids": [task.task_id for task in tasks]}, indent=1).encode())
-    errors = expected_errors(router, tasks).items()
+    errors, limits = expected_errors(router, tasks).items(), router.budgets.limits
     shown = ", ".join(
-        f"{unit} {router.budgets.limits[unit]:g} ± {error:.3f} (standard error)" for unit, error in errors
+        f"{unit} {limits[unit]:g} ± {format_cost(error, limits[unit])} (standard error)" for unit, error in errors
     )
     expected = f"; expected if a prompt makes one call or none: {shown}" if shown else ""
     rollouts = min(setup.config.router.calibration_rollouts, len(tasks))
@@ -248,7 +248,8 @@ def infeasible(calibration: DeliveredBudget) -> str:
         calibration.units, calibration.limits, calibration.costs, calibration.least or calibration.costs, strict=True
     )
     over = [
-        f"the budget of {limit:g} in {unit!r} cannot be met: the cheapest routes cost {least:.3f}; raise the limit"
+        f"the budget of {limit:g} in {unit!r} cannot be met: the cheapest routes cost {format_cost(least, limit)}; "
+        "raise the limit"
         for unit, limit, cost, least in entries
         if not is_within(cost, limit)
     ]

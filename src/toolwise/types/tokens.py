@@ -13,6 +13,8 @@ from toolwise.messages import Prefix
 
 Alignment = Literal["first", "clean", "realigned", "forked"]
 """How a turn's prompt continues the previous one: see rollout/tokens.py."""
+TOKEN_COUNTS = PROMPT_TOKENS, COMPLETION_TOKENS = "prompt_tokens", "completion_tokens"
+"""Keys of a reply without token ids: how many tokens the server read and sampled."""
 
 
 class TokenLogprobs(TypedDict):
@@ -84,6 +86,20 @@ class SampledTokens(Mapping[str, Any]):
         """The dictionary that the policy returned."""
         keys = _ALL_KEYS if self.has_ids else _LABELS
         return {key: value for key in keys if (value := getattr(self, key)) is not None} | dict(self.extra or {})
+
+    @property
+    def prompt_count(self) -> int:
+        """Tokens that were read; without ids, as many as the server says."""
+        return self._count(self.prompt_ids, PROMPT_TOKENS)
+
+    @property
+    def sampled_count(self) -> int:
+        """Tokens that were sampled; without ids, as many as the server says."""
+        return self._count(self.token_ids, COMPLETION_TOKENS)
+
+    def _count(self, ids: Sequence[int], name: str) -> int:
+        said = None if self.has_ids or self.extra is None else self.extra.get(name)
+        return said if type(said) is int and said >= 0 else len(ids)
 
     def __getitem__(self, key: str) -> Any:
         return self.to_dict()[key]

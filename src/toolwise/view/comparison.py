@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
+from toolwise.routing.delivered_budget import format_cost
 from toolwise.training.records import RolloutRecord
 from toolwise.training.trackers.console import format_metric
 from toolwise.training.trackers.conversation import clean_text
@@ -52,6 +53,8 @@ class MetricChange:
             return ""
         if self.name == "correct":
             return f"{100 * self.difference:+.1f} points"
+        if self.name == "cost":
+            return f"{'+' if self.difference >= 0 else ''}{format_cost(self.difference, self.before or self.after)}"
         return f"{self.difference:+,.0f}" if self.name == "tokens" else f"{self.difference:+.3f}"
 
     @property
@@ -109,12 +112,13 @@ def describe_budgets(summary: Mapping[str, Any]) -> list[str]:
         limit, delivered, error = (_number(after.get(f"budget/{unit}/{what}")) for what in BUDGET_FIGURES)
         if limit is not None and delivered is not None and error is not None:
             low, high = max(0.0, delivered - 1.96 * error), delivered + 1.96 * error
-            lines.append(f"delivered {unit} {delivered:.3f} [{low:.3f} {high:.3f}] against a budget of {limit:g}")
+            spent, *interval = (format_cost(value, limit) for value in (delivered, low, high))
+            lines.append(f"delivered {unit} {spent} [{' '.join(interval)}] against a budget of {limit:g}")
     for unit, figures in _table(calibration.get("units")).items():
-        cost, error = _number(_table(figures).get("cost")), _number(_table(figures).get("standard_error"))
+        cost, error, limit = (_number(_table(figures).get(name)) for name in ("cost", "standard_error", "limit"))
         if cost is not None and error is not None:
             rows = f"{calibration.get('tasks')} calibration tasks, {calibration.get('rolled_out')} rolled out"
-            reached = f"{unit} {cost:.3f} ± {error:.3f} (standard error)"
+            reached = f"{unit} {format_cost(cost, limit)} ± {format_cost(error, limit)} (standard error)"
             lines.append(f"calibrated at step {calibration.get('step')}: {reached} on {rows}")
     if calibration and not calibration.get("units"):
         lines.append(f"{calibration.get('tasks')} calibration tasks, not used yet")

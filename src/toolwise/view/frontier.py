@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import CheckpointError
+from toolwise.routing.delivered_budget import format_cost
 from toolwise.training.run_folder import RunFolder
 from toolwise.training.trackers.conversation import clean_text
 from toolwise.view.curves import LIGHT, Palette, draw_legend, draw_title, new_figure, style_axes, to_png
@@ -81,7 +82,7 @@ def budget_rows(frontier: FrontierRecord, gap_forms: Sequence[str] = (".0%",)) -
 def fixed_rows(frontier: FrontierRecord) -> list[list[str]]:
     """Policies without a budget: name, cost, score."""
     return [
-        [clean_text(name), _format_estimate(point["cost"], ".3f"), _format_estimate(point["score"])]
+        [clean_text(name), _format_cost(point), _format_estimate(point["score"])]
         for name, point in frontier["fixed"].items()
     ]
 
@@ -139,11 +140,14 @@ def _against_fixed_table(frontier: FrontierRecord, router: str) -> Table:
     rows, dearer = [], []
     for name, each in frontier["against_fixed"].items():
         fixed = frontier["fixed"][name]
-        figures = [fixed["cost"], fixed["score"], each["cost"], each["score"]]
         rows.append(
             [
                 clean_text(name),
-                *(_format_estimate(figure, ".3f") for figure in figures),
+                *(
+                    cell
+                    for point in (fixed, each)
+                    for cell in (_format_cost(point), _format_estimate(point["score"], ".3f"))
+                ),
                 _format_estimate(each["ahead"], *_SIGNED),
             ]
         )
@@ -172,7 +176,16 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], **options: Any
 
 def _point_cells(point: Mapping[str, Any]) -> list[str]:
     """Budget, cost, and score with its interval."""
-    return [f"{point['budget']:g}", _format_estimate(point["cost"], ".3f"), _format_estimate(point["score"])]
+    return [f"{point['budget']:g}", _format_cost(point), _format_estimate(point["score"])]
+
+
+def _format_cost(point: Mapping[str, Any]) -> str:
+    cost = point["cost"]["value"]
+    return format_cost(cost) if isinstance(cost, int | float) else "–"
+
+
+def _format_score(point: Mapping[str, Any]) -> str:
+    return _format_estimate(point["score"], ".3f")
 
 
 def _format_estimate(estimate: Mapping[str, Any], *forms: str) -> str:

@@ -83,6 +83,20 @@ def test_with_anything_lacking_there_are_no_token_logprobs(lacking: str) -> None
         assert reply.tokens["tokens"] == ["a", "b"]
 
 
+def test_without_ids_the_servers_own_counts_are_the_numbers_of_tokens() -> None:
+    usage = {"prompt_tokens": 40, "completion_tokens": 3}
+    told = read(body(usage=usage)).tokens
+    assert (told.prompt_count, told.sampled_count) == (40, 3)
+    counted = read(body(VLLM_IDS, prompt_token_ids=[1, 2, 3], usage=usage)).tokens
+    assert (counted.prompt_count, counted.sampled_count) == (3, 2)
+
+
+@pytest.mark.parametrize("usage", [None, 3, {"prompt_tokens": -1, "completion_tokens": True}, {"prompt_tokens": "9"}])
+def test_counts_that_are_none_are_zero(usage: Any) -> None:
+    tokens = read(body(usage=usage)).tokens
+    assert (tokens.prompt_count, tokens.sampled_count) == (0, 0)
+
+
 def test_native_tool_calls() -> None:
     nameless = {"type": "function", "function": {"name": "sub", "arguments": "not JSON"}}
     reply = read(body({"finish_reason": "stop"}, message={"content": None, "tool_calls": [CALL, nameless]}))

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from toolwise.messages import Message, ToolCall
 from toolwise.remote.server_errors import ServerError
 from toolwise.types import SampledTokens
+from toolwise.types.tokens import TOKEN_COUNTS
 
 FinishReason = Literal["stop", "length", "tool_calls", "stop_string"]
 Parse = Callable[[str], tuple[str, list[ToolCall]]]
@@ -32,7 +33,7 @@ class Reply:
     raw: str
     """The text as the server returns it, without tool calls that the server parsed out of it."""
     tokens: SampledTokens
-    """Without token ids from the server, `tokens` and `token_logprobs` as further keys."""
+    """Without token ids from the server, `tokens`, `token_logprobs` and its counts of tokens as further keys."""
     reasoning: str = ""
     """Thoughts that the server returns separately from the text; sent back to it in later turns."""
 
@@ -50,12 +51,13 @@ def read_reply(body: Any, headers: Mapping[str, str], parse: Parse | None) -> Re
     tokens, logprobs = _logprobs(choice)
     prompt_ids = parse_ids(body.get("prompt_token_ids") or choice.get("prompt_token_ids"), "prompt_token_ids")
     token_ids = _token_ids(choice, tokens)
-    if not (text or calls or reasoning or token_ids or tokens or _completion_tokens(body)):
+    counts = _token_counts(body)
+    if not (text or calls or reasoning or token_ids or tokens or counts.get("completion_tokens")):
         raise ServerError("bad_reply", "the reply is empty: no text, tool calls or tokens", retryable=True)
     labels = finish, _policy_version(body, headers)
     raw = f"<think>{reasoning}</think>{text}" if reasoning else text
     if prompt_ids is None or token_ids is None or logprobs is None:
-        texts = {"tokens": tokens, "token_logprobs": logprobs or array("f")}
+        texts = {"tokens": tokens, "token_logprobs": logprobs or array("f"), **counts}
         return Reply(content, calls, raw, SampledTokens((), (), (), *labels, has_ids=False, extra=texts), reasoning)
     if len(token_ids) != len(logprobs):
         raise ServerError("bad_reply", f"the reply has {len(token_ids)} token ids and {len(logprobs)} log-probs")
@@ -128,10 +130,11 @@ def parse_ids(value: Any, name: str) -> array[int] | None:
     return array("i", value)
 
 
-def _completion_tokens(body: dict[str, Any]) -> int:
+def _token_counts(body: dict[str, Any]) -> dict[str, int]:
+    """How many tokens the server read and sampled, if it says so."""
     usage = body.get("usage")
-    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    return count if isinstance(count, int) else 0
+    counts = usage if isinstance(usage, dict) else {}
+    return {name: n for name in TOKEN_COUNTS if type(n := counts.get(name)) is int and 0 <= n < 2**31}
 
 
 def _policy_version(body: dict[str, Any], headers: Mapping[str, str]) -> int:

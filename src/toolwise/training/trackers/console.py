@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from toolwise.protocols import Callback, Tracker
+from toolwise.routing.delivered_budget import format_cost
 from toolwise.terminal import write_line
 from toolwise.terminal.display import Console, Live
 from toolwise.training.metrics import budget_unit
@@ -61,6 +62,8 @@ def format_metric(name: str, value: float | None) -> str:
         return "–"
     if name == "correct":
         return f"{100 * value:.1f}%"
+    if name in ("cost", "λ"):
+        return format_cost(value)
     return f"{value:,.0f}" if name in ("tokens/s", "tokens") else f"{value:.3f}"
 
 

@@ -102,4 +102,9 @@ def report_sft(result: RunResult) -> None:
                 f"{long} of {counts['train']} conversations were too long: {counts['truncated']} truncated, "
                 f"{counts['dropped']} dropped"
             )
+        tokens = summary["reply_tokens"]
+        print_line(
+            f"replies have {tokens['median']} tokens in the median, {tokens['p95']} or fewer in 95 %, and {tokens['max']} "
+            "at most: `toolwise train` cuts off longer ones than rollout.max_new_tokens"
+        )
     report_result(result)

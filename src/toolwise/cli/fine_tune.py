@@ -104,7 +104,7 @@ def report_sft(result: RunResult) -> None:
             )
         tokens = summary["reply_tokens"]
         print_line(
-            f"replies have {tokens['median']} tokens in the median, {tokens['p95']} or fewer in 95 %, and {tokens['max']} "
-            "at most: `toolwise train` cuts off longer ones than rollout.max_new_tokens"
+            f"replies: {tokens['median']} tokens in the median, up to {tokens['p95']} in 95 % of them, at most "
+            f"{tokens['max']}; `toolwise train` cuts them off at rollout.max_new_tokens"
         )
     report_result(result)

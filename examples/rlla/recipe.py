@@ -41,8 +41,12 @@ def prepare(source: Path, out: Path) -> None:
     """Rows for GRPO, and the same training rows as conversations for supervised fine-tuning."""
     toolwise("data", "prepare", "rlla", source / "rlla_sft.json", "--out", out / "train.parquet")
     toolwise("data", "prepare", "rlla", source / "test.parquet", "--out", out / "test.parquet")
-    with (out / "sft.jsonl").open("w", encoding="utf-8") as file:
-        for row in json.loads((source / "rlla_sft.json").read_text(encoding="utf-8")):
+    write_conversations(source / "rlla_sft.json", out / "sft.jsonl")
+
+
+def write_conversations(source: Path, out: Path) -> None:
+    with out.open("w", encoding="utf-8") as file:
+        for row in json.loads(source.read_text(encoding="utf-8")):
             prompt = [
                 {"role": "system", "content": row["instruction"]},
                 {"role": "user", "content": row["input"]},

@@ -33,6 +33,13 @@ def test_the_loss_falls_and_is_told(taught: tuple[Path, str]) -> None:
     assert str(folder) in told
 
 
+def test_the_length_of_the_replies_is_told(taught: tuple[Path, str]) -> None:
+    folder, told = taught
+    lengths = json.loads((folder / "summary.json").read_bytes())["reply_tokens"]
+    assert 1 < lengths["median"] == lengths["p95"] == lengths["max"] < 20
+    assert f"replies: {lengths['median']} tokens in the median" in told
+
+
 def test_the_model_loads_and_says_what_it_was_taught(taught: tuple[Path, str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

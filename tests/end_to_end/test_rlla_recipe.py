@@ -12,9 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_tokenizers import tokenizer
 
 from toolwise.config.schema import load_config
 from toolwise.config.sft import load_sft_config
+from toolwise.data.prepare import prepare_rlla
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
+from toolwise.rollout.tokens import TokenBuffer
+from toolwise.training.sft_data import read_conversations, tokenize
+from toolwise.training.tasks import load_split
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples" / "rlla"
@@ -41,6 +47,27 @@ def test_its_intervals_are_student_s() -> None:
     assert found["mean"] == 3.0
     assert math.isclose(found["half_width"], 2.776 * math.sqrt(0.5), rel_tol=2e-3)
     assert math.isnan(recipe().interval([1.0])["half_width"])
+
+
+def test_sft_trains_on_the_tokens_of_a_rollout_that_replies_as_demonstrated(tmp_path: Path) -> None:
+    demonstrations = json.loads((FIXTURES / "rlla_sft.json").read_text(encoding="utf-8"))[:12]
+    source = tmp_path / "rlla_sft.json"
+    source.write_text(json.dumps(demonstrations), encoding="utf-8")
+    prepare_rlla(source, tmp_path / "train.parquet")
+    recipe().write_conversations(source, tmp_path / "sft.jsonl")
+    grpo = load_config(RECIPE / "grpo.toml", [f"data.train={tmp_path / 'train.parquet'}"])
+    sft = load_sft_config(RECIPE / "sft.toml", [f"data.train={tmp_path / 'sft.jsonl'}", "row_tokens=100000"])
+    stored = tokenizer("chatml")
+    stored.chat_template = (FIXTURES / "templates" / "smollm2.jinja").read_text(encoding="utf-8")
+    chat = ChatTokenizer(stored)
+    conversations, _ = read_conversations(sft, None, None)
+    taught = tokenize(sft, chat, conversations).rows
+    for row, task, demonstration in zip(taught, load_split(grpo, "train"), demonstrations, strict=True):
+        prompt = TokenBuffer(chat).prompt(task.prompt)
+        reply = [*stored.encode(demonstration["output"], add_special_tokens=False), chat.end_id]
+        assert row.ids.tolist() == [*prompt, *reply]
+        assert row.loss_mask.tolist() == [False] * len(prompt) + [True] * len(reply)
+    assert (len(taught), chat.end_text) == (12, "<|im_end|>")
 
 
 @pytest.mark.long

@@ -260,6 +260,18 @@ def test_half_precision_weights_have_full_precision_masters() -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, learner.optimizer.masters, strict=True))
 
 
+def test_half_precision_follows_the_losses_of_full_precision() -> None:
+    """Updates of 1e-4 are below half a unit in the last place of most bf16 weights here."""
+    settings = config(steps=20, batch_tokens=70, lr=1e-4, lr_schedule="constant")
+    full, half = (
+        [step["loss"] for step in sft_steps(tiny_model().to(dtype), rows(), settings)]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    fall = full[0] - full[-1]
+    assert fall > 0.1
+    assert half[0] - half[-1] == pytest.approx(fall, rel=0.2)
+
+
 def test_a_gradient_that_is_not_a_number_moves_nothing() -> None:
     model = tiny_model()
     learner = SftLearner(model, config())

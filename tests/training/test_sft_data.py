@@ -109,6 +109,19 @@ def test_long_conversations_are_truncated_or_dropped() -> None:
         tokenize(SftConfig(row_tokens=32, too_long="drop"), chat, read[1:])
 
 
+def test_replies_are_measured_as_written_with_their_ends() -> None:
+    chat = load_chat("builtin:small")
+    answers = ["word " * n for n in (1, 2, 3, 40)]
+    rows = [talk("a", answer) for answer in answers]
+    rows[0]["messages"] += talk("c", "word word")["messages"]  # two turns are two replies
+    read = [read_conversation(Path("x"), i, row) for i, row in enumerate(rows)]
+    lengths = sorted(len(chat.encode(text)) + 1 for text in (*answers, "word word"))
+    for too_long in ("truncate", "drop"):
+        split = tokenize(SftConfig(row_tokens=48, too_long=too_long), chat, read)
+        assert sorted(split.reply_lengths) == lengths
+        assert split.reply_tokens() == {"median": lengths[2], "p95": lengths[-1], "max": lengths[-1]}
+
+
 def test_a_conversation_that_cannot_be_rendered_names_its_row() -> None:
     chat = load_chat("builtin:small")
     bad = read_conversation(Path("talks.jsonl"), 7, {"messages": [{"role": "user", "content": "only a question"}]})

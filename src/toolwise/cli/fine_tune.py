@@ -102,4 +102,9 @@ def report_sft(result: RunResult) -> None:
                 f"{long} of {counts['train']} conversations were too long: {counts['truncated']} truncated, "
                 f"{counts['dropped']} dropped"
             )
+        tokens = summary["reply_tokens"]
+        print_line(
+            f"replies: {tokens['median']} tokens in the median, up to {tokens['p95']} in 95 % of them, at most "
+            f"{tokens['max']}; `toolwise train` cuts them off at rollout.max_new_tokens"
+        )
     report_result(result)

@@ -46,6 +46,11 @@ class Example:
         """Number of tokens to train on; the first token of a row has no context and never counts."""
         return int(self.loss_mask[1:].sum())
 
+    def reply_lengths(self) -> NDArray[np.intp]:
+        """Tokens of each reply, its end-of-turn token included."""
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], self.loss_mask, [False]]).astype(np.int8)))
+        return edges[1::2] - edges[::2]
+
     def truncated(self, length: int) -> Example:
         return Example(self.ids[:length].copy(), self.loss_mask[:length].copy())
 

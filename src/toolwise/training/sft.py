@@ -235,6 +235,7 @@ class SftTraining:
             "epochs": progress.step / len(run.batches),
             "tokens": progress.tokens,
             "conversations": _counts(run),
+            "reply_tokens": run.train.reply_tokens(),
             "interrupted": interrupted,
             "stopped": None if self._signal.received else self.reporter.stop_reason,
             "seed": run.config.seed,

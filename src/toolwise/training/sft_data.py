@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +47,14 @@ class TokenizedSplit:
     truncated: int
     dropped: int
     """Too long, and dropped as a whole or left without a reply to train on."""
+    reply_lengths: Sequence[int]
+    """Tokens of each reply, as written: before conversations were truncated or dropped."""
+
+    def reply_tokens(self) -> dict[str, int]:
+        """What `rollout.max_new_tokens` must leave room for: half of the replies are longer than the median, one in
+        twenty is longer than `p95`."""
+        ordered = sorted(self.reply_lengths)
+        return {"median": _quantile(ordered, 0.5), "p95": _quantile(ordered, 0.95), "max": ordered[-1]}
 
     def describe_long(self, limit: int) -> str | None:
         """What happened to conversations that were too long; None if there were none."""
@@ -154,6 +163,7 @@ def tokenize(config: SftConfig, chat: ChatTokenizer, conversations: Sequence[Con
     from toolwise.learner.conversations import tokenize_conversation
 
     rows: list[Example] = []
+    reply_lengths: list[int] = []
     truncated = dropped = 0
     call_format = chat.find_format(config.rollout.tool_parser)
     for conversation in conversations:
@@ -168,6 +178,7 @@ def tokenize(config: SftConfig, chat: ChatTokenizer, conversations: Sequence[Con
             )
         except (DataError, ModelError) as fault:
             raise row_error(conversation.path, conversation.number, "messages", str(fault)) from fault
+        reply_lengths += [length for example in examples for length in example.reply_lengths().tolist()]
         fitting = [_fit(config, example) for example in examples]
         kept = [example for example in fitting if example is not None and example.targets]
         dropped += len(kept) < len(examples)
@@ -183,7 +194,12 @@ def tokenize(config: SftConfig, chat: ChatTokenizer, conversations: Sequence[Con
             )
             + "; raise it, or shorten the conversations"
         )
-    return TokenizedSplit(rows, len(conversations), truncated, dropped)
+    return TokenizedSplit(rows, len(conversations), truncated, dropped, reply_lengths)
+
+
+def _quantile(ordered: Sequence[int], share: float) -> int:
+    """The smallest value that at least `share` of the values do not exceed."""
+    return ordered[math.ceil(share * len(ordered)) - 1]
 
 
 def _fit(config: SftConfig, example: Example) -> Example | None:

@@ -87,6 +87,11 @@ class Agent:
         price = self._price_of(Task(task_id="prices", prompt=[Message(role="user", content="")]), "")
         return {name: price({name: 1}) for name in self.tools}
 
+    def check_budget(self, budget: float, max_cost: float | None = None) -> None:
+        """Raise if there is no router, or one that cannot keep this budget."""
+        question = Task(task_id="first", prompt=[Message(role="user", content="Hello")])
+        run_async(self.routing.route_question(question, budget=budget, route=None, cap=max_cost, seed=0))
+
     def ask(self, question: Question, **options: Any) -> AgentAnswer:
         """Blocking version of `aask`; also works where an event loop is running, as in a notebook."""
         return run_async(self.aask(question, **options))

@@ -61,6 +61,8 @@ def chat(
 ) -> None:
     """Talk with a trained agent: its words, tool calls and costs as they come. /help lists the commands."""
     agent = load_agent(source, tools, documents, overrides, trust_code)
+    if budget is not None:
+        agent.check_budget(budget)
     Conversation(agent, left=cap, route=route, options={"budget": budget, "do_sample": do_sample, "seed": seed}).run()
 
 
@@ -174,7 +176,10 @@ class Conversation:
     def _set_budget(self, value: str) -> None:
         _ = self.agent.routing  # raises if there is none
         if value:
-            self.options["budget"] = _read_cost(value, unset="auto")
+            asked = _read_cost(value, unset="auto")
+            if asked is not None:
+                self.agent.check_budget(asked)
+            self.options["budget"] = asked
         budget = self.options.get("budget")
         print_line(f"budget: {'auto' if budget is None else f'{budget:g} per question'}")
 

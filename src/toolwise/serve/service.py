@@ -16,11 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from toolwise.concurrency.deadlines import run_async
 from toolwise.concurrency.memory import keep_freed_memory
 from toolwise.concurrency.tasks import spawn
 from toolwise.errors import ConfigError, ToolwiseError
-from toolwise.messages import Message
 from toolwise.serve.admission import Admission
 from toolwise.serve.app import Served, build_app
 from toolwise.serve.chat import ServedModel
@@ -30,7 +28,6 @@ from toolwise.serve.prometheus import ServerMetrics
 from toolwise.serve.request import ChatRequest
 from toolwise.serve.server import listen, server_without_signals, uvicorn_config
 from toolwise.serve.weights import ReloadableWeights
-from toolwise.types import Task
 
 if TYPE_CHECKING:
     from toolwise.agent.agent import Agent
@@ -131,8 +128,8 @@ class _Loader:
             return ServedModel.of(agent.policy, config.name, max_new_tokens=config.max_new_tokens)
         from toolwise.serve.agent_chat import ServedAgent
 
-        if config.budget is not None:
-            _check_budget(agent, config)
+        if config.budget is not None:  # clients could do nothing about it
+            agent.check_budget(config.budget, config.max_cost)
         self.tools = list(agent.tools.values())
         return ServedAgent(config.name, agent, config.budget, config.max_cost, config.max_new_tokens)
 
@@ -146,13 +143,6 @@ def _set_up_engine(engine: Any, config: ServiceConfig) -> None:
             engine.streams.interval_s = config.stream_interval_s
         if isinstance(engine.runner, CpuRunner):
             engine.runner.pack_weights()
-
-
-def _check_budget(agent: Agent, config: ServiceConfig) -> None:
-    """Raise if the agent has no router, or one that cannot keep the budget: clients could do nothing about it."""
-    question = Task(task_id="first", prompt=[Message(role="user", content="Hello")])
-    route_question = agent.routing.route_question
-    run_async(route_question(question, budget=config.budget, route=None, cap=config.max_cost, seed=0))
 
 
 async def _run(

@@ -66,14 +66,19 @@ def make_prompts(folder: Path, count: int, tokens: int, seed: int) -> list[str]:
     return texts
 
 
+def stat_fields(stat: Path) -> list[int]:
+    """The numbers of a `stat` file in /proc, from the parent's id on."""
+    return list(map(int, stat.read_text().rpartition(")")[2].split()[1:]))  # after the name, which may have spaces
+
+
 def cpu_seconds(session: int) -> float:
     """CPU time of all processes of a session, with the children that they have waited for."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()  # after the name, which may have spaces
-            if int(fields[3]) == session:
-                ticks += sum(map(int, fields[11:15]))
+            fields = stat_fields(stat)
+            if fields[2] == session:
+                ticks += sum(fields[10:14])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -206,6 +211,45 @@ def measure_offline(folder: Path, settings: list[str], rounds: list[Round]) -> l
     return figures
 
 
+def host_cpu(pid: int) -> tuple[float, float, float]:
+    """CPU seconds of a server: its event loop's thread, its other threads, and its child processes."""
+    of_thread = {
+        path.parent.name: sum(stat_fields(path)[10:12]) / os.sysconf("SC_CLK_TCK")
+        for path in Path(f"/proc/{pid}/task").glob("*/stat")
+    }
+    of_loop, threads = of_thread[str(pid)], sum(of_thread.values())
+    return of_loop, threads - of_loop, max(0.0, cpu_seconds(pid) - threads)
+
+
+def beside_stand_in(options: argparse.Namespace, pool: ProcessPoolExecutor, report: Report, port: int) -> None:
+    """What the server itself costs per request, event and token: with an engine that takes the time of a GPU."""
+    from random_model import make_folder
+
+    script = str(Path(__file__).with_name("paced_server.py"))
+    (options.clients,) = options.concurrent
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as servers:
+        folder = Path(scratch) / "model"
+        make_folder(folder, "stand-in", "cpu", "float32")
+        ports: dict[str, tuple[int, int]] = {}
+        for interval in options.intervals:
+            for source in dict.fromkeys((None, options.before)):
+                name, port = f"every {interval:g} ms{', before' * (source is not None)}", free_port()
+                command = [sys.executable, script, str(folder), "--port", str(port), "--slower", f"{options.slower:g}"]
+                command += ["--stream-interval-ms", f"{interval:g}"]
+                environment = {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(source)} if source else {})
+                ports[name] = port, servers.enter_context(served(command, environment, port))
+        for number in range(-1, options.rounds):  # the first is not counted
+            for new_tokens in (1, *options.new_tokens):  # of one token: what requests cost
+                texts = make_prompts(folder, options.clients, options.prompt_tokens, 10 * number + new_tokens)
+                for name, (port, pid) in ports.items():
+                    before = host_cpu(pid)
+                    figures = measure(pool, port, texts, new_tokens, options)
+                    used = [now - then for now, then in zip(host_cpu(pid), before, strict=True)]
+                    figures |= dict(zip(("loop_s", "threads_s", "children_s"), used, strict=True))
+                    report.add(name if number >= 0 else "warm-up", options.clients, figures)
+    report.host_costs()
+
+
 class Report:
     """Prints figures as they come and, with --out, keeps them in a file."""
 
@@ -244,6 +288,21 @@ class Report:
             print(f"| {new} | {name} | {statistics.median(rates):,.0f} ({each}) | {share:.2f} ", end="")
             print("| | |" if name == "offline" else f"| {size:.1f} | {first:.2f} and {p95:.2f} s |", flush=True)
         self._write()
+
+    def host_costs(self) -> None:
+        """CPU time of the server: per request from rounds of one token, per event and token from what more tokens cost."""
+        kinds = sorted({(row["name"], row["clients"]) for row in self.content["rows"] if row["name"] != "warm-up"})
+        for name, clients in kinds:
+            rows = [row for row in self.content["rows"] if row["name"] == name]
+            short, long = ([row for row in rows if (row["new_tokens"] == 1) is only] for only in (True, False))
+            for kind in ("loop_s", "threads_s", "children_s"):
+                request = statistics.mean(row[kind] for row in short) / clients
+                more = sum(row[kind] - request * clients for row in long)
+                events = sum(row["tokens"] / row["tokens_per_event"] for row in long)
+                tokens = sum(row["tokens"] for row in long)
+                print(
+                    f"| {name} | {kind} | {1e6 * request:,.0f} | {1e6 * more / events:,.1f} | {1e6 * more / tokens:,.2f} |"
+                )
 
     def _write(self) -> None:
         if self.path is not None:
@@ -335,6 +394,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("folder", type=Path, nargs="?", help="model folder; or give --shape")
     parser.add_argument("--vllm", type=Path, help="the Python of an environment with vLLM")
     parser.add_argument("--shape", help="a random model: 0.1m, 0.9m, 135m, 1.6b, 3b, 8b")
+    parser.add_argument("--paced", action="store_true", help="a stand-in takes the time of a GPU: the server's own cost")
+    parser.add_argument("--slower", type=float, default=1.0, help="slows the stand-in and intervals down (--paced)")
+    parser.add_argument("--before", type=Path, help="the src folder of another version to compare with (--paced)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the random model")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--concurrent", type=int, nargs="+", default=None, help="clients at once; 32 64, or 256")
@@ -350,11 +412,11 @@ def read_options() -> argparse.Namespace:
         "--limit-s", type=int, default=3600, help="give up after this time; --out has what was measured"
     )
     options = parser.parse_args()
-    if (options.folder is None) == (options.shape is None):
-        parser.error("give a model folder, or --shape")
+    if sum((options.folder is not None, options.shape is not None, options.paced)) != 1:
+        parser.error("give a model folder, --shape or --paced")
     if options.folder is not None and len(options.new_tokens) > 1:
         parser.error("give one number of --new-tokens")
-    options.concurrent = options.concurrent or ([256] if options.shape else [32, 64])
+    options.concurrent = options.concurrent or ([32, 64] if options.folder else [256])
     on_gpu = options.device == "cuda"
     options.warm_rounds = int(on_gpu) if options.warm_rounds is None else options.warm_rounds
     options.client_processes = options.client_processes or (4 if on_gpu else 1)
@@ -375,7 +437,7 @@ def main() -> None:
     signal.alarm(options.limit_s)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.client_processes, mp_context=context) as pool:
-        (beside_engine if options.shape else beside_vllm)(options, pool, Report(options), free_port())
+        (beside_stand_in if options.paced else beside_engine if options.shape else beside_vllm)(options, pool, Report(options), free_port())
 
 
 if __name__ == "__main__":

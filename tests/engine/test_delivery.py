@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from toolwise.engine.delivery import TokenStreams, report_tokens
+from toolwise.engine.delivery import TokenStreams
 from toolwise.engine.request import Request
 from toolwise.protocols import Sampling
 
@@ -62,7 +62,7 @@ def test_a_reader_that_fails_does_not_keep_tokens_from_others() -> None:
         requests = [streamed(fail), streamed(seen.extend)]
         for request in requests:
             request.tokens.append(9)
-        report_tokens(requests)
+        TokenStreams().report_now(requests)
         await asyncio.sleep(0)
         return seen, faults
 

@@ -104,7 +104,7 @@ def test_a_fault_of_the_server_says_nothing_of_itself(stream: bool) -> None:
 class FailsLater(ServedModel):
     """Breaks in the middle of a stream."""
 
-    async def stream(self, request: Any) -> Any:
+    async def stream(self, request: Any, short_cut: Any = None) -> Any:
         yield {"choices": [{"index": 0, "delta": {"content": "so far"}, "finish_reason": None}]}
         raise KeyError("/secret/path")
 

@@ -43,7 +43,7 @@ class Model:
         await self.may.wait()
         return {"version": self.version}
 
-    async def stream(self, request: ChatRequest) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, request: ChatRequest, short_cut: Any = None) -> AsyncIterator[dict[str, Any]]:
         yield {"version": self.version}
         await self.may.wait()
         yield {"version": self.version}

@@ -39,6 +39,8 @@ MAX_STEPS_WHILE_QUEUED = 8
 """Decode steps per scheduling round while other requests wait for a slot, so that finished ones make room soon."""
 MAX_EVICTING_STEPS = 32
 MANY_ARRIVALS = 8
+ENOUGH_TOKENS = 16_384
+"""So many of new prompts keep any device busy: those that arrive meanwhile join the next step."""
 FIXED_ROWS = 64
 """Rows of each forward pass when results must be bitwise reproducible."""
 
@@ -107,6 +109,7 @@ class Engine(GenerationEngine):
         """The most blocks that requests have held at a time."""
         self._pending_actions: deque[Callable[[], None]] = deque()
         """Actions for the engine's thread to run before its next step: add or cancel requests, clear the cache."""
+        self._arrived_tokens = 0  # of the requests among them
         self._current_plan: Plan = {}
         """The requests in the current step: they get its error if it fails."""
         self._finished: list[Request] = []
@@ -330,6 +333,7 @@ class Engine(GenerationEngine):
                 self._weights = now
                 self.runner.refresh()
                 self._clear_cache()
+            self._arrived_tokens = 0
             while self._pending_actions:
                 self._pending_actions.popleft()()
             self._working = bool(self.scheduler.running or self.scheduler.waiting)
@@ -338,8 +342,8 @@ class Engine(GenerationEngine):
     def _wait_for_arrivals(self) -> None:
         """Wait while requests keep arriving, so that they share the first step: a step costs more than this. Where
         several have come, more will: the rollouts of a batch begin one after the other."""
-        count = 0
-        while count < len(self._pending_actions) < self.scheduler.max_requests:
+        count, enough = 0, min(ENOUGH_TOKENS, self.scheduler.max_batch_tokens)
+        while count < len(self._pending_actions) < self.scheduler.max_requests and self._arrived_tokens < enough:
             count = len(self._pending_actions)
             time.sleep(self.batch_wait_s * (1 if count < MANY_ARRIVALS else 5))
 
@@ -356,6 +360,7 @@ class Engine(GenerationEngine):
     async def _submit(self, request: Request, *, wait: bool = True) -> Any:
         with self._lock:
             self._pending_actions.append(lambda: None if request.cancelled else self.scheduler.add(request))
+            self._arrived_tokens += len(request.tokens)
             start, self._working = not self._working, True
         brief = not wait and isinstance(self.runner, CpuRunner) and self.runner.is_brief(len(request.tokens))
         if start and brief:

@@ -3,6 +3,7 @@
     python benchmarks/serve.py FOLDER                                    our server alone, on a CPU
     python benchmarks/serve.py FOLDER --vllm .venv-vllm/bin/python       beside vLLM (make vllm-env installs it)
     python benchmarks/serve.py --device cuda --shape 1.6b --concurrent 256 --rounds 3 --out serve.json
+    python benchmarks/serve.py --paced --new-tokens 256 --slower 6          the server's own cost, on a CPU
 
 With FOLDER, a model folder such as the SmolLM2 of scripts/make_smollm2.py, both servers run it in fp32 with the same
 number of threads, each in its own process. Both are started once and answer the same prompts in turns, so that other
@@ -10,6 +11,12 @@ work on the machine disturbs both alike; `idle_cpu_s` is what the one that waits
 has random weights, in bf16 on a GPU, and the server is compared with its engine without HTTP ("offline"): once for each
 of --intervals, the milliseconds for which chunks of a stream are collected (0: an event for each token). A table at the
 end has the median round of each kind.
+
+With --paced, a stand-in takes the time that an H200 takes for a 1.6B model (paced_server.py), and all else is real: the
+table at the end has the server's CPU time, of its event loop + its other threads (the engine's and those for text), per
+request, per event and per token. Wall-clock times say little there unless the machine has four idle cores: --slower 6
+makes steps and intervals six times as long, so that a busy machine keeps up and events have as many tokens as on the
+GPU. --before compares with another version's src folder, in turns.
 
 Clients run in processes of their own and read from plain sockets. Each streams one reply after the other, past the end
 of the turn, to a prompt of its own that shares no beginning with others. Tokens are those that the server's `usage`
@@ -250,6 +257,10 @@ def beside_stand_in(options: argparse.Namespace, pool: ProcessPoolExecutor, repo
     report.host_costs()
 
 
+def count_events(row: Figures) -> float:
+    return float(row["tokens"]) / float(row["tokens_per_event"])
+
+
 class Report:
     """Prints figures as they come and, with --out, keeps them in a file."""
 
@@ -290,19 +301,20 @@ class Report:
         self._write()
 
     def host_costs(self) -> None:
-        """CPU time of the server: per request from rounds of one token, per event and token from what more tokens cost."""
-        kinds = sorted({(row["name"], row["clients"]) for row in self.content["rows"] if row["name"] != "warm-up"})
-        for name, clients in kinds:
-            rows = [row for row in self.content["rows"] if row["name"] == name]
-            short, long = ([row for row in rows if (row["new_tokens"] == 1) is only] for only in (True, False))
-            for kind in ("loop_s", "threads_s", "children_s"):
-                request = statistics.mean(row[kind] for row in short) / clients
-                more = sum(row[kind] - request * clients for row in long)
-                events = sum(row["tokens"] / row["tokens_per_event"] for row in long)
-                tokens = sum(row["tokens"] for row in long)
-                print(
-                    f"| {name} | {kind} | {1e6 * request:,.0f} | {1e6 * more / events:,.1f} | {1e6 * more / tokens:,.2f} |"
-                )
+        """A table of CPU time: per request, of replies of one token, and per event and token of the rest."""
+        print("| server | CPU µs per request | per event | per token | tokens per event |\n|---|---|---|---|---|")
+        rows = [row for row in self.content["rows"] if row["name"] != "warm-up"]
+        for name in sorted({row["name"] for row in rows}):
+            own = [row for row in rows if row["name"] == name]
+            short, long = ([row for row in own if (row["new_tokens"] == 1) is only] for only in (True, False))
+            events, tokens = (sum(map(count, long)) for count in (count_events, lambda row: row["tokens"]))
+            cells = []
+            for kind in ("loop_s", "threads_s"):
+                request = statistics.mean(row[kind] for row in short) / short[0]["clients"]
+                more = sum(row[kind] - request * row["clients"] for row in long)
+                cells.append((1e6 * request, 1e6 * more / events, 1e6 * more / tokens))
+            text = " | ".join(f"{loop:,.3g} + {threads:,.3g}" for loop, threads in zip(*cells, strict=True))
+            print(f"| {name} | {text} | {tokens / events:.1f} |", flush=True)
 
     def _write(self) -> None:
         if self.path is not None:
@@ -394,7 +406,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("folder", type=Path, nargs="?", help="model folder; or give --shape")
     parser.add_argument("--vllm", type=Path, help="the Python of an environment with vLLM")
     parser.add_argument("--shape", help="a random model: 0.1m, 0.9m, 135m, 1.6b, 3b, 8b")
-    parser.add_argument("--paced", action="store_true", help="a stand-in takes the time of a GPU: the server's own cost")
+    parser.add_argument(
+        "--paced", action="store_true", help="a stand-in takes the time of a GPU: the server's own cost"
+    )
     parser.add_argument("--slower", type=float, default=1.0, help="slows the stand-in and intervals down (--paced)")
     parser.add_argument("--before", type=Path, help="the src folder of another version to compare with (--paced)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the random model")
@@ -437,7 +451,9 @@ def main() -> None:
     signal.alarm(options.limit_s)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.client_processes, mp_context=context) as pool:
-        (beside_stand_in if options.paced else beside_engine if options.shape else beside_vllm)(options, pool, Report(options), free_port())
+        (beside_stand_in if options.paced else beside_engine if options.shape else beside_vllm)(
+            options, pool, Report(options), free_port()
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Events that take the short cut over real HTTP: between the first chunk and the last, and only as chunks of HTTP/1.1."""
+"""Events that take the short cut over real HTTP: between the first chunk and the last, as chunks of HTTP/1.1."""
 
 from __future__ import annotations
 
@@ -48,6 +48,16 @@ def app(kind: type[ServedModel] = TakesIt) -> Any:
     return build_app(kind("small", Unused(), chat(), Sampling()))
 
 
+def ask(port: int, version: str) -> str:
+    """The bytes of an answer, as they are sent."""
+    body = json.dumps(HELLO).encode()
+    head = [f"POST /v1/chat/completions HTTP/{version}", "Host: localhost", "Content-Type: application/json"]
+    head += [f"Content-Length: {len(body)}", "Connection: close", "", ""]
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        client.sendall("\r\n".join(head).encode() + body)
+        return b"".join(iter(lambda: client.recv(1 << 20), b"")).decode()
+
+
 def texts(answer: str) -> list[str]:
     events = [line[6:] for line in answer.splitlines() if line.startswith("data: ") and "[DONE]" not in line]
     return [json.loads(each)["choices"][0]["delta"]["content"] for each in events]
@@ -62,11 +72,8 @@ def test_events_keep_their_order() -> None:
 
 
 def test_a_client_without_chunks_gets_the_same_events() -> None:
-    body = json.dumps(HELLO).encode()
-    head = f"POST /v1/chat/completions HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    with Server(app()) as server, socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
-        client.sendall(head.encode() + b"\r\n\r\n" + body)
-        answer = b"".join(iter(lambda: client.recv(1 << 16), b"")).decode()
+    with Server(app()) as server:
+        answer = ask(server.port, "1.0")
     assert texts(answer) == ["one ", "TWO ", "three ", "FOUR"]
     assert answer.partition("\r\n\r\n")[2].startswith("data: ")
 
@@ -76,11 +83,8 @@ class Large(TakesIt):
 
 
 def test_a_client_that_does_not_read_is_waited_for() -> None:
-    body = json.dumps(HELLO).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
-    with Server(app(Large)) as server, socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
-        client.sendall(head.encode() + b"\r\n\r\n" + body)
-        answer = b"".join(iter(lambda: client.recv(1 << 20), b"")).decode()
+    with Server(app(Large)) as server:
+        answer = ask(server.port, "1.1")
     # The first chunk fills the buffers, so the short cut is closed for the second.
     assert answer.count("TWO ") == Large.size
     assert answer.count("one ") == answer.count("three ") == Large.size

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from json.encoder import encode_basestring_ascii as json_string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii as json_string
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 

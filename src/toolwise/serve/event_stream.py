@@ -51,7 +51,7 @@ class ShortCut:
     each event costs the server more than the event does."""
 
     write: Callable[[bytes], bool] = _refuse_write
-    """Whether the event was sent; of nothing, whether an event would be. It is not before the first chunk, nor where the
+    """Whether the event was sent; of nothing, whether one would be. It is not before the first chunk, nor where the
     client does not keep up: then it has to be yielded as a chunk."""
 
 

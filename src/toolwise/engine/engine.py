@@ -109,14 +109,13 @@ class Engine(GenerationEngine):
         """The most blocks that requests have held at a time."""
         self._pending_actions: deque[Callable[[], None]] = deque()
         """Actions for the engine's thread to run before its next step: add or cancel requests, clear the cache."""
-        self._arrived_tokens = 0  # of the requests among them
         self._current_plan: Plan = {}
         """The requests in the current step: they get its error if it fails."""
         self._finished: list[Request] = []
         self._last_valid_prompt: list[int] = []
         """The last prompt whose token ids were checked."""
         self._lock = threading.Lock()
-        self._working = False
+        self._working, self._arrived_tokens = False, 0  # tokens of the requests that are pending actions
         # A separate thread: tools that hang in the default executor must not block the model.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="toolwise-engine")
 

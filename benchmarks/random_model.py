@@ -16,7 +16,9 @@ from shapes import GROUPED_1_6B, SHAPES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-MODELS = SHAPES | {"1.6b": GROUPED_1_6B}
+STAND_IN = SHAPES["0.1m"] | {"vocab_size": SHAPES["1.6b"]["vocab_size"]}
+"""Hardly any model, with the tokenizer of a larger one."""
+MODELS = SHAPES | {"1.6b": GROUPED_1_6B, "stand-in": STAND_IN}
 CONTROL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 TEMPLATE = """\
 {%- for message in messages -%}

@@ -3,6 +3,7 @@
     python benchmarks/serve.py FOLDER                                    our server alone, on a CPU
     python benchmarks/serve.py FOLDER --vllm .venv-vllm/bin/python       beside vLLM (make vllm-env installs it)
     python benchmarks/serve.py --device cuda --shape 1.6b --concurrent 256 --rounds 3 --out serve.json
+    python benchmarks/serve.py --paced --new-tokens 256 --slower 6          the server's own cost, on a CPU
 
 With FOLDER, a model folder such as the SmolLM2 of scripts/make_smollm2.py, both servers run it in fp32 with the same
 number of threads, each in its own process. Both are started once and answer the same prompts in turns, so that other
@@ -10,6 +11,12 @@ work on the machine disturbs both alike; `idle_cpu_s` is what the one that waits
 has random weights, in bf16 on a GPU, and the server is compared with its engine without HTTP ("offline"): once for each
 of --intervals, the milliseconds for which chunks of a stream are collected (0: an event for each token). A table at the
 end has the median round of each kind.
+
+With --paced, a stand-in takes the time that an H200 takes for a 1.6B model (paced_server.py), and all else is real: the
+table at the end has the server's CPU time, of its event loop + its other threads (the engine's and those for text), per
+request, per event and per token. Wall-clock times say little there unless the machine has four idle cores: --slower 6
+makes steps and intervals six times as long, so that a busy machine keeps up and events have as many tokens as on the
+GPU. --before compares with another version's src folder, in turns.
 
 Clients run in processes of their own and read from plain sockets. Each streams one reply after the other, past the end
 of the turn, to a prompt of its own that shares no beginning with others. Tokens are those that the server's `usage`
@@ -66,14 +73,19 @@ def make_prompts(folder: Path, count: int, tokens: int, seed: int) -> list[str]:
     return texts
 
 
+def stat_fields(stat: Path) -> list[int]:
+    """The numbers of a `stat` file in /proc, from the parent's id on."""
+    return list(map(int, stat.read_text().rpartition(")")[2].split()[1:]))  # after the name, which may have spaces
+
+
 def cpu_seconds(session: int) -> float:
     """CPU time of all processes of a session, with the children that they have waited for."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()  # after the name, which may have spaces
-            if int(fields[3]) == session:
-                ticks += sum(map(int, fields[11:15]))
+            fields = stat_fields(stat)
+            if fields[2] == session:
+                ticks += sum(fields[10:14])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -206,6 +218,49 @@ def measure_offline(folder: Path, settings: list[str], rounds: list[Round]) -> l
     return figures
 
 
+def host_cpu(pid: int) -> tuple[float, float, float]:
+    """CPU seconds of a server: its event loop's thread, its other threads, and its child processes."""
+    of_thread = {
+        path.parent.name: sum(stat_fields(path)[10:12]) / os.sysconf("SC_CLK_TCK")
+        for path in Path(f"/proc/{pid}/task").glob("*/stat")
+    }
+    of_loop, threads = of_thread[str(pid)], sum(of_thread.values())
+    return of_loop, threads - of_loop, max(0.0, cpu_seconds(pid) - threads)
+
+
+def beside_stand_in(options: argparse.Namespace, pool: ProcessPoolExecutor, report: Report, port: int) -> None:
+    """What the server itself costs per request, event and token: with an engine that takes the time of a GPU."""
+    from random_model import make_folder
+
+    script = str(Path(__file__).with_name("paced_server.py"))
+    (options.clients,) = options.concurrent
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as servers:
+        folder = Path(scratch) / "model"
+        make_folder(folder, "stand-in", "cpu", "float32")
+        ports: dict[str, tuple[int, int]] = {}
+        for interval in options.intervals:
+            for source in dict.fromkeys((None, options.before)):
+                name, port = f"every {interval:g} ms{', before' * (source is not None)}", free_port()
+                command = [sys.executable, script, str(folder), "--port", str(port), "--slower", f"{options.slower:g}"]
+                command += ["--stream-interval-ms", f"{interval:g}"]
+                environment = {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(source)} if source else {})
+                ports[name] = port, servers.enter_context(served(command, environment, port))
+        for number in range(-1, options.rounds):  # the first is not counted
+            for new_tokens in (1, *options.new_tokens):  # of one token: what requests cost
+                texts = make_prompts(folder, options.clients, options.prompt_tokens, 10 * number + new_tokens)
+                for name, (port, pid) in ports.items():
+                    before = host_cpu(pid)
+                    figures = measure(pool, port, texts, new_tokens, options)
+                    used = [now - then for now, then in zip(host_cpu(pid), before, strict=True)]
+                    figures |= dict(zip(("loop_s", "threads_s", "children_s"), used, strict=True))
+                    report.add(name if number >= 0 else "warm-up", options.clients, figures)
+    report.host_costs()
+
+
+def count_events(row: Figures) -> float:
+    return float(row["tokens"]) / float(row["tokens_per_event"])
+
+
 class Report:
     """Prints figures as they come and, with --out, keeps them in a file."""
 
@@ -244,6 +299,22 @@ class Report:
             print(f"| {new} | {name} | {statistics.median(rates):,.0f} ({each}) | {share:.2f} ", end="")
             print("| | |" if name == "offline" else f"| {size:.1f} | {first:.2f} and {p95:.2f} s |", flush=True)
         self._write()
+
+    def host_costs(self) -> None:
+        """A table of CPU time: per request, of replies of one token, and per event and token of the rest."""
+        print("| server | CPU µs per request | per event | per token | tokens per event |\n|---|---|---|---|---|")
+        rows = [row for row in self.content["rows"] if row["name"] != "warm-up"]
+        for name in sorted({row["name"] for row in rows}):
+            own = [row for row in rows if row["name"] == name]
+            short, long = ([row for row in own if (row["new_tokens"] == 1) is only] for only in (True, False))
+            events, tokens = (sum(map(count, long)) for count in (count_events, lambda row: row["tokens"]))
+            cells = []
+            for kind in ("loop_s", "threads_s"):
+                request = statistics.mean(row[kind] for row in short) / short[0]["clients"]
+                more = sum(row[kind] - request * row["clients"] for row in long)
+                cells.append((1e6 * request, 1e6 * more / events, 1e6 * more / tokens))
+            text = " | ".join(f"{loop:,.3g} + {threads:,.3g}" for loop, threads in zip(*cells, strict=True))
+            print(f"| {name} | {text} | {tokens / events:.1f} |", flush=True)
 
     def _write(self) -> None:
         if self.path is not None:
@@ -335,6 +406,11 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("folder", type=Path, nargs="?", help="model folder; or give --shape")
     parser.add_argument("--vllm", type=Path, help="the Python of an environment with vLLM")
     parser.add_argument("--shape", help="a random model: 0.1m, 0.9m, 135m, 1.6b, 3b, 8b")
+    parser.add_argument(
+        "--paced", action="store_true", help="a stand-in takes the time of a GPU: the server's own cost"
+    )
+    parser.add_argument("--slower", type=float, default=1.0, help="slows the stand-in and intervals down (--paced)")
+    parser.add_argument("--before", type=Path, help="the src folder of another version to compare with (--paced)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the random model")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--concurrent", type=int, nargs="+", default=None, help="clients at once; 32 64, or 256")
@@ -350,11 +426,11 @@ def read_options() -> argparse.Namespace:
         "--limit-s", type=int, default=3600, help="give up after this time; --out has what was measured"
     )
     options = parser.parse_args()
-    if (options.folder is None) == (options.shape is None):
-        parser.error("give a model folder, or --shape")
+    if sum((options.folder is not None, options.shape is not None, options.paced)) != 1:
+        parser.error("give a model folder, --shape or --paced")
     if options.folder is not None and len(options.new_tokens) > 1:
         parser.error("give one number of --new-tokens")
-    options.concurrent = options.concurrent or ([256] if options.shape else [32, 64])
+    options.concurrent = options.concurrent or ([32, 64] if options.folder else [256])
     on_gpu = options.device == "cuda"
     options.warm_rounds = int(on_gpu) if options.warm_rounds is None else options.warm_rounds
     options.client_processes = options.client_processes or (4 if on_gpu else 1)
@@ -375,7 +451,9 @@ def main() -> None:
     signal.alarm(options.limit_s)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.client_processes, mp_context=context) as pool:
-        (beside_engine if options.shape else beside_vllm)(options, pool, Report(options), free_port())
+        (beside_stand_in if options.paced else beside_engine if options.shape else beside_vllm)(
+            options, pool, Report(options), free_port()
+        )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from engine_cases import (
 from precision import assert_fp32_close
 from selection import quick_first
 
-from toolwise.engine import cpu_runner
+from toolwise.engine import Engine, cpu_runner
 from toolwise.engine.blocks import Lease
 from toolwise.engine.cpu_runner import CpuRunner
 from toolwise.engine.kv_windows import KVWindows, bucket_width
@@ -70,6 +70,13 @@ def test_a_single_prompt_need_not_wait_for_others() -> None:
     engine = windows(tiny(), blocks=400)
     engine.batch_wait_s = 60.0
     assert run(engine.encode(PROMPTS[1], wait=False)).shape == (engine.model.config.hidden_size,)
+
+
+def test_prompts_that_fill_a_step_wait_for_no_others() -> None:
+    engine = Engine(tiny(), blocks=400, max_batch_tokens=len(PROMPTS[1]))
+    engine.batch_wait_s = 60.0
+    found = run(asyncio.wait_for(engine.encode(PROMPTS[1]), 30))
+    assert found.shape == (engine.model.config.hidden_size,)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

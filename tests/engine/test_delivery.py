@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from toolwise.engine.delivery import TokenStreams, report_tokens
-from toolwise.engine.request import Request
+from toolwise.engine.delivery import TokenStreams
+from toolwise.engine.request import Request, ServingOptions
 from toolwise.protocols import Sampling
 
 
@@ -50,6 +50,25 @@ def test_without_an_interval_every_step_is_reported() -> None:
     assert TokenStreams().max_steps == 1
 
 
+def test_a_loop_that_was_busy_gets_one_piece_of_each_request() -> None:
+    async def work() -> list[tuple[list[int], list[float]]]:
+        seen: list[tuple[list[int], list[float]]] = []
+        streams = TokenStreams()
+        request = streamed(lambda ids: None)
+        request.options = ServingOptions(
+            on_sampled=lambda piece: seen.append((list(piece.token_ids), list(piece.logprobs)))
+        )
+        for token in (5, 6, 7, 8):
+            request.tokens.append(token)
+            request.logprobs.append(-token)
+            streams.report_now([request])
+        await asyncio.sleep(0)
+        request.tokens.append(9)  # not reported yet
+        return seen
+
+    assert asyncio.run(work()) == [([5], [-5.0]), ([6, 7, 8], [-6.0, -7.0, -8.0])]
+
+
 def test_a_reader_that_fails_does_not_keep_tokens_from_others() -> None:
     async def work() -> tuple[list[int], list[str]]:
         faults: list[str] = []
@@ -62,7 +81,7 @@ def test_a_reader_that_fails_does_not_keep_tokens_from_others() -> None:
         requests = [streamed(fail), streamed(seen.extend)]
         for request in requests:
             request.tokens.append(9)
-        report_tokens(requests)
+        TokenStreams().report_now(requests)
         await asyncio.sleep(0)
         return seen, faults
 

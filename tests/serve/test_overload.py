@@ -27,9 +27,10 @@ def chat() -> Any:
 class Never:
     """A model that never answers."""
 
-    cancelled = 0
+    started = cancelled = 0
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+        self.started += 1
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -68,7 +69,7 @@ def test_a_full_queue_is_a_429_and_those_who_leave_make_room(stream: bool) -> No
                 return client.post(url, json=HELLO | {"stream": stream})
 
             held = [asyncio.create_task(ask()) for _ in range(2)]
-            await until(lambda: (admission.active, admission.waiting) == (1, 1))
+            await until(lambda: (admission.active, admission.waiting, model.started) == (1, 1, 1))
             refused = await ask()
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
             assert int(refused.headers["retry-after"]) >= 1
@@ -104,7 +105,7 @@ def test_a_fault_of_the_server_says_nothing_of_itself(stream: bool) -> None:
 class FailsLater(ServedModel):
     """Breaks in the middle of a stream."""
 
-    async def stream(self, request: Any) -> Any:
+    async def stream(self, request: Any, short_cut: Any = None) -> Any:
         yield {"choices": [{"index": 0, "delta": {"content": "so far"}, "finish_reason": None}]}
         raise KeyError("/secret/path")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -78,6 +79,20 @@ def is_gone(url: str) -> bool:
     except httpx.TransportError:
         return True
     return False
+
+
+def test_collections_leave_out_the_model_while_it_serves() -> None:
+    seen: list[tuple[bool, bool]] = []
+    threshold = gc.get_threshold()[0]
+    gc.unfreeze()  # what the tests before it have left out
+
+    def client(url: str) -> None:
+        seen.append((gc.get_freeze_count() > 0, gc.get_threshold()[0] > threshold))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    run(ServiceConfig("mine", port=0, mode="model"), client)
+    assert seen == [(True, True)]
+    assert (gc.get_freeze_count(), gc.get_threshold()[0]) == (0, threshold)
 
 
 def test_it_gets_ready_reloads_and_drains() -> None:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
+from toolwise.concurrency.garbage import frozen_heap
 from toolwise.errors import CheckpointError
 from toolwise.serve.limits import TextLimits
 from toolwise.serve.prometheus import ServerMetrics
@@ -43,7 +44,7 @@ class Model:
         await self.may.wait()
         return {"version": self.version}
 
-    async def stream(self, request: ChatRequest) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, request: ChatRequest, short_cut: Any = None) -> AsyncIterator[dict[str, Any]]:
         yield {"version": self.version}
         await self.may.wait()
         yield {"version": self.version}
@@ -73,6 +74,22 @@ def test_requests_under_way_keep_their_weights_and_then_the_old_ones_go() -> Non
         del whole, stream
         gc.collect()
         assert old() is None
+
+    asyncio.run(play())
+
+
+def test_weights_that_were_left_out_of_collections_can_be_collected_after_a_reload() -> None:
+    async def play() -> None:
+        weights = ReloadableWeights(lambda version: Model(version, asyncio.Event()))
+        first = weights.current
+        first.itself = first  # type: ignore[attr-defined]  # only a collection frees it
+        old = weakref.ref(first)
+        del first
+        with frozen_heap():
+            assert await weights.reload()
+            await asyncio.get_running_loop().shutdown_default_executor()
+            gc.collect()
+            assert old() is None
 
     asyncio.run(play())
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterable, Sequence
 
+from toolwise.concurrency.loop_mailbox import LoopMailbox
 from toolwise.engine.request import Request, SampledPiece
+
+News = tuple[Request, int]
+"""A request, and how many tokens of it were sampled."""
 
 
 class TokenStreams:
@@ -21,6 +23,7 @@ class TokenStreams:
         self.step_s = 0.05
         """Duration of the last decode step; at first a guess that is too long rather than too short."""
         self._reported_at = 0.0
+        self._mailbox = LoopMailbox[News](self._hand_out)
 
     @property
     def max_steps(self) -> int:
@@ -31,34 +34,46 @@ class TokenStreams:
         now = time.perf_counter()
         if now - self._reported_at + self.step_s / 2 >= self.interval_s:
             self._reported_at = now
-            report_tokens(requests)
+            self.report_now(requests)
         else:
-            report_tokens([*(request for request in requests if not request.reported), *finished])
+            self.report_now([*(request for request in requests if not request.reported), *finished])
+
+    def report_now(self, requests: Iterable[Request]) -> None:
+        """Tell those who read along how far each request is. The engine's thread does no more than that: it has the
+        next step to start."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[News]] = defaultdict(list)
+        for request in requests:
+            if request.streams and request.sampled > request.reported:
+                request.reported = request.sampled
+                by_loop[request.loop].append((request, request.reported))
+        for loop, news in by_loop.items():
+            self._mailbox.send(loop, news)
+
+    def _hand_out(self, loop: asyncio.AbstractEventLoop, news: list[News]) -> None:
+        for request, end in _joined(news) if self.interval_s > 0 else news:
+            try:
+                _read_to(request, end)
+            except Exception as fault:  # of one caller; the others get their tokens
+                loop.call_exception_handler({"message": "a stream of tokens failed", "exception": fault})
 
 
-def report_tokens(requests: Iterable[Request]) -> None:
-    """Tell each request that streams its new tokens, in one call per event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Callable[[Any], None], Any]]] = defaultdict(list)
-    for request in requests:
-        if request.streams and request.sampled > request.reported:
-            first, request.reported = request.reported, request.sampled
-            new, reports = request.tokens[request.prompt_length + first :], by_loop[request.loop]
-            if request.on_tokens is not None:
-                reports.append((request.on_tokens, new))
-            if request.options.on_sampled is not None:
-                piece = SampledPiece(new, request.logprobs[first:], request.top_logprobs[first:])
-                reports.append((request.options.on_sampled, piece))
-    for loop, reports in by_loop.items():
-        with suppress(RuntimeError):  # the loop is closed, so no caller waits there
-            loop.call_soon_threadsafe(_report, loop, reports)
+def _joined(news: list[News]) -> Iterable[News]:
+    """Of each request, its first token and then all the others in one piece."""
+    firsts = [(request, end) for request, end in news if not request.received]
+    return [*dict(reversed(firsts)).items(), *dict(news).items()] if firsts else dict(news).items()
 
 
-def _report(loop: asyncio.AbstractEventLoop, reports: Sequence[tuple[Callable[[Any], None], Any]]) -> None:
-    for report, value in reports:
-        try:
-            report(value)
-        except Exception as fault:  # of one caller; the others get their tokens
-            loop.call_exception_handler({"message": "a stream of tokens failed", "exception": fault})
+def _read_to(request: Request, end: int) -> None:
+    """Hand out the tokens before `end` that were not yet."""
+    first, request.received = request.received, end
+    if first == end:
+        return
+    new = request.tokens[request.prompt_length + first : request.prompt_length + end]
+    if request.on_tokens is not None:
+        request.on_tokens(new)
+    if request.options.on_sampled is not None:
+        piece = SampledPiece(new, request.logprobs[first:end], request.top_logprobs[first:end])
+        request.options.on_sampled(piece)
 
 
 def deliver(finished: Iterable[Request]) -> None:

@@ -39,6 +39,8 @@ MAX_STEPS_WHILE_QUEUED = 8
 """Decode steps per scheduling round while other requests wait for a slot, so that finished ones make room soon."""
 MAX_EVICTING_STEPS = 32
 MANY_ARRIVALS = 8
+ENOUGH_TOKENS = 16_384
+"""So many of new prompts keep any device busy: those that arrive meanwhile join the next step."""
 FIXED_ROWS = 64
 """Rows of each forward pass when results must be bitwise reproducible."""
 
@@ -113,7 +115,7 @@ class Engine(GenerationEngine):
         self._last_valid_prompt: list[int] = []
         """The last prompt whose token ids were checked."""
         self._lock = threading.Lock()
-        self._working = False
+        self._working, self._arrived_tokens = False, 0  # tokens of the requests that are pending actions
         # A separate thread: tools that hang in the default executor must not block the model.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="toolwise-engine")
 
@@ -330,6 +332,7 @@ class Engine(GenerationEngine):
                 self._weights = now
                 self.runner.refresh()
                 self._clear_cache()
+            self._arrived_tokens = 0
             while self._pending_actions:
                 self._pending_actions.popleft()()
             self._working = bool(self.scheduler.running or self.scheduler.waiting)
@@ -338,8 +341,8 @@ class Engine(GenerationEngine):
     def _wait_for_arrivals(self) -> None:
         """Wait while requests keep arriving, so that they share the first step: a step costs more than this. Where
         several have come, more will: the rollouts of a batch begin one after the other."""
-        count = 0
-        while count < len(self._pending_actions) < self.scheduler.max_requests:
+        count, enough = 0, min(ENOUGH_TOKENS, self.scheduler.max_batch_tokens)
+        while count < len(self._pending_actions) < self.scheduler.max_requests and self._arrived_tokens < enough:
             count = len(self._pending_actions)
             time.sleep(self.batch_wait_s * (1 if count < MANY_ARRIVALS else 5))
 
@@ -356,6 +359,7 @@ class Engine(GenerationEngine):
     async def _submit(self, request: Request, *, wait: bool = True) -> Any:
         with self._lock:
             self._pending_actions.append(lambda: None if request.cancelled else self.scheduler.add(request))
+            self._arrived_tokens += len(request.tokens)
             start, self._working = not self._working, True
         brief = not wait and isinstance(self.runner, CpuRunner) and self.runner.is_brief(len(request.tokens))
         if start and brief:

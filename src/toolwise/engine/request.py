@@ -93,6 +93,8 @@ class Request:
     on_tokens: OnTokens | None = None
     options: ServingOptions = NO_OPTIONS
     reported: int = 0
+    """Number of sampled tokens that the event loop has been told of."""
+    received: int = 0
     """Number of sampled tokens that `on_tokens` has received."""
     mean: bool = False
     """read: the mean of all hidden states instead of the last one; computes every token, cached or not."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from toolwise.errors import ModelError, TemplateLimitError
 from toolwise.messages import Message
+from toolwise.rollout.byte_level import byte_level_decode
 from toolwise.rollout.call_format import CallFormat, ParserSpec, find_format
 from toolwise.rollout.control_tokens import ControlTokens, has_stock_methods, strip_guard_marks
 from toolwise.rollout.parsers import Detection, explain_parser
@@ -39,7 +40,7 @@ def _plain_decode(tokenizer: Any) -> Callable[[list[int]], str]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     stock = has_stock_methods(tokenizer, "decode", "_decode")
     if stock and backend is not None and not tokenizer.clean_up_tokenization_spaces:
-        return lambda ids: str(backend.decode(ids, skip_special_tokens=False))
+        return byte_level_decode(backend) or (lambda ids: str(backend.decode(ids, skip_special_tokens=False)))
     # As an array: of a list, transformers checks the type of every element.
     return lambda ids: str(tokenizer.decode(np.array(ids, dtype=np.int64), skip_special_tokens=False))
 

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from toolwise.agent.events import AgentAnswer, AgentEvent
 from toolwise.concurrency.tasks import spawn, wait_all
-from toolwise.concurrency.text_threads import run_in_thread
+from toolwise.concurrency.text_threads import run_if_long
 from toolwise.errors import PolicyError, QuestionError
 from toolwise.messages import Message
 from toolwise.rollout.parsers.stream import CallStream
 from toolwise.serve.agent_answers import ChunkWriter, answer_choice, details_of, usage_of
 from toolwise.serve.chat import opens_thought
 from toolwise.serve.completion import AnswerHead
+from toolwise.serve.event_stream import ShortCut
 from toolwise.serve.limits import TextLimits, chars_of, check_chars, check_model, check_new_tokens
 from toolwise.serve.request import BadRequestError, ChatRequest, read_request, unsupported
 from toolwise.types import StopReason
@@ -63,7 +64,7 @@ class ServedAgent:
         self.agent.policy.close()
 
     async def read(self, raw: bytes) -> ChatRequest:
-        return await run_in_thread(read_request, raw)
+        return await run_if_long(len(raw), read_request, raw)
 
     async def complete(self, request: ChatRequest) -> dict[str, Any]:
         options = self._options(request)
@@ -84,7 +85,7 @@ class ServedAgent:
             **({"toolwise": details_of(answers[0])} if len(answers) == 1 else {}),
         }
 
-    async def stream(self, request: ChatRequest) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, request: ChatRequest, short_cut: ShortCut | None = None) -> AsyncIterator[dict[str, Any]]:
         """Chunks with the text that the agent writes, without the text of its calls; calls, results and the route are
         in the field `toolwise`. The last chunk has the usage and no choices."""
         options, head = self._options(request), AnswerHead(self.name)

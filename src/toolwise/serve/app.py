@@ -14,7 +14,7 @@ from urllib.parse import quote
 from toolwise.errors import MissingExtraError
 from toolwise.serve.admission import Admission
 from toolwise.serve.chat import error_response
-from toolwise.serve.event_stream import Chunks, EventStream, wait_for_disconnect, within_deadline
+from toolwise.serve.event_stream import Chunks, EventStream, ShortCut, wait_for_disconnect, within_deadline
 from toolwise.serve.guard import LOOPBACK, ApiKeys, BodyReader, RequestGuard
 from toolwise.serve.limits import ServerLimits, TextLimits
 from toolwise.serve.prometheus import CONTENT_TYPE, ServerMetrics
@@ -43,7 +43,8 @@ class Served(Protocol):
 
     async def complete(self, request: ChatRequest) -> dict[str, Any]: ...
 
-    def stream(self, request: ChatRequest) -> AsyncIterator[dict[str, Any]]: ...
+    def stream(self, request: ChatRequest, short_cut: ShortCut | None = None) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of an answer; those in the middle may take the short cut."""
 
     def metrics(self) -> Mapping[str, float]:
         """Figures of the engine."""
@@ -134,8 +135,9 @@ class _Handlers:
             async with self.bodies.read(request) as raw:
                 chat_request = await self.served.read(raw)
             if chat_request.stream:
-                chunks = self._stream(chat_request, start)
-                return EventStream(chunks, error_answer, answer_headers)  # type: ignore[return-value]
+                short_cut = ShortCut()
+                chunks = self._stream(chat_request, start, short_cut)
+                return EventStream(chunks, error_answer, answer_headers, short_cut)  # type: ignore[return-value]
             answer = await _cancel_on_disconnect(request, self._complete(chat_request, start))
         except ClientDisconnect:
             answer = None
@@ -146,13 +148,13 @@ class _Handlers:
             return Response(status_code=499)  # the client is gone
         return _json(answer, headers=answer_headers(answer))
 
-    async def _stream(self, request: ChatRequest, start: float) -> Chunks:
+    async def _stream(self, request: ChatRequest, start: float, short_cut: ShortCut) -> Chunks:
         metrics, begun = self.metrics, False
         try:
             async with (
                 within_deadline(self.limits.deadline_s),
                 self.admission.slot(),
-                aclosing(self.served.stream(request)) as chunks,  # type: ignore[type-var]
+                aclosing(self.served.stream(request, short_cut)) as chunks,  # type: ignore[type-var]
             ):
                 async for chunk in chunks:
                     if not chunk["choices"]:

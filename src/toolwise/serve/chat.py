@@ -7,11 +7,12 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolwise.concurrency.deadlines import gather_all
 from toolwise.concurrency.tasks import spawn, wait_all
-from toolwise.concurrency.text_threads import run_in_thread
+from toolwise.concurrency.text_threads import run_if_long, run_in_thread
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.protocols import Generation, Sampling, TokenGenerator
 from toolwise.rollout.call_format import CallFormat, ParserSpec
@@ -21,6 +22,7 @@ from toolwise.rollout.parsers.json_calls import THOUGHT_OPENINGS
 from toolwise.serve.choice_stream import ChoiceStream, cut_at_stop, reply_fields
 from toolwise.serve.completion import LOGPROBS_STAGE, AnswerHead, Completion, completion_events, logprob_entries
 from toolwise.serve.constraints import ReplyConstraints, asks_for_grammar, tool_specs
+from toolwise.serve.event_stream import ShortCut
 from toolwise.serve.limits import (
     MAX_CONTEXT_TOKENS,
     MAX_REQUEST_BODY_BYTES,
@@ -29,7 +31,7 @@ from toolwise.serve.limits import (
     check_model,
     check_new_tokens,
 )
-from toolwise.serve.piece_queue import Event, Events, next_event
+from toolwise.serve.model_stream import ModelStream
 from toolwise.serve.request import BadRequestError, ChatRequest, error_body, read_request, unsupported
 
 if TYPE_CHECKING:
@@ -102,7 +104,7 @@ class ServedModel:
             self.generator.close()
 
     async def read(self, raw: bytes) -> ChatRequest:
-        return await run_in_thread(read_request, raw)
+        return await run_if_long(len(raw), read_request, raw)
 
     async def complete(self, request: ChatRequest) -> dict[str, Any]:
         prompt = await self._prepare(request)
@@ -113,25 +115,25 @@ class ServedModel:
             raise _context_full(full) from full
         return await run_in_thread(self._answer, request, prompt, results)
 
-    async def stream(self, request: ChatRequest) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, request: ChatRequest, short_cut: ShortCut | None = None) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a completion while it is sampled. The choices come interleaved; the last chunk has the usage
         and no choices."""
         prompt = await self._prepare(request)
         completion = Completion(AnswerHead(self.name), request, prompt.ids)
-        events, held = Events(), list[Event]()
         streams = [self._choice_stream(request, prompt) for _ in range(request.n)]
+        stream = ModelStream(self.chat, completion, streams, short_cut or ShortCut(), self._merges_pieces)
         tasks = [
-            spawn(self._generate(request, prompt, s, lambda piece, index=index: events.put_nowait((index, piece))))  # type: ignore[misc]
-            for index, s in enumerate(self._samplings(request))
+            spawn(self._generate(request, prompt, sampling, partial(stream.add, index)))
+            for index, sampling in enumerate(self._samplings(request))
         ]
         for index, task in enumerate(tasks):
-            task.add_done_callback(lambda task, index=index: events.put_nowait((index, task)))  # type: ignore[misc]
+            task.add_done_callback(partial(stream.add, index))
         try:
             while not completion.ended:
-                index, event = await next_event(events, held, merge=self._merges_pieces)
+                index, event = await stream.next()
                 if isinstance(event, asyncio.Task):
                     result = event.result()
-                    if self._constraints is None and (chunk := self._piece(completion, streams[index], index, result)):
+                    if self._constraints is None and (chunk := stream.chunk(index, result)):
                         yield chunk
                     text = self.chat.decode(result.token_ids, request.stop_token_ids or ())
                     finish_reason: str = result.finish_reason
@@ -142,7 +144,7 @@ class ServedModel:
                         finish_reason = "tool_calls"
                     for chunk in completion.end_choice(index, rest, finish_reason, result):
                         yield chunk
-                elif chunk := self._piece(completion, streams[index], index, event):
+                elif chunk := stream.chunk(index, event):
                     yield chunk
         except ContextFullError as full:
             raise _context_full(full) from full
@@ -156,13 +158,6 @@ class ServedModel:
     def _merges_pieces(self) -> bool:
         """Whether a chunk may have tokens of several steps."""
         return self._constraints is not None and self._constraints.stream_interval_s > 0
-
-    def _piece(
-        self, completion: Completion, stream: ChoiceStream, index: int, piece: SampledPiece | Generation
-    ) -> dict[str, Any] | None:
-        request = completion.request
-        entries = logprob_entries(self.chat, request, piece) if request.logprobs else None
-        return completion.delta(index, stream.feed(piece.token_ids), entries, piece.token_ids)
 
     async def _generate(
         self,

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii as json_string
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 LOGPROBS_STAGE = "after temperature, before top_p, top_k and grammars"
 """Which distribution log-probs come from: the model's own."""
 DONE = "data: [DONE]\n\n"
+_TEXT = "\N{REPLACEMENT CHARACTER}text\N{REPLACEMENT CHARACTER}"
+"""Where the text of an event goes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class Completion:
     prompt: Sequence[int]
     _begun: set[int] = field(default_factory=set)
     _results: list[Generation] = field(default_factory=list)
+    _around_text: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """The event of each choice, but for its text."""
 
     @property
     def ended(self) -> bool:
@@ -67,6 +72,25 @@ class Completion:
         if not fields and not entries and not ids:
             return None
         return self._chunk(index, fields or {"content": ""}, **self._logprobs(entries), **ids)
+
+    def event_of(
+        self,
+        index: int,
+        fields: dict[str, Any],
+        entries: list[dict[str, Any]] | None = None,
+        token_ids: Sequence[int] = (),
+    ) -> bytes | None:
+        """`delta` as a server-sent event. Mostly there is text and nothing else to say, and the rest of the event is
+        always the same."""
+        request = self.request
+        if entries is None and fields.keys() == {"content"} and index in self._begun and not request.return_token_ids:
+            around = self._around_text.get(index)
+            if around is None:
+                before, _, after = event(self._chunk(index, {"content": _TEXT})).rpartition(json.dumps(_TEXT))
+                around = self._around_text[index] = before, after
+            return f"{around[0]}{json_string(fields['content'])}{around[1]}".encode("ascii")
+        chunk = self.delta(index, fields, entries, token_ids)
+        return None if chunk is None else event(chunk).encode()
 
     def end_choice(
         self, index: int, rest: dict[str, Any], finish_reason: str, result: Generation

@@ -6,10 +6,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from toolwise.serve.completion import DONE, event
 from toolwise.serve.request import BadRequestError
+
+WRITE = "toolwise.write"
+"""ASGI extension of our protocol: `scope["extensions"][WRITE](data)` writes a part of a body that has begun, at once,
+and returns whether it did. It does not if the client does not keep up: then `send` waits for it. Without data it only
+says whether it would."""
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
@@ -35,20 +41,37 @@ async def wait_for_disconnect(receive: Receive) -> None:
         continue
 
 
+def _refuse_write(data: bytes) -> bool:
+    return False
+
+
+@dataclass(slots=True, eq=False)
+class ShortCut:
+    """Sends an event of a stream at once, for whoever makes its chunks and waits for more to say: waking a task for
+    each event costs the server more than the event does."""
+
+    write: Callable[[bytes], bool] = _refuse_write
+    """Whether the event was sent; of nothing, whether one would be. It is not before the first chunk, nor where the
+    client does not keep up: then it has to be yielded as a chunk."""
+
+
 class EventStream:
     """An ASGI response: sends chunks while they are made. `refuse` turns an error into a response; `headers` reads the
-    response's headers from the first chunk."""
+    response's headers from the first chunk; `short_cut` is open from the first chunk to the last."""
 
     def __init__(
         self,
         chunks: Chunks,
         refuse: Callable[[Exception], Any],
         headers: Callable[[dict[str, Any]], Mapping[str, str]] = lambda chunk: {},
+        short_cut: ShortCut | None = None,
     ) -> None:
-        self.chunks, self.refuse, self.headers = chunks, refuse, headers
+        self.chunks, self.refuse, self.headers, self.short_cut = chunks, refuse, headers, short_cut
         self._begun = False
+        self._write = _refuse_write
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        self._write = scope.get("extensions", {}).get(WRITE, _refuse_write)
         work = asyncio.create_task(self._answer(scope, receive, send))
         gone = asyncio.create_task(wait_for_disconnect(receive))
         try:
@@ -63,13 +86,13 @@ class EventStream:
             async with aclosing(self.chunks) as chunks:
                 async for chunk in chunks:
                     await self._send(chunk, send)
-            await _send_text(send, DONE)
+            await self._send_text(DONE, send)
         except Exception as fault:  # only this request fails; the server keeps running
             answer = self.refuse(fault)
             if not self._begun:
                 await answer(scope, receive, send)
                 return
-            await _send_text(send, f"data: {answer.body.decode()}\n\n")
+            await self._send_text(f"data: {answer.body.decode()}\n\n", send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, chunk: dict[str, Any], send: Send) -> None:
@@ -78,8 +101,11 @@ class EventStream:
             fixed = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
             headers = [(k.encode(), v.encode()) for k, v in (fixed | dict(self.headers(chunk))).items()]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await _send_text(send, event(chunk))
+            if self.short_cut is not None:
+                self.short_cut.write = self._write
+        await self._send_text(event(chunk), send)
 
-
-async def _send_text(send: Send, text: str) -> None:
-    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+    async def _send_text(self, text: str, send: Send) -> None:
+        data = text.encode()
+        if not self._write(data):
+            await send({"type": "http.response.body", "body": data, "more_body": True})

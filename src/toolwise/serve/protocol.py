@@ -1,4 +1,5 @@
-"""uvicorn's h11 protocol with a timeout for every wait on a client and a limit on connections."""
+"""uvicorn's h11 protocol with a timeout for every wait on a client, a limit on connections, and a short way for the
+events of a stream."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from toolwise.serve.event_stream import WRITE
 from toolwise.serve.limits import ServerLimits
 from toolwise.serve.request import INVALID_REQUEST, error_body
 
@@ -31,6 +33,21 @@ class LimitedProtocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
         self._refused = False
+        self.app = self._run_app
+
+    async def _run_app(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["http_version"] == "1.1":  # parts of a body are chunks there
+            scope["extensions"] = {WRITE: self._write_part}
+        await self.config.loaded_app(scope, receive, send)
+
+    def _write_part(self, data: bytes) -> bool:
+        """What `send` does for a part of a body, without h11's part in it, which is most of the time."""
+        cycle = self.cycle
+        if self.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.response_started:
+            return False
+        if data:  # a chunk of nothing would end the body
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

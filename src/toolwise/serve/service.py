@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from toolwise.concurrency.garbage import frozen_heap, relaxed_gc
 from toolwise.concurrency.memory import keep_freed_memory
 from toolwise.concurrency.tasks import spawn
 from toolwise.errors import ConfigError, ToolwiseError
@@ -99,7 +100,8 @@ def serve(
     )
     _raise_file_limit(config.limits.connections)
     try:
-        asyncio.run(_run(config, app, weights, admission, on_start))
+        with relaxed_gc(), frozen_heap():
+            asyncio.run(_run(config, app, weights, admission, on_start))
     finally:
         sys.setswitchinterval(switch_interval)
         weights.close()

@@ -4,12 +4,14 @@ the last of them has ended, and the old ones are then closed."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from toolwise.serve.event_stream import ShortCut
 from toolwise.serve.limits import TextLimits
 from toolwise.serve.prometheus import ServerMetrics
 from toolwise.serve.request import ChatRequest
@@ -63,9 +65,9 @@ class ReloadableWeights:
         with self._use() as served:
             return await served.complete(request)
 
-    async def stream(self, request: ChatRequest) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, request: ChatRequest, short_cut: ShortCut | None = None) -> AsyncIterator[dict[str, Any]]:
         with self._use() as served:
-            async with aclosing(served.stream(request)) as chunks:  # type: ignore[type-var]
+            async with aclosing(served.stream(request, short_cut)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     yield chunk
 
@@ -84,6 +86,7 @@ class ReloadableWeights:
     def _end(self, use: _Use) -> None:
         """Close old weights, in a thread; nothing waits for it."""
         self._old.remove(use)
+        gc.unfreeze()  # the weights that the server began with may be garbage now: collect them with everything else
         asyncio.get_running_loop().run_in_executor(None, _close, use.served)
 
     def close(self) -> None:

@@ -16,7 +16,6 @@ from toolwise.routing.routes import (
     DEFAULT_ROUTES,
     RouteSet,
     build_routes,
-    check_route_tools,
     heuristic_route,
     least_cost,
 )

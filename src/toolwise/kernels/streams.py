@@ -1,8 +1,8 @@
 """CUDA streams of a process by what they are for, so that no two of them are the same.
 
 torch hands out 32 streams in turn and begins again: a stream taken for each capture would sooner or later be the one on
-which something else runs, and what that launches meanwhile would become part of the graph. Other libraries take from the
-same 32, so those of a device are taken together: were one taken later, it could be another one come round.
+which something else runs, and what that launches meanwhile would become part of the graph. Other libraries take from
+the same 32, so those of a device are taken together: were one taken later, it could be another one come round.
 """
 
 from __future__ import annotations

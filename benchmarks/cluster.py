@@ -27,7 +27,7 @@ import torch
 from toolwise.cluster.interface import Payload, Process, Resources, payload_bytes
 from toolwise.cluster.ray_cluster import RayCluster
 from toolwise.cluster.session import running_on
-from toolwise.cluster.weight_transfer import bits_of, difference, install, whole_copy
+from toolwise.cluster.weight_transfer import SentWeights, install
 from toolwise.cluster.worker_pool import WorkerPool
 from toolwise.config.cluster import ClusterConfig
 from toolwise.config.schema import RunConfig
@@ -53,24 +53,22 @@ def measure_transfer(sizes: Sequence[str]) -> None:
             generator = torch.Generator().manual_seed(0)
             parts = {f"w{i}": torch.randn(count // 20, generator=generator).mul_(0.02).to(dtype) for i in range(20)}
             target = {n: w.clone() for n, w in parts.items()}
-            old, memory = bits_of(parts), bits_of(parts)
+            sent = SentWeights()
+            sent.take(parts, 0, "x")
             for version in range(1, 1 + VERSIONS):
                 for w in parts.values():  # in place, as an optimizer does
                     w.copy_(torch.randn(w.shape, generator=generator).mul_(1e-6).add_(w))
                 began = time.perf_counter()
-                new = bits_of(parts, memory)
+                changes = sent.take(parts, version, "x")
                 gathered = time.perf_counter()
-                changes = difference(new, old, version, version - 1, "x")
-                compared = time.perf_counter()
-                payload = whole_copy(new, version, "x") if changes is None else changes
+                payload = sent.whole() if changes is None else changes
                 sealed = time.perf_counter()
                 install(target, payload, version - 1)
                 installed = time.perf_counter()
-                old, memory = new, old
-            share = payload_bytes(payload) / sum(b.nbytes for b in new.values())
+            share = payload_bytes(payload) / sum(b.nbytes for b in sent.bits.values())
             print(
                 f"{name:>6} {str(dtype).removeprefix('torch.'):>8}: gather {gathered - began:.3f} s, "
-                f"compare {compared - gathered:.3f} s, seal {sealed - compared:.3f} s, "
+                f"seal {sealed - gathered:.3f} s, "
                 f"{payload_bytes(payload) / 1e6:.1f} MB ({share:.1%} of the whole), install {installed - sealed:.3f} s"
             )
 

@@ -7,7 +7,7 @@ only what it needs. Tools and environments have base classes: `tools.base.BaseTo
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -83,6 +83,8 @@ class GenerationEngine(TokenGenerator, Protocol):
     """Counts weight updates."""
     max_context: int = 0
     """Maximum tokens of a prompt and its continuation; 0: as many as the model takes."""
+    busy_s: float = 0.0
+    """Seconds in which it had any request, if it counts them."""
 
     @abstractmethod
     def weights_changed(self, version: int) -> None:
@@ -95,6 +97,18 @@ class GenerationEngine(TokenGenerator, Protocol):
     def close(self) -> None:
         """Stop what runs outside this process."""
         return
+
+
+@runtime_checkable
+class ReloadingEngine(GenerationEngine, Protocol):
+    """An engine outside of this process that takes new weights while requests are under way."""
+
+    cache_tokens: int = 0
+    """What its KV cache holds; 0: it does not say."""
+
+    @abstractmethod
+    async def replace_weights(self, write: Callable[[], None], version: int) -> None:
+        """Run `write`, which changes the model, and return when every later token is sampled from its weights."""
 
 
 @runtime_checkable

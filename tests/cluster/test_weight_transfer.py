@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from toolwise.cluster import weight_transfer
 from toolwise.cluster.interface import RefusedError, check_payload, payload_bytes
-from toolwise.cluster.weight_transfer import _sealed, bits_of, difference, install, transferred_weights, whole_copy
+from toolwise.cluster.weight_transfer import SentWeights, _sealed, bits_of, install, transferred_weights, whole_copy
 
 
 def weights(dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -26,6 +27,12 @@ def updated(old: dict[str, torch.Tensor], lr: float) -> dict[str, torch.Tensor]:
     return {n: (w.float() + lr * torch.randn(w.shape, generator=generator)).to(w.dtype) for n, w in old.items()}
 
 
+def difference(new: dict[str, torch.Tensor], old: dict[str, torch.Tensor], version: int, base: int) -> Any:
+    sent = SentWeights()
+    assert sent.take(old, base, "old") is None
+    return sent.take(new, version, "print")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_whole_copy_arrives_bit_by_bit(dtype: torch.dtype) -> None:
     source, target = weights(dtype), weights(dtype, seed=1)
@@ -39,7 +46,7 @@ def test_a_whole_copy_arrives_bit_by_bit(dtype: torch.dtype) -> None:
 def test_a_small_step_in_bf16_is_sent_as_its_difference() -> None:
     old = weights(torch.bfloat16)
     new = updated(old, 1e-5)
-    payload = difference(bits_of(new), bits_of(old), 2, 1, "print")
+    payload = difference(new, old, 2, 1)
     assert payload is not None
     assert payload_bytes(payload) < 0.1 * payload_bytes(whole_copy(bits_of(new), 2, "print"))
     install(old, payload, 1)
@@ -49,7 +56,7 @@ def test_a_small_step_in_bf16_is_sent_as_its_difference() -> None:
 def test_who_keeps_something_made_of_the_weights_can_see_that_they_changed() -> None:
     """Such as the products of merged adapters."""
     old, new = weights(torch.bfloat16), updated(weights(torch.bfloat16), 1e-5)
-    changes = difference(bits_of(new), bits_of(old), 2, 1, "print")
+    changes = difference(new, old, 2, 1)
     assert changes is not None
     for payload in (whole_copy(bits_of(old), 1, "print"), changes):
         before = old["a"]._version
@@ -66,12 +73,38 @@ def test_weights_that_are_not_contiguous_are_written() -> None:
 
 def test_a_step_in_fp32_is_sent_as_a_whole() -> None:
     old = weights(torch.float32)
-    assert difference(bits_of(updated(old, 1e-3)), bits_of(old), 2, 1, "print") is None
+    assert difference(updated(old, 1e-3), old, 2, 1) is None
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 22])
+def test_versions_follow_in_the_same_memory(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """Small steps, a large one, one that nobody compares, and small ones again, whatever the chunks."""
+    monkeypatch.setattr(weight_transfer, "CHUNK", chunk)
+    current = {"a": weights(torch.bfloat16)["a"][:3], "b": weights(torch.bfloat16)["b"]}
+    target, sent, memory = {name: torch.zeros_like(w) for name, w in current.items()}, SentWeights(), set[int]()
+    had = 0
+    for version, (lr, compare) in enumerate([(0, 1), (1e-4, 1), (1.0, 1), (1e-4, 0), (1e-4, 1), (0.0, 1)], start=1):
+        current = updated(current, lr)
+        changes = sent.take(current, version, f"print {version}", compare=bool(compare))
+        assert (changes is None) == (version in (1, 3, 4))
+        memory |= {id(bits) for bits in sent.bits.values()}
+        assert install(target, sent.whole() if changes is None else changes, had) == (version, f"print {version}")
+        assert all(torch.equal(target[name], current[name]) for name in current)
+        had = version
+    assert len(memory) == len(current)
+
+
+def test_after_a_version_that_was_not_taken_whole_no_difference_is_sent() -> None:
+    sent, old = SentWeights(), weights(torch.bfloat16)
+    sent.take(old, 1, "print")
+    sent.begin()
+    sent.add({"a": updated(old, 1e-5)["a"]})  # and the others could not be gathered
+    assert sent.take(old, 3, "print") is None
 
 
 def test_equal_weights_have_an_empty_difference() -> None:
     old = weights(torch.float32)
-    payload = difference(bits_of(old), bits_of(old), 2, 1, "print")
+    payload = difference(old, old, 2, 1)
     assert payload is not None
     assert install(old, payload, 1)[0] == 2
 
@@ -102,7 +135,7 @@ def test_what_is_damaged_or_old_is_refused_and_changes_nothing(change: Any, curr
 
 def test_a_difference_from_another_version_is_refused() -> None:
     old = weights(torch.bfloat16)
-    payload = difference(bits_of(updated(old, 1e-5)), bits_of(old), 3, 2, "print")
+    payload = difference(updated(old, 1e-5), old, 3, 2)
     assert payload is not None
     with pytest.raises(RefusedError, match="do not follow"):
         install(old, payload, 1)

@@ -50,7 +50,7 @@ class FakeWorker:
                 raise RefusedError("older")
             self.hash = int(payload["hash"]) if base < 0 else self.hash + int(payload["hash"])  # type: ignore[arg-type]
             self.version = version
-            return {}
+            return {"version": version}
         if self.hash != weights_of(self.version):
             raise ClusterError(f"weights {self.hash} at version {self.version}")
         return {"group": int(payload["seed"]) * 7, "version": self.version}  # type: ignore[arg-type]
@@ -90,12 +90,16 @@ async def play(seed: int, pool_class: type[WorkerPool] = WorkerPool) -> Played:
 
     async def train() -> None:
         await pool.start()
+        newest = 0
+
+        async def give() -> Stored:
+            """Also for who asks for an older one."""
+            whole = {"base": -1, "version": newest, "hash": weights_of(newest)}
+            return await cluster.store(whole, deadline_s=config.transfer_s)
+
         for step in range(steps):
-            whole = {"base": -1, "version": step, "hash": weights_of(step)}
-
-            async def give(payload: Payload = whole) -> Stored:
-                return await cluster.store(payload, deadline_s=config.transfer_s)
-
+            newest = step
+            await asyncio.sleep(chance.choice((0.0, 0.5)))  # it is gathered
             change = {"base": step - 1, "version": step, "hash": weights_of(step) - weights_of(step - 1)}
             difference = Stored(change, 1) if step and chance.random() < 0.7 else None
             await pool.publish(Publication(step, give, step - 1, difference))

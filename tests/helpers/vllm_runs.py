@@ -19,8 +19,9 @@ from toolwise.training.run import assemble
 STEPS = 2
 
 
-def config_for(cluster: dict[str, Any] | None = None, **vllm: Any) -> RunConfig:
+def config_for(cluster: dict[str, Any] | None = None, trainer: dict[str, Any] | None = None, **vllm: Any) -> RunConfig:
     return cluster_config(
+        trainer=trainer or {},
         cluster={"address": "local", "workers": 1, **(cluster or {})},
         rollout={"engine": "vllm", "vllm": vllm},
         actor={"lr": 1e-2},
@@ -29,7 +30,7 @@ def config_for(cluster: dict[str, Any] | None = None, **vllm: Any) -> RunConfig:
     )
 
 
-def train(config: RunConfig, out: Path, cluster: Workers) -> list[StepResult]:
+def train(config: RunConfig, out: Path, cluster: Workers, steps: int = STEPS) -> list[StepResult]:
     """As `launch_training` builds a run: the process of the run has no server."""
 
     async def go() -> list[StepResult]:
@@ -37,7 +38,7 @@ def train(config: RunConfig, out: Path, cluster: Workers) -> list[StepResult]:
         assert isinstance(built.policy.engine, Engine)
         try:
             async with running_on(cluster, built, config, out) as run:
-                return await train_steps(run, STEPS)
+                return await train_steps(run, steps)
         finally:
             await cluster.close()
             built.close()

@@ -16,7 +16,6 @@ from toolwise.routing.routes import (
     DEFAULT_ROUTES,
     RouteSet,
     build_routes,
-    check_route_tools,
     heuristic_route,
     least_cost,
 )
@@ -71,7 +70,9 @@ def test_a_route_applies_to_tasks_with_one_of_its_tools() -> None:
 def test_a_task_without_any_route_is_an_error() -> None:
     needy = RouteSet(OWN.routes[1:])
     with pytest.raises(ConfigError, match="no route applies to a task with the tools none: add a route without tools"):
-        check_route_tools(needy, [FAMILIES, {}])
+        needy.applicable({})
+    with pytest.raises(ConfigError, match="no route applies to task t7 with the tools none"):
+        needy.applicable({}, "t7")
 
 
 def test_one_route_per_tool() -> None:

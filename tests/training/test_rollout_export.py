@@ -211,6 +211,8 @@ def test_another_file_is_overwritten_only_if_asked_for(run: Path, tmp_path: Path
     assert refused.status != 0
     assert "replace it with --overwrite" in " ".join(refused.err.split())
     assert out.read_text() == "mine\n"
+    with pytest.raises(ConfigError, match=r"or replace it with --overwrite \(overwrite=True\)"):
+        export_rollouts(run, out, "openai")
     assert cli("rollouts", "export", run, "--format", "openai", "--out", out, "--overwrite").status == 0
     assert read_rows(out)
 

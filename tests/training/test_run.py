@@ -256,5 +256,5 @@ def test_early_stopping_without_validations_is_refused() -> None:
 def test_held_out_rows_that_no_route_applies_to_are_refused_at_once() -> None:
     routes = [{"name": "look-up", "tools": ["search"]}, {"name": "add", "tools": ["calculator"]}]
     given = config(tools=["search", "calculator"], rollout={"n": 4}, router={"enable": True, "routes": routes})
-    with pytest.raises(ConfigError, match="no route applies to a task with the tools none: add a route without tools"):
+    with pytest.raises(ConfigError, match="no route applies to task 0 with the tools none: add a route without tools"):
         assemble(given, tasks=TASKS, validation_tasks=[TASKS[0].model_copy(update={"tools": []})], reward=judge)

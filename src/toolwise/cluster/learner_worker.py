@@ -26,7 +26,7 @@ from toolwise.cluster.node_files import unpack_settings
 from toolwise.cluster.node_log import LogLines
 from toolwise.cluster.plain_data import from_payload
 from toolwise.cluster.rendezvous import join_group, listen
-from toolwise.cluster.weight_transfer import Bits, bits_of, difference, install, transferred_weights, whole_copy
+from toolwise.cluster.weight_transfer import SentWeights, install, transferred_weights
 from toolwise.config.schema import RunConfig
 from toolwise.learner.actor import Actor
 from toolwise.learner.builder import build_learner
@@ -49,11 +49,8 @@ class LearnerWorker:
             torch.use_deterministic_algorithms(True)
         self.rank, self.ranks = 0, 1
         self._listener: socket.socket | None = None
-        self._sent: Bits | None = None
-        """The weights that the process of the run has, as of `_sent_version`; None if it has others."""
-        self._sent_version = 0
-        self._spare: Bits | None = None
-        """Memory for the next ones."""
+        self._sent = SentWeights()
+        """The weights that the process of the run has."""
         self._samples: dict[str, torch.Tensor] = {}
         """Of each weight, for the fingerprint."""
         self.actor: Actor
@@ -126,18 +123,16 @@ class LearnerWorker:
     def _weights(self, payload: Payload) -> Payload:
         """The weights, from the first rank: what changed since they were last asked for, if that is less. With adapters
         those alone. Gathered one by one, so that no other process has more than one of them whole."""
-        bits: Bits = {}
+        self._sent.begin()
         for name, weight in transferred_weights(self.actor.model).items():
             whole = gathered(weight)
             if self.rank == 0:
-                bits |= bits_of({name: whole}, self._spare)
+                self._sent.add({name: whole})
                 self._samples[name] = sample_of(whole).clone()
         if self.rank:
             return {}
-        version, found = self.actor.version, fingerprint_of(self._samples)
-        changes = None if self._sent is None else difference(bits, self._sent, version, self._sent_version, found)
-        self._spare, self._sent, self._sent_version = self._sent, bits, version
-        return whole_copy(bits, version, found) if changes is None else changes
+        changes = self._sent.finish(self.actor.version, fingerprint_of(self._samples))
+        return self._sent.whole() if changes is None else changes
 
     def _install(self, payload: Payload) -> Payload:
         """Weights of a checkpoint, in place of those of the model's folder."""
@@ -147,7 +142,7 @@ class LearnerWorker:
         write_whole(self.actor.model, weights)
         self.actor.optimizer.sync_masters()
         self.actor.version = version
-        self._sent = self._spare = None
+        self._sent.version = None  # the process of the run has others
         return {}
 
     def _snapshot(self, payload: Payload) -> Payload:

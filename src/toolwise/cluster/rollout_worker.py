@@ -3,7 +3,6 @@ groups and installs weights between the steps of its engine."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from dataclasses import replace
@@ -24,6 +23,7 @@ from toolwise.engine.weight_swap import replace_weights
 from toolwise.errors import PolicyError
 from toolwise.learner.fingerprint import fingerprint
 from toolwise.learner.lora import Adapters
+from toolwise.protocols import ReloadingEngine
 from toolwise.rewards.combine import CompositeReward
 from toolwise.routing.inference_router import InferenceRouter
 from toolwise.routing.turn_router import TurnRouter
@@ -107,26 +107,27 @@ class RolloutWorker:
                 raise RefusedError(f"after version {installed} the weights are {found}, and should be {expected}")
             self.version = installed
 
-        if isinstance(policy.engine, Engine):
-            await replace_weights(policy.engine, write, version, keep_cache=self.setup.config.trainer.keep_cache)
-        else:
+        if not isinstance(policy.engine, Engine | ReloadingEngine):
             write()
-            await self._reload_server(version)
-        return {"version": self.version}
-
-    async def _reload_server(self, version: int) -> None:
+            policy.engine.weights_changed(version)
+            return {"version": self.version}
         try:
-            await asyncio.to_thread(self.setup.policy.engine.weights_changed, version)
-        except PolicyError as fault:  # another worker starts another server
+            await replace_weights(policy.engine, write, version, keep_cache=self.setup.config.trainer.keep_cache)
+        except PolicyError as fault:  # of its server; another worker starts another one
             self.version = DAMAGED
             raise RefusedError(f"its server did not take version {version}: {fault}") from fault
+        return {"version": self.version}
 
     def _figures(self) -> dict[str, Any]:
         """What the driver adds to the run folder: the engine's seconds and counters, and new lines of the log."""
-        engine = self.setup.policy.engine
-        figures = {"busy_s": engine.busy_s if isinstance(engine, Engine) else 0.0}
-        counters = json.dumps({"pid": os.getpid(), **self.setup.policy.metrics()}, allow_nan=False).encode()
-        return {**figures, "worker": self.name.encode(), "counters": counters, "log": self.log.take()}
+        policy = self.setup.policy
+        counters = json.dumps({"pid": os.getpid(), **policy.metrics()}, allow_nan=False).encode()
+        return {
+            "busy_s": policy.engine.busy_s,
+            "worker": self.name.encode(),
+            "counters": counters,
+            "log": self.log.take(),
+        }
 
     def close(self) -> None:
         with self._folder:  # which is deleted, whatever fails

@@ -66,9 +66,7 @@ async def train_on_cluster(
 async def running_on(cluster: Cluster, run: Run, config: RunConfig, out: Path) -> AsyncIterator[Run]:
     """The run with its workers, which end with the block."""
     settings, files = pack_settings(config)
-    if config.rollout.engine == "vllm":  # whose server starts with the worker
-        start_s = config.cluster.start_s + config.rollout.vllm.start_s
-        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"start_s": start_s})})
+    config = with_server_limits(config)
     stored = await cluster.store(files, deadline_s=config.cluster.transfer_s)
     node_log = NodeLog(out, cluster.show)
     pool = WorkerPool(
@@ -113,6 +111,18 @@ async def running_on(cluster: Cluster, run: Run, config: RunConfig, out: Path) -
         await pool.close()
         if learners is not None:
             learners.close()
+
+
+def with_server_limits(config: RunConfig) -> RunConfig:
+    """With the time that a worker's vLLM server takes to start and, if replies with stop strings must end before it
+    takes new weights, to end them."""
+    rollout, cluster = config.rollout, config.cluster
+    if rollout.engine != "vllm":
+        return config
+    limits = {"start_s": cluster.start_s + rollout.vllm.start_s}
+    if rollout.stop and config.trainer.mode == "async":
+        limits["transfer_s"] = cluster.transfer_s + rollout.vllm.timeout_s
+    return config.model_copy(update={"cluster": cluster.model_copy(update=limits)})
 
 
 def saved_by_learners(out: Path) -> bool:

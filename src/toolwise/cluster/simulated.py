@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from toolwise.cluster.interface import (
     CallTimeoutError,
     Payload,
@@ -159,7 +161,8 @@ class SimulatedCluster:
         if self.chance.random() < self.weather.full_store:
             await asyncio.sleep(deadline_s)
             raise StoreFullError(f"the object store was full for {deadline_s:g} s")
-        return Stored(check_payload(payload), payload_bytes(payload))
+        copied = {name: v.copy() if isinstance(v, np.ndarray) else v for name, v in check_payload(payload).items()}
+        return Stored(copied, payload_bytes(payload))
 
     def show(self, process: str, counters: Mapping[str, float]) -> None:
         return

@@ -28,7 +28,11 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 MAX_THREADS = 8
 """Copies, comparisons and checksums of tensors are divided among so many threads, at most one for each core."""
+CHUNK = 1 << 22
+"""Weights that are compared at a time."""
 Bits = dict[str, "np.ndarray[Any, Any]"]
+Change = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]
+"""Where bits changed, and what they are now."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -40,17 +44,13 @@ def transferred_weights(model: Any) -> dict[str, Tensor]:
     return adapters or parameters
 
 
-def bits_of(weights: Mapping[str, Tensor], buffers: Bits | None = None) -> Bits:
-    """A copy of the weights as integers in CPU memory: in `buffers`, those of an earlier copy, or in new memory, whose
-    first use costs more than the copy."""
+def bits_of(weights: Mapping[str, Tensor]) -> Bits:
+    """A copy of the weights as integers in CPU memory."""
+    return {name: _as_integers(weight).cpu().numpy().copy() for name, weight in weights.items()}
 
-    def copy(name: str) -> np.ndarray[Any, Any]:
-        source = weights[name].detach().contiguous().view(BITS[weights[name].element_size()]).flatten()
-        target = np.empty(len(source), DTYPES[source.element_size()]) if buffers is None else buffers[name]
-        torch.from_numpy(target).copy_(source)
-        return target
 
-    return dict(zip(weights, in_threads(copy, weights), strict=True))
+def _as_integers(weight: Tensor) -> Tensor:
+    return weight.detach().contiguous().view(BITS[weight.element_size()]).flatten()
 
 
 def in_threads(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -63,29 +63,83 @@ def whole_copy(bits: Bits, version: int, fingerprint: str) -> dict[str, Any]:
     return _sealed({f"all:{name}": values for name, values in bits.items()}, version, -1, fingerprint)
 
 
-def difference(new: Bits, old: Bits, version: int, base: int, fingerprint: str) -> dict[str, Any] | None:
-    """None if it is not much smaller than the whole."""
-    left = SMALL * sum(values.nbytes for values in new.values())
-    lock = threading.Lock()
+class SentWeights:
+    """The bits of the version that was sent last, as what the next one differs from and for who needs all of it.
 
-    def compare(name: str) -> dict[str, Any]:
-        nonlocal left
-        if left < 0:
-            return {}
-        values = new[name]
-        places = np.flatnonzero(values != old[name])
+    There is one copy of the weights, which each version is written into: the first use of new memory costs ten times
+    the copy. Weights are compared in chunks, so that nothing else becomes large.
+    """
+
+    def __init__(self) -> None:
+        self.bits: Bits = {}
+        self.version: int | None = None
+        """None if the bits are those of no version, or nobody has them."""
+        self.fingerprint = ""
+        self._base: int | None = None
+        self._changes: dict[str, list[Change]] = {}
+        self._left = 0.0
+        """Bytes that a difference may still take."""
+        self._lock = threading.Lock()
+
+    def take(
+        self, weights: Mapping[str, Tensor], version: int, fingerprint: str, *, compare: bool = True
+    ) -> dict[str, Any] | None:
+        """Replace the bits; returns what changed, or None if that is not much smaller than the whole."""
+        self.begin(compare=compare)
+        self.add(weights)
+        return self.finish(version, fingerprint)
+
+    def begin(self, *, compare: bool = True) -> None:
+        self._base, self.version, self._changes = self.version if compare else None, None, {}
+        self._left = SMALL * sum(values.nbytes for values in self.bits.values())
+
+    def add(self, weights: Mapping[str, Tensor]) -> None:
+        """Some of the weights of the next version."""
+        sources = {name: _as_integers(weight) for name, weight in weights.items()}
+        for name, source in sources.items():
+            if name not in self.bits:
+                self.bits[name] = np.empty(len(source), DTYPES[source.element_size()])
+        chunks = [(name, start) for name, source in sources.items() for start in range(0, len(source), CHUNK)]
+
+        def replace(chunk: tuple[str, int]) -> Change | None:
+            name, start = chunk
+            return self._replace(name, start, sources[name][start : start + CHUNK].cpu().numpy())
+
+        for (name, _), change in zip(chunks, in_threads(replace, chunks), strict=True):
+            if change is not None:
+                self._changes.setdefault(name, []).append(change)
+
+    def _replace(self, name: str, start: int, new: np.ndarray[Any, Any]) -> Change | None:
+        whole = self.bits[name]
+        old = whole[start : start + len(new)]
+        if self._base is None or self._left < 0:
+            old[...] = new
+            return None
+        places = np.flatnonzero(new != old)
         if not len(places):
-            return {}
-        places = places.astype(np.int32 if len(values) < 2**31 else np.int64)
-        parts = {f"at:{name}": places, f"to:{name}": values[places]}
-        with lock:
-            left -= sum(part.nbytes for part in parts.values())
-        return parts
+            return None
+        values = new[places]
+        old[places] = values
+        places = (places + start).astype(np.int32 if len(whole) < 2**31 else np.int64)
+        with self._lock:
+            self._left -= places.nbytes + values.nbytes
+        return places, values
 
-    found = in_threads(compare, new)
-    if left < 0:
-        return None
-    return _sealed({key: value for parts in found for key, value in parts.items()}, version, base, fingerprint)
+    def finish(self, version: int, fingerprint: str) -> dict[str, Any] | None:
+        base, changes = self._base, self._changes
+        self.version, self.fingerprint, self._changes = version, fingerprint, {}
+        if base is None or self._left < 0:
+            return None
+        parts: dict[str, Any] = {}
+        for name, pairs in changes.items():
+            places, values = zip(*pairs, strict=True)
+            parts |= {f"at:{name}": np.concatenate(places), f"to:{name}": np.concatenate(values)}
+        return _sealed(parts, version, base, fingerprint)
+
+    def whole(self) -> dict[str, Any]:
+        """All of it. Its arrays are those that the next version is written into."""
+        assert self.version is not None
+        return whole_copy(self.bits, self.version, self.fingerprint)
 
 
 def _sealed(parts: dict[str, Any], version: int, base: int, fingerprint: str) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Publication:
 
     version: int
     whole: Callable[[], Awaitable[Stored]]
-    """All weights; the same object for every caller."""
+    """All weights, of this version or a newer one."""
     base: int = -1
     """The version that `difference` is from."""
     difference: Stored | None = None
@@ -186,7 +186,7 @@ class WorkerPool:
                     "rollout", name, self.spec, resources, deadline_s=config.start_s, stored=self.stored
                 )
                 worker = Worker(process, version=0)
-                while self.publication is not None and worker.version != self.publication.version:
+                while self.publication is not None and worker.version < self.publication.version:
                     await self._send(worker)
                 self.workers.append(worker)
                 self.on_event("start", name, number=process.number)
@@ -231,20 +231,22 @@ class WorkerPool:
         """Give a worker the current version: the difference if it has the version before, else all weights."""
         publication = self.publication
         assert publication is not None
+        if worker.version >= publication.version:  # it has started meanwhile, with the newest
+            return
         if publication.difference is not None and worker.version == publication.base:
             try:
                 await self._install(worker, publication.difference)
                 self.counts["differences"] += 1
-                worker.version = publication.version
                 return
             except RefusedError:
                 self.counts["refused"] += 1
         await self._install(worker, await publication.whole())
         self.counts["whole_copies"] += 1
-        worker.version = publication.version
 
     async def _install(self, worker: Worker, weights: Stored) -> None:
         began = asyncio.get_running_loop().time()
-        await self.cluster.call(worker.process, "install", {}, deadline_s=self.config.transfer_s, stored=weights)
+        limit_s = self.config.transfer_s
+        reply = await self.cluster.call(worker.process, "install", {}, deadline_s=limit_s, stored=weights)
+        worker.version = int(reply["version"])
         seconds = asyncio.get_running_loop().time() - began
         self.on_event("weights", worker.name, seconds=seconds, bytes=weights.bytes)

@@ -108,6 +108,12 @@ class RolloutConfig(ChatConfig):
     max_episode_tokens: PositiveInt | None = None
     """Maximum tokens sampled per episode."""
 
+    @model_validator(mode="after")
+    def _check_grammar(self) -> RolloutConfig:
+        if self.engine != "toolwise" and self.grammar != GrammarConfig():
+            raise ValueError(f'grammar needs engine = "toolwise", got "{self.engine}"')
+        return self
+
     @property
     def most_concurrent(self) -> int:
         """`max_concurrent`, where something else limits it."""

@@ -8,18 +8,24 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from toolwise.protocols import ReloadingEngine
+
 if TYPE_CHECKING:
     from toolwise.engine.engine import Engine
     from toolwise.engine.scheduler import Scheduler
 
 
-async def replace_weights(engine: Engine, write: Callable[[], None], version: int, *, keep_cache: bool = False) -> None:
+async def replace_weights(
+    engine: Engine | ReloadingEngine, write: Callable[[], None], version: int, *, keep_cache: bool = False
+) -> None:
     """Run `write`, which changes the engine's parameters, between two steps; return when the next step will use them.
 
     Requests in progress go on: the tokens they have stay as sampled, with their log-probs and versions. Their keys and
     values are computed again, so that every later token is one of the new weights alone. With `keep_cache` replies keep
     them: their later tokens come from the new weights on the keys and values of the old, and have the old version.
     """
+    if isinstance(engine, ReloadingEngine):
+        return await engine.replace_weights(write, version)
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
     faults: list[Exception] = []
@@ -42,6 +48,7 @@ async def replace_weights(engine: Engine, write: Callable[[], None], version: in
     await done
     if faults:
         raise faults[0]
+    return None
 
 
 def keep_replies(scheduler: Scheduler, version: int) -> None:

@@ -105,16 +105,17 @@ class LocalPolicy:
                 f"a prompt of {len(token_ids)} tokens and {sampling.max_new_tokens} new ones do not fit the model's "
                 f"context of {self.max_context}: shorten the prompt or lower rollout.max_new_tokens"
             )
-        if not isinstance(self.engine, Engine):
-            assert constraint is None
-            assert logits_mask is None
-            if options.truncates or options.top_logprobs or stop_strings:
-                raise PolicyError(f"{type(self.engine).__name__} has no top_p, top_k and stop strings: leave them out")
-            return await self.engine.generate(token_ids, sampling)
-        mask = logits_mask if constraint is None else constraint.mask(sampling)
         clock = asyncio.get_running_loop()
         started = clock.time()
         try:
+            if not isinstance(self.engine, Engine):
+                assert constraint is None
+                assert logits_mask is None
+                if options.truncates or options.top_logprobs or stop_strings:
+                    name = type(self.engine).__name__
+                    raise PolicyError(f"{name} has no top_p, top_k and stop strings: leave them out")
+                return await self.engine.generate(token_ids, sampling)
+            mask = logits_mask if constraint is None else constraint.mask(sampling)
             return await self.engine.generate(
                 token_ids, sampling, stop_strings=stop_strings, logits_mask=mask, on_tokens=on_tokens, options=options
             )

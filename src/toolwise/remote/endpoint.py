@@ -11,6 +11,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolwise.errors import ConfigError, ContextFullError, PolicyError
@@ -66,6 +67,8 @@ class Endpoint:
         self._external_client = client
         self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore] | None = None
         self._counts: Counter[str] = Counter()
+        self.gate: AbstractAsyncContextManager[None] = nullcontext()
+        """Around each attempt; waiting at it counts towards `deadline_s` alone."""
 
     async def ask(self, body: Mapping[str, Any], read: Callable[[Any, Mapping[str, str]], T]) -> T:
         """Send `body` and return `read(json, headers)` of the reply. `read` may raise a retryable `ServerError`: a
@@ -108,6 +111,7 @@ class Endpoint:
             async with (
                 asyncio.timeout(left_s),
                 slots,
+                self.gate,
                 asyncio.timeout(self.timeout_s),
                 client.stream("POST", self.url, content=content, headers=self._headers) as response,
             ):

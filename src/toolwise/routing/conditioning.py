@@ -127,7 +127,7 @@ class Conditioning:
 
     def applicable(self, task: Task) -> tuple[bool, ...] | None:
         """Which routes a task can take; None: all."""
-        return self.routes.applicable(self.families_of(task)) if self.routes.own else None
+        return self.routes.applicable(self.families_of(task), task.task_id) if self.routes.own else None
 
     def routes_of(self, task: Task) -> list[str]:
         """The names of the routes that a task can take."""

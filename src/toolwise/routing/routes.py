@@ -106,14 +106,15 @@ class RouteSet:
             return parse_target(written)
         return MIXED if str(written).strip().upper() == MIXED else self.parse(written)
 
-    def applicable(self, families: Mapping[str, str]) -> tuple[bool, ...] | None:
-        """Which routes a task with these tools can take; None: all."""
+    def applicable(self, families: Mapping[str, str], task_id: str = "") -> tuple[bool, ...] | None:
+        """Which routes a task with these tools can take; None: all. `task_id` is for the error if there is none."""
         if not self.own:
             return None
         mask = tuple(route.applies(families) for route in self.routes)
         if not any(mask):
             raise ConfigError(
-                f"no route applies to a task with the tools {', '.join(families) or 'none'}: add a route without tools"
+                f"no route applies to {f'task {task_id}' if task_id else 'a task'} with the tools "
+                f"{', '.join(families) or 'none'}: add a route without tools"
             )
         return None if all(mask) else mask
 
@@ -196,8 +197,6 @@ def check_route_tools(routes: RouteSet, families_by_task: Sequence[Mapping[str, 
                     f"route {route.name!r} names the family {family!r}, which no tool has ({described}): set "
                     "router.families, or correct the name"
                 )
-    for families in families_by_task:
-        routes.applicable(families)
 
 
 def least_cost(routes: RouteSet, families_by_task: Sequence[Mapping[str, str]], unit: str) -> float:

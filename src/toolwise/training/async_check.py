@@ -14,7 +14,11 @@ def check_async(config: RunConfig) -> None:
         return
     actor, staleness = config.actor, config.trainer.max_staleness
     for refused, problem in (
-        (config.rollout.engine != "toolwise", f'rollout.engine = "{config.rollout.engine}": use "toolwise"'),
+        (config.rollout.engine == "transformers", 'rollout.engine = "transformers": use "toolwise" or "vllm"'),
+        (
+            config.rollout.engine == "vllm" and config.trainer.keep_cache,
+            'trainer.keep_cache and rollout.engine = "vllm", which computes prompts again: set keep_cache to false',
+        ),
         (
             bool(staleness and not actor.one_step and not config.trainer.several_stale_updates),
             f"{actor.ppo_epochs * actor.mini_batches} optimizer steps on a batch that may be stale, which compounds: "

@@ -69,7 +69,8 @@ class AsyncLoop:
         self._weights_in_use = asyncio.Lock()
         """Held while the router reads the engine's weights, and while they are replaced."""
         self._updating = asyncio.Lock()
-        """Held from the start of an update until its weights are published, or are known to be held back."""
+        """Held from the start of a step's thoughts and update until its weights are published, or are known to be held
+        back."""
         self._pinned = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._started = False
@@ -81,10 +82,10 @@ class AsyncLoop:
         with waits.learner():
             taken, scored, usable, counts = await self._collect()
         rolled_out = time.perf_counter()
-        thinking, thinking_metrics = await think(run, scored, usable)
-        before_update()
-        scored, usable = with_credit_of_router(run, scored, usable)
         async with self._updating:
+            thinking, thinking_metrics = await think(run, scored, usable)
+            before_update()
+            scored, usable = with_credit_of_router(run, scored, usable)
             version = run.learner.version
             credited, actor_metrics, estimator_metrics = await self._work(partial(update_actor, run, usable, thinking))
             if run.config.deterministic:

@@ -9,7 +9,7 @@ from toolwise.config.schema import RunConfig
 from toolwise.engine import Engine
 from toolwise.errors import ConfigError
 from toolwise.learner import distributed
-from toolwise.protocols import ModelPolicy
+from toolwise.protocols import ModelPolicy, ReloadingEngine
 from toolwise.training.async_check import MODE, check_async
 from toolwise.training.weight_copies import WeightCopies
 
@@ -27,7 +27,7 @@ def copy_weights(config: RunConfig, policy: ModelPolicy) -> WeightCopies | None:
     check_async(config)
     for refused, problem in (
         (
-            not isinstance(policy.engine, Engine),
+            not isinstance(policy.engine, Engine | ReloadingEngine),
             f"{type(policy.model).__name__}, which the engine cannot run: use a model that it supports",
         ),
         (distributed.is_distributed(), "several processes: start one"),

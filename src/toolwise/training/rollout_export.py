@@ -62,7 +62,7 @@ def export_rollouts(
     if out.exists() and out.resolve().is_relative_to(run.resolve()):
         raise ConfigError(f"--out {out} is a file of the run, which would be lost: choose another one")
     if out.exists() and not overwrite:
-        raise ConfigError(f"--out {out} exists: choose another file, or replace it with --overwrite")
+        raise ConfigError(f"--out {out} exists: choose another file, or replace it with --overwrite (overwrite=True)")
     steps = _read_steps(run, where, validation=validation)
     schemas = run_tools(run)
     result = ExportResult(has_tools=schemas is not None)

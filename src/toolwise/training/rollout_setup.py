@@ -15,7 +15,7 @@ from toolwise.data.task_set import TaskSet, change_tasks, distinct_tasks
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.catalog import EnvSpec, build_env_factory
 from toolwise.errors import ConfigError
-from toolwise.protocols import AgentPolicy, ModelPolicy, Router, Sampling
+from toolwise.protocols import AgentPolicy, ModelPolicy, ReloadingEngine, Router, Sampling
 from toolwise.rollout.adaptive_gate import AdaptiveGate
 from toolwise.rollout.agents.agent_request import AgentScheduler, OutsideAgent
 from toolwise.rollout.call_format import ParserSpec, find_format
@@ -241,8 +241,6 @@ def local_policy(config: RunConfig, path: str, parser: ParserSpec | None = None)
     from toolwise.policies.local import LocalPolicy
 
     grammar = grammar_from_config(config.rollout.grammar)
-    if grammar is not None and config.rollout.engine != "toolwise":
-        raise ConfigError(f'rollout.grammar needs rollout.engine = "toolwise", got "{config.rollout.engine}"')
     announce(f"loading the model {path}")
     model, chat = load_model(path, **load_options(config, path))
     set_thread_count(config, model)
@@ -320,13 +318,22 @@ def _adaptive_gate(config: RunConfig, policy: AgentPolicy) -> AdaptiveGate:
     from toolwise.engine import Engine
     from toolwise.policies.local import LocalPolicy
 
-    if not isinstance(policy, LocalPolicy) or not isinstance(engine := policy.engine, Engine):
+    assert isinstance(policy, LocalPolicy)
+    engine = policy.engine
+
+    def cache_tokens() -> int:
+        if isinstance(engine, Engine):
+            return engine.blocks.count * engine.blocks.size
+        return engine.cache_tokens if isinstance(engine, ReloadingEngine) else 0
+
+    if not cache_tokens():
         raise ConfigError(
-            'rollout.max_concurrent = "auto" needs rollout.engine = "toolwise", whose cache it knows: give a number'
+            'rollout.max_concurrent = "auto" needs an engine that says what its KV cache holds, such as rollout.engine '
+            '= "toolwise": give a number'
         )
     return AdaptiveGate(
         slots=config.rollout.max_batch,
-        cache_tokens=lambda: engine.blocks.count * engine.blocks.size,
+        cache_tokens=cache_tokens,
         generating_s=lambda: policy.generating_s,
         busy_s=lambda: engine.busy_s,
         n=config.rollout.n,

@@ -36,8 +36,7 @@ class StepWaits:
             self.learner_s += time.perf_counter() - begun
 
     def _engine_s(self) -> float:
-        engine = self.run.policy.engine
-        return engine.busy_s if isinstance(engine, Engine) else 0.0
+        return self.run.policy.engine.busy_s
 
     def metrics(self, rolled_out: float) -> Metrics:
         run, finished = self.run, time.perf_counter()

@@ -11,6 +11,7 @@ from toolwise.engine import Engine
 from toolwise.engine.device_streams import LearnerStream, finish_kernels, use_own_stream
 from toolwise.engine.weight_swap import replace_weights
 from toolwise.models.merged_weights import merged_copy
+from toolwise.protocols import ReloadingEngine
 
 if TYPE_CHECKING:
     from toolwise.policies.local import LocalPolicy
@@ -30,18 +31,13 @@ class WeightCopies:
         """Copy the policy's model for a learner; takes as much memory again as the weights. On a GPU the engine works
         on a stream of its own from now on."""
         copies = cls(policy, copy.deepcopy(policy.model), keep_cache)
-        use_own_stream(copies.engine)
+        if isinstance(policy.engine, Engine):
+            use_own_stream(policy.engine)
         return copies
-
-    @property
-    def engine(self) -> Engine:
-        engine = self.policy.engine
-        assert isinstance(engine, Engine)  # see async_setup
-        return engine
 
     def learner_stream(self) -> LearnerStream:
         """Where the learner's updates run."""
-        return LearnerStream(self.engine.runner.device)
+        return LearnerStream(self.policy.model.device)
 
     @property
     def bytes(self) -> int:
@@ -50,15 +46,21 @@ class WeightCopies:
 
     async def publish(self, version: int) -> None:
         """Give the engine the learner's weights as `version`, between two of its steps. No update may run meanwhile."""
-        await replace_weights(self.engine, self.copy, version, keep_cache=self.keep_cache)
+        engine = self.policy.engine
+        assert isinstance(engine, Engine | ReloadingEngine)  # see async_setup
+        await replace_weights(engine, self.copy, version, keep_cache=self.keep_cache)
 
     def copy(self) -> None:
         """Copy the learner's weights, with adapters merged in, to the policy's model; returns when that is done."""
         import torch
 
-        finish_kernels(self.engine)  # of a cancelled request, which may still read the weights
+        self._finish_kernels()  # of a cancelled request, which may still read the weights
         source = dict(merged_copy(self.learner_model).named_parameters())
         with torch.no_grad():
             for name, parameter in self.policy.model.named_parameters():
                 parameter.copy_(source[name])
-        finish_kernels(self.engine)
+        self._finish_kernels()
+
+    def _finish_kernels(self) -> None:
+        if isinstance(self.policy.engine, Engine):
+            finish_kernels(self.policy.engine)

@@ -3,8 +3,9 @@ weights it is sent; `tests/policies/vllm/test_vllm_real.py` tests against vLLM i
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,16 @@ class StandIn:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     version: str = ""
     paused: bool = False
+    cache: dict[str, Any] = field(default_factory=lambda: {"num_gpu_blocks": 100, "block_size": 16})
+    token_s: float = 0.0
+    """Seconds that each token takes."""
+    written: int = 0
+    """Tokens of all completions so far, where they take time."""
+    running: int = 0
+    requests: list[asyncio.Event] = field(default_factory=list)
+    """Of each completion under way: set when it is interrupted."""
+    interrupted: int = 0
+    """Completions that were returned as they were."""
 
     def __post_init__(self) -> None:
         self.policy = LocalPolicy(self.model, self.chat, Sampling(), engine="transformers")
@@ -81,12 +92,17 @@ class StandIn:
         return JSONResponse({"data": [{"id": "small", "max_model_len": 4096}, {"id": "adapter"}]})
 
     async def info(self, request: Request) -> Response:
-        told = {"dtype": self.dtype, "logprobs_mode": self.logprobs_mode}
-        return JSONResponse({"vllm_config": {"model_config": told}})
+        model = {"dtype": self.dtype, "logprobs_mode": self.logprobs_mode}
+        return JSONResponse({"vllm_config": {"model_config": model, "cache_config": self.cache}})
 
     async def pause(self, request: Request) -> Response:
-        assert request.query_params["mode"] == "wait"
+        """No request starts from now on; those under way end by themselves, or at once."""
+        mode = request.query_params["mode"]
+        assert mode in ("wait", "abort")
         self.paused = True
+        for event in self.requests if mode == "abort" else ():
+            event.set()
+        await until(lambda: not self.running)
         return JSONResponse({"status": "paused"})
 
     async def resume(self, request: Request) -> Response:
@@ -98,6 +114,7 @@ class StandIn:
         return JSONResponse({"success": True})
 
     async def reset(self, request: Request) -> Response:
+        assert not self.running
         return JSONResponse({"success": self.resets})
 
     async def rpc(self, request: Request) -> Response:
@@ -108,6 +125,7 @@ class StandIn:
         if self.refuses_weights:
             return JSONResponse({"error": {"message": "shapes do not match"}}, 500)
         assert self.paused
+        assert not self.running
         state = load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
         if self.keeps_head:
             state["lm_head.weight"] = self.model.lm_head.weight.detach().clone()
@@ -132,18 +150,44 @@ class StandIn:
             seed=body["seed"],
             stop_token_ids=tuple(body["stop_token_ids"]),
         )
-        found = await self.policy.generate(body["prompt"], sampling)
-        logprobs = list(found.logprobs)
-        if self.logprobs_mode == "raw_logprobs":
-            logprobs = forced(self.model, body["prompt"], list(found.token_ids), 1.0)
+        interrupt = asyncio.Event()
+        self.requests.append(interrupt)
+        try:
+            await until(lambda: not self.paused or interrupt.is_set())
+            return JSONResponse({"choices": [await self.sample(body["prompt"], sampling, interrupt)]})
+        finally:
+            self.requests.remove(interrupt)
+
+    async def sample(self, prompt: Sequence[int], sampling: Sampling, interrupt: asyncio.Event) -> dict[str, Any]:
+        tokens, logprobs, finish = list[int](), list[float](), "abort"
+        if not interrupt.is_set():
+            self.running += 1
+            found = await self.policy.generate(prompt, sampling)
+            tokens, logprobs, finish = list(found.token_ids), list(found.logprobs), found.finish_reason
+            if self.logprobs_mode == "raw_logprobs":
+                logprobs = forced(self.model, list(prompt), tokens, 1.0)
+            count = 0
+            while self.token_s and count < len(tokens) and not interrupt.is_set():
+                await asyncio.sleep(self.token_s)
+                count += 1
+                self.written += 1
+            if interrupt.is_set():
+                tokens, logprobs, finish = tokens[:count], logprobs[:count], "abort"
+            self.running -= 1
+        self.interrupted += interrupt.is_set()
         self.aborts, aborted = max(0, self.aborts - 1), self.aborts > 0
-        choice = {
-            "finish_reason": "abort" if aborted else found.finish_reason,
-            "token_ids": list(found.token_ids),
-            "prompt_token_ids": body["prompt"],
+        return {
+            "finish_reason": "abort" if aborted else finish,
+            "token_ids": tokens,
+            "prompt_token_ids": list(prompt),
             "logprobs": {"token_logprobs": logprobs},
         }
-        return JSONResponse({"choices": [choice]})
+
+
+async def until(ready: Callable[[], bool]) -> None:
+    """The server and the tests are in different threads, which set no events of each other."""
+    while not ready():  # noqa: ASYNC110
+        await asyncio.sleep(0.002)
 
 
 @torch.inference_mode()
@@ -157,6 +201,11 @@ def forced(model: Any, prompt: list[int], tokens: list[int], temperature: float)
 @pytest.fixture(scope="session")
 def loaded() -> tuple[Any, Any]:
     return load_model("builtin:small", device="cpu")
+
+
+@pytest.fixture
+def wait_until() -> Any:
+    return until
 
 
 @pytest.fixture

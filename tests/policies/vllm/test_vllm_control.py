@@ -31,6 +31,20 @@ def test_it_says_what_it_serves(stand_in: Any) -> None:
     assert VllmControlClient(stand_in.url, timeout_s=5).model_info("adapter").name == "adapter"
 
 
+@pytest.mark.parametrize(
+    ("cache", "tokens"),
+    [
+        ({"num_gpu_blocks": 100, "block_size": 16}, 1600),
+        ({"num_gpu_blocks": 100, "block_size": 16, "kv_cache_size_tokens": 900}, 900),
+        ({"num_gpu_blocks": None}, 0),
+        (None, 0),
+    ],
+)
+def test_it_says_what_its_cache_holds(stand_in: Any, cache: Any, tokens: int) -> None:
+    stand_in.cache = cache
+    assert VllmControlClient(stand_in.url, timeout_s=5).model_info().cache_tokens == tokens
+
+
 def test_weights_go_in_while_nobody_is_served_and_nothing_cached_stays(stand_in: Any, loaded: Any) -> None:
     weights = WeightsFolder()
     try:

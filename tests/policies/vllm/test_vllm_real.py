@@ -113,6 +113,39 @@ def test_after_an_update_it_says_what_the_new_weights_say(
         assert_says_what_the_model_says(engine, model, chat, teacher_forced)
 
 
+def test_replies_go_on_across_reloads_and_each_token_is_of_its_version(
+    engine: VllmEngine, model: Any, loaded: Any, teacher_forced: Forced
+) -> None:
+    torch.manual_seed(0)
+    first, models = engine.version, [copy.deepcopy(model)]
+
+    def change() -> None:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(torch.randn_like(weight) * 0.01)
+        models.append(copy.deepcopy(model))
+
+    async def go() -> list[Generation]:
+        replies = [
+            asyncio.ensure_future(engine.generate(prompt, Sampling(max_new_tokens=1000, seed=seed)))
+            for seed, prompt in enumerate(prompts(loaded[1]) * 3)
+        ]
+        for version in (1, 2):
+            await asyncio.sleep(1.0)
+            await engine.replace_weights(change, first + version)
+        return [*await asyncio.gather(*replies)]
+
+    for prompt, reply in zip(prompts(loaded[1]) * 3, run(go()), strict=True):
+        tokens, versions = list(reply.token_ids), [version - first for version in reply.token_versions or ()]
+        assert sorted({*versions}) == [0, 1, 2]
+        assert versions == sorted(versions)
+        assert len(tokens) == len(versions) == 1000
+        forced = [teacher_forced(each, prompt, tokens, 1.0) for each in models]
+        expected = [forced[version][place] for place, version in enumerate(versions)]
+        assert list(reply.logprobs) == pytest.approx(expected, abs=1e-3)
+    assert engine.gate.inside == 0
+
+
 def test_a_seed_gives_the_same_draw_whatever_else_runs(engine: VllmEngine, loaded: Any) -> None:
     sampling = Sampling(max_new_tokens=32, seed=11)
     alone = run(engine.generate(prompts(loaded[1])[0], sampling))
@@ -146,6 +179,27 @@ def test_two_steps_of_training_pass_the_canary(
     gaps = [step["canary/logprob_gap_max"] for step in figures if "canary/logprob_gap_max" in step]
     assert len(gaps) == 2
     assert 0 < max(gaps) < 1e-3
+
+
+def test_asynchronous_training_passes_the_canary(
+    environment: None, tmp_path: Path, cli: Callable[..., Any], make_config: Callable[..., Path]
+) -> None:
+    rollout = {"engine": "vllm", "vllm": {"command": COMMAND}, "n": 4, "max_new_tokens": 200, "max_concurrent": "auto"}
+    trainer = {"mode": "async", "max_staleness": 2, "total_steps": 6}
+    settings = {
+        "rollout": rollout,
+        "trainer": trainer,
+        "algorithm": {"zero_std_groups": "keep"},
+        "actor": {"lr": 1e-4},
+    }
+    ended = cli("train", make_config(tmp_path, settings), "--out", tmp_path / "run")
+    assert ended.status == 0, ended.err
+    figures = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in figures if "staleness/max" in step]
+    assert len(steps) == 6
+    assert 1.0 <= max(step["staleness/max"] for step in steps) <= 2.0
+    assert max(step.get("canary/logprob_gap_max", 0.0) for step in steps) < 1e-3
+    assert max(step["staleness/logprob_gap"] for step in steps) > 0.0
 
 
 def test_servers_of_two_workers_get_each_version(tmp_path: Path) -> None:

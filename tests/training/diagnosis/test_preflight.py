@@ -210,8 +210,15 @@ def test_rows_that_are_only_evaluated_may_lack_the_tools_of_a_route() -> None:
     check_routable(settings, tools, rows, learns=False)
     check_routable(config(router={"enable": True}), tools, [task(tools=[])], learns=False)
     none = config(router={"enable": True, "routes": [look_up, {"name": "dates", "families": ["CLOCK"]}]})
-    with pytest.raises(ConfigError, match="no route applies to a task with the tools calculator"):
+    with pytest.raises(ConfigError, match=f"no route applies to task {rows[0].task_id} with the tools calculator"):
         check_routable(none, tools, rows, learns=False)
+
+
+def test_a_training_row_that_no_route_applies_to_is_named() -> None:
+    routes = [{"name": "look-up", "tools": ["search"]}]
+    rows = [task(task_id="a", tools=["search"]), task(task_id="b", tools=["calculator"])]
+    with pytest.raises(ConfigError, match="no route applies to task b with the tools calculator"):
+        check_routable(config(router={"enable": True, "routes": routes}), build_tools(["search", "calculator"]), rows)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from toolwise.policies.openai.reply import NEUTRAL_SAMPLING, first_choice, parse_ids
 from toolwise.protocols import Generation, Sampling
@@ -33,12 +34,29 @@ def completion_body(model: str, token_ids: Sequence[int], sampling: Sampling) ->
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A reply, or the part of one that was sampled before the server was told to stop."""
+
+    token_ids: array[int]
+    logprobs: array[float]
+    finish_reason: Literal["stop", "length", "abort"]
+
+
 def read_completion(body: Any, prompt: Sequence[int], version: int = 0) -> Generation:
     """Parse the reply to `completion_body(…, prompt, …)`; raises `ServerError` if it is invalid. `version` is that of
     the server's weights."""
+    whole = parse_completion(body, prompt)
+    assert whole.finish_reason != "abort"
+    return Generation(whole.token_ids, whole.logprobs, whole.finish_reason, version)
+
+
+def parse_completion(body: Any, prompt: Sequence[int], *, may_abort: bool = False) -> Completion:
+    """The same for a reply of which the server may return a part, even none, with `may_abort`."""
     choice = first_choice(body)
     finish = choice.get("finish_reason")
-    if finish not in ("stop", "length"):  # "abort": the server gave up midway, which is not the model's decision
+    # "abort": the server gave up midway, which is not the model's decision
+    if finish not in ("stop", "length") and not (finish == "abort" and may_abort):
         raise ServerError("bad_reply", f"the server ended the reply with finish_reason {finish!r}", retryable=True)
     ids = _ids(choice, "token_ids")
     if _ids(choice, "prompt_token_ids") != array("i", prompt):
@@ -46,9 +64,9 @@ def read_completion(body: Any, prompt: Sequence[int], version: int = 0) -> Gener
             "bad_reply", "the server reports a different prompt than the one sent: does it truncate prompts?"
         )
     logprobs = _logprobs(choice)
-    if not ids or len(ids) != len(logprobs):
+    if len(ids) != len(logprobs) or not (ids or finish == "abort"):
         raise ServerError("bad_reply", f"the reply has {len(ids)} token ids and {len(logprobs)} log-probs")
-    return Generation(ids, logprobs, finish, version)
+    return Completion(ids, logprobs, finish)
 
 
 def _ids(choice: dict[str, Any], name: str) -> array[int]:

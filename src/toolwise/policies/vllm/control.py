@@ -26,6 +26,8 @@ class ModelInfo:
     dtype: str
     """Torch's name, such as "float32"."""
     logprobs_mode: str
+    cache_tokens: int = 0
+    """What its KV cache holds."""
 
 
 class VllmStatusError(PolicyError):
@@ -63,16 +65,23 @@ class VllmControlClient:
                 f"vLLM at {self.root} serves {', '.join(names) or 'nothing'}, not {name!r}: set rollout.vllm.model"
             )
         info = self._control("server_info?config_format=json", method="GET")
-        model = (info.get("vllm_config") or {}).get("model_config") or {}
+        config = info.get("vllm_config") or {}
+        model, cache = config.get("model_config") or {}, config.get("cache_config") or {}
+        in_blocks = int(cache.get("num_gpu_blocks") or 0) * int(cache.get("block_size") or 0)
         return ModelInfo(
             name=name,
             max_context=int(entry.get("max_model_len") or 0),
             dtype=str(model.get("dtype") or "").removeprefix("torch."),
             logprobs_mode=str(model.get("logprobs_mode") or ""),
+            cache_tokens=int(cache.get("kv_cache_size_tokens") or in_blocks),
         )
 
     def complete(self, body: dict[str, Any]) -> Any:
         return self._ask("POST", f"{self.base_url}/completions", body)
+
+    def interrupt(self) -> None:
+        """Have all running requests return what they have; later ones wait until weights are loaded."""
+        self._control("pause?mode=abort")
 
     def load(self, folder: Path, version: int) -> None:
         """Load weights from a folder that the server can read. Running requests finish first, and nothing computed with

@@ -147,6 +147,7 @@ def _check_own_routes(config: RunConfig, tools: Mapping[str, BaseTool], tasks: S
         raise ConfigError(missing)
     families = map_distinct(tasks, conditioning.families_of)
     check_route_tools(routes, families)
+    map_distinct(tasks, conditioning.applicable)
     cost = build_cost(config.router, tools)
     first = next((budget.unit for budget in config.router.budgets), cost.units[0])
     check_prices(routes, cost.units, max_cost=config.router.max_cost, unit=first)

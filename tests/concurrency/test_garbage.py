@@ -35,6 +35,19 @@ def test_collections_are_rarer_inside_and_as_before_outside() -> None:
     """)
 
 
+def test_the_last_of_several_restores_the_threshold() -> None:
+    check("""
+        before = gc.get_threshold()
+        first, second = relaxed_gc(), relaxed_gc()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert gc.get_threshold()[0] == THRESHOLD
+        second.__exit__(None, None, None)
+        assert gc.get_threshold() == before
+    """)
+
+
 def test_what_a_run_began_with_is_not_scanned_and_what_it_adds_is_collected() -> None:
     check("""
         kept = Node()

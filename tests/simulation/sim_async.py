@@ -219,7 +219,7 @@ class Weights:
 class Policy:
     """Samples a few tokens per turn, each from the weights of its moment."""
 
-    engine = None
+    engine = SimpleNamespace(busy_s=0.0)
 
     def __init__(self, plan: AsyncPlan, weights: Weights) -> None:
         self.plan, self.weights, self.calls = plan, weights, 0

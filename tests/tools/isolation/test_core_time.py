@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from toolwise.sandbox.layers.kernel import stat_fields
 from toolwise.tools.isolation import core_time
 from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
 from toolwise.tools.isolation.core_time import CpuUsage
@@ -75,6 +76,8 @@ def looks(pid: int) -> list[bool]:
 
 @pytest.mark.parametrize("program", [SLEEP], indirect=True)
 def test_what_sleeps_does_not_compute(program: int) -> None:
+    while stat_fields(b"/proc/%d/stat" % program)[0] != b"S":  # it has printed, but may wait for a core
+        time.sleep(0.01)
     assert not any(looks(program)[1:])
 
 

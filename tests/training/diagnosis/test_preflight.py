@@ -215,8 +215,9 @@ def test_rows_that_are_only_evaluated_may_lack_the_tools_of_a_route() -> None:
 
 
 def test_a_training_row_that_no_route_applies_to_is_named() -> None:
-    routes = [{"name": "look-up", "tools": ["search"]}]
-    rows = [task(task_id="a", tools=["search"]), task(task_id="b", tools=["calculator"])]
+    look_up = {"name": "look-up", "tools": ["search"]}
+    routes = [look_up, look_up | {"name": "in-short", "note": "Be brief."}]
+    rows = [task("a", tools=["search"]), task("b", tools=["calculator"])]
     with pytest.raises(ConfigError, match="no route applies to task b with the tools calculator"):
         check_routable(config(router={"enable": True, "routes": routes}), build_tools(["search", "calculator"]), rows)
 

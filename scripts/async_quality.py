@@ -2,6 +2,7 @@
 
     python scripts/async_quality.py --world grid --staleness 2 --loss tis --seed 3 --out runs/async/grid-2-tis-3.jsonl
     python scripts/async_quality.py --commands runs/async                      # all of them, one per line
+    python scripts/async_quality.py --commands runs/async_tuning --tuning      # the other corrections, on tuning seeds
     python scripts/async_quality.py --report runs/async --picture docs/images/async_quality.png > section.md
 
 `deterministic = true` fixes the schedule: every batch is sampled from the weights of exactly `--staleness` versions
@@ -27,9 +28,10 @@ from typing import Any
 from grid_agent import ROOT, TURNS, WORLD, Chances, OneWord, episodes, fresh_model, taught_walks
 from grid_world import make_rows as grid_rows
 
-SEEDS = range(5)
+SEEDS, TUNING_SEEDS = range(5), (100, 101, 102)
 STALENESS = (2, 8)
-LOSSES = ("none", "tis", "decoupled", "ppo")
+LOSSES = ("none", "tis", "decoupled", "ppo", "dppo")
+"""The last one is the best of the other corrections on tuning seeds: `--commands FOLDER --tuning`."""
 STEPS = {"grid": 60, "demo": 30}
 RATES = {("grid", "grpo"): 5e-4, ("grid", "gigpo"): 1e-3, ("demo", "grpo"): 2e-4}
 GRID_BATCH, GRID_N, DEMO_BATCH, DEMO_N = 4, 8, 4, 8
@@ -63,6 +65,12 @@ def all_jobs() -> list[Job]:
     """Seed by seed, so that those of an unfinished series can be compared; "ppo", the default so far, comes last."""
     needed = [job for seed in SEEDS for job in _jobs_of(seed) if job.loss != "ppo"]
     return [*needed, *(job for seed in SEEDS for job in _jobs_of(seed) if job.loss == "ppo")]
+
+
+def tuning_jobs() -> list[Job]:
+    """All corrections where staleness costs most, on other seeds: which of those that are not in LOSSES does best."""
+    every = ("none", "tis", "decoupled", "interpolated", "icepop", "sequence_mask", "dppo", "cispo", "gspo")
+    return [Job("grid", max(STALENESS), loss, seed) for seed in TUNING_SEEDS for loss in every]
 
 
 def _jobs_of(seed: int) -> list[Job]:
@@ -249,11 +257,12 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.0, help="another learning rate, to tune it")
     parser.add_argument("--out", type=Path, help="file of the run")
     parser.add_argument("--commands", metavar="FOLDER", help="print the command lines of all runs")
+    parser.add_argument("--tuning", action="store_true", help="--commands: of the runs on tuning seeds")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="print the tables of all runs")
     parser.add_argument("--picture", type=Path, help="file for the curves")
     args = parser.parse_args()
     if args.commands:
-        jobs = all_jobs()
+        jobs = tuning_jobs() if args.tuning else all_jobs()
         print("\n".join(f"{job.command} --out {args.commands}/{job.name}.jsonl" for job in jobs))
     elif args.report:
         from async_quality_report import report

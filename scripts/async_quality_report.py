@@ -6,7 +6,7 @@ lost      area of the same seed without staleness, less this run's; mean and 95 
 collapsed runs whose final score is less than half of that without staleness
 default   the correction with the smallest mean loss of area over both worlds and both bounds; of two whose
           difference, paired by world, bound and seed, has an interval that contains 0, the one that comes first in
-          none, ppo, tis, decoupled: the fewer computations
+          none, ppo, dppo, tis, decoupled: the fewer computations
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from async_quality import LOSSES, SEEDS, STALENESS, STEPS, Record, read_record
 
 T_VALUES = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262, 20: 2.093}
 """Student's t of a 95 % interval, by the number of values."""
-CHEAPEST = ("none", "ppo", "tis", "decoupled")
+CHEAPEST = ("none", "ppo", "dppo", "tis", "decoupled")
 Cell = tuple[str, str, int, str]
 """World, estimator, staleness, loss."""
 Cells = dict[Cell, dict[int, Record]]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 
@@ -14,6 +15,7 @@ from toolwise.models import load_model
 from toolwise.protocols import Generation, Sampling
 from toolwise.serve import ServedModel, Server, build_app
 from toolwise.serve.completion import event
+from toolwise.serve.protocol import LimitedProtocol
 
 HELLO = {"model": "small", "messages": [{"role": "user", "content": "Hello there"}], "stream": True}
 
@@ -89,3 +91,35 @@ def test_a_client_that_does_not_read_is_waited_for() -> None:
     assert answer.count("TWO ") == Large.size
     assert answer.count("one ") == answer.count("three ") == Large.size
     assert answer.endswith("0\r\n\r\n")
+
+
+class Late(TakesIt):
+    """Writes to the client of the request before, too."""
+
+    before: ClassVar[list[Any]] = []
+    late: ClassVar[list[bool]] = []
+
+    async def stream(self, request: Any, short_cut: Any = None) -> Any:
+        yield chunk("first ")
+        self.late.extend(old.write(event(chunk("late ")).encode()) for old in self.before)
+        self.before.append(short_cut)
+        yield chunk("last")
+
+
+def test_the_short_cut_of_a_request_ends_with_it() -> None:
+    with Server(app(Late)) as server, httpx.Client(timeout=20) as client:
+        answers = [texts(client.post(f"{server.url}/chat/completions", json=HELLO).text) for _ in range(2)]
+    assert answers == [["first ", "last"]] * 2
+    assert Late.late == [False]
+
+
+def test_connections_that_are_closed_leave_nothing_to_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with Server(app()) as server:
+            ask(server.port, "1.1")
+        left = [each for each in gc.get_objects() if issubclass(type(each), LimitedProtocol)]
+    finally:
+        gc.enable()
+    assert left == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -21,6 +22,25 @@ def limited_protocol(limits: ServerLimits) -> type[H11Protocol]:
     return type("BoundLimitedProtocol", (LimitedProtocol,), {"limits": limits})
 
 
+async def _run_app(app: Any, scope: Any, receive: Any, send: Any) -> None:
+    """Call `app`, with the short way where parts of a body are chunks."""
+    extensions = {WRITE: partial(_write_part, send.__self__)} if scope["http_version"] == "1.1" else {}
+    scope["extensions"] = extensions
+    try:
+        await app(scope, receive, send)
+    finally:
+        extensions.clear()  # of a request that has ended, nothing waits for the garbage collector
+
+
+def _write_part(cycle: Any, data: bytes) -> bool:
+    """What a request's `send` does for a part of a body, without h11's part in it, which is most of the time."""
+    if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.response_started:
+        return False
+    if data:  # a chunk of nothing would end the body
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
+
+
 class LimitedProtocol(H11Protocol):
     """A deadline for each phase of a connection: head, body, draining a rejected body, closing. Generating a response
     has none: how long the model takes is not up to the client."""
@@ -33,21 +53,7 @@ class LimitedProtocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
         self._refused = False
-        self.app = self._run_app
-
-    async def _run_app(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["http_version"] == "1.1":  # parts of a body are chunks there
-            scope["extensions"] = {WRITE: self._write_part}
-        await self.config.loaded_app(scope, receive, send)
-
-    def _write_part(self, data: bytes) -> bool:
-        """What `send` does for a part of a body, without h11's part in it, which is most of the time."""
-        cycle = self.cycle
-        if self.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.response_started:
-            return False
-        if data:  # a chunk of nothing would end the body
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
+        self.app = partial(_run_app, self.config.loaded_app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
